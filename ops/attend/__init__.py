@@ -1,0 +1,1 @@
+"""Stage 4: attention over what is on the device."""

@@ -1,0 +1,108 @@
+"""Attention split over the sequence: each program keeps a running softmax over its tiles, one launch combines them."""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+
+
+@triton.jit
+def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The query heads of one kv head, [GP, DP], zero where padded."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    return tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr):
+    """Fold the tokens at pointers `rows` (K, then V `D` elements on) where `live` into the running softmax."""
+    d = tl.arange(0, DP)
+    m = live[:, None] & (d < D)[None, :]
+    k = tl.load(rows[:, None] + d[None, :], mask=m, other=0.0)
+    v = tl.load(rows[:, None] + D + d[None, :], mask=m, other=0.0)
+    z = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+    if softcap > 0:
+        z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
+    z = tl.where(live[None, :], z, float("-inf"))
+    peak = tl.maximum(top, tl.max(z, 1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    p = tl.exp(z - safe[:, None])
+    shrink = tl.exp(top - safe)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return peak, total, acc
+
+
+@triton.jit
+def store_part(parts, tops, totals, at, acc, top, total, GP: tl.constexpr, DP: tl.constexpr):
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    tl.store(parts + (at * GP + g[:, None]) * DP + d[None, :], acc)
+    tl.store(tops + at * GP + g, top)
+    tl.store(totals + at * GP + g, total)
+
+
+@triton.jit
+def _combine(
+    parts, tops, totals, sinks, out, length, o_b, heads, splits,
+    SINKS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    bh, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    s, d = tl.arange(0, SP), tl.arange(0, DP)
+    at = (bh * splits + s) * GP + g
+    top = tl.load(tops + at, mask=s < splits, other=float("-inf"))
+    peak = tl.max(top, 0)
+    if SINKS:
+        logit = tl.load(sinks + h * G + g).to(tl.float32)
+        peak = tl.maximum(peak, logit)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp(top - safe)
+    total = tl.sum(weight * tl.load(totals + at, mask=s < splits, other=0.0), 0)
+    if SINKS:
+        total += tl.exp(logit - safe)
+    part = tl.load(parts + at[:, None] * DP + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
+    acc = tl.sum(weight[:, None] * part, 0) / tl.where(total > 0, total, 1.0)
+    # No token: zero. A row past its capacity: NaN, so that it cannot be mistaken for an answer.
+    acc = tl.where(tl.load(length + b) < 0, float("nan"), acc)
+    tl.store(out + b * o_b + (h * G + g) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+class Parts:
+    """Scratch for `splits` partial results per (row, kv head), and the launch that combines them."""
+
+    def __init__(self, q: Tensor, heads: int, splits: int):
+        batch, q_heads, _, d = q.shape
+        self.group = q_heads // heads
+        self.gp, self.dp, self.splits, self.heads = max(16, next_power_of_2(self.group)), next_power_of_2(d), splits, heads
+        n = batch * heads * splits * self.gp
+        self.acc = torch.empty((n, self.dp), dtype=torch.float32, device=q.device)
+        self.top, self.total = torch.empty((2, n), dtype=torch.float32, device=q.device)
+
+    def shape(self) -> dict[str, int]:
+        return {"G": self.group, "GP": self.gp, "DP": self.dp}
+
+    def combine(self, q: Tensor, length: Tensor, sinks: Tensor | None) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        batch, q_heads, _, d = q.shape
+        _combine[(batch * self.heads, self.group)](
+            self.acc, self.top, self.total, sinks if sinks is not None else out, out, length, out.stride(0),
+            self.heads, self.splits, SINKS=sinks is not None, D=d, SP=next_power_of_2(self.splits), **self.shape(),
+        )  # fmt: skip
+        return out
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, live: Tensor, sinks: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """The plain definition, in fp32: q [B, Hq, S, D], k and v [B, Hkv, N, D], live broadcastable to [B, Hq, S, N]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    z = q.float() @ k.transpose(-1, -2) * scale
+    z = torch.tanh(z / softcap) * softcap if softcap else z
+    z = z.masked_fill(~live, -torch.inf)
+    top = z.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    total = 0.0
+    if sinks is not None:
+        logit = sinks.float().view(1, -1, 1, 1)
+        top = torch.maximum(top, logit)
+        total = (logit - top).exp()
+    p = (z - top).exp()
+    total = total + p.sum(-1, keepdim=True)
+    return ((p @ v) / torch.where(total > 0, total, 1.0)).to(q.dtype)

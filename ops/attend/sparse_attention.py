@@ -1,0 +1,89 @@
+"""Attention of one query token over the ring (sinks, window) and the chosen blocks in the hot buffer."""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._triton import cdiv, sm_count, tl, triton
+from torchsparsekv.ops.attend._rows import ring_positions
+from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part
+
+SCHEMA = (
+    "(Tensor q, Tensor ring, Tensor hot, Tensor places, Tensor length, Tensor retired, Tensor? sinks, int sink, "
+    "float scale, float softcap) -> Tensor"
+)
+TILE = 64
+
+
+def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> None:
+    _check.rows(ring, hot=hot)
+    _check.heads(q, ring)
+    _check.dense_last(q=q)
+    _check.same_dtype(q=q, ring=ring)
+    _check.dtype((torch.int32,), places=places)
+    _check.contiguous(places=places)
+    _check.counters(length=length, retired=retired)
+
+
+def reference(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
+    near = ring_positions(ring.shape[2], length, retired, sink) >= 0
+    at = places.clamp(min=0).long()[..., None, None, None].expand(*places.shape, *hot.shape[3:])
+    chosen = hot.gather(2, at).flatten(2, 3)
+    found = (places >= 0).repeat_interleave(hot.shape[3], -1)
+    rows = torch.cat([ring, chosen], 2)
+    live = torch.cat([near[:, None].expand(-1, ring.shape[1], -1), found], -1)
+    rows = rows.masked_fill(~live[..., None, None], 0)
+    live = live.repeat_interleave(q.shape[1] // ring.shape[1], 1).unsqueeze(2)
+    out = softmax_attention(q, rows[..., 0, :], rows[..., 1, :], live, sinks, scale, softcap)
+    return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
+
+
+@triton.jit
+def _attend(
+    q, ring, hot, places, length, retired, parts, tops, totals, q_b, q_h, heads, ring_rows, hot_blocks, n, sink, scale,
+    softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
+    top = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
+    i = tl.arange(0, TILE)
+    end, old = tl.load(length + b), tl.load(retired + b)
+    turn = ring_rows - sink
+    near_tiles = tl.cdiv(ring_rows, TILE)
+    for tile in range(split, near_tiles, splits):
+        row = tile * TILE + i
+        pos = tl.where(row < sink, row, old + ((row - old) % turn + turn) % turn)
+        live = (row < ring_rows) & (pos < tl.where(row < sink, tl.minimum(end, sink), end))
+        rows = ring + (bh * ring_rows + row) * 2 * D
+        top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
+    first = (split - near_tiles % splits + splits) % splits  # go on dealing tiles where the ring stopped
+    for tile in range(first, tl.cdiv(n * P, TILE), splits):
+        token = tile * TILE + i
+        place = tl.load(places + bh * n + token // P, mask=token < n * P, other=-1)
+        rows = hot + ((bh * hot_blocks + tl.maximum(place, 0)) * P + token % P) * 2 * D
+        top, total, acc = step(x, rows, place >= 0, top, total, acc, scale, softcap, D, DP)
+    store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
+
+
+def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
+    batch, heads, ring_rows = ring.shape[:3]
+    n, p, d = places.shape[2], hot.shape[3], q.shape[3]
+    tiles = cdiv(ring_rows, TILE) + cdiv(n * p, TILE)
+    splits = max(1, min(tiles, cdiv(2 * sm_count(q.device), batch * heads)))
+    parts = Parts(q, heads, splits)
+    _attend[(batch * heads, splits)](
+        q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
+        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=TILE, **parts.shape(),
+    )  # fmt: skip
+    return parts.combine(q, length, sinks)
+
+
+def fake(q: Tensor, *_) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+sparse_attention = register("sparse_attention", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

@@ -1,0 +1,1 @@
+"""Stage 3: bring the chosen blocks onto the device."""

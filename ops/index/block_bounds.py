@@ -1,0 +1,135 @@
+"""Summarise the keys of every block that leaves the ring by a bounding volume: a centre and a spread.
+
+`box`: the midpoint of the per-channel range and half that range (Quest's minimum and maximum, in another form).
+`ball`: the mean key and the largest distance to it (ArkVale). The centre is rounded to its storage type first and the
+spread is taken around the rounded centre, then rounded up: the volume contains every key whatever the storage type.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+
+SCHEMA = (
+    "(Tensor k, Tensor pool, Tensor(a!) centre, Tensor(b!) spread, Tensor start, Tensor length, Tensor leaving, "
+    "Tensor retired, int interval, int block_size) -> ()"
+)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+def check(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
+    _check.rows(pool)
+    _check.dense_last(k=k)
+    _check.same_dtype(k=k, pool=pool)
+    _check.contiguous(centre=centre, spread=spread)
+    _check.dtype((*_check.FLOATS, FP8), centre=centre)
+    _check.same_dtype(centre=centre, spread=spread) if spread.shape[-1] > 1 else _check.dtype(
+        (torch.float32,), spread=spread
+    )
+    _check.counters(start=start, length=length, leaving=leaving, retired=retired)
+    if spread.shape[-1] not in (1, centre.shape[-1]):
+        raise ValueError(f"spread has one value per channel (box) or per block (ball), got {tuple(spread.shape)}")
+
+
+def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Non-negative `x` rounded towards +inf in `dtype` (saturating for fp8, which has no infinity)."""
+    if dtype == torch.float32:
+        return x
+    if dtype == FP8:
+        x = x.clamp(max=FP8_MAX)
+    y = x.to(dtype)
+    bits = y.view(torch.uint8 if dtype == FP8 else torch.int16)
+    return torch.where(y.float() < x, bits + 1, bits).view(dtype)
+
+
+def bounds(keys: Tensor, box: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Centre and spread of keys [..., tokens, head_dim]."""
+    x = keys.float()
+    middle = (x.amin(-2) + x.amax(-2)) / 2 if box else x.mean(-2)
+    centre = (middle.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else middle).to(dtype)
+    away = x - centre.float().unsqueeze(-2)
+    if box:
+        return centre, round_up(away.abs().amax(-2), dtype)
+    return centre, away.square().sum(-1).amax(-1, keepdim=True).sqrt()
+
+
+def reference(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
+    for b in range(k.shape[0]):
+        n0, n, old, new = (int(t[b]) for t in (start, length, leaving, retired))
+        if n <= 0 or new <= old:
+            continue
+        keys = pool[b, :, old:new, 0].clone()  # positions from `n0` on are new: they come from k, not from the pool
+        fresh = min(max(old, n0), new)
+        keys[:, fresh - old :] = k[b, :, k.shape[2] - n + fresh : k.shape[2] - n + new]
+        blocks = slice(old // block_size, new // block_size)
+        box = spread.shape[-1] > 1
+        c, s = bounds(keys.unflatten(1, (-1, block_size)), box, centre.dtype)
+        centre[b, :, blocks], spread[b, :, blocks] = c, s
+
+
+@triton.jit
+def _round_up(x, dtype: tl.constexpr, bits: tl.constexpr):
+    y = x.to(dtype)
+    raw = y.to(bits, bitcast=True)
+    return tl.where(y.to(tl.float32) < x, raw + 1, raw).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _bounds(
+    k, pool, centre, spread, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, pool_rows, blocks,
+    BOX: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n0, n = tl.load(start + b), tl.load(length + b)
+    block = tl.load(leaving + b) // P + tl.program_id(1)
+    if (n > 0) & (block * P < tl.load(retired + b)):
+        pos = block * P + tl.arange(0, P)
+        d = tl.arange(0, DP)
+        live = (d < D)[None, :]
+        fresh = (pos >= n0)[:, None]
+        col = (tokens - n + pos).to(tl.int64)
+        x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=fresh & live, other=0.0)
+        old = pool + (bh * pool_rows + pos[:, None]) * 2 * D + d[None, :]
+        x = (x + tl.load(old, mask=~fresh & live, other=0.0)).to(tl.float32)
+        if BOX:
+            middle = (tl.min(x, 0) + tl.max(x, 0)) / 2
+        else:
+            middle = tl.sum(x, 0) / P
+        if LIMIT > 0:
+            middle = tl.minimum(tl.maximum(middle, -LIMIT), LIMIT)
+        dtype: tl.constexpr = centre.dtype.element_ty
+        c = middle.to(dtype)
+        at = bh * blocks + block
+        tl.store(centre + at * D + d, c, mask=d < D)
+        away = tl.abs(x - c.to(tl.float32)[None, :])
+        if BOX:
+            s = tl.max(away, 0)
+            if LIMIT > 0:
+                s = tl.minimum(s, LIMIT)
+            if dtype == tl.float32:
+                tl.store(spread + at * D + d, s, mask=d < D)
+            else:
+                tl.store(spread + at * D + d, _round_up(s, dtype, BITS), mask=d < D)
+        else:
+            away = tl.where(live, away, 0.0)
+            tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
+
+
+def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
+    batch, heads, rows, _, d = pool.shape
+    most = cdiv(k.shape[2] + interval, block_size)  # blocks that can leave in one call
+    fp8 = centre.dtype == FP8
+    _bounds[(batch * heads, min(most, centre.shape[2]))](
+        k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
+        centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if fp8 else 0.0, BITS=tl.uint8 if fp8 else tl.int16,
+        P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
+    )  # fmt: skip
+
+
+def fake(k: Tensor, *_) -> None: ...
+
+
+block_bounds = register("block_bounds", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

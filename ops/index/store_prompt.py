@@ -1,0 +1,127 @@
+"""Write a run of new tokens (a prompt, a chunk of one, a second turn) into the pool and the ring.
+
+Afterwards the pool holds every token of the row, the ring its sinks and its newest tokens. Ragged: the new tokens of a
+row are the last `length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the
+pool runs on a side stream so that the next layer computes meanwhile; `join` (the last layer) waits for it.
+"""
+import functools
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.index.append import ring_row
+
+SCHEMA = (
+    "(Tensor k, Tensor v, Tensor(a!) ring, Tensor(b!) pool, Tensor start, Tensor length, Tensor leaving, "
+    "Tensor retired, int sink, bool join) -> ()"
+)
+TILE = 16
+COPIERS = 32  # enough programs to saturate the host link, few enough to leave the SMs to the next layer
+
+
+def check(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+    _check.rows(pool, ring=ring)
+    _check.dense_last(k=k, v=v)
+    _check.same_dtype(k=k, v=v, pool=pool)
+    _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k, v=v)
+    _check.counters(start=start, length=length, leaving=leaving, retired=retired)
+
+
+def reference(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+    for b in range(k.shape[0]):
+        n0, n, old, new = (int(t[b]) for t in (start, length, leaving, retired))
+        if n <= 0:
+            continue
+        kept = torch.cat([torch.arange(min(n0, sink)), torch.arange(max(old, sink), max(n0, sink))])
+        pool[b][:, kept] = ring[b][:, ring_row(kept, sink, ring.shape[2])]
+        rows = torch.stack([k[b], v[b]], 2)[:, k.shape[2] - (n - n0) :]
+        pool[b, :, n0:n] = rows
+        pos = torch.arange(n0, n)
+        pos = pos[(pos < sink) | (pos >= new)]
+        ring[b][:, ring_row(pos, sink, ring.shape[2])] = rows[:, pos - n0]
+
+
+@triton.jit
+def _flush(ring, pool, start, leaving, heads, ring_rows, pool_rows, sink, D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Ring rows from before this call go to the pool, so that the pool alone is the whole past."""
+    bh = tl.program_id(0).to(tl.int64)
+    n0, old = tl.load(start + bh // heads), tl.load(leaving + bh // heads)
+    r = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    turn = ring_rows - sink
+    pos = tl.where(r < sink, r, old + ((r - old) % turn + turn) % turn)
+    c = tl.arange(0, ROW)
+    m = ((pos < n0) & (r < ring_rows))[:, None] & (c < 2 * D)[None, :]
+    rows = tl.load(ring + (bh * ring_rows + r[:, None]) * 2 * D + c[None, :], mask=m, other=0.0)
+    tl.store(pool + (bh * pool_rows + pos[:, None]) * 2 * D + c[None, :], rows, mask=m)
+
+
+@triton.jit
+def _write(
+    k, v, out, start, length, retired, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
+    TO_RING: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid-stride over (row, head, tile of columns); `out` is the pool, or the ring for the positions it keeps."""
+    per_head = tl.cdiv(tokens, TILE)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        bh = (tile // per_head).to(tl.int64)
+        b, h = bh // heads, bh % heads
+        n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(retired + b)
+        col = (tile % per_head) * TILE + tl.arange(0, TILE)
+        pos = n - tokens + col
+        keep = (col < tokens) & (pos >= n0)
+        at = pos
+        if TO_RING:
+            keep = keep & ((pos < sink) | (pos >= new))
+            at = tl.where(pos < sink, pos, sink + tl.maximum(pos - sink, 0) % (out_rows - sink))
+        if (n > 0) & (tl.max(keep.to(tl.int32), 0) > 0):
+            d = tl.arange(0, DP)
+            m = keep[:, None] & (d < D)[None, :]
+            col = col.to(tl.int64)
+            rows_k = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=m, other=0.0)
+            rows_v = tl.load(v + b * v_b + h * v_h + col[:, None] * v_s + d[None, :], mask=m, other=0.0)
+            to = out + (bh * out_rows + at[:, None]) * 2 * D + d[None, :]
+            tl.store(to, rows_k, mask=m)
+            tl.store(to + D, rows_v, mask=m)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+    batch, heads, pool_rows, _, d = pool.shape
+    tokens, ring_rows = k.shape[2], ring.shape[2]
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    tiles = batch * heads * cdiv(tokens, TILE)
+    dims = dict(D=d, TILE=TILE)
+    _flush[(batch * heads, cdiv(ring_rows, TILE))](
+        ring, pool, start, leaving, heads, ring_rows, pool_rows, sink, ROW=next_power_of_2(2 * d), **dims
+    )
+
+    def write(out, rows, programs, to_ring):
+        args = (k, v, out, start, length, retired, *strides, heads, tokens, rows, sink, tiles)
+        _write[(min(tiles, programs),)](*args, TO_RING=to_ring, DP=next_power_of_2(d), **dims)
+
+    write(ring, ring_rows, 4096, True)
+    if not k.is_cuda:  # the interpreter: no streams
+        return write(pool, pool_rows, COPIERS, False)
+    main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        write(pool, pool_rows, COPIERS, False)
+        for t in (k, v, start, length, retired):
+            t.record_stream(side)
+    if join:
+        main.wait_stream(side)
+
+
+def fake(k: Tensor, *_) -> None: ...
+
+
+store_prompt = register(
+    "store_prompt", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check, capturable=False
+)

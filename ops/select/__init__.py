@@ -1,0 +1,1 @@
+"""Stage 2: decide which blocks a query attends to."""

@@ -1,0 +1,97 @@
+"""Score every block by the largest q.k its bounding volume allows: q.centre + |q|.spread, the best query head counts.
+
+For a box (spread per channel) |q| is taken per channel, for a ball (one spread) it is the norm of q. Written this way
+both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
+(the sinks, and what has not left the ring) score -inf.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.index.block_bounds import FP8
+
+SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> Tensor"
+BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
+
+
+def check(q, centre, spread, retired, sink, block_size) -> None:
+    _check.heads(q, centre)
+    _check.dense_last(q=q)
+    _check.contiguous(centre=centre, spread=spread)
+    _check.dtype((*_check.FLOATS, FP8), centre=centre)
+    _check.counters(retired=retired)
+    if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
+        raise ValueError(f"spread {tuple(spread.shape)} does not fit centres {tuple(centre.shape)}")
+
+
+def _groups(q: Tensor, kv: Tensor) -> Tensor:
+    """The one query token as [batch, kv_heads, group, head_dim]."""
+    return q[:, :, 0].unflatten(1, (kv.shape[1], -1))
+
+
+def reference(q, centre, spread, retired, sink, block_size) -> Tensor:
+    x = _groups(q, centre).float()
+    scores = x @ centre.float().transpose(-1, -2)
+    size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
+    scores = (scores + size @ spread.float().transpose(-1, -2)).amax(2)
+    block = torch.arange(centre.shape[2], device=q.device)
+    live = (block >= sink // block_size) & (block < retired[:, None] // block_size)
+    return scores.masked_fill(~live[:, None], -torch.inf)
+
+
+@triton.jit
+def _scores(
+    q, centre, spread, out, retired, q_b, q_h, heads, blocks, first,
+    BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    end = tl.load(retired + b) // P
+    best = tl.full((BLOCKS,), float("-inf"), tl.float32)
+    if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
+        g, d = tl.arange(0, GP), tl.arange(0, DP)
+        x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
+        at = (bh * blocks + block[:, None]) * D + d[None, :]
+        m = (block < end)[:, None] & (d < D)[None, :]
+        c = tl.load(centre + at, mask=m, other=0.0).to(DOT)
+        s = tl.dot(c, x.to(DOT), input_precision="ieee")
+        if BOX:
+            w = tl.load(spread + at, mask=m, other=0.0).to(DOT)
+            s += tl.dot(w, tl.abs(x).to(DOT), input_precision="ieee")
+        else:
+            x = x.to(tl.float32)
+            norm = tl.sqrt(tl.sum(x * x, 0))
+            s += tl.load(spread + bh * blocks + block, mask=block < end, other=0.0)[:, None] * norm[None, :]
+        s = tl.where((g < G)[None, :] & ((block < end) & (block >= first))[:, None], s, float("-inf"))
+        best = tl.max(s, 1)
+    tl.store(out + bh * blocks + block, best, mask=block < blocks)
+
+
+def _dot_type(q: Tensor, centre: Tensor):
+    """What the products are taken in: fp8 is exact in fp16, and so is a bf16 query of ordinary size."""
+    if q.dtype == torch.float32 or centre.dtype not in (q.dtype, FP8):
+        return tl.float32
+    return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
+
+
+def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
+    batch, heads, blocks, d = centre.shape
+    out = torch.empty((batch, heads, blocks), dtype=torch.float32, device=q.device)
+    group = q.shape[1] // heads
+    _scores[(batch * heads, cdiv(blocks, BLOCKS))](
+        q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
+        BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
+        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def fake(q: Tensor, centre: Tensor, *_) -> Tensor:
+    return q.new_empty(centre.shape[:3], dtype=torch.float32)
+
+
+bound_scores = register("bound_scores", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

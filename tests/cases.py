@@ -1,0 +1,140 @@
+"""The three tables. A new op, method or family is a new row here; the tests need no edit."""
+import math
+
+import torch
+from world import DEVICE, World
+
+from torchsparsekv.state import Timeline
+
+# The interpreter's conversion from fp32 to fp8 is wrong (it loses carries); there fp16 takes the rounding paths.
+SMALL = torch.float8_e4m3fn if DEVICE.type == "cuda" else torch.float16
+FP8 = torch.float8_e4m3fn
+
+
+# ---------------------------------------------------------------- ops: arguments from a world, in schema order
+
+
+def _advance(w: World):
+    seq_len = torch.tensor(max(w.lengths) - w.tokens)
+    left_pad = (max(w.lengths) - w.length).to(torch.int32)
+    before = (seq_len - left_pad).clamp(min=0).to(torch.int32)
+    return (
+        seq_len, torch.zeros_like(before), before, torch.zeros_like(before), w.frontier(before), left_pad, w.tokens,
+        w.rows - w.seed % 3, w.sink, w.window, w.interval,
+    )  # fmt: skip
+
+
+def _append(w: World):
+    ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
+    return (w.k, w.v, ring, pool, w.stats(), w.length, w.leaving, w.retired, w.sink, w.interval)
+
+
+def _store_prompt(w: World):
+    ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
+    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, w.sink, True)
+
+
+def _block_bounds(w: World):
+    box = w.seed % 2 == 0
+    dtype = (torch.float32, SMALL)[w.seed // 2 % 2]
+    lead = (w.batch, w.heads, w.blocks)
+    centre = torch.zeros(*lead, w.dim).to(dtype)
+    spread = torch.zeros(*lead, w.dim).to(dtype) if box else torch.zeros(*lead, 1)
+    args = (w.start, w.length, w.leaving, w.retired, w.interval, w.block)
+    return (w.k, w.pool(torch.maximum(w.retired, w.length)), centre, spread, *args)
+
+
+def _bound_scores(w: World):
+    box = w.seed % 2 == 0
+    dtype = (torch.float32, FP8)[w.seed // 2 % 2]
+    keys = w.truth[:, :, :, 0].unflatten(2, (-1, w.block)).float()
+    spread = torch.rand(*keys.shape[:3], w.dim, generator=w.g).to(dtype) if box else torch.rand(*keys.shape[:3], 1, generator=w.g)
+    q = w.q[:, :, :1]
+    return (q, keys.mean(3).to(dtype), spread, w.retired, w.sink, w.block)
+
+
+def _top_blocks(w: World):
+    few = torch.randint(-2, 3, (w.batch, w.heads, w.rows), generator=w.g).float()  # many ties
+    few[torch.rand(few.shape, generator=w.g) < 0.3] = -math.inf
+    return (few if w.seed % 2 else torch.randn(few.shape, generator=w.g), 1 + w.seed % (w.rows + 2))
+
+
+def _attention_mass(w: World):
+    past = (w.pool(w.retired), w.ring(w.length, w.retired), w.length, w.retired)
+    return (w.q[:, :, :1], *past, w.sink, w.block, w.dim**-0.5, 0.0)
+
+
+def _fetch(w: World):
+    n = max(1, w.blocks // 3)
+    places = min(w.blocks, n + w.seed % (n + 1))
+    lead = (w.batch, w.heads)
+    resident = torch.full((*lead, places), -1, dtype=torch.int32)
+    table = torch.full((*lead, w.blocks), -1, dtype=torch.int32)
+    hot = torch.full((*lead, places, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
+    pages = w.truth.unflatten(2, (-1, w.block))
+    for b in range(w.batch):
+        for h in range(w.heads):
+            for place, x in enumerate(torch.randperm(w.blocks, generator=w.g)[:places].tolist()):
+                if torch.rand((), generator=w.g) < 0.7:
+                    resident[b, h, place], table[b, h, x], hot[b, h, place] = x, place, pages[b, h, x]
+    age = torch.randint(0, 4, (*lead, places), generator=w.g, dtype=torch.int32)
+    return (w.chosen(n), w.truth, hot, table, resident, age, torch.zeros(lead, dtype=torch.int32), w.stats())
+
+
+def _sparse_attention(w: World):
+    n = max(1, w.blocks // 3)
+    hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
+    sinks = w.sinks() if w.seed % 2 else None
+    cap = (0.0, 5.0)[w.seed // 2 % 2]
+    q = w.q[:, :, :1]
+    return (q, w.ring(w.length, w.retired), hot, w.chosen(n), w.length, w.retired, sinks, w.sink, w.dim**-0.5, cap)
+
+
+def _dense_attention(w: World):
+    sinks = w.sinks() if w.seed % 2 else None
+    cap = (0.0, 5.0)[w.seed // 2 % 2]
+    return (w.q[:, :, :1], w.pool(w.length), w.length, sinks, w.dim**-0.5, cap)
+
+
+def _prompt_attention(w: World):
+    sinks = w.sinks() if w.seed % 5 == 0 else None
+    return (w.q, w.k, w.v, w.pool(w.start), w.start, w.length, sinks, w.dim**-0.5, 0.0)
+
+
+OPS = {
+    "advance": _advance,
+    "append": _append,
+    "store_prompt": _store_prompt,
+    "block_bounds": _block_bounds,
+    "bound_scores": _bound_scores,
+    "top_blocks": _top_blocks,
+    "attention_mass": _attention_mass,
+    "fetch": _fetch,
+    "sparse_attention": _sparse_attention,
+    "dense_attention": _dense_attention,
+    "prompt_attention": _prompt_attention,
+}
+MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "prompt_attention"}  # ops that also take prompts
+
+# ---------------------------------------------------------------- methods and families
+
+METHODS = {
+    "arkvale": dict(block_size=8),
+    "full": dict(),
+    "oracle": dict(),
+    "quest": dict(block_size=4),
+    "streaming": dict(block_size=4),
+}
+
+SIZES = dict(
+    num_hidden_layers=3, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=512,
+)  # fmt: skip
+FAMILIES = {
+    "llama": SIZES,
+    "mistral": {**SIZES, "sliding_window": None},
+    "qwen2": SIZES,
+    "qwen3": SIZES,
+}
+
+TIMELINE = Timeline(sink=4, window=6, interval=4)

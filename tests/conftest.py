@@ -1,0 +1,29 @@
+"""Without a GPU, Triton kernels run in the interpreter; the switch must be set before they are defined."""
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+settings.register_profile("gpu", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+settings.load_profile("gpu" if torch.cuda.is_available() else "default")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """The recompile limit is counted per code object for the whole process."""
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,120 @@
+"""Patched models: with a full budget every method on every family *is* dense attention, whatever the batch."""
+import pytest
+import torch
+from cases import FAMILIES, METHODS
+from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+from torch._dynamo.utils import ReinplaceCounters, counters
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv.patches import all_families
+
+FULL = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6)
+
+
+def full_budget(method: str) -> dict:
+    hyper = {**FULL, "budget": MAX_LENGTH, **METHODS[method]}
+    return {**hyper, "window": MAX_LENGTH} if method == "streaming" else hyper
+
+
+def test_every_method_and_family_has_a_case():
+    assert set(torchsparsekv.methods()) == set(METHODS)
+    assert set(all_families()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_full_budget_is_dense(method, family, rows):
+    model = tiny(family)
+    ids, mask = prompts(rows, 41)
+    want = dense_logits(model, ids, mask, 30)
+    with torchsparsekv.patch(model, method, **full_budget(method)) as handle:
+        got = greedy_logits(model, ids, mask, 30, handle.make_cache(rows))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_row_of_a_padded_batch_is_that_prompt_alone(method):
+    """At a small budget, so that pages and choices must fall alike, not only the sum of everything."""
+    model = tiny()
+    ids, mask = prompts(3, 67)
+    small = {**FULL, "budget": 16, **METHODS[method]}
+    with torchsparsekv.patch(model, method, **small) as handle:
+        together = greedy_logits(model, ids, mask, 20, handle.make_cache(3))
+        for b in range(3):
+            pad = int((mask[b] == 0).sum())
+            feed_like = ids[b : b + 1, pad:].expand(3, -1)  # the continuation is drawn per row: keep its shape
+            alone = greedy_logits(model, feed_like, torch.ones_like(feed_like), 20, handle.make_cache(3))
+            torch.testing.assert_close(together[b], alone[b], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_decode_is_dense_and_compiles_once(method, family):
+    torch._dynamo.utils.counters.clear()
+    ReinplaceCounters.clear()
+    model = tiny(family, num_hidden_layers=2)
+    ids, mask = prompts(2, 41)
+    want = dense_logits(model, ids, mask, 20)
+    with torchsparsekv.patch(model, method, **full_budget(method)) as handle:
+        cache = handle.make_cache(2)
+        step = torch.compile(model.forward, fullgraph=True)
+        got = greedy_logits(model, ids, mask, 20, cache, step)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert ReinplaceCounters.get_total_missed_bytes() == 0, "state is copied in the compiled step"
+
+
+@pytest.mark.slow
+def test_long_run_keeps_graph_and_addresses():
+    """200 steps and a second prompt of another length: one graph, no state tensor moved."""
+    counters.clear()
+    model = tiny(num_hidden_layers=2)
+    with torchsparsekv.patch(model, "quest", max_length=384, budget=32, sink=8, window=6, skip_layers=1, block_size=4) as h:
+        cache = h.make_cache(2)
+        states = [layer.state for layer in cache.layers]
+        tensors = lambda: {(i, n): getattr(s, n).data_ptr() for i, s in enumerate(states) for n in s.buffers}  # noqa: E731
+        before = tensors()
+        step = torch.compile(model.forward, fullgraph=True)
+        greedy_logits(model, *prompts(2, 41), 200, cache, step)
+        assert counters["stats"]["unique_graphs"] == 1
+        cache.reset()
+        again = greedy_logits(model, *prompts(2, 57), 10, cache, step)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert tensors() == before
+        fresh = greedy_logits(model, *prompts(2, 57), 10, h.make_cache(2))
+        torch.testing.assert_close(again, fresh, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompt_in_chunks_and_a_second_turn(method):
+    """However the prompt arrives, in one run or in pieces, with decoding between: attention over it is exact."""
+    model = tiny()
+    ids, mask = prompts(2, 60)
+    with torchsparsekv.patch(model, method, **full_budget(method)) as handle, torch.no_grad():
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        whole = model(ids, attention_mask=mask, position_ids=position, past_key_values=handle.make_cache(2)).logits
+        cache, parts = handle.make_cache(2), []
+        for a, b in ((0, 23), (23, 24), (24, 25), (25, 55), (55, 60)):
+            out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=position[:, a:b], past_key_values=cache)
+            parts.append(out.logits)
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device_dtype", [torch.float32])
+def test_unpatched_caches_still_work(device_dtype):
+    model = tiny()
+    ids, mask = prompts(2, 30)
+    want = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    from transformers import DynamicCache
+
+    with torchsparsekv.patch(model, "quest", **full_budget("quest")):
+        cache = DynamicCache(config=model.config)
+        got = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        scored = model(ids, attention_mask=mask).logits
+    assert torch.equal(got, want)
+    assert torch.equal(scored, model(ids, attention_mask=mask).logits)
+    assert DEVICE is not None

@@ -1,0 +1,75 @@
+"""Host memory that the GPU reads and writes in place.
+
+`torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. Here an exact anonymous mapping gets huge
+pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
+"""
+import mmap
+import os
+import weakref
+
+import torch
+
+
+class _Pinned:
+    """Owner of one registered mapping. The CUDA tensor made from it holds a reference, so it lives as long."""
+
+    def __init__(self, nbytes: int):
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise MemoryError(f"cannot map {size / 2**30:.2f} GiB of host memory: {e}") from e
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        touched = torch.frombuffer(region, dtype=torch.uint8)
+        touched.zero_()  # first touch, on all threads: registering untouched pages is several times slower
+        pointer = touched.data_ptr()
+        cudart = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(pointer, size, 2))  # 2: mapped into the device's address space
+        if error:
+            limit = os.sysconf("SC_PAGESIZE") and _memlock()
+            raise MemoryError(
+                f"the driver refused to pin {size / 2**30:.2f} GiB of host memory (cudaHostRegister error {error}); "
+                f"the memlock limit is {limit} (`ulimit -l`)"
+            )
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
+        }  # fmt: skip
+        weakref.finalize(self, _release, touched, pointer)
+
+
+def _release(touched: torch.Tensor, pointer: int) -> None:
+    """Unpin first; dropping `touched` then drops the mapping. Kernels may still be reading, so wait for them."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def _memlock() -> str:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor in pinned host memory that presents itself as a tensor of `device`."""
+    count = int(torch.Size(shape).numel())
+    owner = _Pinned(max(count * dtype.itemsize, 1))
+    flat = torch.as_tensor(owner, device=device)
+    return flat[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+def available() -> int:
+    """Bytes of host memory that can be had without swapping (the container's limit counts)."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        with open("/sys/fs/cgroup/memory.max") as f, open("/sys/fs/cgroup/memory.current") as g:
+            limit = f.read().strip()
+            if limit != "max":
+                free = min(free, int(limit) - int(g.read()))
+    except (OSError, KeyError, ValueError):
+        pass
+    return free

@@ -1,0 +1,104 @@
+"""What a patched model did: proof that the method ran, and what it cost."""
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from torchsparsekv.state import STATS, LayerState
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Counts of one layer, per decode step where they end in `_per_step` (mean over rows and kv heads)."""
+
+    layer: int
+    method: str
+    steps: int
+    context_per_step: float
+    attended_per_step: float
+    blocks_selected: int
+    blocks_fetched: int
+    host_bytes_read: int
+
+    @property
+    def density(self) -> float:
+        """Share of the context that was attended to."""
+        return self.attended_per_step / self.context_per_step if self.context_per_step else float("nan")
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.blocks_fetched / self.blocks_selected if self.blocks_selected else float("nan")
+
+
+@dataclass(frozen=True)
+class Report:
+    """`print` it for a table; `as_dict` for machines."""
+
+    method: str
+    layers: tuple[LayerReport, ...]
+    host_bytes: int
+    device_bytes: int
+
+    @property
+    def warnings(self) -> list[str]:
+        idle = [r.layer for r in self.layers if r.steps == 0]
+        if len(idle) == len(self.layers):
+            return ["NO DECODE STEP RAN THROUGH THE PATCH: the model was not called, or with another cache"]
+        return [f"LAYERS NEVER HIT: {idle}"] if idle else []
+
+    def as_dict(self) -> dict:
+        rows = [{**asdict(r), "density": r.density, "hit_rate": r.hit_rate} for r in self.layers]
+        return {**asdict(self), "layers": rows, "warnings": self.warnings}
+
+    def __str__(self) -> str:
+        head = f"{'layer':>5} {'method':<10} {'steps':>7} {'context':>10} {'attended':>9} {'density':>8} {'selected':>9} {'fetched':>8} {'hits':>6} {'from host':>10}"
+        lines = [f"torchsparsekv: {self.method}", head]
+        for r in self.layers:
+            lines.append(
+                f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {r.attended_per_step:>9.1f} "
+                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {r.hit_rate:>6.2f} {_size(r.host_bytes_read):>10}"
+            )
+        lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
+        return "\n".join(lines + [f"!! {w}" for w in self.warnings])
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            break
+        n /= 1024
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+
+
+def layer_report(layer: int, method, state: LayerState) -> LayerReport:
+    """Reads the device counters: waits for the device, so call it between steps, not in them."""
+    total = dict(zip(STATS, state.stats.sum((0, 1)).tolist()))
+    heads = state.stats.shape[0] * state.stats.shape[1]
+    steps = int(state.stats[..., 0].max())
+    count = max(total["steps"], 1)
+    attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
+    moved = total["missed"] * method.block_size * 2 * state.pool.shape[-1] * state.pool.dtype.itemsize
+    assert heads > 0
+    return LayerReport(
+        layer=layer,
+        method=method.name,
+        steps=steps,
+        context_per_step=total["context"] / count,
+        attended_per_step=attended / count,
+        blocks_selected=total["selected"],
+        blocks_fetched=total["missed"],
+        host_bytes_read=moved if state.pool_on_host else 0,
+    )
+
+
+def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
+    """(host, device) bytes that these layers hold, read off the tensors themselves."""
+    host = device = 0
+    for s in states:
+        for name, b in s.buffers.items():
+            t: torch.Tensor = getattr(s, name)
+            if b.home == "pool" and s.pool_on_host:
+                host += t.nbytes
+            else:
+                device += t.nbytes
+    return host, device
