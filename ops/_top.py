@@ -3,22 +3,27 @@ from torchsparsekv.ops._triton import tl, triton
 
 
 @triton.jit
-def take_top(key, k, ROUNDS: tl.constexpr):
-    """Mask of the `k` largest of `key` (unsigned, below 4**ROUNDS); zeros are never taken, ties go to the lower index.
+def take_top(key, k, N: tl.constexpr, ROUNDS: tl.constexpr):
+    """Mask of the `k` largest of the `N` keys (uint32 below 4**ROUNDS); zeros are never taken, ties go to the lower index.
 
-    No sort: the k-th largest key is found by bisection, two bits a round (three counts share one int64 reduction).
+    No sort: the k-th largest key is found by bisection, two bits a round (three counts share one int64 reduction), and
+    the search ends as soon as a threshold separates exactly k keys, which is long before the last bit.
     """
-    threshold = tl.zeros((), tl.uint32)  # becomes the largest t with at least k keys >= t, or stays 0
-    for step in tl.static_range(ROUNDS):
-        low: tl.constexpr = 2 * (ROUNDS - 1 - step)
-        t1 = threshold + tl.full((), 1 << low, tl.uint32)
-        t2 = threshold + tl.full((), 2 << low, tl.uint32)
-        t3 = threshold + tl.full((), 3 << low, tl.uint32)
+    threshold = tl.where(k > 0, 0, 0xFFFFFFFF).to(tl.uint32)  # becomes a t with at least k keys >= t, or stays 0
+    count = N
+    shift = 2 * ROUNDS - 2
+    while (shift >= 0) & (count > k) & (k > 0):
+        unit = (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
+        t1, t2, t3 = threshold + unit, threshold + 2 * unit, threshold + 3 * unit
         counts = (key >= t1).to(tl.int64) + ((key >= t2).to(tl.int64) << 21) + ((key >= t3).to(tl.int64) << 42)
         total = tl.sum(counts, 0)
-        n1, n2, n3 = total & 0x1FFFFF, (total >> 21) & 0x1FFFFF, total >> 42
+        n1, n2, n3 = (total & 0x1FFFFF).to(tl.int32), ((total >> 21) & 0x1FFFFF).to(tl.int32), (total >> 42).to(tl.int32)
         threshold = tl.where(n3 >= k, t3, tl.where(n2 >= k, t2, tl.where(n1 >= k, t1, threshold)))
-    above = key > threshold
-    equal = (key == threshold) & (key > 0)
-    room = k - tl.sum(above.to(tl.int32), 0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+        count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
+        shift -= 2
+    take = (key >= threshold) & (key > 0)
+    if count > k:  # ties at the threshold: the first of them fill the room that the larger keys leave
+        above = key > threshold
+        room = k - tl.sum(above.to(tl.int32), 0)
+        take = above | (take & (tl.cumsum((take & ~above).to(tl.int32), 0) <= room))
+    return take

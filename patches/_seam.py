@@ -227,7 +227,7 @@ def install(model, method: Method, max_length: int | None, offload: str, skip_la
     config = check_model(model)
     limit = config.max_position_embeddings
     check_arguments(config, method, max_length, limit, offload, skip_layers)
-    dense = make_method("full", block_size=method.block_size, sink=method.sink, budget=method.budget)
+    dense = make_method("full")
     plan = Plan(
         config, method, dense, skip_layers, model.dtype, model.device, shards=getattr(model, "_tp_size", None) or 1
     )

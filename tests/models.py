@@ -35,7 +35,7 @@ def greedy_logits(model, ids, mask, steps: int, cache, step=None):
     at = position[:, -1:]
     for t in range(steps):
         at = at + 1
-        out = step(feed[:, t : t + 1], position_ids=at, past_key_values=cache)
+        out = step(feed[:, t : t + 1].contiguous(), position_ids=at, past_key_values=cache)
         logits.append(out.logits[:, -1].clone())
     return torch.stack(logits, 1)
 

@@ -12,7 +12,7 @@ SCHEMA = (
     "(Tensor q, Tensor ring, Tensor hot, Tensor places, Tensor length, Tensor retired, Tensor? sinks, int sink, "
     "float scale, float softcap) -> Tensor"
 )
-TILE = 64
+TILE = 64  # with one tile a program at batch 1; two pipeline stages, since there is seldom a third tile to prefetch
 
 
 def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> None:
@@ -77,7 +77,7 @@ def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> 
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
-        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=TILE, **parts.shape(),
+        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=TILE, **parts.shape(), num_stages=2,
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

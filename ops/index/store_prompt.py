@@ -79,9 +79,9 @@ def _write(
         if (n > 0) & (tl.max(keep.to(tl.int32), 0) > 0):
             d = tl.arange(0, DP)
             m = keep[:, None] & (d < D)[None, :]
-            col = col.to(tl.int64)
-            rows_k = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=m, other=0.0)
-            rows_v = tl.load(v + b * v_b + h * v_h + col[:, None] * v_s + d[None, :], mask=m, other=0.0)
+            far = col.to(tl.int64)[:, None]
+            rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d[None, :], mask=m, other=0.0)
+            rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d[None, :], mask=m, other=0.0)
             to = out + (bh * out_rows + at[:, None]) * 2 * D + d[None, :]
             tl.store(to, rows_k, mask=m)
             tl.store(to + D, rows_v, mask=m)

@@ -85,7 +85,7 @@ def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
         q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
-        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre), num_warps=4,
+        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre), num_warps=2,
     )  # fmt: skip
     return out
 

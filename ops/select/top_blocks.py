@@ -3,6 +3,8 @@
 No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
 into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at the end.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 
 SCHEMA = "(Tensor scores, int k) -> Tensor"
-CHUNK = 16384  # scores per program: 16 registers a thread at 1024 threads
+WIDEST = 16384  # scores per program at most: 16 registers a thread at 1024 threads
 
 
 def check(scores, k) -> None:
@@ -43,7 +45,7 @@ def _top(scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.con
     key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
     key = tl.where(x == float("-inf"), 0, key)  # and NaN is nobody's best
     key = tl.where(x != x, 0, key)
-    take = take_top(key, k, 16)
+    take = take_top(key, k, N, 16)
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     chosen = at
     if MAPPED:
@@ -72,11 +74,17 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int) -> tuple[Ten
     return out, best
 
 
+def _parts(n: int, k: int) -> int:
+    """Both launches take as long as their widest program, so the chunks are about as wide as their winners together."""
+    chunk = next_power_of_2(math.isqrt(n * k))
+    return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
+
+
 def cuda(scores, k) -> Tensor:
     flat = scores.flatten(0, -2)
-    ids, best = _launch(flat, None, k, cdiv(flat.shape[1], CHUNK))
+    ids, best = _launch(flat, None, k, _parts(flat.shape[1], k))
     while ids.shape[1] > k:
-        ids, best = _launch(best, ids, k, cdiv(ids.shape[1], max(CHUNK, 2 * k)))
+        ids, best = _launch(best, ids, k, cdiv(ids.shape[1], max(WIDEST, 2 * k)))
     return ids.view(*scores.shape[:-1], k)
 
 

@@ -14,6 +14,8 @@ class Full(Method):
     retrieves = False
     dense = True
 
+    block_size: int = 1
+
     @property
     def timeline(self) -> Timeline:
         return Timeline(sink=0, window=0, interval=1)  # every token goes straight to the pool
