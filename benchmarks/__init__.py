@@ -1,0 +1,1 @@
+"""Measurements, one module each; `torchsparsekv bench NAME` runs them."""

@@ -1,0 +1,126 @@
+"""What every benchmark shares: timing, the environment it ran in, tables, JSON."""
+import json
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+# Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
+SHAPES: dict[str, dict] = {
+    "llama-3.1-8b": dict(
+        model_type="llama", num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=1 << 20,
+    ),
+    "qwen3-8b": dict(
+        model_type="qwen3", num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=1 << 20,
+    ),
+    "qwen2.5-7b-1m": dict(
+        model_type="qwen2", num_hidden_layers=28, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=1 << 20,
+    ),
+    "tiny": dict(
+        model_type="llama", num_hidden_layers=4, hidden_size=256, intermediate_size=512, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, vocab_size=1000, max_position_embeddings=1 << 17,
+    ),
+}  # fmt: skip
+
+
+def require_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise RuntimeError("this benchmark needs a CUDA device")
+    return torch.device("cuda")
+
+
+def build(shape: str, device: torch.device):
+    """A model of that shape with random weights, made on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
+    fields = dict(SHAPES[shape])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def environment() -> dict:
+    import transformers
+    import triton
+
+    out = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    out["transformers"] = transformers.__version__
+    if torch.cuda.is_available():
+        p = torch.cuda.get_device_properties(0)
+        out |= {"gpu": p.name, "sms": p.multi_processor_count, "gpu_memory_gib": round(p.total_memory / 2**30, 1)}
+    return out
+
+
+def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> float:
+    """Median over `repeats` of the milliseconds per call of `steps` calls in a row, by device events."""
+    times = []
+    for r in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for i in range(steps):
+            step(r * steps + i)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / steps)
+    return statistics.median(times)
+
+
+def time_graph(calls: list[Callable[[], object]], repeats: int = 9) -> float:
+    """Microseconds per call: the calls (each with inputs of its own) captured in one CUDA graph, median of replays."""
+    for f in calls:
+        f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for f in calls:
+            f()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[2:])
+
+
+def table(rows: list[dict]) -> str:
+    """Rows as an aligned text table, columns in the order of their first appearance."""
+    columns = list(dict.fromkeys(c for r in rows for c in r))
+    text = [[_cell(r.get(c, "")) for c in columns] for r in rows]
+    widths = [max(len(c), *(len(t[i]) for t in text)) for i, c in enumerate(columns)]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(columns, widths))]
+    return "\n".join(lines + ["  ".join(x.rjust(w) for x, w in zip(t, widths)) for t in text])
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def finish(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
+    """Print the table; write rows, options, environment and the command to `out`."""
+    result = {
+        "benchmark": name,
+        "command": " ".join(["torchsparsekv", *map(shlex.quote, sys.argv[1:])]),
+        "environment": environment(),
+        "options": options,
+        "rows": rows,
+    }
+    print(table(rows))
+    print({k: v for k, v in result["environment"].items()})
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result

@@ -1,0 +1,63 @@
+"""Time to first token: the unpatched model (SDPA, DynamicCache) against patched ones, prompts in one run."""
+import dataclasses
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import torchsparsekv
+from torchsparsekv.benchmarks import _common
+
+
+@dataclass(frozen=True)
+class Options:
+    shape: str = "llama-3.1-8b"
+    contexts: tuple[int, ...] = (32768, 65536)
+    methods: tuple[str, ...] = ("quest", "arkvale")
+    offload: str = "host"
+    repeats: int = 3
+
+
+def time_prompt(model, length: int, new_cache, repeats: int) -> tuple[float, float]:
+    """(milliseconds to the first token's logits, peak GiB), the cache made beforehand."""
+    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    times = []
+    for _ in range(repeats + 1):
+        cache = new_cache()
+        torch.cuda.reset_peak_memory_stats()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        with torch.no_grad():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+        del cache
+    return statistics.median(times[1:]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    from transformers import DynamicCache
+
+    device = _common.require_gpu()
+    model = _common.build(o.shape, device)
+    rows = []
+    for length in o.contexts:
+        dense, peak = time_prompt(model, length, lambda: DynamicCache(config=model.config), o.repeats)
+        rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
+        for name in o.methods:
+            with torchsparsekv.patch(model, name, max_length=length + 64, offload=o.offload) as handle:
+                cache = handle.make_cache(1)
+
+                def fresh(cache=cache):
+                    cache.reset()
+                    return cache
+
+                ms, peak = time_prompt(model, length, fresh, o.repeats)
+                del cache, fresh
+            rows.append({"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak})
+            torch.cuda.empty_cache()
+            print(rows[-1], flush=True)
+    return _common.finish("prefill", rows, dataclasses.asdict(o), out)

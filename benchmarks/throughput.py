@@ -1,0 +1,60 @@
+"""Peak decode throughput at one context length when GPU memory is capped: what offloading buys is batch size."""
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import torchsparsekv
+from torchsparsekv import host
+from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks.decode import Options as DecodeOptions
+from torchsparsekv.benchmarks.decode import _collect, run_method
+
+SPARE_GIB = 1.5  # activations, the graph's own pool, the context of the driver
+HOST_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Options:
+    shape: str = "llama-3.1-8b"
+    context: int = 32768
+    caps_gib: tuple[float, ...] = (48.0, 24.0)
+    methods: tuple[str, ...] = ("quest",)
+    steps: int = 50
+    locality: float = 0.95
+
+
+def largest_batch(model, name: str, length: int, cap: float, **hyper) -> int:
+    """From the plan alone: how many rows fit into the cap and into host memory."""
+    with torchsparsekv.patch(model, name, max_length=length, **hyper) as handle:
+        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=hyper["offload"] == "host")
+    weights = sum(p.nbytes for p in model.parameters())
+    fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
+    return min(fits, int(HOST_SHARE * host.available() // on_host)) if on_host else fits
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    device = _common.require_gpu()
+    model = _common.build(o.shape, device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    rows = []
+    for cap in o.caps_gib:
+        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
+        dense = 0.0
+        for name in ("full", *o.methods):
+            hyper = {"offload": "device", "skip_layers": 0} if name == "full" else {"offload": "host", "skip_layers": 2}
+            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, **hyper)
+            if batch < 1:
+                rows.append({"cap_GiB": cap, "method": name, "batch": 0})
+                continue
+            d = DecodeOptions(steps=o.steps, locality=o.locality)
+            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context, **hyper)}
+            row["tokens_per_s"] = batch / row["tpot_ms"] * 1e3
+            dense = row["tokens_per_s"] if name == "full" else dense
+            row["over_dense"] = row["tokens_per_s"] / dense if dense else float("nan")
+            print(row, flush=True)
+            rows.append(row)
+            _collect()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return _common.finish("throughput", rows, dataclasses.asdict(o), out)
