@@ -76,8 +76,11 @@ def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> fl
     return statistics.median(times)
 
 
-def time_graph(calls: list[Callable[[], object]], repeats: int = 9) -> float:
-    """Microseconds per call: the calls (each with inputs of its own) captured in one CUDA graph, median of replays."""
+def time_graph(calls: list[Callable[[], object]], refresh: Callable[[], object] = lambda: None, repeats: int = 9) -> float:
+    """Microseconds per call: the calls (each with inputs of its own) captured in one CUDA graph, median of replays.
+
+    `refresh` runs before every replay, outside the timed part: it puts new values into the captured inputs.
+    """
     for f in calls:
         f()
     torch.cuda.synchronize()
@@ -88,6 +91,8 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 9) -> float:
     times = []
     for _ in range(repeats + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        refresh()
+        torch.cuda.synchronize()
         begin.record()
         graph.replay()
         end.record()

@@ -68,12 +68,16 @@ class Bench:
         row = o.head_dim * 4
         near = t.ring_rows + o.budget
 
+        def draw():
+            for x in ids:
+                x.copy_(self.random_blocks(n))
+
         def get(chosen, s):
             return fetch(chosen, self.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats)
 
         places = [get(hit, s) for s in self.states]
         args = (c.length, c.leaving, c.leaving)
-        out = [
+        return [
             self.row("append", lambda i, s: append(self.k[i], self.k[i], s.ring, self.pool, s.stats, *args, t.sink, t.interval)),
             self.row(
                 "index update (nothing leaves)",
@@ -89,17 +93,16 @@ class Bench:
                 "attention", lambda i, s: sparse_attention(self.q[i], s.ring, s.hot, places[i], c.length, c.retired, None, t.sink, 0.09, 0.0),
                 near * o.kv_heads * row,
             ),
-            self.row("fetch, all misses", lambda i, s: get(ids[i], s), n * p * o.kv_heads * row),
+            self.row("fetch, (nearly) all misses", lambda i, s: get(ids[i], s), n * p * o.kv_heads * row, draw),
         ]  # fmt: skip
-        return out
 
     def random_blocks(self, n: int) -> torch.Tensor:
         total = self.context // self.method.block_size
         picks = [torch.randperm(total)[:n].sort().values for _ in range(self.o.kv_heads)]
         return torch.stack(picks)[None].to(torch.int32).to(self.device)
 
-    def row(self, what: str, f, nbytes: int = 0) -> dict:
-        us = _common.time_graph(self.calls(f))
+    def row(self, what: str, f, nbytes: int = 0, refresh=lambda: None) -> dict:
+        us = _common.time_graph(self.calls(f), refresh)
         out = {"context": self.context, "method": self.method.name, "kernel": what, "us": us}
         return out | ({"GB_per_s": nbytes / us / 1e3} if nbytes else {})
 
@@ -125,7 +128,7 @@ def dense_rows(o: Options, context: int, device) -> list[dict]:
 
 def ceilings(device) -> list[dict]:
     a, b = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
-    us = _common.time_graph([lambda: b.copy_(a)])
+    us = _common.time_graph([lambda: torch.bitwise_not(a, out=b)])
     rows = [{"method": "torch", "kernel": "copy in HBM, read + write", "us": us, "GB_per_s": 2 * a.nbytes / us / 1e3}]
     pinned = host.pinned((1 << 30,), torch.uint8, device)
     us = _common.time_graph([lambda: b.copy_(pinned)])

@@ -98,7 +98,8 @@ def _dense_attention(w: World):
 
 def _prompt_attention(w: World):
     sinks = w.sinks() if w.seed % 5 == 0 else None
-    return (w.q, w.k, w.v, w.pool(w.start), w.start, w.length, sinks, w.dim**-0.5, 0.0)
+    spans = [*w.start.tolist(), *w.length.tolist()] if w.seed % 2 else None
+    return (w.q, w.k, w.v, w.pool(w.start), w.start, w.length, sinks, w.dim**-0.5, 0.0, spans)
 
 
 OPS = {

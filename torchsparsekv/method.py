@@ -114,7 +114,7 @@ class Method:
         c = s.clock
         store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, self.timeline.sink, last)
         self.update(s, k)
-        return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap)
+        return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans())
 
 
 def all_methods() -> dict[str, type[Method]]:

@@ -82,6 +82,7 @@ class Clock:
 
     def __init__(self, timeline: Timeline, batch: int, capacity: int, device: torch.device):
         self.timeline, self.capacity = timeline, capacity
+        self._spans: list[int] | None = None
         with torch.inference_mode(False):
             self.seq_len = mark_static(torch.zeros((), dtype=torch.int64, device=device))
             start, length, leaving, retired, left_pad = (
@@ -97,11 +98,18 @@ class Clock:
         self.retired.fill_(self.timeline.sink)
 
     def advance(self, tokens: int) -> None:
+        """Take in `tokens` more columns. For a prompt outside a compiled graph, remember the lengths on the host too."""
         t = self.timeline
         advance(
             self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad, tokens, self.capacity,
             t.sink, t.window, t.interval,
         )  # fmt: skip
+        if tokens > 1 and not torch.compiler.is_compiling():
+            self._spans = torch.cat([self.start, self.length]).tolist()
+
+    def spans(self) -> list[int] | None:
+        """start and length of the prompt just taken in, as host integers; None while compiling."""
+        return None if torch.compiler.is_compiling() else self._spans
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,9 @@
 
 Used for prompts, chunks of prompts and later turns: the past is the pool (streamed in pieces when it is host memory and
 merged by log-sum-exp), the rest is `k` and `v` themselves. Ragged: the new tokens of a row are the last
-`length - start` columns; the padding before them gets zeros.
+`length - start` columns; the padding before them gets zeros. `spans` is start and length as host integers, where the
+caller has them: without it every layer waits for the device to learn them. The result is laid out [batch, tokens,
+heads, head_dim] in memory, as models want it next.
 """
 import torch
 import torch.nn.functional as F
@@ -14,23 +16,29 @@ from torchsparsekv.ops.attend._split import softmax_attention
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor pool, Tensor start, Tensor length, Tensor? sinks, float scale, "
-    "float softcap) -> Tensor"
+    "float softcap, int[]? spans) -> Tensor"
 )
 QUERIES = 256  # per step of the plain path: bounds the score matrix
 PIECE = 16384  # past tokens brought to the device at a time: 64 MiB at 8 heads x 128 in bf16
 
 
-def check(q, k, v, pool, start, length, sinks, scale, softcap) -> None:
+def check(q, k, v, pool, start, length, sinks, scale, softcap, spans) -> None:
     _check.rows(pool)
     _check.heads(q, pool)
     _check.dense_last(q=q, k=k, v=v)
     _check.same_dtype(q=q, k=k, v=v, pool=pool)
     _check.shape((*pool.shape[:2], q.shape[2], pool.shape[-1]), k=k, v=v)
     _check.counters(start=start, length=length)
+    if spans is not None and len(spans) != 2 * q.shape[0]:
+        raise ValueError(f"spans holds {len(spans)} numbers, batch {q.shape[0]} needs start and length of every row")
 
 
-def reference(q, k, v, pool, start, length, sinks, scale, softcap) -> Tensor:
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+def _empty(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+
+
+def reference(q, k, v, pool, start, length, sinks, scale, softcap, spans) -> Tensor:
+    out = _empty(q).zero_()
     for b, (n0, n) in enumerate(zip(start.tolist(), length.tolist())):
         if n < 0:
             out[b] = torch.nan
@@ -70,31 +78,33 @@ def _over_past(q: Tensor, k: Tensor, v: Tensor, past: Tensor, scale: float) -> T
     return out
 
 
-def cuda(q, k, v, pool, start, length, sinks, scale, softcap) -> Tensor:
-    if softcap or sinks is not None or (q.dtype == torch.float32 and not bool((start == 0).all())):
-        return reference(q, k, v, pool, start, length, sinks, scale, softcap)
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def cuda(q, k, v, pool, start, length, sinks, scale, softcap, spans) -> Tensor:
+    rows = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack([start, length]).cpu()
+    bounds = list(zip(*rows.tolist()))
+    if softcap or sinks is not None or (q.dtype == torch.float32 and any(n0 for n0, _ in bounds)):
+        return reference(q, k, v, pool, start, length, sinks, scale, softcap, spans)
     tokens = q.shape[2]
-    spans = list(zip(*torch.stack([start, length]).tolist()))  # prompts may wait for the host, decode may not
-    if all((n0, n) == (0, tokens) for n0, n in spans):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.contiguous()
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for b, (n0, n) in enumerate(spans):
+    if all(bound == (0, tokens) for bound in bounds):
+        out = _causal(q, k, v, scale)
+        return out if out.transpose(1, 2).is_contiguous() else _empty(q).copy_(out)
+    out = _empty(q).zero_()
+    for b, (n0, n) in enumerate(bounds):
         if n < 0:
             out[b] = torch.nan
         elif n > n0:
             new = slice(tokens - (n - n0), None)
             x, y, z = (t[b : b + 1, :, new] for t in (q, k, v))
-            if n0:
-                out[b, :, new] = _over_past(x, y, z, pool[b, :, :n0], scale)[0].to(q.dtype)
-            else:
-                gqa = q.shape[1] != k.shape[1]
-                out[b, :, new] = F.scaled_dot_product_attention(x, y, z, is_causal=True, scale=scale, enable_gqa=gqa)[0]
+            part = _over_past(x, y, z, pool[b, :, :n0], scale) if n0 else _causal(x, y, z, scale)
+            out[b, :, new] = part[0].to(q.dtype)
     return out
 
 
 def fake(q: Tensor, *_) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return _empty(q)
 
 
 prompt_attention = register(

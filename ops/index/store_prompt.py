@@ -19,7 +19,7 @@ SCHEMA = (
     "Tensor retired, int sink, bool join) -> ()"
 )
 TILE = 16
-COPIERS = 32  # enough programs to saturate the host link, few enough to leave the SMs to the next layer
+COPIERS, COPY_TILE = 8, 64  # few programs with much in flight: they fill the host link and leave the SMs to the next layer
 
 
 def check(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
@@ -96,23 +96,23 @@ def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
     batch, heads, pool_rows, _, d = pool.shape
     tokens, ring_rows = k.shape[2], ring.shape[2]
     strides = (*k.stride()[:3], *v.stride()[:3])
-    tiles = batch * heads * cdiv(tokens, TILE)
-    dims = dict(D=d, TILE=TILE)
     _flush[(batch * heads, cdiv(ring_rows, TILE))](
-        ring, pool, start, leaving, heads, ring_rows, pool_rows, sink, ROW=next_power_of_2(2 * d), **dims
+        ring, pool, start, leaving, heads, ring_rows, pool_rows, sink, D=d, ROW=next_power_of_2(2 * d), TILE=TILE
     )
 
-    def write(out, rows, programs, to_ring):
+    def write(out, rows, programs, tile, to_ring):
+        tiles = batch * heads * cdiv(tokens, tile)
         args = (k, v, out, start, length, retired, *strides, heads, tokens, rows, sink, tiles)
-        _write[(min(tiles, programs),)](*args, TO_RING=to_ring, DP=next_power_of_2(d), **dims)
+        wide = dict(D=d, DP=next_power_of_2(d), TILE=tile, num_warps=8 if tile > TILE else 4)
+        _write[(min(tiles, programs),)](*args, TO_RING=to_ring, **wide)
 
-    write(ring, ring_rows, 4096, True)
+    write(ring, ring_rows, 4096, TILE, True)
     if not k.is_cuda:  # the interpreter: no streams
-        return write(pool, pool_rows, COPIERS, False)
+        return write(pool, pool_rows, COPIERS, COPY_TILE, False)
     main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        write(pool, pool_rows, COPIERS, False)
+        write(pool, pool_rows, COPIERS, COPY_TILE, False)
         for t in (k, v, start, length, retired):
             t.record_stream(side)
     if join:
