@@ -17,6 +17,7 @@ from torchsparsekv.ops.index.store_prompt import store_prompt
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
 CHUNK = 16384
+HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
 
 
@@ -186,7 +187,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         rows.append({**floor, "over_floor": 1.0})
         for context in o.contexts:
             group = [run_method(model, "full", o, batch, context, skip_layers=0)]
-            if o.hf_static:
+            if o.hf_static and context <= HF_STATIC_LIMIT:
                 group.append(run_static(model, batch, context, o))
             group += [run_method(model, name, o, batch, context) for name in o.methods if name != "full"]
             for r in group:
