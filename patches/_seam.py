@@ -1,4 +1,5 @@
 """Install and uninstall: one attention function, one mask function, one cache, on one model instance."""
+import importlib.util
 import types
 import weakref
 
@@ -227,6 +228,7 @@ def install(model, method: Method, max_length: int | None, offload: str, skip_la
     config = check_model(model)
     limit = config.max_position_embeddings
     check_arguments(config, method, max_length, limit, offload, skip_layers)
+    check_device(model.device, method)
     dense = make_method("full")
     plan = Plan(
         config, method, dense, skip_layers, model.dtype, model.device, shards=getattr(model, "_tp_size", None) or 1
@@ -262,6 +264,22 @@ def check_model(model):
     if len(devices) > 1:
         raise NotImplementedError(f"the model is spread over several devices ({', '.join(sorted(devices))})")
     return model.config.get_text_config(decoder=True)
+
+
+def check_device(device: torch.device, method: Method) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"torchsparsekv runs on cpu and cuda, this model is on {device}")
+    if device.type == "cpu":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("the CUDA kernels need Triton: pip install triton")
+    have, need = torch.cuda.get_device_capability(device), method.least_capability
+    if have < need:
+        hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""
+        raise NotImplementedError(
+            f"{method.name} needs compute capability {need[0]}.{need[1]}, {torch.cuda.get_device_name(device)} has "
+            f"{have[0]}.{have[1]}{hint}"
+        )
 
 
 def check_arguments(config, method: Method, max_length, limit: int, offload: str, skip_layers: int) -> None:

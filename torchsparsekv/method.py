@@ -72,6 +72,11 @@ class Method:
     def timeline(self) -> Timeline:
         return Timeline(self.sink, self.window, self.block_size)
 
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        """The oldest CUDA compute capability its kernels compile for."""
+        return (8, 0)
+
     def buffers(self, g: Geometry) -> dict[str, Buffer]:
         """Everything one layer keeps. Extend what this returns with the index."""
         places = min(2 * self.budget, g.rows) // self.block_size  # a buffer of just the budget would thrash

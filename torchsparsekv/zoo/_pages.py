@@ -30,6 +30,10 @@ class PageMethod(Method):
         if self.digest not in DIGESTS:
             raise ValueError(f"{self.name}: digest must be one of {', '.join(DIGESTS)}, got {self.digest!r}")
 
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        return (8, 9) if self.digest == "float8" else super().least_capability
+
     def buffers(self, g: Geometry) -> dict[str, Buffer]:
         lead, dtype = (g.batch, g.kv_heads, g.rows // self.block_size), DIGESTS[self.digest]
         spread = Buffer((*lead, g.head_dim), dtype) if self.box else Buffer((*lead, 1), torch.float32)
