@@ -1,7 +1,6 @@
 """Argument checks shared by the operators. Kernels trust their inputs, so the ops must not."""
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,7 +47,8 @@ def rows(pool: Tensor, **like: Tensor) -> None:
     for name, t in {"pool": pool, **like}.items():
         contiguous(**{name: t})
         if t.dim() < 5 or t.shape[-2] != 2 or t.shape[-1] != pool.shape[-1] or t.shape[:2] != pool.shape[:2]:
-            raise ValueError(f"{name} must be [{pool.shape[0]}, {pool.shape[1]}, ..., 2, {pool.shape[-1]}], got {tuple(t.shape)}")
+            expected = f"[{pool.shape[0]}, {pool.shape[1]}, ..., 2, {pool.shape[-1]}]"
+            raise ValueError(f"{name} must be {expected}, got {tuple(t.shape)}")
     same_dtype(pool=pool, **like)
 
 

@@ -4,7 +4,8 @@ from torchsparsekv.ops._triton import tl, triton
 
 @triton.jit
 def take_top(key, k, N: tl.constexpr, ROUNDS: tl.constexpr):
-    """Mask of the `k` largest of the `N` keys (uint32 below 4**ROUNDS); zeros are never taken, ties go to the lower index.
+    """Mask of the `k` largest of the `N` keys (uint32 below 4**ROUNDS); zeros are never taken, ties go to the lower
+    index.
 
     No sort: the k-th largest key is found by bisection, two bits a round (three counts share one int64 reduction), and
     the search ends as soon as a threshold separates exactly k keys, which is long before the last bit.
@@ -17,7 +18,8 @@ def take_top(key, k, N: tl.constexpr, ROUNDS: tl.constexpr):
         t1, t2, t3 = threshold + unit, threshold + 2 * unit, threshold + 3 * unit
         counts = (key >= t1).to(tl.int64) + ((key >= t2).to(tl.int64) << 21) + ((key >= t3).to(tl.int64) << 42)
         total = tl.sum(counts, 0)
-        n1, n2, n3 = (total & 0x1FFFFF).to(tl.int32), ((total >> 21) & 0x1FFFFF).to(tl.int32), (total >> 42).to(tl.int32)
+        n1, n2 = (total & 0x1FFFFF).to(tl.int32), ((total >> 21) & 0x1FFFFF).to(tl.int32)
+        n3 = (total >> 42).to(tl.int32)
         threshold = tl.where(n3 >= k, t3, tl.where(n2 >= k, t2, tl.where(n1 >= k, t1, threshold)))
         count = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count)))
         shift -= 2

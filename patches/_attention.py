@@ -33,9 +33,12 @@ def hand_over_layer(module, args, kwargs):
     return args, kwargs
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sparse_layer=None, base="sdpa", **kwargs):
+def attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, sparse_layer=None, base="sdpa", **kwargs
+):
     if sparse_layer is None:  # not our cache: the model's own attention
-        fn = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else sys.modules[type(module).__module__].eager_attention_forward
+        modeling = sys.modules[type(module).__module__]
+        fn = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else modeling.eager_attention_forward
         return fn(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     _refuse(module, query, key, attention_mask, sparse_layer)
     layer, tokens = sparse_layer, query.shape[2]
@@ -65,7 +68,9 @@ def _refuse(module, query, key, attention_mask, layer) -> None:
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
 
-def mask(*args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_causal_skip=True, config=None, **kwargs):
+def mask(
+    *args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_causal_skip=True, config=None, **kwargs
+):
     """For our caches the "mask" is the number of left-padding tokens per row, [batch, 1, 1, 1], and None in decode."""
     if kv_offset != SENTINEL:
         if base not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():

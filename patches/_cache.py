@@ -49,7 +49,9 @@ class SparseLayer(CacheLayerMixin):
     def prefetch(self) -> None: ...
 
     def _refuse(self, *args, **kwargs):
-        raise NotImplementedError("torchsparsekv caches cannot be reordered, forked or cropped (beam search, assisted decoding)")
+        raise NotImplementedError(
+            "torchsparsekv caches cannot be reordered, forked or cropped (beam search, assisted decoding)"
+        )
 
     reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
 
@@ -97,7 +99,10 @@ class Plan:
 
     keeps_dense_layers_on_device = True
 
-    def __init__(self, config, method: Method, dense: Method, skip_layers: int, dtype: torch.dtype, device: torch.device, shards: int):
+    def __init__(
+        self, config, method: Method, dense: Method, skip_layers: int,
+        dtype: torch.dtype, device: torch.device, shards: int,
+    ):  # fmt: skip
         self.method, self.dtype, self.device = method, dtype, device
         self.kv_heads = config.num_key_value_heads // shards
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

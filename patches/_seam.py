@@ -15,7 +15,7 @@ from torchsparsekv.patches._cache import Plan, SparseCache
 from torchsparsekv.report import Report, cache_bytes, layer_report
 
 OFFLOAD = ("auto", "host", "device")
-DEVICE_SHARE = 0.5  # offload="auto" keeps the pool on the device while the cache takes at most this much of what is free
+DEVICE_SHARE = 0.5  # offload="auto" keeps the pool on the device if the cache takes at most this share of free memory
 SMALLEST_BUCKET = 1024
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 

@@ -48,7 +48,8 @@ def _bound_scores(w: World):
     box = w.seed % 2 == 0
     dtype = (torch.float32, FP8)[w.seed // 2 % 2]
     keys = w.truth[:, :, :, 0].unflatten(2, (-1, w.block)).float()
-    spread = torch.rand(*keys.shape[:3], w.dim, generator=w.g).to(dtype) if box else torch.rand(*keys.shape[:3], 1, generator=w.g)
+    spread = torch.rand(*keys.shape[:3], w.dim if box else 1, generator=w.g)
+    spread = spread.to(dtype) if box else spread
     q = w.q[:, :, :1]
     return (q, keys.mean(3).to(dtype), spread, w.retired, w.sink, w.block)
 
@@ -121,15 +122,15 @@ MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "prompt_attention"}  #
 
 METHODS = {
     "arkvale": dict(block_size=8),
-    "full": dict(),
-    "oracle": dict(),
+    "full": {},
+    "oracle": {},
     "quest": dict(block_size=4),
     "streaming": dict(block_size=4),
 }
 
 SIZES = dict(
-    num_hidden_layers=3, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=512,
+    num_hidden_layers=3, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=512,
 )  # fmt: skip
 FAMILIES = {
     "llama": SIZES,

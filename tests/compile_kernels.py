@@ -32,7 +32,8 @@ def main() -> int:
     for name, entry in load_all().items():
         for dtype in (torch.bfloat16, torch.float32):
             for seed in (0, 3):
-                w = World(tokens=5 if name in MANY_TOKENS else 1, dim=80, group=3, dtype=dtype, seed=seed, lengths=[60, 33])
+                tokens = 5 if name in MANY_TOKENS else 1
+                w = World(tokens=tokens, dim=80, group=3, dtype=dtype, seed=seed, lengths=[60, 33])
                 try:
                     entry.cuda(*OPS[name](w))
                 except Exception as e:

@@ -26,7 +26,7 @@ def prompts(rows: int, length: int, *, seed: int = 1, ragged: bool = True):
 
 @torch.no_grad()
 def greedy_logits(model, ids, mask, steps: int, cache, step=None):
-    """Logits of the prompt's end and of `steps` more tokens, fed with a fixed continuation (so all runs see the same)."""
+    """Logits of the prompt's end and of `steps` more tokens, fed with a fixed continuation: all runs see the same."""
     step = step or model
     feed = torch.randint(3, 97, (ids.shape[0], steps), generator=torch.Generator().manual_seed(9)).to(ids.device)
     position = mask.cumsum(-1) - 1

@@ -72,7 +72,8 @@ def test_long_run_keeps_graph_and_addresses():
     """200 steps and a second prompt of another length: one graph, no state tensor moved."""
     counters.clear()
     model = tiny(num_hidden_layers=2)
-    with torchsparsekv.patch(model, "quest", max_length=384, budget=32, sink=8, window=6, skip_layers=1, block_size=4) as h:
+    hyper = {"budget": 32, "sink": 8, "window": 6, "skip_layers": 1, "block_size": 4}
+    with torchsparsekv.patch(model, "quest", max_length=384, **hyper) as h:
         cache = h.make_cache(2)
         states = [layer.state for layer in cache.layers]
         tensors = lambda: {(i, n): getattr(s, n).data_ptr() for i, s in enumerate(states) for n in s.buffers}  # noqa: E731
@@ -113,7 +114,8 @@ def test_unpatched_caches_still_work(device_dtype):
 
     with torchsparsekv.patch(model, "quest", **full_budget("quest")):
         cache = DynamicCache(config=model.config)
-        got = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        options = {"max_new_tokens": 8, "do_sample": False, "past_key_values": cache}
+        got = model.generate(input_ids=ids, attention_mask=mask, **options)
         scored = model(ids, attention_mask=mask).logits
     assert torch.equal(got, want)
     assert torch.equal(scored, model(ids, attention_mask=mask).logits)

@@ -84,7 +84,8 @@ class World:
         ids = torch.full((self.batch, self.heads, n), -1, dtype=torch.int32)
         for b in range(self.batch):
             for h in range(self.heads):
-                live = torch.randperm(self.blocks, generator=self.g)[: int(torch.randint(0, n + 1, (), generator=self.g))]
+                order = torch.randperm(self.blocks, generator=self.g)
+                live = order[: int(torch.randint(0, n + 1, (), generator=self.g))]
                 ids[b, h, : len(live)] = live.sort().values
         return ids
 
@@ -100,9 +101,10 @@ def worlds(draw, tokens=st.just(1), **fixed):
     edges = [0, 1, block - 1, block, block + 1, sink, sink + window, sink + window + interval, rows - 1, rows]
     some = st.one_of(st.sampled_from(edges), st.integers(0, rows)).map(lambda n: min(max(n, 1), rows))
     options = dict(
-        lengths=draw(st.lists(some, min_size=1, max_size=3)), tokens=draw(tokens), heads=draw(st.sampled_from([1, 2, 3])),
-        group=draw(st.sampled_from([1, 2, 3, 4, 7])), dim=draw(st.sampled_from([16, 32, 48, 64, 80])), block=block,
-        sink=sink, window=window, interval=interval, rows=rows, dtype=draw(st.sampled_from(DTYPES)),
-        seed=draw(st.integers(0, 1000)),
+        lengths=draw(st.lists(some, min_size=1, max_size=3)), tokens=draw(tokens),
+        heads=draw(st.sampled_from([1, 2, 3])), group=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        dim=draw(st.sampled_from([16, 32, 48, 64, 80])),
+        block=block, sink=sink, window=window, interval=interval, rows=rows,
+        dtype=draw(st.sampled_from(DTYPES)), seed=draw(st.integers(0, 1000)),
     )  # fmt: skip
     return World(**{**options, **fixed})

@@ -1,7 +1,7 @@
 """Host memory that the GPU reads and writes in place.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. Here an exact anonymous mapping gets huge
-pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
+`torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. Here an exact anonymous mapping gets
+huge pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
 """
 import mmap
 import os

@@ -61,9 +61,10 @@ class Method:
             if getattr(self, field) < least:
                 raise ValueError(f"{self.name}: {field} must be at least {least}, got {getattr(self, field)}")
         for field in ("budget", "sink"):
-            if getattr(self, field) % self.block_size:
+            value = getattr(self, field)
+            if value % self.block_size:
                 raise ValueError(
-                    f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {getattr(self, field)}"
+                    f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
 
     # ---- what a method declares

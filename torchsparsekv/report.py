@@ -51,12 +51,16 @@ class Report:
         return {**asdict(self), "layers": rows, "warnings": self.warnings}
 
     def __str__(self) -> str:
-        head = f"{'layer':>5} {'method':<10} {'steps':>7} {'context':>10} {'attended':>9} {'density':>8} {'selected':>9} {'fetched':>8} {'hits':>6} {'from host':>10}"
+        head = (
+            f"{'layer':>5} {'method':<10} {'steps':>7} {'context':>10} {'attended':>9} "
+            f"{'density':>8} {'selected':>9} {'fetched':>8} {'hits':>6} {'from host':>10}"
+        )
         lines = [f"torchsparsekv: {self.method}", head]
         for r in self.layers:
             lines.append(
                 f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {r.attended_per_step:>9.1f} "
-                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {r.hit_rate:>6.2f} {_size(r.host_bytes_read):>10}"
+                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {r.hit_rate:>6.2f} "
+                f"{_size(r.host_bytes_read):>10}"
             )
         lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
         return "\n".join(lines + [f"!! {w}" for w in self.warnings])

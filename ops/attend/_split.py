@@ -9,7 +9,8 @@ from torchsparsekv.ops._triton import next_power_of_2, tl, triton
 def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """The query heads of one kv head, [GP, DP], zero where padded."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
-    return tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    m = (g < G)[:, None] & (d < D)[None, :]
+    return tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
 
 
 @triton.jit
@@ -72,7 +73,8 @@ class Parts:
     def __init__(self, q: Tensor, heads: int, splits: int):
         batch, q_heads, _, d = q.shape
         self.group = q_heads // heads
-        self.gp, self.dp, self.splits, self.heads = max(16, next_power_of_2(self.group)), next_power_of_2(d), splits, heads
+        self.gp, self.dp = max(16, next_power_of_2(self.group)), next_power_of_2(d)
+        self.splits, self.heads = splits, heads
         n = batch * heads * splits * self.gp
         self.acc = torch.empty((n, self.dp), dtype=torch.float32, device=q.device)
         self.top, self.total = torch.empty((2, n), dtype=torch.float32, device=q.device)
@@ -82,7 +84,7 @@ class Parts:
 
     def combine(self, q: Tensor, length: Tensor, sinks: Tensor | None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        batch, q_heads, _, d = q.shape
+        batch, _, _, d = q.shape
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, sinks if sinks is not None else out, out, length, out.stride(0),
             self.heads, self.splits, SINKS=sinks is not None, D=d, SP=next_power_of_2(self.splits), **self.shape(),
@@ -90,7 +92,9 @@ class Parts:
         return out
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, live: Tensor, sinks: Tensor | None, scale: float, softcap: float) -> Tensor:
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor, sinks: Tensor | None, scale: float, softcap: float
+) -> Tensor:
     """The plain definition, in fp32: q [B, Hq, S, D], k and v [B, Hkv, N, D], live broadcastable to [B, Hq, S, N]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)

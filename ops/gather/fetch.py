@@ -1,9 +1,9 @@
 """Find the chosen blocks in the hot buffer; bring in the missing ones over the least recently used.
 
 The hot buffer has a number of places per (row, kv head). `resident` says which block stands in each place (-1 none),
-`table` where each block stands (-1 nowhere), `age` for how many calls a place has not been asked for. Hits cost nothing.
-m misses take the m oldest places that are not hits (empty ones first; ties: the lower place), in order of place, and
-their rows are read straight from the pool, which may be host memory.
+`table` where each block stands (-1 nowhere), `age` for how many calls a place has not been asked for. Hits cost
+nothing. m misses take the m oldest places that are not hits (empty ones first; ties: the lower place), in order of
+place, and their rows are read straight from the pool, which may be host memory.
 
 One kernel: several programs share the misses of a head, each derives the same plan from the state, and the last one to
 finish (`arrivals` counts them) commits it. The ids in `blocks` must be distinct within a head.

@@ -45,7 +45,10 @@ def reference(k, v, ring, pool, start, length, leaving, retired, sink, join) -> 
 
 
 @triton.jit
-def _flush(ring, pool, start, leaving, heads, ring_rows, pool_rows, sink, D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+def _flush(
+    ring, pool, start, leaving, heads, ring_rows, pool_rows, sink,
+    D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Ring rows from before this call go to the pool, so that the pool alone is the whole past."""
     bh = tl.program_id(0).to(tl.int64)
     n0, old = tl.load(start + bh // heads), tl.load(leaving + bh // heads)

@@ -30,7 +30,8 @@ def check(q, pool, ring, length, retired, sink, block_size, scale, softcap) -> N
 
 def reference(q, pool, ring, length, retired, sink, block_size, scale, softcap) -> Tensor:
     x = q[:, :, 0].unflatten(1, (pool.shape[1], -1)).float()
-    return _mass(x @ pool[..., 0, :].float().transpose(-1, -2), x, pool, ring, length, retired, sink, block_size, scale, softcap)
+    s = x @ pool[..., 0, :].float().transpose(-1, -2)
+    return _mass(s, x, pool, ring, length, retired, sink, block_size, scale, softcap)
 
 
 def _mass(raw, x, pool, ring, length, retired, sink, block_size, scale, softcap) -> Tensor:
@@ -53,14 +54,19 @@ def _mass(raw, x, pool, ring, length, retired, sink, block_size, scale, softcap)
 
 
 @triton.jit
-def _products(q, pool, out, retired, q_b, q_h, heads, rows, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):
+def _products(
+    q, pool, out, retired, q_b, q_h, heads, rows,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     pos = tl.program_id(1) * TILE + tl.arange(0, TILE)
     g, d = tl.arange(0, GP), tl.arange(0, DP)
-    x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    m = (g < G)[:, None] & (d < D)[None, :]
+    x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
     live = pos < tl.load(retired + b)
-    k = tl.load(pool + (bh * rows + pos[None, :]) * 2 * D + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+    m = live[None, :] & (d < D)[:, None]
+    k = tl.load(pool + (bh * rows + pos[None, :]) * 2 * D + d[:, None], mask=m, other=0.0)
     s = tl.dot(x, k, input_precision="ieee")
     tl.store(out + (bh * G + g[:, None]) * rows + pos[None, :], s, mask=(g < G)[:, None] & (pos < rows)[None, :])
 

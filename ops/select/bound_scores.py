@@ -54,7 +54,8 @@ def _scores(
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
-        x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
+        m = (g < G)[None, :] & (d < D)[:, None]
+        x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
         at = (bh * blocks + block[:, None]) * D + d[None, :]
         m = (block < end)[:, None] & (d < D)[None, :]
         c = tl.load(centre + at, mask=m, other=0.0).to(DOT)

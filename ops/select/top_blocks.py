@@ -1,7 +1,8 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
 No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
-into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at the end.
+into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at
+the end.
 """
 import math
 
@@ -34,7 +35,9 @@ def reference(scores, k) -> Tensor:
 
 
 @triton.jit
-def _top(scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def _top(
+    scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     i = tl.arange(0, N)
