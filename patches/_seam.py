@@ -1,4 +1,5 @@
 """Install and uninstall: one attention function, one mask function, one cache, on one model instance."""
+import copy
 import types
 import weakref
 
@@ -30,7 +31,7 @@ class Handle:
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.skip_layers = offload, skip_layers
         self._owner = _Owner()
-        self._hooks: list = []
+        self._active = False
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
         self._latest: weakref.ref | None = None
 
@@ -38,7 +39,7 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        return bool(self._hooks)
+        return self._active
 
     def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`."""
@@ -69,11 +70,9 @@ class Handle:
         """Leave the model exactly as it was found."""
         if not self.active:
             return
-        self._recycled = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._recycled, self._active = None, False
         for m in self._attention_modules():
+            _remove_hook(m)
             del m._torchsparsekv_owner
         self.model.set_attn_implementation(self._base)
         del self.model._prepare_cache_for_generation, self.model._torchsparsekv
@@ -99,10 +98,11 @@ class Handle:
         self._base = self.model.config.get_text_config(decoder=True)._attn_implementation
         for m in self._attention_modules():
             m._torchsparsekv_owner = self._owner
-            self._hooks.append(m.register_forward_pre_hook(hand_over_layer, with_kwargs=True))
+            m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
         self.model.set_attn_implementation(register_over(self._base))
         self.model._prepare_cache_for_generation = types.MethodType(_prepare_cache, self.model)
         self.model._torchsparsekv = self
+        self._active = True
         _forget_compiled(self.model)
 
     def cache_for_generate(self, batch: int, needed: int, *, keep: bool) -> SparseCache:
@@ -139,30 +139,19 @@ class Handle:
             raise RuntimeError("this handle is unpatched")
 
     def __deepcopy__(self, memo):
-        """A deep copy of the model is patched like the original, with caches of its own."""
-        import copy
-
+        """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
+        copy of which is still without modules: nothing here may look at them."""
         twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.skip_layers)
         memo[id(self)] = twin
-        twin.model = copy.deepcopy(self.model, memo)
-        twin._owner = copy.deepcopy(self._owner, memo)
-        twin._base = self._base
-        modules = twin._attention_modules()
-        twin._hooks = [
-            _Hook(m, key) for m in modules for key, fn in m._forward_pre_hooks.items() if fn is hand_over_layer
-        ]
+        twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
+        twin._base, twin._active = self._base, self._active
         return twin
 
 
-class _Hook:
-    """Removes a hook that came with a deep copy (its RemovableHandle stayed with the original)."""
-
-    def __init__(self, module, key: int):
-        self.module, self.key = module, key
-
-    def remove(self) -> None:
-        self.module._forward_pre_hooks.pop(self.key, None)
-        self.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+def _remove_hook(module) -> None:
+    """By function, not by RemovableHandle: after a deep copy of the model that is still the original's."""
+    for key in [key for key, fn in module._forward_pre_hooks.items() if fn is hand_over_layer]:
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def _forget_compiled(model) -> None:
