@@ -21,13 +21,23 @@ def register_over(base: str) -> str:
     return name
 
 
+class _Stored:
+    """What an attention module of a patched model gets as its cache: the attention function does the storing."""
+
+    def update(self, key, value, *args, **kwargs):
+        return key, value
+
+
+_STORED = _Stored()
+
+
 def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         if cache.owner is not module._torchsparsekv_owner:
             raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
-        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx]}
+        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
         if module.layer_idx == 0:
             cache.check_room(kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1])
     return args, kwargs

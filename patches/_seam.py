@@ -23,6 +23,8 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class _Owner:
     """Ties caches to the patch that made them. Copied with the model by deepcopy, so a clone is an owner of its own."""
 
+    active = False
+
 
 class Handle:
     """An active patch. Use it as a context manager, or call `unpatch()`."""
@@ -31,7 +33,6 @@ class Handle:
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.skip_layers = offload, skip_layers
         self._owner = _Owner()
-        self._active = False
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
         self._latest: weakref.ref | None = None
 
@@ -39,7 +40,7 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        return self._active
+        return self._owner.active
 
     def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`."""
@@ -70,7 +71,7 @@ class Handle:
         """Leave the model exactly as it was found."""
         if not self.active:
             return
-        self._recycled, self._active = None, False
+        self._recycled, self._owner.active = None, False
         for m in self._attention_modules():
             _remove_hook(m)
             del m._torchsparsekv_owner
@@ -102,7 +103,7 @@ class Handle:
         self.model.set_attn_implementation(register_over(self._base))
         self.model._prepare_cache_for_generation = types.MethodType(_prepare_cache, self.model)
         self.model._torchsparsekv = self
-        self._active = True
+        self._owner.active = True
         _forget_compiled(self.model)
 
     def cache_for_generate(self, batch: int, needed: int, *, keep: bool) -> SparseCache:
@@ -144,7 +145,7 @@ class Handle:
         twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.skip_layers)
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
-        twin._base, twin._active = self._base, self._active
+        twin._base = self._base
         return twin
 
 
