@@ -71,7 +71,8 @@ def _refuse(module, query, key, attention_mask, layer) -> None:
     pool = layer.state.pool
     if key.shape[0] != pool.shape[0]:
         raise ValueError(f"this cache was made for batch size {pool.shape[0]}, got {key.shape[0]}")
-    if attention_mask is not None and attention_mask.shape != (key.shape[0], 1, 1, 1):
+    counts = attention_mask is None or attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0]
+    if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
 
@@ -84,7 +85,7 @@ def mask(*args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_
             *args, q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs,
         )  # fmt: skip
-    if q_length == 1:
+    if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
         return None  # the padding is in the clock since the prompt, and a growing mask must not enter the graph
     if not allow_is_causal_skip:
         raise NotImplementedError("torchsparsekv: only causal masks with left padding; no packed or overlaid sequences")
@@ -95,5 +96,5 @@ def mask(*args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_
         if not bool((attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]).all()):
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
         if bool((pad == attention_mask.shape[-1]).any()):
-            raise ValueError("torchsparsekv: a row of the batch is nothing but padding")
+            raise ValueError("torchsparsekv: a row of the batch is nothing but padding (in its first chunk, if chunked)")
     return pad.view(-1, 1, 1, 1)
