@@ -47,7 +47,9 @@ class Handle:
         self._require_active()
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        length = max_length or self.max_length or self.limit
+        length = (self.max_length or self.limit) if max_length is None else max_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"max_length must be a positive int, got {length!r}")
         if length > self.limit:
             raise ValueError(f"max_length {length} is above the limit of this patch, {self.limit}")
         on_host = self._pool_on_host(batch_size, length)
@@ -257,13 +259,13 @@ def check_model(model):
 def check_arguments(config, method: Method, max_length, limit: int, offload: str, skip_layers: int) -> None:
     if offload not in OFFLOAD:
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
-    if not isinstance(skip_layers, int) or not 0 <= skip_layers < config.num_hidden_layers:
+    if type(skip_layers) is not int or not 0 <= skip_layers < config.num_hidden_layers:
         raise ValueError(f"skip_layers must be from 0 to {config.num_hidden_layers - 1}, got {skip_layers!r}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 16 up to 256, this model has {head_dim}")
     if max_length is not None:
-        if not isinstance(max_length, int) or max_length < 1:
+        if type(max_length) is not int or max_length < 1:
             raise ValueError(f"max_length must be a positive int, got {max_length!r}")
         if max_length > limit:
             raise ValueError(f"max_length {max_length} is above the model's max_position_embeddings, {limit}")
