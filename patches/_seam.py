@@ -159,7 +159,8 @@ def _remove_hook(module) -> None:
 
 def _forget_compiled(model) -> None:
     """Hooks and attributes of an instance are not guarded: what generate() compiled before is stale."""
-    model.__dict__.pop("_compiled_call", None)
+    for name in ("_compiled_call", "_last_compile_config"):
+        model.__dict__.pop(name, None)
 
 
 def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
