@@ -28,8 +28,10 @@ def check(k, pool, centre, spread, start, length, leaving, retired, interval, bl
     _check.same_dtype(centre=centre, spread=spread) if spread.shape[-1] > 1 else _check.dtype(
         (torch.float32,), spread=spread
     )
-    _check.counters(start=start, length=length, leaving=leaving, retired=retired)
-    if spread.shape[-1] not in (1, centre.shape[-1]):
+    _check.counters(k.shape[0], start=start, length=length, leaving=leaving, retired=retired)
+    _check.shape((*pool.shape[:2], pool.shape[2] // block_size, pool.shape[-1]), centre=centre)
+    _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k)
+    if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
         raise ValueError(f"spread has one value per channel (box) or per block (ball), got {tuple(spread.shape)}")
 
 

@@ -17,11 +17,11 @@ BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the c
 
 
 def check(q, centre, spread, retired, sink, block_size) -> None:
-    _check.heads(q, centre)
-    _check.dense_last(q=q)
+    _check.one_query(q, centre)
+    _check.dtype(_check.FLOATS, q=q)
     _check.contiguous(centre=centre, spread=spread)
     _check.dtype((*_check.FLOATS, FP8), centre=centre)
-    _check.counters(retired=retired)
+    _check.counters(q.shape[0], retired=retired)
     if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
         raise ValueError(f"spread {tuple(spread.shape)} does not fit centres {tuple(centre.shape)}")
 
