@@ -17,6 +17,7 @@ SCHEMA = (
 )
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
 
 
 def check(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
@@ -36,7 +37,7 @@ def check(k, pool, centre, spread, start, length, leaving, retired, interval, bl
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Non-negative `x` rounded towards +inf in `dtype` (saturating for fp8, which has no infinity)."""
+    """Non-negative `x` rounded towards +inf in `dtype` (saturating for fp8: bound_scores reads 448 as "or more")."""
     if dtype == torch.float32:
         return x
     if dtype == FP8:
