@@ -87,7 +87,7 @@ def mask(*args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_
         )  # fmt: skip
     if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
         return None  # the padding is in the clock since the prompt, and a growing mask must not enter the graph
-    if not allow_is_causal_skip:
+    if q_length > 1 and not allow_is_causal_skip:  # at one token transformers says so of every static cache
         raise NotImplementedError("torchsparsekv: only causal masks with left padding; no packed or overlaid sequences")
     if attention_mask is None:
         return None
