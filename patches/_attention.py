@@ -71,7 +71,7 @@ def _refuse(module, query, key, attention_mask, layer) -> None:
     pool = layer.state.pool
     if key.shape[0] != pool.shape[0]:
         raise ValueError(f"this cache was made for batch size {pool.shape[0]}, got {key.shape[0]}")
-    counts = attention_mask is None or attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0]
+    counts = attention_mask is None or (attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0])
     if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
