@@ -96,5 +96,5 @@ def mask(*args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_
         if not bool((attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]).all()):
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
         if bool((pad == attention_mask.shape[-1]).any()):
-            raise ValueError("torchsparsekv: a row of the batch is nothing but padding (in its first chunk, if chunked)")
+            raise ValueError("torchsparsekv: a row of the batch is nothing but padding (or its first chunk is)")
     return pad.view(-1, 1, 1, 1)

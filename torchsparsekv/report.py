@@ -42,6 +42,8 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
+        if not self.layers:
+            return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before dropping it)"]
         idle = [r.layer for r in self.layers if r.steps == 0]
         if len(idle) == len(self.layers):
             return ["NO DECODE STEP RAN THROUGH THE PATCH: the model was not called, or with another cache"]
