@@ -192,6 +192,7 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
+    handle._latest = weakref.ref(given)
     return None
 
 
