@@ -29,10 +29,11 @@ def same_dtype(**tensors: Tensor) -> None:
         raise TypeError(f"dtypes must agree, got {dtypes}")
 
 
-def counters(**tensors: Tensor) -> None:
+def counters(batch: int, **tensors: Tensor) -> None:
     """Per-row lengths and frontiers are contiguous int32 vectors."""
     dtype((torch.int32,), **tensors)
     contiguous(**tensors)
+    shape((batch,), **tensors)
 
 
 def shape(expected: tuple[int, ...], **tensors: Tensor) -> None:
@@ -50,6 +51,29 @@ def rows(pool: Tensor, **like: Tensor) -> None:
             expected = f"[{pool.shape[0]}, {pool.shape[1]}, ..., 2, {pool.shape[-1]}]"
             raise ValueError(f"{name} must be {expected}, got {tuple(t.shape)}")
     same_dtype(pool=pool, **like)
+
+
+def stats(counts: Tensor, pool: Tensor) -> None:
+    """The statistics of every (row, kv head): five counters, see state.STATS."""
+    dtype((torch.int64,), stats=counts)
+    contiguous(stats=counts)
+    shape((*pool.shape[:2], 5), stats=counts)
+
+
+def sinks(logits: Tensor | None, q: Tensor) -> None:
+    """One extra logit per query head, or none."""
+    if logits is not None:
+        dtype(FLOATS, sinks=logits)
+        contiguous(sinks=logits)
+        shape((q.shape[1],), sinks=logits)
+
+
+def one_query(q: Tensor, kv: Tensor) -> None:
+    """The query of one decode step."""
+    heads(q, kv)
+    dense_last(q=q)
+    if q.shape[2] != 1:
+        raise ValueError(f"q must hold one token, got {q.shape[2]}")
 
 
 def heads(q: Tensor, kv: Tensor) -> None:

@@ -21,13 +21,23 @@ def register_over(base: str) -> str:
     return name
 
 
+class _Stored:
+    """What an attention module of a patched model gets as its cache: the attention function does the storing."""
+
+    def update(self, key, value, *args, **kwargs):
+        return key, value
+
+
+_STORED = _Stored()
+
+
 def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         if cache.owner is not module._torchsparsekv_owner:
             raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
-        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx]}
+        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
         if module.layer_idx == 0:
             cache.check_room(kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1])
     return args, kwargs
@@ -64,7 +74,8 @@ def _refuse(module, query, key, attention_mask, layer) -> None:
     pool = layer.state.pool
     if key.shape[0] != pool.shape[0]:
         raise ValueError(f"this cache was made for batch size {pool.shape[0]}, got {key.shape[0]}")
-    if attention_mask is not None and attention_mask.shape != (key.shape[0], 1, 1, 1):
+    counts = attention_mask is None or (attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0])
+    if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
 
@@ -79,9 +90,9 @@ def mask(
             *args, q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs,
         )  # fmt: skip
-    if q_length == 1:
+    if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
         return None  # the padding is in the clock since the prompt, and a growing mask must not enter the graph
-    if not allow_is_causal_skip:
+    if q_length > 1 and not allow_is_causal_skip:  # at one token transformers says so of every static cache
         raise NotImplementedError("torchsparsekv: only causal masks with left padding; no packed or overlaid sequences")
     if attention_mask is None:
         return None
@@ -90,5 +101,5 @@ def mask(
         if not bool((attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]).all()):
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
         if bool((pad == attention_mask.shape[-1]).any()):
-            raise ValueError("torchsparsekv: a row of the batch is nothing but padding")
+            raise ValueError("torchsparsekv: a row of the batch is nothing but padding (or its first chunk is)")
     return pad.view(-1, 1, 1, 1)

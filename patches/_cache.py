@@ -17,19 +17,22 @@ class SparseLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, method: Method, state: LayerState, capacity: int, *, advances: bool, last: bool):
+    def __init__(self, method: Method, state: LayerState, capacity: int, owner, *, advances: bool, last: bool):
         super().__init__()
-        self.method, self.state, self.capacity = method, state, capacity
+        self.owner, self.method, self.state, self.capacity = owner, method, state, capacity
         self.advances = advances  # the first layer on its clock moves it
         self.last = last
         self.is_initialized, self.batch_size = True, state.pool.shape[0]
 
     def lazy_initialization(self, *args) -> None: ...
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        return key_states, value_states  # the attention function, which also has the queries, stores them
+    def update(self, *args, **kwargs):
+        """A patched model never comes here: its attention function, which also has the queries, stores them."""
+        raise RuntimeError("this SparseCache was given to a model that is not patched, where nothing would fill it")
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        if not self.owner.active:
+            raise RuntimeError("the patch that made this SparseCache was taken off the model")
         return self.capacity, SENTINEL
 
     def get_seq_length(self):
@@ -71,7 +74,7 @@ class SparseCache(Cache):
             on_host = pool_on_host and not (method.dense and plan.keeps_dense_layers_on_device)
             state = LayerState(buffers, self.clocks[method.timeline], plan.device, pool_on_host=on_host)
             last = i == len(plan.methods) - 1
-            layers.append(SparseLayer(method, state, max_length, advances=advances, last=last))
+            layers.append(SparseLayer(method, state, max_length, owner, advances=advances, last=last))
         super().__init__(layers=layers)
 
     def reset(self) -> None:

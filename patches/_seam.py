@@ -1,4 +1,5 @@
 """Install and uninstall: one attention function, one mask function, one cache, on one model instance."""
+import copy
 import importlib.util
 import types
 import weakref
@@ -23,6 +24,8 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class _Owner:
     """Ties caches to the patch that made them. Copied with the model by deepcopy, so a clone is an owner of its own."""
 
+    active = False
+
 
 class Handle:
     """An active patch. Use it as a context manager, or call `unpatch()`."""
@@ -31,7 +34,6 @@ class Handle:
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.skip_layers = offload, skip_layers
         self._owner = _Owner()
-        self._hooks: list = []
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
         self._latest: weakref.ref | None = None
 
@@ -39,14 +41,16 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        return bool(self._hooks)
+        return self._owner.active
 
     def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`."""
         self._require_active()
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        length = max_length or self.max_length or self.limit
+        length = (self.max_length or self.limit) if max_length is None else max_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"max_length must be a positive int, got {length!r}")
         if length > self.limit:
             raise ValueError(f"max_length {length} is above the limit of this patch, {self.limit}")
         on_host = self._pool_on_host(batch_size, length)
@@ -70,11 +74,9 @@ class Handle:
         """Leave the model exactly as it was found."""
         if not self.active:
             return
-        self._recycled = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._recycled, self._owner.active = None, False
         for m in self._attention_modules():
+            _remove_hook(m)
             del m._torchsparsekv_owner
         self.model.set_attn_implementation(self._base)
         del self.model._prepare_cache_for_generation, self.model._torchsparsekv
@@ -100,10 +102,11 @@ class Handle:
         self._base = self.model.config.get_text_config(decoder=True)._attn_implementation
         for m in self._attention_modules():
             m._torchsparsekv_owner = self._owner
-            self._hooks.append(m.register_forward_pre_hook(hand_over_layer, with_kwargs=True))
+            m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
         self.model.set_attn_implementation(register_over(self._base))
         self.model._prepare_cache_for_generation = types.MethodType(_prepare_cache, self.model)
         self.model._torchsparsekv = self
+        self._owner.active = True
         _forget_compiled(self.model)
 
     def cache_for_generate(self, batch: int, needed: int, *, keep: bool) -> SparseCache:
@@ -140,35 +143,25 @@ class Handle:
             raise RuntimeError("this handle is unpatched")
 
     def __deepcopy__(self, memo):
-        """A deep copy of the model is patched like the original, with caches of its own."""
-        import copy
-
+        """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
+        copy of which is still without modules: nothing here may look at them."""
         twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.skip_layers)
         memo[id(self)] = twin
-        twin.model = copy.deepcopy(self.model, memo)
-        twin._owner = copy.deepcopy(self._owner, memo)
+        twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base = self._base
-        modules = twin._attention_modules()
-        twin._hooks = [
-            _Hook(m, key) for m in modules for key, fn in m._forward_pre_hooks.items() if fn is hand_over_layer
-        ]
         return twin
 
 
-class _Hook:
-    """Removes a hook that came with a deep copy (its RemovableHandle stayed with the original)."""
-
-    def __init__(self, module, key: int):
-        self.module, self.key = module, key
-
-    def remove(self) -> None:
-        self.module._forward_pre_hooks.pop(self.key, None)
-        self.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+def _remove_hook(module) -> None:
+    """By function, not by RemovableHandle: after a deep copy of the model that is still the original's."""
+    for key in [key for key, fn in module._forward_pre_hooks.items() if fn is hand_over_layer]:
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def _forget_compiled(model) -> None:
     """Hooks and attributes of an instance are not guarded: what generate() compiled before is stale."""
-    model.__dict__.pop("_compiled_call", None)
+    for name in ("_compiled_call", "_last_compile_config"):
+        model.__dict__.pop(name, None)
 
 
 def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
@@ -200,6 +193,7 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
+    handle._latest = weakref.ref(given)
     return None
 
 
@@ -285,13 +279,13 @@ def check_device(device: torch.device, method: Method) -> None:
 def check_arguments(config, method: Method, max_length, limit: int, offload: str, skip_layers: int) -> None:
     if offload not in OFFLOAD:
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
-    if not isinstance(skip_layers, int) or not 0 <= skip_layers < config.num_hidden_layers:
+    if type(skip_layers) is not int or not 0 <= skip_layers < config.num_hidden_layers:
         raise ValueError(f"skip_layers must be from 0 to {config.num_hidden_layers - 1}, got {skip_layers!r}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 16 up to 256, this model has {head_dim}")
     if max_length is not None:
-        if not isinstance(max_length, int) or max_length < 1:
+        if type(max_length) is not int or max_length < 1:
             raise ValueError(f"max_length must be a positive int, got {max_length!r}")
         if max_length > limit:
             raise ValueError(f"max_length {max_length} is above the model's max_position_embeddings, {limit}")

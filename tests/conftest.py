@@ -5,6 +5,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -1,4 +1,5 @@
 """What a patched model did: proof that the method ran, and what it cost."""
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -41,13 +42,16 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
+        if not self.layers:
+            return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before dropping it)"]
         idle = [r.layer for r in self.layers if r.steps == 0]
         if len(idle) == len(self.layers):
             return ["NO DECODE STEP RAN THROUGH THE PATCH: the model was not called, or with another cache"]
         return [f"LAYERS NEVER HIT: {idle}"] if idle else []
 
     def as_dict(self) -> dict:
-        rows = [{**asdict(r), "density": r.density, "hit_rate": r.hit_rate} for r in self.layers]
+        known = lambda x: None if math.isnan(x) else x  # noqa: E731  (JSON has no NaN)
+        rows = [{**asdict(r), "density": known(r.density), "hit_rate": known(r.hit_rate)} for r in self.layers]
         return {**asdict(self), "layers": rows, "warnings": self.warnings}
 
     def __str__(self) -> str:

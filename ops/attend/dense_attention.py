@@ -13,10 +13,10 @@ TILE = 64  # three stages of 32 KiB in flight and two programs an SM: 4.2 TB/s a
 
 def check(q, pool, length, sinks, scale, softcap) -> None:
     _check.rows(pool)
-    _check.heads(q, pool)
-    _check.dense_last(q=q)
+    _check.one_query(q, pool)
+    _check.sinks(sinks, q)
     _check.same_dtype(q=q, pool=pool)
-    _check.counters(length=length)
+    _check.counters(q.shape[0], length=length)
 
 
 def reference(q, pool, length, sinks, scale, softcap) -> Tensor:

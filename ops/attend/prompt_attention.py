@@ -28,7 +28,8 @@ def check(q, k, v, pool, start, length, sinks, scale, softcap, spans) -> None:
     _check.dense_last(q=q, k=k, v=v)
     _check.same_dtype(q=q, k=k, v=v, pool=pool)
     _check.shape((*pool.shape[:2], q.shape[2], pool.shape[-1]), k=k, v=v)
-    _check.counters(start=start, length=length)
+    _check.sinks(sinks, q)
+    _check.counters(q.shape[0], start=start, length=length)
     if spans is not None and len(spans) != 2 * q.shape[0]:
         raise ValueError(f"spans holds {len(spans)} numbers, batch {q.shape[0]} needs start and length of every row")
 

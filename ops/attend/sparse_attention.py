@@ -17,12 +17,13 @@ TILE = 64  # with one tile a program at batch 1; two pipeline stages, since ther
 
 def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> None:
     _check.rows(ring, hot=hot)
-    _check.heads(q, ring)
-    _check.dense_last(q=q)
+    _check.one_query(q, ring)
+    _check.sinks(sinks, q)
     _check.same_dtype(q=q, ring=ring)
     _check.dtype((torch.int32,), places=places)
     _check.contiguous(places=places)
-    _check.counters(length=length, retired=retired)
+    _check.shape((*hot.shape[:2], places.shape[-1]), places=places)
+    _check.counters(q.shape[0], length=length, retired=retired)
 
 
 def reference(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:

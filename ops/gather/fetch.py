@@ -27,8 +27,12 @@ ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
 def check(blocks, pool, hot, table, resident, age, arrivals, stats) -> None:
     _check.rows(pool, hot=hot)
     _check.dtype((torch.int32,), blocks=blocks, table=table, resident=resident, age=age, arrivals=arrivals)
-    _check.contiguous(blocks=blocks, table=table, resident=resident, age=age, stats=stats)
+    _check.contiguous(blocks=blocks, table=table, resident=resident, age=age, arrivals=arrivals)
     _check.shape(hot.shape[:3], resident=resident, age=age)
+    _check.shape((*hot.shape[:2], blocks.shape[-1]), blocks=blocks)
+    _check.shape((*hot.shape[:2], table.shape[-1]), table=table)
+    _check.shape(hot.shape[:2], arrivals=arrivals)
+    _check.stats(stats, pool)
     if blocks.shape[-1] > hot.shape[2]:
         raise ValueError(f"{blocks.shape[-1]} blocks do not fit a hot buffer of {hot.shape[2]}")
     if pool.shape[2] != table.shape[2] * hot.shape[3]:

@@ -21,8 +21,7 @@ SCHEMA = (
 
 def check(seq_len, start, length, leaving, retired, left_pad, tokens, capacity, sink, window, interval) -> None:
     _check.dtype((torch.int64,), seq_len=seq_len)
-    _check.counters(start=start, length=length, leaving=leaving, retired=retired, left_pad=left_pad)
-    _check.shape(left_pad.shape, start=start, length=length, leaving=leaving, retired=retired)
+    _check.counters(length.numel(), start=start, length=length, leaving=leaving, retired=retired, left_pad=left_pad)
     if tokens < 1 or interval < 1 or sink < 0 or window < 0:
         raise ValueError(f"need tokens, interval >= 1 and sink, window >= 0: {tokens}, {interval}, {sink}, {window}")
 

@@ -22,7 +22,8 @@ def check(k, v, ring, pool, stats, length, leaving, retired, sink, interval) -> 
     _check.dense_last(k=k, v=v)
     _check.same_dtype(k=k, v=v, pool=pool)
     _check.shape((*pool.shape[:2], 1, pool.shape[-1]), k=k, v=v)
-    _check.counters(length=length, leaving=leaving, retired=retired)
+    _check.stats(stats, pool)
+    _check.counters(k.shape[0], length=length, leaving=leaving, retired=retired)
     if ring.shape[2] < sink + interval:
         raise ValueError(f"a ring of {ring.shape[2]} rows cannot hold {sink} sink rows and {interval} leaving at once")
 

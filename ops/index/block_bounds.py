@@ -17,6 +17,7 @@ SCHEMA = (
 )
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
 
 
 def check(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
@@ -28,13 +29,15 @@ def check(k, pool, centre, spread, start, length, leaving, retired, interval, bl
     _check.same_dtype(centre=centre, spread=spread) if spread.shape[-1] > 1 else _check.dtype(
         (torch.float32,), spread=spread
     )
-    _check.counters(start=start, length=length, leaving=leaving, retired=retired)
-    if spread.shape[-1] not in (1, centre.shape[-1]):
+    _check.counters(k.shape[0], start=start, length=length, leaving=leaving, retired=retired)
+    _check.shape((*pool.shape[:2], pool.shape[2] // block_size, pool.shape[-1]), centre=centre)
+    _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k)
+    if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
         raise ValueError(f"spread has one value per channel (box) or per block (ball), got {tuple(spread.shape)}")
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Non-negative `x` rounded towards +inf in `dtype` (saturating for fp8, which has no infinity)."""
+    """Non-negative `x` rounded towards +inf in `dtype` (saturating for fp8: bound_scores reads 448 as "or more")."""
     if dtype == torch.float32:
         return x
     if dtype == FP8:

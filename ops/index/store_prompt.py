@@ -27,7 +27,7 @@ def check(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None
     _check.dense_last(k=k, v=v)
     _check.same_dtype(k=k, v=v, pool=pool)
     _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k, v=v)
-    _check.counters(start=start, length=length, leaving=leaving, retired=retired)
+    _check.counters(k.shape[0], start=start, length=length, leaving=leaving, retired=retired)
 
 
 def reference(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:

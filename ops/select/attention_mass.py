@@ -20,10 +20,9 @@ TILE = 64
 
 def check(q, pool, ring, length, retired, sink, block_size, scale, softcap) -> None:
     _check.rows(pool, ring=ring)
-    _check.heads(q, pool)
-    _check.dense_last(q=q)
+    _check.one_query(q, pool)
     _check.same_dtype(q=q, pool=pool)
-    _check.counters(length=length, retired=retired)
+    _check.counters(q.shape[0], length=length, retired=retired)
     if pool.shape[2] % block_size or sink % block_size:
         raise ValueError(f"{pool.shape[2]} rows and {sink} sinks are not whole blocks of {block_size}")
 

@@ -10,18 +10,18 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.index.block_bounds import FP8
+from torchsparsekv.ops.index.block_bounds import FP8, FP8_MAX, UNBOUNDED
 
 SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> Tensor"
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
 
 
 def check(q, centre, spread, retired, sink, block_size) -> None:
-    _check.heads(q, centre)
-    _check.dense_last(q=q)
+    _check.one_query(q, centre)
+    _check.dtype(_check.FLOATS, q=q)
     _check.contiguous(centre=centre, spread=spread)
     _check.dtype((*_check.FLOATS, FP8), centre=centre)
-    _check.counters(retired=retired)
+    _check.counters(q.shape[0], retired=retired)
     if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
         raise ValueError(f"spread {tuple(spread.shape)} does not fit centres {tuple(centre.shape)}")
 
@@ -31,11 +31,17 @@ def _groups(q: Tensor, kv: Tensor) -> Tensor:
     return q[:, :, 0].unflatten(1, (kv.shape[1], -1))
 
 
+def widths(spread: Tensor) -> Tensor:
+    """Spreads in fp32; one that saturated says nothing, so that the bound stays a bound."""
+    x = spread.float()
+    return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
+
+
 def reference(q, centre, spread, retired, sink, block_size) -> Tensor:
     x = _groups(q, centre).float()
     scores = x @ centre.float().transpose(-1, -2)
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
-    scores = (scores + size @ spread.float().transpose(-1, -2)).amax(2)
+    scores = (scores + size @ widths(spread).transpose(-1, -2)).amax(2)
     block = torch.arange(centre.shape[2], device=q.device)
     live = (block >= sink // block_size) & (block < retired[:, None] // block_size)
     return scores.masked_fill(~live[:, None], -torch.inf)
@@ -45,7 +51,7 @@ def reference(q, centre, spread, retired, sink, block_size) -> Tensor:
 def _scores(
     q, centre, spread, out, retired, q_b, q_h, heads, blocks, first,
     BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -62,6 +68,8 @@ def _scores(
         s = tl.dot(c, x.to(DOT), input_precision="ieee")
         if BOX:
             w = tl.load(spread + at, mask=m, other=0.0).to(DOT)
+            if LIMIT > 0:
+                w = tl.where(w >= LIMIT, UNBOUNDED, w)
             s += tl.dot(w, tl.abs(x).to(DOT), input_precision="ieee")
         else:
             x = x.to(tl.float32)
@@ -86,7 +94,8 @@ def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
         q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
-        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre), num_warps=2,
+        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
+        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2,
     )  # fmt: skip
     return out
 

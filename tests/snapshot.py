@@ -1,0 +1,23 @@
+"""What a model is, apart from its weights: to show that patching leaves no trace."""
+import types
+
+
+def hooks(module) -> dict:
+    """Every kind of hook, with the functions themselves: two lists of equal length need not be the same hooks."""
+    return {name: dict(value) for name, value in vars(module).items() if "hook" in name and isinstance(value, dict)}
+
+
+def methods(model) -> dict:
+    """The function behind every bound method, wherever it comes from (class or instance)."""
+    found = {name: getattr(model, name, None) for name in dir(model)}
+    return {name: m.__func__ for name, m in found.items() if isinstance(m, types.MethodType)}
+
+
+def snapshot(model) -> dict:
+    return {
+        "attributes": {name: sorted(vars(m)) for name, m in model.named_modules()},
+        "hooks": {name: hooks(m) for name, m in model.named_modules()},
+        "implementation": model.config._attn_implementation,
+        "config": (dict(vars(model.config)), model.config.to_dict(), model.generation_config.to_dict()),
+        "methods": methods(model),
+    }
