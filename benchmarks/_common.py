@@ -4,10 +4,13 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from torchsparsekv.commands._table import table
+from torchsparsekv.method import make_method
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {
@@ -30,7 +33,10 @@ SHAPES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def require_gpu() -> torch.device:
+def prepare(methods: Sequence[str]) -> torch.device:
+    """The device to measure on; raises at once, and not after minutes, where there is none or a method is unknown."""
+    for name in methods:
+        make_method(name)
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
     return torch.device("cuda")
@@ -76,7 +82,9 @@ def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> fl
     return statistics.median(times)
 
 
-def time_graph(calls: list[Callable[[], object]], refresh: Callable[[], object] = lambda: None, repeats: int = 9) -> float:
+def time_graph(
+    calls: Sequence[Callable[[], object]], refresh: Callable[[], object] = lambda: None, repeats: int = 9
+) -> float:
     """Microseconds per call: the calls (each with inputs of its own) captured in one CUDA graph, median of replays.
 
     `refresh` runs before every replay, outside the timed part: it puts new values into the captured inputs.
@@ -101,30 +109,29 @@ def time_graph(calls: list[Callable[[], object]], refresh: Callable[[], object] 
     return statistics.median(times[2:])
 
 
-def table(rows: list[dict]) -> str:
-    """Rows as an aligned text table, columns in the order of their first appearance."""
+def cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def print_table(rows: list[dict]) -> None:
+    """Columns in the order of their first appearance."""
     columns = list(dict.fromkeys(c for r in rows for c in r))
-    text = [[_cell(r.get(c, "")) for c in columns] for r in rows]
-    widths = [max(len(c), *(len(t[i]) for t in text)) for i, c in enumerate(columns)]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(columns, widths))]
-    return "\n".join(lines + ["  ".join(x.rjust(w) for x, w in zip(t, widths)) for t in text])
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:.0f}" if isinstance(value, float) else str(value)
+    print(table(columns, [[cell(r.get(c, "")) for c in columns] for r in rows]))
 
 
 def finish(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
     """Print the table; write rows, options, environment and the command to `out`."""
-    result = {
+    result: dict = {
         "benchmark": name,
         "command": " ".join(["torchsparsekv", *map(shlex.quote, sys.argv[1:])]),
         "environment": environment(),
         "options": options,
         "rows": rows,
     }
-    print(table(rows))
-    print({k: v for k, v in result["environment"].items()})
+    print_table(rows)
+    print(result["environment"])
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -5,6 +5,7 @@ import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -116,7 +117,7 @@ def _no_host_sync():
 
 
 def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
-    """Milliseconds per token of stock `generate()` on the filled cache: the difference of two runs of unequal length."""
+    """Milliseconds per token of stock `generate()` on the filled cache: the difference of two runs."""
     torch._dynamo.reset()
     ids = torch.full((batch, context + 1), 7, device=model.device)
     took = []
@@ -129,33 +130,42 @@ def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
     return (took[2] - took[1]) / steps * 1e3
 
 
-def run_method(model, name: str, o: Options, batch: int, context: int, **over) -> dict:
+def run_method(model, name: str, o: Options, batch: int, context: int, *, skip_layers: int) -> dict:
     config, device = model.config, model.device
-    hyper = dict(budget=o.budget, sink=o.sink, window=o.window, skip_layers=o.skip_layers, offload=o.offload)
-    hyper |= over
-    if name == "full":
-        hyper["offload"] = "device"
-    headroom = WARM + 3 * o.steps + (WARM + 3 * o.steps if o.through_generate else 0) + 8
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
-    tokens_per_topic = max(hyper["budget"], 256)
-    topics = Topics(config.num_key_value_heads, head_dim, max(2, context // tokens_per_topic))
-    with torchsparsekv.patch(model, name, max_length=context + headroom, **hyper) as handle:
+    topics = Topics(config.num_key_value_heads, head_dim(config), max(2, context // max(o.budget, 256)))
+    rounds = 2 if o.through_generate else 1
+    offload: Any = "device" if name == "full" else o.offload
+    with torchsparsekv.patch(
+        model, name, max_length=context + rounds * (WARM + 3 * o.steps) + 8, budget=o.budget, sink=o.sink,
+        window=o.window, skip_layers=skip_layers, offload=offload,
+    ) as handle:  # fmt: skip
         cache = handle.make_cache(batch)
         fill(cache, topics, context, batch, device)
         steer(cache, topics, group, o.locality, device)
-        row = {"method": name, "context": context, "batch": batch, **bare_tpot(model, cache, batch, context, o.steps)}
+        row = {"method": name, "context": context, "batch": batch}
+        row |= bare_tpot(model, cache, batch, context, o.steps)
         if o.through_generate:
             row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)
-        report = handle.report()
-        sparse = [r for r in report.layers if r.blocks_selected]
-        if sparse:
-            hits = 1 - sum(r.blocks_fetched for r in sparse) / sum(r.blocks_selected for r in sparse)
-            row |= {"hit_rate": hits, "host_MB_per_token": sum(r.host_bytes_read for r in sparse) / sparse[0].steps / 1e6}
-        row |= {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
+        row |= summary(handle.report())
         del cache
     _collect()
     return row
+
+
+def summary(report) -> dict:
+    """Hit rate and traffic of the retrieving layers, memory of the cache."""
+    out = {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
+    sparse = [r for r in report.layers if r.blocks_selected]
+    if not sparse:
+        return out
+    hits = 1 - sum(r.blocks_fetched for r in sparse) / sum(r.blocks_selected for r in sparse)
+    moved = sum(r.host_bytes_read for r in sparse) / sparse[0].steps / 1e6
+    return {"hit_rate": hits, "host_MB_per_step": moved, **out}
+
+
+def head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def run_static(model, batch: int, context: int, o: Options) -> dict:
@@ -163,10 +173,10 @@ def run_static(model, batch: int, context: int, o: Options) -> dict:
     from transformers import StaticCache
 
     cache = StaticCache(model.config, max_cache_len=context + 4 * o.steps)
-    heads, dim = model.config.num_key_value_heads, getattr(model.config, "head_dim", None)
-    dim = dim or model.config.hidden_size // model.config.num_attention_heads
-    cache.early_initialization(batch, heads, dim, torch.bfloat16, model.device)
-    row = {"method": "hf-static", "context": context, "batch": batch, **bare_tpot(model, cache, batch, context, o.steps)}
+    heads = model.config.num_key_value_heads
+    cache.early_initialization(batch, heads, head_dim(model.config), torch.bfloat16, model.device)
+    row = {"method": "hf-static", "context": context, "batch": batch}
+    row |= bare_tpot(model, cache, batch, context, o.steps)
     del cache
     _collect()
     return row
@@ -179,9 +189,9 @@ def _collect() -> None:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.require_gpu()
+    device = _common.prepare(o.methods)
     model = _common.build(o.shape, device)
-    rows = []
+    rows: list[dict] = []
     for batch in o.batches:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
         rows.append({**floor, "over_floor": 1.0})
@@ -189,7 +199,8 @@ def run(o: Options, out: Path | None = None) -> dict:
             group = [run_method(model, "full", o, batch, context, skip_layers=0)]
             if o.hf_static and context <= HF_STATIC_LIMIT:
                 group.append(run_static(model, batch, context, o))
-            group += [run_method(model, name, o, batch, context) for name in o.methods if name != "full"]
+            for name in o.methods:
+                group.append(run_method(model, name, o, batch, context, skip_layers=o.skip_layers))
             for r in group:
                 r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": group[0]["tpot_ms"] / r["tpot_ms"]}
                 print(r, flush=True)

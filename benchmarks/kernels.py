@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _common
@@ -53,48 +54,45 @@ class Bench:
                 t_.view(torch.uint8).random_(1, 100) if t_.dtype.itemsize == 1 else t_.uniform_(0.1, 1)
         shape = (1, 1, o.q_heads, o.head_dim)
         self.q = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(CALLS)]
-        self.k = [torch.randn(1, 1, o.kv_heads, o.head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)] * CALLS
+        self.k = torch.randn(1, 1, o.kv_heads, o.head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
     def calls(self, f):
         return [lambda i=i, s=s: f(i, s) for i, s in enumerate(self.states)]
 
     def rows(self) -> list[dict]:
-        c, m, o = self.clock, self.method, self.o
-        t, p, n = m.timeline, m.block_size, o.budget // m.block_size
-        digest = sum(x.nbytes for x in (self.states[0].centre, self.states[0].spread))
-        scores = [bound_scores(self.q[i], s.centre, s.spread, c.retired, t.sink, p) for i, s in enumerate(self.states)]
-        ids = [self.random_blocks(n) for _ in range(CALLS)]
-        hit = top_blocks(scores[0], n)
-        row = o.head_dim * 4
-        near = t.ring_rows + o.budget
-
-        def draw():
-            for x in ids:
-                x.copy_(self.random_blocks(n))
+        """In the order of a decode step; bytes are what the kernel must move at least."""
+        c, m, o, q, states = self.clock, self.method, self.o, self.q, self.states
+        sink, interval, p, n = m.sink, m.timeline.interval, m.block_size, o.budget // m.block_size
+        token = o.kv_heads * o.head_dim * 4  # bytes of K and V in bf16, all heads
+        still = (c.length, c.leaving, c.leaving)  # nothing leaves the ring, as on most steps
+        scores = [bound_scores(q[i], s.centre, s.spread, c.retired, sink, p) for i, s in enumerate(states)]
+        same, new = top_blocks(scores[0], n), [self.random_blocks(n) for _ in states]
 
         def get(chosen, s):
             return fetch(chosen, self.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats)
 
-        places = [get(hit, s) for s in self.states]
-        args = (c.length, c.leaving, c.leaving)
+        def draw():
+            for x in new:
+                x.copy_(self.random_blocks(n))
+
+        def attend(i, s):
+            return sparse_attention(q[i], s.ring, s.hot, places[i], c.length, c.retired, None, sink, 0.09, 0.0)
+
+        def update(i, s):
+            return block_bounds(self.k, self.pool, s.centre, s.spread, c.start, *still, interval, p)
+
+        places = [get(same, s) for s in states]
+        digests = states[0].centre.nbytes + states[0].spread.nbytes
         return [
-            self.row("append", lambda i, s: append(self.k[i], self.k[i], s.ring, self.pool, s.stats, *args, t.sink, t.interval)),
-            self.row(
-                "index update (nothing leaves)",
-                lambda i, s: block_bounds(self.k[i], self.pool, s.centre, s.spread, c.start, *args, t.interval, p),
-            ),
-            self.row(
-                "scores", lambda i, s: bound_scores(self.q[i], s.centre, s.spread, c.retired, t.sink, p), digest
-            ),
+            self.row("append", lambda i, s: append(self.k, self.k, s.ring, self.pool, s.stats, *still, sink, interval)),
+            self.row("index update (nothing leaves)", update),
+            self.row("scores", lambda i, s: bound_scores(q[i], s.centre, s.spread, c.retired, sink, p), digests),
             self.row("top blocks", lambda i, s: top_blocks(scores[i], n)),
             self.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
-            self.row("fetch, all hits", lambda i, s: get(hit, s)),
-            self.row(
-                "attention", lambda i, s: sparse_attention(self.q[i], s.ring, s.hot, places[i], c.length, c.retired, None, t.sink, 0.09, 0.0),
-                near * o.kv_heads * row,
-            ),
-            self.row("fetch, (nearly) all misses", lambda i, s: get(ids[i], s), n * p * o.kv_heads * row, draw),
-        ]  # fmt: skip
+            self.row("fetch, all hits", lambda i, s: get(same, s)),
+            self.row("attention", attend, (m.timeline.ring_rows + o.budget) * token),
+            self.row("fetch, nearly all misses", lambda i, s: get(new[i], s), n * p * token, draw),
+        ]
 
     def random_blocks(self, n: int) -> torch.Tensor:
         total = self.context // self.method.block_size
@@ -108,21 +106,25 @@ class Bench:
 
 
 def dense_rows(o: Options, context: int, device) -> list[dict]:
-    shape = (1, o.kv_heads, context, 2, o.head_dim)
-    pools = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    length = torch.tensor([context - 100], dtype=torch.int32, device=device)
+    """Attention over everything: ours, and what torch has for a plain contiguous cache."""
+    pools = [
+        torch.randn(1, o.kv_heads, context, 2, o.head_dim, device=device, dtype=torch.bfloat16) for _ in range(2)
+    ]
     q = torch.randn(1, o.q_heads, 1, o.head_dim, device=device, dtype=torch.bfloat16)
-    us = _common.time_graph([lambda p=p: dense_attention(q, p, length, None, 0.09, 0.0) for p in pools])
-    rows = [{"context": context, "method": "full", "kernel": "dense attention", "us": us, "GB_per_s": pools[0].nbytes / us / 1e3}]
+    length = torch.tensor([context], dtype=torch.int32, device=device)
     kv = [(p[..., 0, :].contiguous(), p[..., 1, :].contiguous()) for p in pools]
-    for name, backend in (("flash", torch.nn.attention.SDPBackend.FLASH_ATTENTION), ("cudnn", torch.nn.attention.SDPBackend.CUDNN_ATTENTION)):
-        with torch.nn.attention.sdpa_kernel(backend):
-            try:
-                us = _common.time_graph([lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv])
-            except RuntimeError as e:
-                print(f"sdpa {name}: {str(e)[:100]}")
-                continue
-        rows.append({"context": context, "method": "torch", "kernel": f"sdpa {name} (beside)", "us": us, "GB_per_s": pools[0].nbytes / us / 1e3})
+    sdpa = [lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv]
+    rows = []
+
+    def add(method: str, kernel: str, calls) -> None:
+        us = _common.time_graph(calls)
+        speed = pools[0].nbytes / us / 1e3
+        rows.append({"context": context, "method": method, "kernel": kernel, "us": us, "GB_per_s": speed})
+
+    add("full", "dense attention", [lambda p=p: dense_attention(q, p, length, None, 0.09, 0.0) for p in pools])
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            add("torch", f"sdpa {name} (beside)", sdpa)
     return rows
 
 
@@ -132,11 +134,12 @@ def ceilings(device) -> list[dict]:
     rows = [{"method": "torch", "kernel": "copy in HBM, read + write", "us": us, "GB_per_s": 2 * a.nbytes / us / 1e3}]
     pinned = host.pinned((1 << 30,), torch.uint8, device)
     us = _common.time_graph([lambda: b.copy_(pinned)])
-    return [*rows, {"method": "torch", "kernel": "read of pinned host memory", "us": us, "GB_per_s": a.nbytes / us / 1e3}]
+    rows.append({"method": "torch", "kernel": "read of pinned host memory", "us": us, "GB_per_s": a.nbytes / us / 1e3})
+    return rows
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.require_gpu()
+    device = _common.prepare(o.methods)
     rows = ceilings(device)
     for context in o.contexts:
         for name in o.methods:

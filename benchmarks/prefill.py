@@ -3,6 +3,7 @@ import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ class Options:
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (32768, 65536)
     methods: tuple[str, ...] = ("quest", "arkvale")
-    offload: str = "host"
+    offload: Literal["auto", "host", "device"] = "host"
     repeats: int = 3
 
 
@@ -41,7 +42,7 @@ def time_prompt(model, length: int, new_cache, repeats: int) -> tuple[float, flo
 def run(o: Options, out: Path | None = None) -> dict:
     from transformers import DynamicCache
 
-    device = _common.require_gpu()
+    device = _common.prepare(o.methods)
     model = _common.build(o.shape, device)
     rows = []
     for length in o.contexts:

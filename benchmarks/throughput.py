@@ -22,20 +22,21 @@ class Options:
     caps_gib: tuple[float, ...] = (48.0, 24.0)
     methods: tuple[str, ...] = ("quest",)
     steps: int = 50
+    skip_layers: int = 2
     locality: float = 0.95
 
 
-def largest_batch(model, name: str, length: int, cap: float, **hyper) -> int:
+def largest_batch(model, name: str, length: int, cap: float, skip_layers: int) -> int:
     """From the plan alone: how many rows fit into the cap and into host memory."""
-    with torchsparsekv.patch(model, name, max_length=length, **hyper) as handle:
-        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=hyper["offload"] == "host")
+    with torchsparsekv.patch(model, name, max_length=length, skip_layers=skip_layers) as handle:
+        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=name != "full")
     weights = sum(p.nbytes for p in model.parameters())
     fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
     return min(fits, int(HOST_SHARE * host.available() // on_host)) if on_host else fits
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.require_gpu()
+    device = _common.prepare(o.methods)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
     rows = []
@@ -43,13 +44,13 @@ def run(o: Options, out: Path | None = None) -> dict:
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
         dense = 0.0
         for name in ("full", *o.methods):
-            hyper = {"offload": "device", "skip_layers": 0} if name == "full" else {"offload": "host", "skip_layers": 2}
-            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, **hyper)
+            skip = 0 if name == "full" else o.skip_layers
+            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, skip)
             if batch < 1:
                 rows.append({"cap_GiB": cap, "method": name, "batch": 0})
                 continue
             d = DecodeOptions(steps=o.steps, locality=o.locality)
-            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context, **hyper)}
+            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context, skip_layers=skip)}
             row["tokens_per_s"] = batch / row["tpot_ms"] * 1e3
             dense = row["tokens_per_s"] if name == "full" else dense
             row["over_dense"] = row["tokens_per_s"] / dense if dense else float("nan")

@@ -58,7 +58,7 @@ def test_full_budget_is_dense_in_bf16(method, offload):
 
 
 def test_generate_compiles_itself_once():
-    """Stock generate() on CUDA compiles the decode step on its own: one graph for two prompt lengths, tokens as dense."""
+    """Stock generate() on CUDA compiles the decode step on its own: one graph for two prompts, tokens as dense."""
     model = tiny(**SHAPE)
     runs = [prompts(2, 60), prompts(2, 83)]
     want = [model.generate(input_ids=i, attention_mask=m, max_new_tokens=50, do_sample=False) for i, m in runs]
@@ -148,7 +148,7 @@ def test_refused_pinning_names_the_memlock_limit(monkeypatch):
 def test_an_old_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     model = tiny(dtype=torch.bfloat16, **SHAPE)
-    with pytest.raises(NotImplementedError, match='compute capability 8.9.*digest="bfloat16"'):
+    with pytest.raises(NotImplementedError, match=r'compute capability 8\.9.*digest="bfloat16"'):
         torchsparsekv.patch(model, "quest", max_length=1024)
     torchsparsekv.patch(model, "quest", max_length=1024, digest="bfloat16").unpatch()
 
@@ -157,8 +157,9 @@ def test_a_row_past_its_capacity_is_nan_in_a_graph():
     """Where the host cannot look without waiting, an overrun must still not pass for an answer."""
     model = tiny(dtype=torch.bfloat16, **SHAPE)
     ids, mask = prompts(1, 30, ragged=False)
-    with torchsparsekv.patch(model, "quest", max_length=40, budget=16, sink=4, window=4, block_size=4, skip_layers=1) as h:
+    hyper = dict(max_length=40, budget=16, sink=4, window=4, block_size=4, skip_layers=1)
+    with torchsparsekv.patch(model, "quest", **hyper) as handle:
         step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-        logits = greedy_logits(model, ids, mask, 14, h.make_cache(1), step)
+        logits = greedy_logits(model, ids, mask, 14, handle.make_cache(1), step)
     assert logits[:, :11].isfinite().all()
     assert logits[:, 11:].isnan().all()

@@ -12,7 +12,8 @@ import pytest
 import torchsparsekv
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"torchsparsekv": "torchsparsekv", "ops": "torchsparsekv/ops", "patches": "torchsparsekv/patches"}
+MAPPED = ("ops", "patches", "benchmarks")
+FOLDERS = {"torchsparsekv": "torchsparsekv", **{d: f"torchsparsekv/{d}" for d in MAPPED}}
 NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 

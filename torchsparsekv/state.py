@@ -98,7 +98,7 @@ class Clock:
         self.retired.fill_(self.timeline.sink)
 
     def advance(self, tokens: int) -> None:
-        """Take in `tokens` more columns. For a prompt outside a compiled graph, remember the lengths on the host too."""
+        """Take in `tokens` more columns. Of a prompt outside a compiled graph the host remembers the lengths too."""
         t = self.timeline
         advance(
             self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad, tokens, self.capacity,

@@ -19,7 +19,8 @@ SCHEMA = (
     "Tensor retired, int sink, bool join) -> ()"
 )
 TILE = 16
-COPIERS, COPY_TILE = 8, 64  # few programs with much in flight: they fill the host link and leave the SMs to the next layer
+# Few programs with much in flight: they fill the host link and leave the SMs to the next layer.
+COPIERS, COPY_TILE = 8, 64
 
 
 def check(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
