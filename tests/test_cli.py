@@ -1,0 +1,51 @@
+"""The command line, as a user starts it."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+ROOT = Path(__file__).resolve().parents[1]
+MAIN = "import sys; from torchsparsekv.cli import main; sys.argv[0] = 'torchsparsekv'; main()"
+
+
+def cli(*args: str, before: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", before + MAIN, *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_methods_are_listed():
+    done = cli("methods")
+    assert done.returncode == 0, done.stderr
+    for word in ("quest", "streaming", "block_size=32", "budget=1024"):
+        assert word in done.stdout
+
+
+WRONG = [["methods", "--nope"], ["nope"], ["demo", "--budget", "33"], ["demo", "--steps", "x"]]
+
+
+@pytest.mark.parametrize("args", WRONG)
+def test_wrong_use_exits_with_2(args):
+    done = cli(*args)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_without_typer_it_says_so():
+    done = cli("methods", before="import sys; sys.modules['typer'] = None; ")
+    assert done.returncode == 2
+    assert done.stderr == "the command line needs typer: pip install 'torchsparsekv[cli]'\n"
+
+
+@pytest.mark.slow
+def test_demo():
+    """What it concludes is the demo's own check: it fails unless a whole budget is dense attention."""
+    done = cli("demo", "--prompt-tokens", "512", "--steps", "6", "--budget", "256")
+    assert done.returncode == 0, done.stderr
+    assert "every method generates the tokens of dense attention" in done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    assert "followed by" in last
+    for found in ("arkvale", "oracle", "quest"):
+        assert found in last.split("not by")[0]
+    assert "streaming" in last.split("not by")[1]
