@@ -34,6 +34,7 @@ class Handle:
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.skip_layers = offload, skip_layers
         self._owner = _Owner()
+        self._copied = False
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
         self._latest: weakref.ref | None = None
 
@@ -148,7 +149,7 @@ class Handle:
         twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.skip_layers)
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
-        twin._base = self._base
+        twin._base, twin._copied = self._base, True
         return twin
 
 
@@ -167,6 +168,9 @@ def _forget_compiled(model) -> None:
 def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
     """Stands in for GenerationMixin._prepare_cache_for_generation on the patched instance."""
     handle: Handle = self._torchsparsekv
+    if handle._copied:  # what the original compiled came along in the copy, and would run the original
+        _forget_compiled(self)
+        handle._copied = False
     given = model_kwargs.get("past_key_values")
     if given is not None and not isinstance(given, SparseCache):  # the user asked for another cache, and gets it
         return type(self)._prepare_cache_for_generation(

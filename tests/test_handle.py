@@ -193,7 +193,8 @@ def test_report_by_hand():
 def test_report_counts_bytes_from_the_host():
     model = tiny()
     with patch(model, offload="host") as handle:
-        run(model, handle.make_cache(2), IDS, MASK, 9)
+        cache = handle.make_cache(2)
+        run(model, cache, IDS, MASK, 9)
         report = handle.report()
     page = 4 * 2 * 16 * 4  # tokens, K and V, head_dim, fp32
     assert all(r.host_bytes_read == r.blocks_fetched * page > 0 for r in report.layers[1:])

@@ -66,8 +66,8 @@ def op(name, **spoil):
         args = OPS[name](World(tokens=3 if name in MANY_TOKENS else 1))
         known = [a.name for a in ENTRIES[name].op._schema.arguments]
         assert set(spoil) <= set(known)
-        args = [spoil[n](a) if n in spoil else a for n, a in zip(known, args)]
         args = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
+        args = [spoil[n](a) if n in spoil else a for n, a in zip(known, args)]
         getattr(torch.ops.torchsparsekv, name)(*args)
 
     return act

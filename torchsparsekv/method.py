@@ -5,6 +5,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
@@ -118,7 +119,8 @@ class Method:
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that came before, whatever the method."""
         c = s.clock
-        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, self.timeline.sink, last)
+        join = last or torch.compiler.is_compiling()
+        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, self.timeline.sink, join)
         self.update(s, k)
         return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans())
 

@@ -2,7 +2,8 @@
 
 Afterwards the pool holds every token of the row, the ring its sinks and its newest tokens. Ragged: the new tokens of a
 row are the last `length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the
-pool runs on a side stream so that the next layer computes meanwhile; `join` (the last layer) waits for it.
+pool runs on a side stream so that the next layer computes meanwhile. With `join` it does not, and waits for those that
+did: for the last layer, and in compiled graphs, whose memory plan knows nothing of other streams.
 """
 import functools
 
@@ -114,13 +115,14 @@ def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
     if not k.is_cuda:  # the interpreter: no streams
         return write(pool, pool_rows, COPIERS, COPY_TILE, False)
     main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
+    if join:
+        main.wait_stream(side)
+        return write(pool, pool_rows, 4096, COPY_TILE, False)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         write(pool, pool_rows, COPIERS, COPY_TILE, False)
         for t in (k, v, start, length, retired):
             t.record_stream(side)
-    if join:
-        main.wait_stream(side)
 
 
 def fake(k: Tensor, *_) -> None: ...
