@@ -228,7 +228,7 @@ def test_report_prints_a_table():
         generate(model)
         lines = str(handle.report()).splitlines()
     assert lines[0] == "torchsparsekv: quest"
-    assert lines[1].split() == "layer method steps context attended density selected fetched hits from host".split()
+    assert lines[1].split() == ["layer", "method", "steps", "context", "attended", "density", "selected", "fetched", "hits", "from", "host"]
     assert [line.split()[:3] for line in lines[2:5]] == [["0", "full", "7"], ["1", "quest", "7"], ["2", "quest", "7"]]
     assert len({len(line) for line in lines[1:5]}) == 1, "columns do not line up"
     assert re.fullmatch(r"cache memory: \S+ \S+ host, \S+ \S+ device", lines[5])
