@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchsparsekv.method import Attention
@@ -92,13 +92,19 @@ def mask(
         )  # fmt: skip
     if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
         return None  # the padding is in the clock since the prompt, and a growing mask must not enter the graph
-    if q_length > 1 and not allow_is_causal_skip:  # at one token transformers says so of every static cache
+    # At one token transformers says so of every static cache, and before 5.14 of every prompt for one too: there the
+    # mask function itself tells.
+    plain = allow_is_causal_skip or kwargs.get("mask_function") is causal_mask_function
+    if q_length > 1 and not plain:
         raise NotImplementedError("torchsparsekv: only causal masks with left padding; no packed or overlaid sequences")
     if attention_mask is None:
         return None
     pad = (attention_mask.long().cumsum(-1) == 0).sum(-1)
-    if not torch.compiler.is_compiling():
-        if not bool((attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]).all()):
+    left_only = attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]
+    if torch.compiler.is_compiling():  # cannot raise here: let the row overrun its capacity, which makes it NaN
+        pad = torch.where(left_only, pad, -(1 << 30))
+    else:
+        if not bool(left_only.all()):
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
         if bool((pad == attention_mask.shape[-1]).any()):
             raise ValueError("torchsparsekv: a row of the batch is nothing but padding (or its first chunk is)")

@@ -57,6 +57,7 @@ def _bound_scores(w: World):
 def _top_blocks(w: World):
     few = torch.randint(-2, 3, (w.batch, w.heads, w.rows), generator=w.g).float()  # many ties
     few[torch.rand(few.shape, generator=w.g) < 0.3] = -math.inf
+    few[torch.rand(few.shape, generator=w.g) < 0.1] = math.nan
     return (few if w.seed % 2 else torch.randn(few.shape, generator=w.g), 1 + w.seed % (w.rows + 2))
 
 

@@ -81,12 +81,10 @@ def _size(n: float) -> str:
 def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
     total = dict(zip(STATS, state.stats.sum((0, 1)).tolist()))
-    heads = state.stats.shape[0] * state.stats.shape[1]
     steps = int(state.stats[..., 0].max())
     count = max(total["steps"], 1)
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
     moved = total["missed"] * method.block_size * 2 * state.pool.shape[-1] * state.pool.dtype.itemsize
-    assert heads > 0
     return LayerReport(
         layer=layer,
         method=method.name,

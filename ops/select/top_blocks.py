@@ -27,6 +27,7 @@ def check(scores, k) -> None:
 
 def reference(scores, k) -> Tensor:
     n = scores.shape[-1]
+    scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
     chosen = torch.where(scores.gather(-1, order) == -torch.inf, n, order).sort(-1).values
     out = torch.full((*scores.shape[:-1], k), -1, dtype=torch.int32, device=scores.device)
@@ -46,8 +47,7 @@ def _top(
     x = tl.where(x == 0.0, 0.0, x)  # -0 ties with +0
     bits = x.to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    key = tl.where(x == float("-inf"), 0, key)  # and NaN is nobody's best
-    key = tl.where(x != x, 0, key)
+    key = tl.where((x == float("-inf")) | (x != x), 0, key)
     take = take_top(key, k, N, 16)
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     chosen = at
