@@ -14,7 +14,7 @@ def words(codes: Tensor, m: int) -> Tensor:
 
 
 def directions(codes: Tensor, m: int) -> Tensor:
-    """The quantised unit directions [..., subspaces, m] behind packed codes [..., subspaces * m / 2]; low nibble first."""
+    """The quantised directions [..., subspaces, m] behind packed codes [..., subspaces * m / 2]; low nibble first."""
     nibble = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
     levels = torch.tensor(quantiser(m)[1], dtype=torch.float32)
     return torch.where(nibble >= 8, levels[nibble & 7], -levels[nibble & 7]).unflatten(-1, (-1, m))

@@ -30,7 +30,7 @@ def _first_moment(edges: Tensor, m: int) -> Tensor:
 
 @functools.cache
 def quantiser(m: int, count: int = 8) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(thresholds, levels): the `count` magnitudes with the least mean squared error, and the midpoints between them."""
+    """(thresholds, levels): the `count` magnitudes of least mean squared error, and the midpoints between them."""
     if m < 2 or count < 2:
         raise ValueError(f"need m >= 2 and at least two levels, got m={m}, {count} levels")
     levels = ((torch.arange(count, dtype=torch.float64) + 0.5) / count) ** 1.5

@@ -1,4 +1,4 @@
-"""The rotation that makes keys isotropic: seeded sign flips, then a Hadamard transform (SRHT), padded to a power of two.
+"""The rotation that makes keys isotropic, SRHT: seeded sign flips, then a Hadamard transform, padded to a power of two.
 
 Both are functions of indices, in torch and in Triton alike, so no table of them exists anywhere.
 """

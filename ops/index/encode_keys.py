@@ -32,7 +32,8 @@ def check(k, pool, ids, codes, weights, counts, start, length, leaving, retired,
     _check.dense_last(k=k)
     _check.same_dtype(k=k, pool=pool)
     if m not in WORDS or not 0 <= seed < SEEDS:
-        raise ValueError(f"m must be one of {', '.join(map(str, sorted(WORDS)))} and 0 <= seed < {SEEDS}, got {m}, {seed}")
+        known = ", ".join(map(str, sorted(WORDS)))
+        raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
     size = next_power_of_2(pool.shape[-1])
     _check.dtype((torch.uint8,), ids=ids, codes=codes)
     _check.dtype((torch.float16,), weights=weights)

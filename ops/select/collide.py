@@ -22,7 +22,7 @@ SCHEMA = (
 )
 PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
-CHUNK = 2048  # keys per program: 32 KiB of ids; 512 programs at 128K keys and 8 heads
+CHUNK = 1024  # keys per program: 16 KiB of ids; 1024 programs at 128K keys and 8 heads
 PACKED = 8  # query heads whose points (4 bits) share a table entry
 
 
@@ -62,17 +62,21 @@ def candidate_capacity(rows: int, ratios: list[int], least: int, dense: int) -> 
     return max(1, *(candidates_of(min(n, rows), ratios, least, dense) for n in ends if n >= 0))
 
 
-def points(rotated: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
-    """What each centroid earns: rotated [..., spaces * m], counts [..., spaces, 2^m] (numbers of keys) -> like counts."""
-    spaces, centroids = counts.shape[-2:]
+def proxies(rotated: Tensor, spaces: int, centroids: int) -> Tensor:
+    """The score of every sign pattern in every subspace: rotated [..., spaces * m] -> [..., spaces, 2^m]."""
     x = rotated.unflatten(-1, (spaces, -1))
-    signs = 2.0 * (torch.arange(centroids)[:, None] >> torch.arange(x.shape[-1]) & 1) - 1
-    score, order = (x @ signs.T).sort(-1, descending=True)
+    bits = torch.arange(centroids, device=x.device)[:, None] >> torch.arange(x.shape[-1], device=x.device) & 1
+    return x @ (2.0 * bits - 1).T
+
+
+def points(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
+    """What each centroid earns, given its score and the number of its keys (both [..., spaces, centroids])."""
+    score, order = proxy.sort(-1, descending=True)
     before = counts.expand_as(order).gather(-1, order).cumsum(-1)
     before = torch.nn.functional.pad(before, (1, 0))[..., :-1]
     first = torch.searchsorted(-score, -score)  # of a run of equal scores
     before = torch.empty_like(before).scatter_(-1, order, before.gather(-1, first))
-    limits = torch.tensor([cdiv(n * rho * p, 100 * ONE) for p in PERCENT])
+    limits = torch.tensor([cdiv(n * rho * p, 100 * ONE) for p in PERCENT], device=proxy.device)
     return (before[..., None] < limits).sum(-1)
 
 
@@ -84,7 +88,8 @@ def reference(rotated, ids, counts, retired, sink, ratios, least, dense, capacit
         n = max(end - sink, 0)
         if n == 0:
             continue
-        earned = points(rotated[b], counts[b][:, None], n, pair(n, ratios)[1])
+        tally = counts[b][:, None]
+        earned = points(proxies(rotated[b], spaces, tally.shape[-1]), tally, n, pair(n, ratios)[1])
         names = ids[b, :, sink:end].transpose(1, 2).long()
         names = names[:, None].expand(-1, earned.shape[1], -1, -1)
         score = earned.gather(-1, names).sum(2).amax(1)
@@ -154,10 +159,12 @@ def _collide(
         row = part * CHUNK + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
         b = tl.arange(0, B)[None, :]
-        name = tl.load(ids + (bh * rows + row[:, None]) * B + b, mask=live[:, None], other=0).to(tl.int32)
+        ids += bh * rows * B  # 64-bit arithmetic on scalars only: offsets of 16K lookups live in registers
+        table += bh * (W * B * SIZE)
+        name = tl.load(ids + row[:, None] * B + b, mask=live[:, None], other=0).to(tl.int32)
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
-            earned = tl.load(table + ((bh * W + w) * B + b) * SIZE + name).to(tl.int32)
+            earned = tl.load(table + (w * B + b) * SIZE + name).to(tl.int32)
             even = tl.sum(earned & 0x0F0F0F0F, 1)  # the sums of up to 4 heads side by side, a byte each
             best = tl.maximum(best, even & 255)
             if F > 1:
@@ -179,8 +186,8 @@ def _collide(
 
 @triton.jit
 def _compact(
-    scores, reach, totals, out, retired, heads, rows, sink, chunks, least, dense, capacity, tail, below0, below1, below2,
-    beta0, beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
+    scores, reach, totals, out, retired, heads, rows, sink, chunks, least, dense, capacity, tail, below0, below1,
+    below2, beta0, beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a chunk to where those of the chunks before it end."""

@@ -25,7 +25,8 @@ def check(rotated, codes, weights, candidates) -> None:
     _check.contiguous(rotated=rotated, codes=codes, weights=weights, candidates=candidates)
     _check.shape((*weights.shape[:3], rotated.shape[3] // 2), codes=codes)
     if rotated.shape[:2] != weights.shape[:2] or candidates.shape[:2] != weights.shape[:2]:
-        raise ValueError(f"queries {tuple(rotated.shape)}, weights {tuple(weights.shape)}, candidates {tuple(candidates.shape)}")
+        shapes = tuple(rotated.shape), tuple(weights.shape), tuple(candidates.shape)
+        raise ValueError("queries {}, weights {} and candidates {} do not fit".format(*shapes))
 
 
 def reference(rotated, codes, weights, candidates) -> Tensor:
@@ -50,9 +51,9 @@ def _rerank(
     if tl.max(row, 0) >= 0:
         live = (row >= 0)[:, None]
         b = tl.arange(0, B)
-        at = (bh * rows + tl.maximum(row, 0)[:, None]) * B + b[None, :]
-        word = tl.load(codes + at, mask=live, other=0).to(tl.int32)
-        w = tl.load(weights + at, mask=live, other=0.0).to(tl.float32)
+        at = tl.maximum(row, 0)[:, None] * B + b[None, :]
+        word = tl.load(codes + bh * rows * B + at, mask=live, other=0).to(tl.int32)
+        w = tl.load(weights + bh * rows * B + at, mask=live, other=0.0).to(tl.float32)
         for f in tl.static_range(F):
             acc = tl.zeros((TILE, B), tl.float32)
             for j in tl.static_range(M):

@@ -19,7 +19,8 @@ def check(q, kv_heads, mean, seed) -> None:
     _check.dtype(_check.FLOATS, q=q)
     _check.dense_last(q=q)
     if q.dim() != 4 or q.shape[1] % kv_heads or q.shape[3] > 256 or not 0 <= seed < SEEDS:
-        raise ValueError(f"need q [batch, heads, tokens, <= 256] and 0 <= seed < {SEEDS}, got {tuple(q.shape)}, seed {seed}")
+        got = f"{tuple(q.shape)}, seed {seed}"
+        raise ValueError(f"need q [batch, heads, tokens, <= 256] and 0 <= seed < {SEEDS}, got {got}")
 
 
 def reference(q, kv_heads, mean, seed) -> Tensor:
