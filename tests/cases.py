@@ -94,7 +94,7 @@ def _encoded(w: World, m: int):
 
 
 def _collide(w: World):
-    ids, _, _, counts = _encoded(w, (8, 4, 2)[w.seed % 3])
+    ids, _, _, counts = _encoded(w, (8, 4, 2 if w.dim <= 64 else 4)[w.seed % 3])
     fields = (1, w.group, 5, 11)[w.seed // 3 % 4]
     size = 1 << (w.dim - 1).bit_length()
     rotated = _integers(torch.randn(w.batch, w.heads, fields, size, generator=w.g))

@@ -22,6 +22,7 @@ SCHEMA = (
 )
 PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
+MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
 CHUNK = 1024  # keys per program: 16 KiB of ids; 1024 programs at 128K keys and 8 heads
 PACKED = 8  # query heads whose points (4 bits) share a table entry
 
@@ -40,7 +41,7 @@ def check(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -
         raise ValueError(f"ratios must be three of (below, beta, rho) and (beta, rho), in millionths, got {ratios}")
     if capacity < candidate_capacity(ids.shape[2], ratios, least, dense):
         raise ValueError(f"{capacity} candidates do not hold what {ids.shape[2]} rows can give")
-    if len(PERCENT) * spaces > 254:
+    if spaces > MOST_SPACES:
         raise ValueError(f"{spaces} subspaces are too many for scores of one byte")
 
 
