@@ -58,8 +58,8 @@ def test_levels_are_the_lloyd_max_quantiser_of_the_beta_density(m):
     mass = torch.zeros(8, dtype=torch.float64).scatter_add_(0, cell, density)
     means = torch.zeros(8, dtype=torch.float64).scatter_add_(0, cell, density * x) / mass
     torch.testing.assert_close(torch.tensor(levels, dtype=torch.float64), means, atol=1e-4, rtol=0)
-    middle = [(a + b) / 2 for a, b in zip(levels[:-1], levels[1:])]
-    torch.testing.assert_close(torch.tensor(thresholds), torch.tensor(middle), atol=1e-9, rtol=0)
+    middle = torch.tensor(levels, dtype=torch.float64).unfold(0, 2, 1).mean(-1)
+    torch.testing.assert_close(torch.tensor(thresholds, dtype=torch.float64), middle, atol=1e-9, rtol=0)
     t = torch.arange(8) - 3.5
     by_polynomial = sum(c * t**i for i, c in enumerate(polynomial(m)))
     torch.testing.assert_close(by_polynomial, torch.tensor(levels), atol=1e-6, rtol=0)
@@ -315,6 +315,20 @@ def test_small_budget_rows_of_a_batch_are_independent(group):
         alone = greedy_logits(model, same, torch.ones_like(same), 12, cache)
         assert handle.report().layers[1].blocks_selected > 0
     torch.testing.assert_close(together[1], alone[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_step_is_the_eager_one_on_both_sides_of_full_threshold():
+    """One row below the threshold, one that crosses it, one above: one graph, the same logits."""
+    model = tiny(num_hidden_layers=2)
+    ids, mask = prompts(3, 67)
+    hyper = dict(max_length=MAX_LENGTH, skip_layers=1, **{**SMALL, "full_threshold": 60}, beta=0.3, rho=0.5)
+    torch._dynamo.utils.counters.clear()
+    with torchsparsekv.patch(model, "pariskv", **hyper) as handle:
+        want = greedy_logits(model, ids, mask, 20, handle.make_cache(3))
+        got = greedy_logits(model, ids, mask, 20, handle.make_cache(3), torch.compile(model.forward, fullgraph=True))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_defaults_are_the_papers_and_not_those_of_patch():

@@ -133,7 +133,7 @@ def _points(
     c = tl.arange(0, size)
     counts += (bh * B + space) * size
     packed = tl.zeros((size,), tl.int32)
-    for i in range(0, tl.minimum(F - w * 8, 8)):
+    for i in range(tl.minimum(F - w * 8, 8)):
         x = rotated + ((bh * F + w * 8 + i) * B + space) * M
         s = _score(x, c, M)
         before = tl.zeros((size,), tl.int32)
