@@ -4,6 +4,8 @@ import math
 import torch
 from world import DEVICE, World
 
+from torchsparsekv.ops.index.encode_keys import encode
+from torchsparsekv.ops.select.collide import candidate_capacity
 from torchsparsekv.state import Timeline
 
 # The interpreter's conversion from fp32 to fp8 is wrong (it loses carries); there fp16 takes the rounding paths.
@@ -58,7 +60,59 @@ def _top_blocks(w: World):
     few = torch.randint(-2, 3, (w.batch, w.heads, w.rows), generator=w.g).float()  # many ties
     few[torch.rand(few.shape, generator=w.g) < 0.3] = -math.inf
     few[torch.rand(few.shape, generator=w.g) < 0.1] = math.nan
-    return (few if w.seed % 2 else torch.randn(few.shape, generator=w.g), 1 + w.seed % (w.rows + 2))
+    names = torch.rand(few.shape, generator=w.g).argsort(-1).sort(-1).values.to(torch.int32) * 3 + 1
+    scores = few if w.seed % 2 else torch.randn(few.shape, generator=w.g)
+    return (scores, 1 + w.seed % (w.rows + 2), names if w.seed % 3 else None)
+
+
+def _integers(x: torch.Tensor) -> torch.Tensor:
+    """Small integers: their rotation is exact in any order of summation, so no sign or cell differs by rounding."""
+    return (x * 8).round()
+
+
+def _encode_keys(w: World):
+    m = (8, 4, 2)[w.seed % 3]
+    size = 1 << (w.dim - 1).bit_length()
+    lead = (w.batch, w.heads, w.rows)
+    ids, codes = torch.zeros(*lead, size // m, dtype=torch.uint8), torch.zeros(*lead, size // 2, dtype=torch.uint8)
+    weights, counts = torch.zeros(*lead, size // m).half(), torch.ones(*lead[:2], size // m, 1 << m, dtype=torch.int32)
+    pool = _integers(w.pool(torch.maximum(w.retired, w.length)))
+    times = (w.start, w.length, w.leaving, w.retired)
+    return (_integers(w.k), pool, ids, codes, weights, counts, *times, w.interval, m, w.seed)
+
+
+def _rotate_query(w: World):
+    return (w.q[:, :, :1], w.heads, w.seed % 2 == 0, w.seed)
+
+
+def _encoded(w: World, m: int):
+    """Ids, codes and weights of all rows, and how often each id occurs among the retrievable ones."""
+    ids, codes, weights = encode(w.truth[:, :, :, 0], m, w.seed)
+    counts = torch.zeros(w.batch, w.heads, ids.shape[3], 1 << m, dtype=torch.int32)
+    for b, end in enumerate(w.retired.tolist()):
+        names = ids[b, :, w.sink : end].transpose(1, 2).long()
+        counts[b].scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
+    return ids, codes, weights, counts
+
+
+def _collide(w: World):
+    ids, _, _, counts = _encoded(w, (8, 4, 2 if w.dim <= 64 else 4)[w.seed % 3])
+    fields = (1, w.group, 5, 11)[w.seed // 3 % 4]
+    size = 1 << (w.dim - 1).bit_length()
+    rotated = _integers(torch.randn(w.batch, w.heads, fields, size, generator=w.g))
+    beta, rho = (100_000, 333_333, 1_000_000)[w.seed // 2 % 3], (400_000, 1_000_000)[w.seed // 5 % 2]
+    ratios = [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, beta, rho]
+    least, dense = w.seed % 7, (0, w.rows // 2)[w.seed // 7 % 2]
+    capacity = candidate_capacity(w.rows, ratios, least, dense) + w.seed % 2
+    return (rotated, ids, counts, w.retired, w.sink, ratios, least, dense, capacity)
+
+
+def _rerank(w: World):
+    _, codes, weights, _ = _encoded(w, (8, 4, 2)[w.seed % 3])
+    size = 1 << (w.dim - 1).bit_length()
+    rotated = torch.randn(w.batch, w.heads, (1, w.group)[w.seed // 3 % 2], size, generator=w.g)
+    candidates = torch.cat([w.chosen(max(1, w.blocks // 2)), torch.full((w.batch, w.heads, 70 * (w.seed % 2)), -1)], 2)
+    return (rotated, codes, weights, candidates.to(torch.int32).contiguous())
 
 
 def _attention_mass(w: World):
@@ -111,13 +165,18 @@ OPS = {
     "block_bounds": _block_bounds,
     "bound_scores": _bound_scores,
     "top_blocks": _top_blocks,
+    "encode_keys": _encode_keys,
+    "rotate_query": _rotate_query,
+    "collide": _collide,
+    "rerank": _rerank,
     "attention_mass": _attention_mass,
     "fetch": _fetch,
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
 }
-MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "prompt_attention"}  # ops that also take prompts
+# Ops that also take prompts.
+MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "encode_keys", "prompt_attention"}
 
 # ---------------------------------------------------------------- methods and families
 
@@ -125,6 +184,7 @@ METHODS = {
     "arkvale": dict(block_size=8),
     "full": {},
     "oracle": {},
+    "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "quest": dict(block_size=4),
     "streaming": dict(block_size=4),
 }

@@ -74,8 +74,7 @@ def test_context_manager_unpatches_whatever_happens():
     model = tiny()
     before = snapshot(model)
     with pytest.raises(KeyError), patch(model) as handle:
-        assert handle.active
-        raise KeyError
+        {}[handle.active]
     assert not handle.active
     assert snapshot(model) == before
     handle.unpatch()  # once more does no harm
@@ -85,7 +84,8 @@ def test_context_manager_unpatches_whatever_happens():
 def test_repr_says_what_is_active():
     model = tiny()
     with patch(model) as handle:
-        for part in ("active on LlamaForCausalLM", "Quest(", "budget=8", "max_length=64", "skip_layers=1", "offload='auto'"):
+        parts = "active on LlamaForCausalLM", "Quest(", "budget=8", "max_length=64", "skip_layers=1", "offload='auto'"
+        for part in parts:
             assert part in repr(handle)
     assert "unpatched" in repr(handle)
     assert "active" not in repr(handle)
@@ -228,7 +228,8 @@ def test_report_prints_a_table():
         generate(model)
         lines = str(handle.report()).splitlines()
     assert lines[0] == "torchsparsekv: quest"
-    assert lines[1].split() == ["layer", "method", "steps", "context", "attended", "density", "selected", "fetched", "hits", "from", "host"]
+    assert lines[1].split()[:6] == ["layer", "method", "steps", "context", "attended", "density"]
+    assert lines[1].split()[6:] == ["selected", "fetched", "hits", "from", "host"]
     assert [line.split()[:3] for line in lines[2:5]] == [["0", "full", "7"], ["1", "quest", "7"], ["2", "quest", "7"]]
     assert len({len(line) for line in lines[1:5]}) == 1, "columns do not line up"
     assert re.fullmatch(r"cache memory: \S+ \S+ host, \S+ \S+ device", lines[5])
@@ -307,9 +308,9 @@ def test_short_host_memory_is_refused_before_allocating(monkeypatch, when):
     monkeypatch.setattr(host, "available", lambda: 1000)
     monkeypatch.setattr(host, "pinned", lambda *a: pytest.fail("allocated"))
     monkeypatch.setattr("torchsparsekv.patches._seam.SparseCache", lambda *a, **k: pytest.fail("allocated"))
-    with pytest.raises(MemoryError, match=r"a cache of \d+ tokens x batch \d needs .* GiB host and .* GiB device.*host memory is free"):
-        with patch(model, offload="host", **grows) as handle:
-            handle.make_cache(2, 64) if when == "make_cache" else generate(model)
+    says = r"a cache of \d+ tokens x batch \d needs .* GiB host and .* GiB device.*host memory is free"
+    with pytest.raises(MemoryError, match=says), patch(model, offload="host", **grows) as handle:
+        handle.make_cache(2, 64) if when == "make_cache" else generate(model)
     assert snapshot(model) == before
 
 

@@ -1,4 +1,4 @@
-"""The hot buffer over many calls against a model of it in plain Python: nothing lost, nothing stale, least recently used out."""
+"""The hot buffer over many calls against a model of it in plain Python: nothing lost or stale, the oldest leave."""
 import random
 
 import torch
@@ -80,7 +80,7 @@ class HotBuffer(RuleBasedStateMachine):
     @precondition(lambda self: self.written)
     @rule(seed=st.integers(0, 1 << 20), share=st.floats(0.1, 1), empty=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
     def select(self, seed, share, empty):
-        """Any distinct blocks in any order, empty places anywhere between them. Drawn from a seed: lists that hypothesis
+        """Any distinct blocks in any order, empty places anywhere between. Drawn from a seed: lists that hypothesis
         draws itself are too short to replace anything."""
         r = random.Random(seed)
         width = max(1, round(share * self.places))

@@ -1,4 +1,4 @@
-"""The methods themselves, on one layer and without a model: what they find, and that they choose by their definition."""
+"""The methods themselves, on one layer and without a model: what they find, and that they choose as defined."""
 from dataclasses import dataclass
 
 import pytest
@@ -29,7 +29,7 @@ class Layer:
         self.state = LayerState(buffers, self.clock, DEVICE, pool_on_host=False)
 
     def feed(self, q, k, v):
-        """New tokens; q [batch, query heads, tokens, dim]. One is a decode step, more are a prompt or a piece of one."""
+        """New tokens; q [batch, query heads, tokens, dim]. One is a decode step, more are a prompt or part of one."""
         q, k, v = (t.to(DEVICE) for t in (q, k, v))
         self.clock.advance(q.shape[2])
         if q.shape[2] == 1:
@@ -119,7 +119,10 @@ def test_a_forgotten_update_is_noticed(where):
     assert not finds(Forgetful(**SMALL, budget=2 * BLOCK), *PLANTED[where])
 
 
-@pytest.mark.parametrize("where", ["in the ring when the prompt ended", "decoded", "last page of all", "everything decoded"])
+WHERE = ["in the ring when the prompt ended", "decoded", "last page of all", "everything decoded"]
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_a_forgotten_update_in_decode_is_noticed(where):
     assert not finds(Delayed(**SMALL, budget=2 * BLOCK), *PLANTED[where])
 
@@ -145,7 +148,8 @@ class Past:
         g = torch.Generator().manual_seed(self.seed)
         draw = lambda h, n: torch.randn(2, h, n, self.dim, generator=g)  # noqa: E731
         few = lambda t: (2 * t).round().clamp(-2, 2) if self.whole else t  # noqa: E731
-        self.q, self.k, self.v = few(draw(self.heads * self.group, self.length)), few(draw(self.heads, self.length)), draw(self.heads, self.length)
+        self.q = few(draw(self.heads * self.group, self.length))
+        self.k, self.v = few(draw(self.heads, self.length)), draw(self.heads, self.length)
         self.query = few(draw(self.heads * self.group, 1))
 
     def fill(self, method) -> Layer:
@@ -157,7 +161,8 @@ class Past:
         """(row, kv head, its real keys [tokens, dim], the group's queries [group, dim]) in double precision."""
         for b, first in enumerate((self.pad, 0)):
             for h in range(self.heads):
-                yield b, h, self.k[b, h, first:].double(), self.query[b, h * self.group : (h + 1) * self.group, 0].double()
+                mine = slice(h * self.group, (h + 1) * self.group)
+                yield b, h, self.k[b, h, first:].double(), self.query[b, mine, 0].double()
 
 
 @st.composite
@@ -167,7 +172,8 @@ def pasts(draw, whole=False, most=90):
         sizes.pop()
     sizes = sizes or [most]
     length = sum(sizes)
-    return Past(length, draw(st.integers(0, length - 1)), draw(st.sampled_from([1, 2, 3, 4])), sizes, draw(st.integers(0, 999)), whole)
+    prompt, group = draw(st.integers(0, length - 1)), draw(st.sampled_from([1, 2, 3, 4]))
+    return Past(length, prompt, group, sizes, draw(st.integers(0, 999)), whole)
 
 
 def pages(keys: torch.Tensor) -> dict:
@@ -193,7 +199,7 @@ def best(scores: dict, n: int) -> list:
 
 
 def check_choice(chosen, scores: dict, n: int, slack: float):
-    """Distinct retrievable pages, as many as may be, in order, and none left out that is better (by more than rounding)."""
+    """Distinct retrievable pages, as many as may be, in order, none left out that is better (by more than rounding)."""
     ids = chosen[chosen >= 0].tolist()
     assert chosen.tolist() == ids + [-1] * (len(chosen) - len(ids)), "unused places stand at the end"
     assert ids == sorted(set(ids))

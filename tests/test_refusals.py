@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import MANY_TOKENS, OPS
+from cases import MANY_TOKENS, METHODS, OPS
 from models import prompts, tiny
 from snapshot import snapshot
 from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
@@ -174,7 +174,7 @@ def copy_cache(model, handle):
 
 ROWS = [
     # arguments of patch
-    Row("method unknown", patch("qeust"), ValueError, r"unknown method 'qeust'; available: arkvale, full, oracle, quest, streaming"),
+    Row("method unknown", patch("qeust"), ValueError, f"unknown method 'qeust'; available: {', '.join(sorted(METHODS))}"),
     Row("hyper-parameter unknown", patch(pages=3), TypeError, r"no hyper-parameter pages; it has: .*budget.*block_size.*digest"),
     Row("hyper-parameter of another method", patch("streaming", digest="float8"), TypeError, r"'streaming' has no hyper-parameter digest"),
     Row("budget a float", patch(budget=16.0), TypeError, r"budget must be an int, got 16.0"),

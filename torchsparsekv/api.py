@@ -12,9 +12,9 @@ def patch(
     method: str = "quest",
     *,
     max_length: int | None = None,
-    budget: int = 1024,
-    sink: int = 64,
-    window: int = 256,
+    budget: int | None = None,
+    sink: int | None = None,
+    window: int | None = None,
     offload: Literal["auto", "host", "device"] = "auto",
     skip_layers: int = 2,
     **hyper,
@@ -24,10 +24,12 @@ def patch(
     max_length: capacity of a cache row, prompt and generation together. None: each cache is sized for the call that
         needs it (powers of two, up to the model's own limit).
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest tokens.
+        None, for each of the three: the method's default.
     offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory while it fits comfortably.
     skip_layers: the first layers, which attend densely (their pool stays on the device).
     """
-    chosen = make_method(method, budget=budget, sink=sink, window=window, **hyper)
+    given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
+    chosen = make_method(method, **given, **hyper)
     from torchsparsekv.patches._seam import install  # transformers is imported here and nowhere above
 
     return install(model, chosen, max_length, offload, skip_layers)

@@ -2,7 +2,7 @@
 
 No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
 into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at
-the end.
+the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
 """
 import math
 
@@ -14,24 +14,29 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 
-SCHEMA = "(Tensor scores, int k) -> Tensor"
+SCHEMA = "(Tensor scores, int k, Tensor? ids=None) -> Tensor"
 WIDEST = 16384  # scores per program at most: 16 registers a thread at 1024 threads
 
 
-def check(scores, k) -> None:
+def check(scores, k, ids=None) -> None:
     _check.dtype((torch.float32,), scores=scores)
     _check.contiguous(scores=scores)
     if k < 1 or scores.shape[-1] < 1:
         raise ValueError(f"need k >= 1 and at least one score, got k={k}, scores {tuple(scores.shape)}")
+    if ids is not None:
+        _check.dtype((torch.int32,), ids=ids)
+        _check.contiguous(ids=ids)
+        _check.shape(scores.shape, ids=ids)
 
 
-def reference(scores, k) -> Tensor:
+def reference(scores, k, ids=None) -> Tensor:
     n = scores.shape[-1]
     scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
     chosen = torch.where(scores.gather(-1, order) == -torch.inf, n, order).sort(-1).values
+    named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
     out = torch.full((*scores.shape[:-1], k), -1, dtype=torch.int32, device=scores.device)
-    out[..., : chosen.shape[-1]] = torch.where(chosen == n, -1, chosen)
+    out[..., : chosen.shape[-1]] = torch.where(chosen == n, -1, named)
     return out
 
 
@@ -83,15 +88,15 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def cuda(scores, k) -> Tensor:
+def cuda(scores, k, ids=None) -> Tensor:
     flat = scores.flatten(0, -2)
-    ids, best = _launch(flat, None, k, _parts(flat.shape[1], k))
+    ids, best = _launch(flat, ids.flatten(0, -2) if ids is not None else None, k, _parts(flat.shape[1], k))
     while ids.shape[1] > k:
         ids, best = _launch(best, ids, k, cdiv(ids.shape[1], max(WIDEST, 2 * k)))
     return ids.view(*scores.shape[:-1], k)
 
 
-def fake(scores: Tensor, k: int) -> Tensor:
+def fake(scores: Tensor, k: int, ids: Tensor | None = None) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int32)
 
 
