@@ -184,7 +184,7 @@ METHODS = {
     "arkvale": dict(block_size=8),
     "full": {},
     "oracle": {},
-    "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "pariskv": dict(block_size=1, update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "quest": dict(block_size=4),
     "streaming": dict(block_size=4),
 }
