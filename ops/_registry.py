@@ -41,11 +41,12 @@ def register(
     """
     tags = (torch.Tag.pt2_compliant_tag,) + (() if capturable else (torch.Tag.cudagraph_unsafe,))
     _LIB.define(name + schema, tags=tags)
-    _LIB.impl(name, _checked(reference, check), "CPU")
-    _LIB.impl(name, _checked(cuda, check), "CUDA")
+    reference, cuda = _checked(reference, check), _on_device(_checked(cuda, check))
+    _LIB.impl(name, reference, "CPU")
+    _LIB.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torchsparsekv::{name}", fake, lib=_LIB)
     op = getattr(torch.ops.torchsparsekv, name).default
-    OPS[name] = Entry(op, _checked(reference, check), _checked(cuda, check))
+    OPS[name] = Entry(op, reference, cuda)
     return op
 
 
@@ -57,6 +58,20 @@ def _checked(fn: Callable, check: Callable | None) -> Callable:
     def run(*args):
         check(*args)
         return fn(*args)
+
+    return run
+
+
+def _on_device(fn: Callable) -> Callable:
+    """Triton launches on the current device, which need not be the one that the tensors are on."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return fn(*args)
+        with torch.cuda.device(device):
+            return fn(*args)
 
     return run
 

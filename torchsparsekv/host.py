@@ -3,6 +3,7 @@
 `torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. Here an exact anonymous mapping gets
 huge pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
 """
+import contextlib
 import mmap
 import os
 import weakref
@@ -13,24 +14,23 @@ import torch
 class _Pinned:
     """Owner of one registered mapping. The CUDA tensor made from it holds a reference, so it lives as long."""
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, device: torch.device):
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise MemoryError(f"cannot map {size / 2**30:.2f} GiB of host memory: {e}") from e
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(AttributeError, OSError):  # a hint: kernels without it work with small pages
             region.madvise(mmap.MADV_HUGEPAGE)
         touched = torch.frombuffer(region, dtype=torch.uint8)
         touched.zero_()  # first touch, on all threads: registering untouched pages is several times slower
         pointer = touched.data_ptr()
-        cudart = torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(pointer, size, 2))  # 2: mapped into the device's address space
+        with torch.cuda.device(device):  # the registration belongs to the current device
+            error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 2))  # 2: mapped into its address space
         if error:
-            limit = os.sysconf("SC_PAGESIZE") and _memlock()
             raise MemoryError(
                 f"the driver refused to pin {size / 2**30:.2f} GiB of host memory (cudaHostRegister error {error}); "
-                f"the memlock limit is {limit} (`ulimit -l`)"
+                f"the memlock limit is {_memlock()} (`ulimit -l`)"
             )
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
@@ -54,7 +54,7 @@ def _memlock() -> str:
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor in pinned host memory that presents itself as a tensor of `device`."""
     count = int(torch.Size(shape).numel())
-    owner = _Pinned(max(count * dtype.itemsize, 1))
+    owner = _Pinned(max(count * dtype.itemsize, 1), device)
     flat = torch.as_tensor(owner, device=device)
     return flat[: count * dtype.itemsize].view(dtype).view(shape)
 
