@@ -172,11 +172,12 @@ def run_static(model, batch: int, context: int, o: Options) -> dict:
     """Hugging Face's StaticCache compiled as users have it; its content does not matter for its speed."""
     from transformers import StaticCache
 
-    cache = StaticCache(model.config, max_cache_len=context + 4 * o.steps)
+    cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
+    steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
     heads = model.config.num_key_value_heads
     cache.early_initialization(batch, heads, head_dim(model.config), torch.bfloat16, model.device)
     row = {"method": "hf-static", "context": context, "batch": batch}
-    row |= bare_tpot(model, cache, batch, context, o.steps)
+    row |= bare_tpot(model, cache, batch, context, steps)
     del cache
     _collect()
     return row

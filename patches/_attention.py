@@ -1,5 +1,6 @@
 """The attention and mask functions that transformers dispatches to on a patched model."""
 import sys
+import warnings
 from functools import partial
 
 import torch
@@ -47,15 +48,18 @@ def attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, sparse_layer=None, base="sdpa", **kwargs
 ):
     if sparse_layer is None:  # not our cache: the model's own attention
+        if query.shape[2] == 1 and module.layer_idx == 0 and not torch.compiler.is_compiling():
+            _warn_dense()
         modeling = sys.modules[type(module).__module__]
         fn = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else modeling.eager_attention_forward
         return fn(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     _refuse(module, query, key, attention_mask, sparse_layer)
     layer, tokens = sparse_layer, query.shape[2]
     if layer.advances:
-        if attention_mask is not None:
-            layer.state.clock.left_pad.copy_(attention_mask.view(-1))
-        layer.state.clock.advance(tokens)
+        clock = layer.state.clock
+        if attention_mask is not None:  # a row that has begun keeps its padding: later masks may be of new tokens only
+            clock.left_pad.copy_(torch.where(clock.length <= 0, attention_mask.view(-1), clock.left_pad))
+        clock.advance(tokens)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     a = Attention(scale, kwargs.get("softcap") or 0.0, kwargs.get("s_aux"))
     if tokens == 1:
@@ -63,6 +67,15 @@ def attention(
     else:
         out = layer.method.prefill(layer.state, query, key, value, a, last=layer.last)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _warn_dense() -> None:
+    """A loop that leaves the cache to the model gets a DynamicCache: right, but nothing is retrieved."""
+    warnings.warn(
+        "torchsparsekv: this decode step is dense, its cache is not one of this patch: use generate(), or pass "
+        "past_key_values=handle.make_cache(...)",
+        stacklevel=2,
+    )
 
 
 def _refuse(module, query, key, attention_mask, layer) -> None:

@@ -71,7 +71,7 @@ class SparseCache(Cache):
             if advances:
                 self.clocks[method.timeline] = Clock(method.timeline, batch, max_length, plan.device)
             buffers = plan.buffers(method, batch, max_length)
-            on_host = pool_on_host and not (method.dense and plan.keeps_dense_layers_on_device)
+            on_host = pool_on_host and plan.may_offload(method)
             state = LayerState(buffers, self.clocks[method.timeline], plan.device, pool_on_host=on_host)
             last = i == len(plan.methods) - 1
             layers.append(SparseLayer(method, state, max_length, owner, advances=advances, last=last))
@@ -100,8 +100,6 @@ class SparseCache(Cache):
 class Plan:
     """Which method each layer runs, and the memory that takes."""
 
-    keeps_dense_layers_on_device = True
-
     def __init__(
         self, config, method: Method, dense: Method, skip_layers: int,
         dtype: torch.dtype, device: torch.device, shards: int,
@@ -111,7 +109,10 @@ class Plan:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.num_hidden_layers
         self.methods = tuple(dense if i < skip_layers else method for i in range(layers))
-        self.keeps_dense_layers_on_device = not method.dense
+
+    def may_offload(self, method: Method) -> bool:
+        """The dense layers of a sparse method read their whole pool at every step: it stays on the device."""
+        return self.method.dense or not method.dense
 
     def buffers(self, method: Method, batch: int, max_length: int) -> dict[str, Buffer]:
         block = self.method.block_size
@@ -122,7 +123,7 @@ class Plan:
         """(host, device) bytes of a cache, before it exists."""
         host = device = 0
         for m in self.methods:
-            on_host = pool_on_host and not (m.dense and self.keeps_dense_layers_on_device)
+            on_host = pool_on_host and self.may_offload(m)
             h, d = total_bytes(self.buffers(m, batch, max_length), pool_on_host=on_host)
             host, device = host + h, device + d
         return host, device

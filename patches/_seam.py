@@ -120,8 +120,7 @@ class Handle:
         length = self.max_length or min(self.limit, max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()))
         c = self._recycled
         if keep or c is None or c.batch != batch or c.max_length != length:
-            if not keep:
-                self._recycled = None  # free the old one before the new one is made
+            c = self._recycled = None  # free the old one before the new one is made
             c = self.make_cache(batch, length)
             if not keep:
                 self._recycled = c
@@ -133,8 +132,8 @@ class Handle:
     def _pool_on_host(self, batch: int, length: int) -> bool:
         if self.offload != "auto" or self.plan.device.type != "cuda":
             return self.offload == "host"
-        free, _ = torch.cuda.mem_get_info(self.plan.device)
-        return self.plan.bytes(batch, length, pool_on_host=False)[1] > DEVICE_SHARE * free
+        needed = self.plan.bytes(batch, length, pool_on_host=False)[1]
+        return needed > DEVICE_SHARE * free_device_bytes(self.plan.device)
 
     def _attention_modules(self) -> list:
         return [m for m in self.model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
@@ -189,6 +188,7 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
             "unpatch the model, or pass past_key_values"
         )
     batch = max(generation_config.num_return_sequences or 1, 1) * batch_size
+    _check_chunks(generation_config, model_kwargs.get("attention_mask"), given)
     if given is None:
         keep = bool(generation_config.return_dict_in_generate)
         model_kwargs["past_key_values"] = handle.cache_for_generate(batch, max_cache_length, keep=keep)
@@ -201,11 +201,27 @@ def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch
     return None
 
 
+def _check_chunks(generation_config, mask, given: SparseCache | None) -> None:
+    """A chunk of one token cannot be told from a decode step, which is not exact as prompts are to be."""
+    chunk = getattr(generation_config, "prefill_chunk_size", None)
+    if chunk is None:
+        return
+    if mask is None and generation_config.max_new_tokens is None:
+        raise ValueError("prefill_chunk_size needs max_new_tokens or an attention_mask: the prompt's length is unknown")
+    end = mask.shape[-1] if mask is not None else generation_config.max_length - generation_config.max_new_tokens
+    prompt = end - (int(given.get_seq_length()) if given is not None else 0)
+    if chunk == 1 or (prompt > 1 and prompt % chunk == 1):
+        raise ValueError(
+            f"prefill_chunk_size={chunk} cuts a prompt of {prompt} tokens so that one token is left alone, which would "
+            "be taken for a decode step; choose another size"
+        )
+
+
 def check_memory(plan: Plan, batch: int, length: int, *, pool_on_host: bool) -> None:
     """Refuse, with numbers, before anything is allocated."""
     need_host, need_device = plan.bytes(batch, length, pool_on_host=pool_on_host)
     if plan.device.type == "cuda":
-        have_device = torch.cuda.mem_get_info(plan.device)[0] + _reusable(plan.device)
+        have_device = free_device_bytes(plan.device)
     else:
         need_host, need_device, have_device = need_host + need_device, 0, 0
     for what, need, have in (("host", need_host, host.available()), ("device", need_device, have_device)):
@@ -216,9 +232,10 @@ def check_memory(plan: Plan, batch: int, length: int, *, pool_on_host: bool) -> 
             )
 
 
-def _reusable(device: torch.device) -> int:
-    """What torch's allocator holds but does not use."""
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def free_device_bytes(device: torch.device) -> int:
+    """What the driver has, and what torch's allocator holds but does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def install(model, method: Method, max_length: int | None, offload: str, skip_layers: int) -> Handle:
@@ -245,6 +262,8 @@ def check_model(model):
         raise TypeError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
     if hasattr(model, "_torchsparsekv"):
         raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
+    if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
+        raise RuntimeError("this model is patched already, through a model that it is part of or that is part of it")
     if model.config.is_encoder_decoder:
         raise NotImplementedError("encoder-decoder models are not supported")
     families = all_families()

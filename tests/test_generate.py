@@ -85,7 +85,6 @@ WAYS = {
     "prompt of one token": lambda m, **o: m.generate(input_ids=IDS[:, -1:], attention_mask=MASK[:, -1:], **LONGER, **o),
     "prompt of two tokens": lambda m, **o: m.generate(IDS[:, -2:], attention_mask=MASK[:, -2:], **LONGER, **o),
     "prompt in chunks": lambda m, **o: padded(m, prefill_chunk_size=16, **GREEDY, **o),
-    "prompt in chunks of one": lambda m, **o: m.generate(input_ids=IDS[2:], prefill_chunk_size=1, **GREEDY, **o),
     "inputs_embeds": embedded,
     "two turns": two_turns,
     "scores": scores,

@@ -1,10 +1,12 @@
 """Patched models: with a full budget every method on every family *is* dense attention, whatever the batch."""
+import gc
+import weakref
+
 import pytest
 import torch
 from cases import FAMILIES, METHODS
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 from torch._dynamo.utils import ReinplaceCounters, counters
-from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.patches import all_families
@@ -105,8 +107,49 @@ def test_prompt_in_chunks_and_a_second_turn(method):
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device_dtype", [torch.float32])
-def test_unpatched_caches_still_work(device_dtype):
+@torch.no_grad()
+def test_a_mask_of_the_new_tokens_alone_does_not_move_the_padding():
+    """Loops in the wild pass the whole mask, none, or one for the new tokens: the rows began where they began."""
+    model = tiny()
+    ids, mask = prompts(2, 41)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torchsparsekv.patch(model, "quest", **full_budget("quest")) as handle:
+        logits = []
+        for later in (None, torch.ones(2, 1).long(), torch.ones(2, 42).long()):
+            cache = handle.make_cache(2)
+            model(ids, attention_mask=mask, position_ids=position, past_key_values=cache)
+            if later is not None:
+                later = later.to(ids.device) if later.shape[1] == 1 else torch.cat([mask, mask[:, -1:]], 1)
+            at = position[:, -1:] + 1
+            out = model(ids[:, -1:], attention_mask=later, position_ids=at, past_key_values=cache)
+            turn = model(ids[:, :5], attention_mask=torch.ones_like(ids[:, :5]), past_key_values=cache)
+            logits.append(torch.cat([out.logits, turn.logits], 1))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_the_old_cache_is_gone_before_the_next_is_made(monkeypatch):
+    model = tiny()
+    ids, mask = prompts(2, 20)
+    with torchsparsekv.patch(model, "quest", **full_budget("quest")) as handle:
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
+        old = weakref.ref(handle._recycled.layers[0].state.pool)
+        make, alive = handle.make_cache, []
+        monkeypatch.setattr(handle, "make_cache", lambda *a: (gc.collect(), alive.append(old()), make(*a))[-1])
+        model.generate(input_ids=ids[:1], attention_mask=mask[:1], max_new_tokens=2)
+    assert alive == [None]
+
+
+def test_a_decode_step_on_a_foreign_cache_says_so():
+    model = tiny()
+    ids, _ = prompts(1, 12)
+    with torchsparsekv.patch(model, "quest", **full_budget("quest")), torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        with pytest.warns(UserWarning, match="this decode step is dense"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_unpatched_caches_still_work():
     model = tiny()
     ids, mask = prompts(2, 30)
     want = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
@@ -119,4 +162,3 @@ def test_unpatched_caches_still_work(device_dtype):
         scored = model(ids, attention_mask=mask).logits
     assert torch.equal(got, want)
     assert torch.equal(scored, model(ids, attention_mask=mask).logits)
-    assert DEVICE is not None

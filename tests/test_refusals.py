@@ -226,6 +226,9 @@ ROWS = [
     Row("contrastive search", generate(penalty_alpha=0.6, top_k=4), ValueError, r"contrastive_search|Contrastive Search requires"),
     Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
     Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
+    Row("a chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
+    Row("chunks of one token", generate(prefill_chunk_size=1), ValueError, r"prefill_chunk_size=1 cuts"),
+    Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
     # other people's caches and masks
     Row("cache of another patch", used(of_another_patch), ValueError, r"made by another patch"),
     Row("cache of the original in a deep copy", used(of_the_original), ValueError, r"made by another patch"),

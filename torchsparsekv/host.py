@@ -5,8 +5,8 @@ huge pages, is touched by all cores, registered with the driver, and shown to to
 """
 import contextlib
 import mmap
-import os
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -32,15 +32,16 @@ class _Pinned:
                 f"the driver refused to pin {size / 2**30:.2f} GiB of host memory (cudaHostRegister error {error}); "
                 f"the memlock limit is {_memlock()} (`ulimit -l`)"
             )
+        self.pointer = pointer
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
         }  # fmt: skip
-        weakref.finalize(self, _release, touched, pointer)
+        weakref.finalize(self, _release, touched, pointer, device)
 
 
-def _release(touched: torch.Tensor, pointer: int) -> None:
+def _release(touched: torch.Tensor, pointer: int, device: torch.device) -> None:
     """Unpin first; dropping `touched` then drops the mapping. Kernels may still be reading, so wait for them."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
@@ -56,20 +57,27 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     count = int(torch.Size(shape).numel())
     owner = _Pinned(max(count * dtype.itemsize, 1), device)
     flat = torch.as_tensor(owner, device=device)
+    if flat.data_ptr() != owner.pointer:
+        raise RuntimeError(f"pinned host memory cannot be seen from {device}: torch made a copy of it")
     return flat[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+# (limit, in use, what of it is file cache and can be had back) of control groups, version 2 and 1.
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+CGROUPS = (
+    (_V2 / "memory.max", _V2 / "memory.current", "inactive_file"),
+    (_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def available() -> int:
     """Bytes of host memory that can be had without swapping (the container's limit counts)."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as f:
-            fields = dict(line.split(":", 1) for line in f)
+    free = 1 << 62  # where no one tells, the allocation itself will
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-        with open("/sys/fs/cgroup/memory.max") as f, open("/sys/fs/cgroup/memory.current") as g:
-            limit = f.read().strip()
-            if limit != "max":
-                free = min(free, int(limit) - int(g.read()))
-    except (OSError, KeyError, ValueError):
-        pass
+    for limit, used, cache in CGROUPS:
+        with contextlib.suppress(OSError, KeyError, ValueError):  # "max" is no integer: no limit
+            stat = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
+            free = min(free, int(limit.read_text()) - int(used.read_text()) + int(stat[cache]))
     return free

@@ -43,6 +43,7 @@ class Method:
     name: ClassVar[str] = ""
     retrieves: ClassVar[bool] = True  # chooses by content
     dense: ClassVar[bool] = False  # attends to everything
+    scans: ClassVar[bool] = False  # reads all keys to choose
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
@@ -122,7 +123,7 @@ class Method:
         join = last or torch.compiler.is_compiling()
         store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, self.timeline.sink, join)
         self.update(s, k)
-        return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans())
+        return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans(k.shape[2]))
 
 
 def all_methods() -> dict[str, type[Method]]:

@@ -61,9 +61,10 @@ class Report:
         )
         lines = [f"torchsparsekv: {self.method}", head]
         for r in self.layers:
+            hits = f"{r.hit_rate:.2f}" if r.blocks_selected else "-"
             lines.append(
                 f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {r.attended_per_step:>9.1f} "
-                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {r.hit_rate:>6.2f} "
+                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} "
                 f"{_size(r.host_bytes_read):>10}"
             )
         lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
@@ -84,7 +85,10 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     steps = int(state.stats[..., 0].max())
     count = max(total["steps"], 1)
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
-    moved = total["missed"] * method.block_size * 2 * state.pool.shape[-1] * state.pool.dtype.itemsize
+    row = 2 * state.pool.shape[-1] * state.pool.dtype.itemsize
+    moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
+    if method.scans:  # the keys, half of every row, of all that is not in the ring
+        moved += (total["context"] - total["near"]) * row // 2
     return LayerReport(
         layer=layer,
         method=method.name,

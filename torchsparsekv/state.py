@@ -82,7 +82,7 @@ class Clock:
 
     def __init__(self, timeline: Timeline, batch: int, capacity: int, device: torch.device):
         self.timeline, self.capacity = timeline, capacity
-        self._spans: list[int] | None = None
+        self._spans: tuple[int, list[int]] | None = None
         with torch.inference_mode(False):
             self.seq_len = mark_static(torch.zeros((), dtype=torch.int64, device=device))
             start, length, leaving, retired, left_pad = (
@@ -105,11 +105,13 @@ class Clock:
             t.sink, t.window, t.interval,
         )  # fmt: skip
         if tokens > 1 and not torch.compiler.is_compiling():
-            self._spans = torch.cat([self.start, self.length]).tolist()
+            self._spans = (tokens, torch.cat([self.start, self.length]).tolist())
 
-    def spans(self) -> list[int] | None:
-        """start and length of the prompt just taken in, as host integers; None while compiling."""
-        return None if torch.compiler.is_compiling() else self._spans
+    def spans(self, tokens: int) -> list[int] | None:
+        """start and length of the prompt of `tokens` just taken in, as host integers, where the host saw it."""
+        if torch.compiler.is_compiling() or self._spans is None or self._spans[0] != tokens:
+            return None
+        return self._spans[1]
 
     @property
     def nbytes(self) -> int:

@@ -5,10 +5,9 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, sm_count, tl, triton
-from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part
+from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
 
 SCHEMA = "(Tensor q, Tensor pool, Tensor length, Tensor? sinks, float scale, float softcap) -> Tensor"
-TILE = 64  # three stages of 32 KiB in flight and two programs an SM: 4.2 TB/s at 128K on an H200, the copy rate
 
 
 def check(q, pool, length, sinks, scale, softcap) -> None:
@@ -50,11 +49,13 @@ def _attend(
 
 def cuda(q, pool, length, sinks, scale, softcap) -> Tensor:
     batch, heads, rows, _, d = pool.shape
-    splits = max(1, min(cdiv(rows, TILE), cdiv(2 * sm_count(q.device), batch * heads)))
+    tile = tile_of(q)
+    # Two programs an SM with three stages in flight each: 4.1 TB/s at 128K on an H200, the rate of a copy.
+    splits = max(1, min(cdiv(rows, tile), cdiv(2 * sm_count(q.device), batch * heads)))
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, pool, length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows, scale, softcap,
-        splits, D=d, TILE=TILE, **parts.shape(), num_stages=3,
+        splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

@@ -6,13 +6,12 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, sm_count, tl, triton
 from torchsparsekv.ops.attend._rows import ring_positions
-from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part
+from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
 
 SCHEMA = (
     "(Tensor q, Tensor ring, Tensor hot, Tensor places, Tensor length, Tensor retired, Tensor? sinks, int sink, "
     "float scale, float softcap) -> Tensor"
 )
-TILE = 64  # with one tile a program at batch 1; two pipeline stages, since there is seldom a third tile to prefetch
 
 
 def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> None:
@@ -73,12 +72,13 @@ def _attend(
 def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
     batch, heads, ring_rows = ring.shape[:3]
     n, p, d = places.shape[2], hot.shape[3], q.shape[3]
-    tiles = cdiv(ring_rows, TILE) + cdiv(n * p, TILE)
+    tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch
+    tiles = cdiv(ring_rows, tile) + cdiv(n * p, tile)
     splits = max(1, min(tiles, cdiv(2 * sm_count(q.device), batch * heads)))
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
-        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=TILE, **parts.shape(), num_stages=2,
+        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=tile, **parts.shape(), num_stages=2,
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

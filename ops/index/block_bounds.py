@@ -84,10 +84,10 @@ def _bounds(
     k, pool, centre, spread, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, pool_rows, blocks,
     BOX: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0).to(tl.int64)
+    bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
-    block = tl.load(leaving + b) // P + tl.program_id(1)
+    block = tl.load(leaving + b) // P + tl.program_id(0)  # in the dimension that may exceed 65,535
     if (n > 0) & (block * P < tl.load(retired + b)):
         pos = block * P + tl.arange(0, P)
         d = tl.arange(0, DP)
@@ -125,7 +125,7 @@ def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, blo
     batch, heads, rows, _, d = pool.shape
     most = cdiv(k.shape[2] + interval, block_size)  # blocks that can leave in one call
     fp8 = centre.dtype == FP8
-    _bounds[(batch * heads, min(most, centre.shape[2]))](
+    _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
         centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if fp8 else 0.0, BITS=tl.uint8 if fp8 else tl.int16,
         P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,

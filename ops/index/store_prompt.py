@@ -121,7 +121,7 @@ def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
     side.wait_stream(main)
     with torch.cuda.stream(side):
         write(pool, pool_rows, COPIERS, COPY_TILE, False)
-        for t in (k, v, start, length, retired):
+        for t in (k, v, pool, start, length, retired):
             t.record_stream(side)
 
 

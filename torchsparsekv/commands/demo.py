@@ -76,7 +76,10 @@ def small_budget(prompt_tokens: int, steps: int, budget: int, capacity: int) -> 
         f"last layer.\n"
     )
     dense = generate(model, ids, mask, steps)
-    runs = {name: generate_patched(name, model, ids, mask, steps, budget=budget, **NEAR) for name in all_methods()}
+    runs = {}
+    for name, hyper in torchsparsekv.methods().items():
+        sparse = {"full_threshold": 0} if "full_threshold" in hyper else {}  # else it is dense at this length
+        runs[name] = generate_patched(name, model, ids, mask, steps, budget=budget, **NEAR, **sparse)
     head = ("method", "right", "as dense", "attended", "of", "density", "hits", "cache")
     unpatched = ("(unpatched)", share(dense.tokens, answers), *"------")
     typer.echo(table(head, [unpatched, *(row(name, r, dense, answers) for name, r in runs.items())]))

@@ -11,6 +11,7 @@ from torchsparsekv.state import LayerState
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Method):
     name = "oracle"
+    scans = True
     block_size: int = 1
 
     def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
