@@ -78,7 +78,8 @@ def small_budget(prompt_tokens: int, steps: int, budget: int, capacity: int) -> 
     dense = generate(model, ids, mask, steps)
     runs = {}
     for name, hyper in torchsparsekv.methods().items():
-        sparse = {"full_threshold": 0} if "full_threshold" in hyper else {}  # else it is dense at this length
+        # Methods that stay dense in short contexts by default: here as soon as they can be sparse.
+        sparse = {"full_threshold": 2 * budget + sum(NEAR.values())} if "full_threshold" in hyper else {}
         runs[name] = generate_patched(name, model, ids, mask, steps, budget=budget, **NEAR, **sparse)
     head = ("method", "right", "as dense", "attended", "of", "density", "hits", "cache")
     unpatched = ("(unpatched)", share(dense.tokens, answers), *"------")
