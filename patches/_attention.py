@@ -56,10 +56,7 @@ def attention(
     _refuse(module, query, key, attention_mask, sparse_layer)
     layer, tokens = sparse_layer, query.shape[2]
     if layer.advances:
-        clock = layer.state.clock
-        if attention_mask is not None:  # a row that has begun keeps its padding: later masks may be of new tokens only
-            clock.left_pad.copy_(torch.where(clock.length <= 0, attention_mask.view(-1), clock.left_pad))
-        clock.advance(tokens)
+        layer.state.clock.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     a = Attention(scale, kwargs.get("softcap") or 0.0, kwargs.get("s_aux"))
     if tokens == 1:

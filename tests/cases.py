@@ -20,9 +20,10 @@ def _advance(w: World):
     seq_len = torch.tensor(max(w.lengths) - w.tokens)
     left_pad = (max(w.lengths) - w.length).to(torch.int32)
     before = (seq_len - left_pad).clamp(min=0).to(torch.int32)
+    pad = torch.randint(0, 3, left_pad.shape, generator=w.g) if w.seed % 2 else None
     return (
-        seq_len, torch.zeros_like(before), before, torch.zeros_like(before), w.frontier(before), left_pad, w.tokens,
-        w.rows - w.seed % 3, w.sink, w.window, w.interval,
+        seq_len, torch.zeros_like(before), before, torch.zeros_like(before), w.frontier(before), left_pad, pad,
+        w.tokens, w.rows - w.seed % 3, w.sink, w.window, w.interval,
     )  # fmt: skip
 
 

@@ -70,6 +70,36 @@ def test_compiled_decode_is_dense_and_compiles_once(method, family):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_prompts_are_dense_and_share_a_graph(method):
+    """Prompt and decode through one compiled forward: a third prompt length needs no third graph; a bad mask is NaN."""
+    counters.clear()
+    model = tiny(num_hidden_layers=2)
+    graphs = []
+    with torchsparsekv.patch(model, method, **full_budget(method)) as handle:
+        forward = torch.compile(model.forward, fullgraph=True)
+        for length in (41, 38, 34, 45):
+            ids, mask = prompts(3, length)
+            cache = handle.make_cache(3)
+            got = [prompt_then_step(forward, ids, mask, cache)]
+            graphs.append(counters["stats"]["unique_graphs"])
+            got.append(prompt_then_step(model, ids, mask, handle.make_cache(3)))
+            torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
+        mask[0, -1] = 0
+        wrong = prompt_then_step(forward, ids, mask, handle.make_cache(3))
+    assert graphs == [2, 3, 3, 3]
+    assert wrong.isnan().any(-1).any(-1).tolist() == [True, False, False]
+
+
+@torch.no_grad()
+def prompt_then_step(forward, ids, mask, cache):
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    first = forward(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1:]
+    at = position[:, -1:] + 1
+    return torch.cat([first, forward(ids[:, :1].contiguous(), position_ids=at, past_key_values=cache).logits], 1)
+
+
+@pytest.mark.slow
 def test_long_run_keeps_graph_and_addresses():
     """200 steps and a second prompt of another length: one graph, no state tensor moved."""
     counters.clear()

@@ -97,12 +97,15 @@ class Clock:
         self.leaving.fill_(self.timeline.sink)
         self.retired.fill_(self.timeline.sink)
 
-    def advance(self, tokens: int) -> None:
-        """Take in `tokens` more columns. Of a prompt outside a compiled graph the host remembers the lengths too."""
+    def advance(self, tokens: int, pad: Tensor | None = None) -> None:
+        """Take in `tokens` more columns; `pad` is the left padding of rows that begin.
+
+        Of a prompt outside a compiled graph the host remembers the lengths too.
+        """
         t = self.timeline
         advance(
-            self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad, tokens, self.capacity,
-            t.sink, t.window, t.interval,
+            self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad, pad, tokens,
+            self.capacity, t.sink, t.window, t.interval,
         )  # fmt: skip
         if tokens > 1 and not torch.compiler.is_compiling():
             self._spans = (tokens, torch.cat([self.start, self.length]).tolist())
