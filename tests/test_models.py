@@ -52,16 +52,17 @@ def test_each_row_of_a_padded_batch_is_that_prompt_alone(method):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_decode_is_dense_and_compiles_once(method, family):
+def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
     torch._dynamo.utils.counters.clear()
     ReinplaceCounters.clear()
     model = tiny(family, num_hidden_layers=2)
-    ids, mask = prompts(2, 41)
+    ids, mask = prompts(rows, 41)
     want = dense_logits(model, ids, mask, 20)
     with torchsparsekv.patch(model, method, **full_budget(method)) as handle:
-        cache = handle.make_cache(2)
+        cache = handle.make_cache(rows)
         step = torch.compile(model.forward, fullgraph=True)
         got = greedy_logits(model, ids, mask, 20, cache, step)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
