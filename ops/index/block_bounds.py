@@ -10,6 +10,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.index._leaving import leaving_keys
 
 SCHEMA = (
     "(Tensor k, Tensor pool, Tensor(a!) centre, Tensor(b!) spread, Tensor start, Tensor length, Tensor leaving, "
@@ -59,13 +60,7 @@ def bounds(keys: Tensor, box: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def reference(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
-    for b in range(k.shape[0]):
-        n0, n, old, new = (int(t[b]) for t in (start, length, leaving, retired))
-        if n <= 0 or new <= old:
-            continue
-        keys = pool[b, :, old:new, 0].clone()  # positions from `n0` on are new: they come from k, not from the pool
-        fresh = min(max(old, n0), new)
-        keys[:, fresh - old :] = k[b, :, k.shape[2] - n + fresh : k.shape[2] - n + new]
+    for b, old, new, keys in leaving_keys(k, pool, start, length, leaving, retired):
         blocks = slice(old // block_size, new // block_size)
         box = spread.shape[-1] > 1
         c, s = bounds(keys.unflatten(1, (-1, block_size)), box, centre.dtype)

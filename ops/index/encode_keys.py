@@ -17,6 +17,7 @@ from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._srht import SEEDS, flipped, hadamard_odd, turned
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.index._leaving import leaving_keys
 
 SCHEMA = (
     "(Tensor k, Tensor pool, Tensor(a!) ids, Tensor(b!) codes, Tensor(c!) weights, Tensor(d!) counts, Tensor start, "
@@ -64,13 +65,7 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference(k, pool, ids, codes, weights, counts, start, length, leaving, retired, interval, m, seed) -> None:
-    for b in range(k.shape[0]):
-        n0, n, old, new = (int(t[b]) for t in (start, length, leaving, retired))
-        if n <= 0 or new <= old:
-            continue
-        keys = pool[b, :, old:new, 0].clone()  # positions from `n0` on are new: they come from k, not from the pool
-        fresh = min(max(old, n0), new)
-        keys[:, fresh - old :] = k[b, :, k.shape[2] - n + fresh : k.shape[2] - n + new]
+    for b, old, new, keys in leaving_keys(k, pool, start, length, leaving, retired):
         ids[b, :, old:new], codes[b, :, old:new], weights[b, :, old:new] = encode(keys, m, seed)
         new_ids = ids[b, :, old:new].transpose(1, 2).long()
         counts[b].scatter_add_(2, new_ids, torch.ones_like(new_ids, dtype=torch.int32))
