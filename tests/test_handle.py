@@ -74,7 +74,7 @@ def test_context_manager_unpatches_whatever_happens():
     model = tiny()
     before = snapshot(model)
     with pytest.raises(KeyError), patch(model) as handle:
-        {}[handle.active]
+        {False: "not active in its own block"}[handle.active]  # a KeyError if it is, as it should be
     assert not handle.active
     assert snapshot(model) == before
     handle.unpatch()  # once more does no harm
