@@ -2,14 +2,12 @@
 import math
 
 import torch
-from world import DEVICE, World
+from world import World
 
 from torchsparsekv.ops.index.encode_keys import encode
 from torchsparsekv.ops.select.collide import candidate_capacity
 from torchsparsekv.state import Timeline
 
-# The interpreter's conversion from fp32 to fp8 is wrong (it loses carries); there fp16 takes the rounding paths.
-SMALL = torch.float8_e4m3fn if DEVICE.type == "cuda" else torch.float16
 FP8 = torch.float8_e4m3fn
 
 
@@ -39,7 +37,7 @@ def _store_prompt(w: World):
 
 def _block_bounds(w: World):
     box = w.seed % 2 == 0
-    dtype = (torch.float32, SMALL)[w.seed // 2 % 2]
+    dtype = (torch.float32, FP8, torch.float16)[w.seed // 2 % 3]
     lead = (w.batch, w.heads, w.blocks)
     centre = torch.zeros(*lead, w.dim).to(dtype)
     spread = torch.zeros(*lead, w.dim).to(dtype) if box else torch.zeros(*lead, 1)
@@ -97,7 +95,8 @@ def _encoded(w: World, m: int):
 
 
 def _collide(w: World):
-    ids, _, _, counts = _encoded(w, (8, 4, 2 if w.dim <= 64 else 4)[w.seed % 3])
+    m = max((8, 4, 2)[w.seed % 3], 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
+    ids, _, _, counts = _encoded(w, m)
     fields = (1, w.group, 5, 11)[w.seed // 3 % 4]
     size = 1 << (w.dim - 1).bit_length()
     rotated = _integers(torch.randn(w.batch, w.heads, fields, size, generator=w.g))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
+from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys
@@ -16,8 +17,6 @@ SCHEMA = (
     "(Tensor k, Tensor pool, Tensor(a!) centre, Tensor(b!) spread, Tensor start, Tensor length, Tensor leaving, "
     "Tensor retired, int interval, int block_size) -> ()"
 )
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
 
 
@@ -68,16 +67,26 @@ def reference(k, pool, centre, spread, start, length, leaving, retired, interval
 
 
 @triton.jit
-def _round_up(x, dtype: tl.constexpr, bits: tl.constexpr):
-    y = x.to(dtype)
-    raw = y.to(bits, bitcast=True)
-    return tl.where(y.to(tl.float32) < x, raw + 1, raw).to(dtype, bitcast=True)
+def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
+    """Store `x` rounded to what `to` holds, to the nearest or up (then x >= 0); returns the value that is stored."""
+    dtype: tl.constexpr = to.dtype.element_ty
+    if FP8:
+        byte, value = to_e4m3(x, UP)
+        tl.store(to + d, byte.to(dtype, bitcast=True), mask=d < D)
+    else:
+        y = x.to(dtype)
+        if UP and dtype != tl.float32:
+            raw = y.to(tl.int16, bitcast=True)
+            y = tl.where(y.to(tl.float32) < x, raw + 1, raw).to(dtype, bitcast=True)
+        tl.store(to + d, y, mask=d < D)
+        value = y.to(tl.float32)
+    return value
 
 
 @triton.jit
 def _bounds(
     k, pool, centre, spread, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, pool_rows, blocks,
-    BOX: tl.constexpr, LIMIT: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BOX: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -98,19 +107,14 @@ def _bounds(
             middle = tl.sum(x, 0) / P
         if LIMIT > 0:
             middle = tl.minimum(tl.maximum(middle, -LIMIT), LIMIT)
-        dtype: tl.constexpr = centre.dtype.element_ty
-        c = middle.to(dtype)
         at = bh * blocks + block
-        tl.store(centre + at * D + d, c, mask=d < D)
-        away = tl.abs(x - c.to(tl.float32)[None, :])
+        c = _store(centre + at * D, middle, d, D, False, LIMIT > 0)
+        away = tl.abs(x - c[None, :])
         if BOX:
             s = tl.max(away, 0)
             if LIMIT > 0:
                 s = tl.minimum(s, LIMIT)
-            if dtype == tl.float32:
-                tl.store(spread + at * D + d, s, mask=d < D)
-            else:
-                tl.store(spread + at * D + d, _round_up(s, dtype, BITS), mask=d < D)
+            _store(spread + at * D, s, d, D, True, LIMIT > 0)
         else:
             away = tl.where(live, away, 0.0)
             tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
@@ -119,11 +123,10 @@ def _bounds(
 def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
     batch, heads, rows, _, d = pool.shape
     most = cdiv(k.shape[2] + interval, block_size)  # blocks that can leave in one call
-    fp8 = centre.dtype == FP8
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
-        centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if fp8 else 0.0, BITS=tl.uint8 if fp8 else tl.int16,
-        P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
+        centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if centre.dtype == FP8 else 0.0, P=block_size,
+        D=d, DP=next_power_of_2(d), num_warps=2,
     )  # fmt: skip
 
 

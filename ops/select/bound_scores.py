@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
+from torchsparsekv.ops._fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.index.block_bounds import FP8, FP8_MAX, UNBOUNDED
+from torchsparsekv.ops.index.block_bounds import UNBOUNDED
 
 SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> Tensor"
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
