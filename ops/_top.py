@@ -7,12 +7,19 @@ def take_top(key, k, N: tl.constexpr, ROUNDS: tl.constexpr):
     """Mask of the `k` largest of the `N` keys (uint32 below 4**ROUNDS); zeros are never taken, ties go to the lower
     index.
 
-    No sort: the k-th largest key is found by bisection, two bits a round (three counts share one int64 reduction), and
-    the search ends as soon as a threshold separates exactly k keys, which is long before the last bit.
+    No sort: the k-th largest key is found by bisection, two bits a round (three counts share one int64 reduction). It
+    begins at the highest bit in which the keys differ at all, and ends as soon as a threshold separates exactly k of
+    them: scores that differ by a few powers of two need four or five rounds out of the sixteen.
     """
-    threshold = tl.where(k > 0, 0, 0xFFFFFFFF).to(tl.uint32)  # becomes a t with at least k keys >= t, or stays 0
-    count = N
-    shift = 2 * ROUNDS - 2
+    some = key > 0
+    top = tl.max(key, 0)
+    differ = top ^ tl.min(tl.where(some, key, 0xFFFFFFFF).to(tl.uint32), 0)
+    count = tl.sum(some.to(tl.int32), 0)
+    highest = ((differ | 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # or one more, by rounding
+    shift = (tl.minimum(highest, 2 * ROUNDS - 1) >> 1) << 1
+    # Becomes a t with at least k keys >= t; all keys have these bits in common.
+    threshold = (((top >> shift.to(tl.uint32)) >> 2) << 2) << shift.to(tl.uint32)
+    threshold = tl.where(k > 0, threshold, 0xFFFFFFFF).to(tl.uint32)
     while (shift >= 0) & (count > k) & (k > 0):
         unit = (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
         t1, t2, t3 = threshold + unit, threshold + 2 * unit, threshold + 3 * unit

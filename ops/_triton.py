@@ -1,5 +1,6 @@
 """Triton, or a stand-in that lets kernels be *defined* (never launched) where Triton is absent."""
 import functools
+import os
 from types import SimpleNamespace
 
 import torch
@@ -21,7 +22,7 @@ except ImportError:
     triton = SimpleNamespace(jit=_Absent, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
-__all__ = ["cdiv", "next_power_of_2", "sm_count", "tl", "triton"]
+__all__ = ["cdiv", "chain", "chained", "compiles", "next_power_of_2", "sm_count", "tl", "triton"]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -30,6 +31,30 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether kernels on that device are compiled, and not interpreted: inline PTX needs that."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@functools.cache
+def chained(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel of the decode step: on Hopper it may be launched while the one before it still runs.
+
+    Programmatic dependent launch. It hides most of what lies between two small kernels, also in a CUDA graph; every
+    kernel launched so must call `chain` first.
+    """
+    hopper = compiles(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if hopper else {"PDL": False}
+
+
+@triton.jit
+def chain(PDL: tl.constexpr):
+    """Wait until the kernels before this one are done, then let the next one be launched."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache

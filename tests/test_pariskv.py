@@ -138,8 +138,11 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
             plain.append(max(per_query))
         got = rerank(rotated, codes[None, None], weights[None, None], candidates[None, None].to(torch.int32))
         plain = torch.tensor(plain)
-        torch.testing.assert_close(got[0, 0], plain, atol=1e-3, rtol=1e-5)
-        assert torch.equal(got[0, 0].argsort(descending=True), plain.argsort(descending=True))
+        room = 1.5e-4 * float(keys.norm(dim=-1).max() * q.norm(dim=-1).max())  # directions and queries are fp16
+        torch.testing.assert_close(got[0, 0], plain, atol=room, rtol=0)
+        ranked = plain[got[0, 0].argsort(descending=True)]
+        torch.testing.assert_close(ranked, plain.sort(descending=True).values, atol=2 * room, rtol=0)
+        assert room < 0.015 * float(plain.std())  # so the order is that of the plain sums but for near ties
 
 
 # ---------------------------------------------------------------- stage I

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 
 
 @triton.jit
@@ -45,7 +45,9 @@ def store_part(parts, tops, totals, at, acc, top, total, GP: tl.constexpr, DP: t
 def _combine(
     parts, tops, totals, sinks, out, length, o_b, heads, splits,
     SINKS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     s, d = tl.arange(0, SP), tl.arange(0, DP)
@@ -94,6 +96,7 @@ class Parts:
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, sinks if sinks is not None else out, out, length, out.stride(0),
             self.heads, self.splits, SINKS=sinks is not None, D=d, SP=next_power_of_2(self.splits), **self.shape(),
+            **chained(q.device),
         )  # fmt: skip
         return out
 

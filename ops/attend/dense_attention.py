@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
 
 SCHEMA = "(Tensor q, Tensor pool, Tensor length, Tensor? sinks, float scale, float softcap) -> Tensor"
@@ -30,7 +30,9 @@ def reference(q, pool, length, sinks, scale, softcap) -> Tensor:
 def _attend(
     q, pool, length, parts, tops, totals, q_b, q_h, heads, pool_rows, scale, softcap, splits,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -55,7 +57,7 @@ def cuda(q, pool, length, sinks, scale, softcap) -> Tensor:
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, pool, length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows, scale, softcap,
-        splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
+        splits, D=d, TILE=tile, **parts.shape(), num_stages=3, **chained(q.device),
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._rows import ring_positions
 from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
 
@@ -43,7 +43,9 @@ def _attend(
     q, ring, hot, places, length, retired, parts, tops, totals, q_b, q_h, heads, ring_rows, hot_blocks, n, sink, scale,
     softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -79,6 +81,7 @@ def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> 
     _attend[(batch * heads, splits)](
         q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
         ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=tile, **parts.shape(), num_stages=2,
+        **chained(q.device),
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

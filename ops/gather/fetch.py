@@ -14,7 +14,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import take_top
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = (
     "(Tensor blocks, Tensor pool, Tensor(a!) hot, Tensor(b!) table, Tensor(c!) resident, Tensor(d!) age, "
@@ -68,7 +68,9 @@ def _fetch(
     blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, total,
     OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     j, s = tl.arange(0, N), tl.arange(0, C)
@@ -136,7 +138,7 @@ def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
     _fetch[(batch * heads, parts)](
         blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
         OLDEST=OLDEST, N=wide_n, C=wide_c, P=p, WIDTH=2 * d, ROW=next_power_of_2(2 * d), ROWS=ROWS,
-        num_warps=4 if wide_c <= 512 else 8,
+        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device),
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
 SCHEMA = (
     "(Tensor k, Tensor v, Tensor(a!) ring, Tensor(b!) pool, Tensor(c!) stats, Tensor length, Tensor leaving, "
@@ -50,7 +50,9 @@ def reference(k, v, ring, pool, stats, length, leaving, retired, sink, interval)
 def _append(
     k, v, ring, pool, stats, length, leaving, retired, k_b, k_h, v_b, v_h, heads, ring_rows, pool_rows, sink,
     D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -85,7 +87,7 @@ def cuda(k, v, ring, pool, stats, length, leaving, retired, sink, interval) -> N
     batch, heads, rows, _, d = pool.shape
     _append[(batch * heads, cdiv(interval, TILE))](
         k, v, ring, pool, stats, length, leaving, retired, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        heads, ring.shape[2], rows, sink, D=d, ROW=next_power_of_2(2 * d), TILE=TILE,
+        heads, ring.shape[2], rows, sink, D=d, ROW=next_power_of_2(2 * d), TILE=TILE, **chained(ring.device),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys
 
 SCHEMA = (
@@ -87,7 +87,9 @@ def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
 def _bounds(
     k, pool, centre, spread, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, pool_rows, blocks,
     BOX: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
@@ -126,7 +128,7 @@ def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, blo
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
         centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if centre.dtype == FP8 else 0.0, P=block_size,
-        D=d, DP=next_power_of_2(d), num_warps=2,
+        D=d, DP=next_power_of_2(d), num_warps=2, **chained(centre.device),
     )  # fmt: skip
 
 

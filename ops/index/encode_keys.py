@@ -16,7 +16,7 @@ from torchsparsekv.ops._code import WORDS, magnitude, words
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._srht import SEEDS, flipped, hadamard_odd, turned
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys
 
 SCHEMA = (
@@ -76,7 +76,9 @@ def _encode(
     k, pool, ids, codes, weights, counts, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, rows, seed,
     scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(retired + b)
@@ -125,7 +127,7 @@ def cuda(k, pool, ids, codes, weights, counts, start, length, leaving, retired, 
     _encode[(batch * heads, cdiv(most, TILE))](
         k, pool, ids, words(codes, m), weights, counts, start, length, leaving, retired, *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size),
+        COLUMNS=min(COLUMNS, size), **chained(ids.device),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._rows import ring_positions
 
 SCHEMA = (
@@ -56,7 +56,9 @@ def _mass(raw, x, pool, ring, length, retired, sink, block_size, scale, softcap)
 def _products(
     q, pool, out, retired, q_b, q_h, heads, rows,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     pos = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -76,7 +78,7 @@ def cuda(q, pool, ring, length, retired, sink, block_size, scale, softcap) -> Te
     raw = torch.empty((batch, heads, group, rows), dtype=torch.float32, device=q.device)
     _products[(batch * heads, cdiv(rows, TILE))](
         q, pool, raw, retired, q.stride(0), q.stride(1), heads, rows, G=group, GP=max(16, next_power_of_2(group)),
-        D=d, DP=next_power_of_2(d), TILE=TILE,
+        D=d, DP=next_power_of_2(d), TILE=TILE, **chained(q.device),
     )  # fmt: skip
     x = q[:, :, 0].unflatten(1, (heads, -1)).float()
     return _mass(raw, x, pool, ring, length, retired, sink, block_size, scale, softcap)

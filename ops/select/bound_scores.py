@@ -10,7 +10,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED
 
 SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> Tensor"
@@ -53,7 +53,9 @@ def _scores(
     q, centre, spread, out, retired, q_b, q_h, heads, blocks, first,
     BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -96,7 +98,7 @@ def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
         q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
         P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
-        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2,
+        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2, **chained(q.device),
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = (
     "(Tensor rotated, Tensor ids, Tensor counts, Tensor retired, int sink, int[] ratios, int least, int dense, "
@@ -23,8 +23,9 @@ SCHEMA = (
 PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
 MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
-CHUNK = 1024  # keys per program: 16 KiB of ids; 1024 programs at 128K keys and 8 heads
-PACKED = 8  # query heads whose points (4 bits) share a table entry
+CHUNK = 1024  # keys at a time: 16 KiB of ids
+RESIDENT = 4  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
+PACKED = 4  # query heads whose points share a table entry, a byte each
 
 
 def check(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> None:
@@ -120,105 +121,125 @@ def _score(rotated, c, M: tl.constexpr):
 
 @triton.jit
 def _points(
-    rotated, counts, table, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
+    rotated, counts, table, scratch, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
     F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One subspace of one head: what each centroid earns, a nibble per query head."""
+    """One subspace of one head: what each centroid earns, a byte per query head."""
+    chain(PDL)
     bh, space, w = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     size: tl.constexpr = 1 << M
     if (space == 0) & (w == 0):
         tl.store(totals + bh * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
     rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-    c = tl.arange(0, size)
+    l1, l2, l3 = _limit(n, rho, 5), _limit(n, rho, 15), _limit(n, rho, 30)
+    l4, l5, l6 = _limit(n, rho, 50), _limit(n, rho, 75), _limit(n, rho, 100)
+    c, o = tl.arange(0, size), tl.arange(0, STEP)
     counts += (bh * B + space) * size
     packed = tl.zeros((size,), tl.int32)
-    for i in range(tl.minimum(F - w * 8, 8)):
-        x = rotated + ((bh * F + w * 8 + i) * B + space) * M
-        s = _score(x, c, M)
-        before = tl.zeros((size,), tl.int32)
+    for i in range(tl.minimum(F - w * PACKED, PACKED)):
+        at = (bh * F + w * PACKED + i) * B + space
+        s = _score(rotated + at * M, c, M)
+        tl.store(scratch + at * size + c, s)
+        tl.debug_barrier()
+        before = tl.zeros((size, STEP), tl.int32)
         for part in range(0, size, STEP):
-            o = part + tl.arange(0, STEP)
-            better = _score(x, o, M)[None, :] > s[:, None]
-            before += tl.sum(tl.where(better, tl.load(counts + o)[None, :], 0), 1)
-        earned = (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
-        earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
-        earned += (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
-        packed = packed | (earned << (4 * i))
+            better = tl.load(scratch + at * size + part + o)[None, :] > s[:, None]
+            before += tl.where(better, tl.load(counts + part + o)[None, :], 0)
+        before = tl.sum(before, 1)
+        earned = (before < l1).to(tl.int32) + (before < l2).to(tl.int32) + (before < l3).to(tl.int32)
+        earned += (before < l4).to(tl.int32) + (before < l5).to(tl.int32) + (before < l6).to(tl.int32)
+        packed = packed | (earned << (8 * i))
     tl.store(table + ((bh * W + w) * B + space) * size + c, packed.to(table.dtype.element_ty))
 
 
 @triton.jit
+def _span(end, CHUNK: tl.constexpr):
+    """Keys per program: the rows in use, not the capacity, are dealt out, in whole chunks."""
+    return tl.cdiv(tl.cdiv(end, tl.num_programs(1)), CHUNK) * CHUNK
+
+
+@triton.jit
 def _collide(
-    ids, table, scores, reach, totals, retired, heads, rows, sink, chunks, F: tl.constexpr, W: tl.constexpr,
-    B: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    ids, table, scores, reach, totals, retired, heads, rows, sink, F: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
+    SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Score the keys of a chunk; count how many of them reach each score."""
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Score a span of keys; count how many of them reach each score."""
+    chain(PDL)
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
-    if part * CHUNK < end:
-        row = part * CHUNK + tl.arange(0, CHUNK)
+    span = _span(end, CHUNK)
+    b, bins = tl.arange(0, B), tl.arange(0, BINS)
+    ids += bh * rows * B  # 64-bit arithmetic on scalars only
+    table += bh * (W * B * SIZE)
+    entry = tl.arange(0, B * SIZE)
+    count = tl.zeros((BINS,), tl.int32)
+    for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
+        row = first + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
-        b = tl.arange(0, B)[None, :]
-        ids += bh * rows * B  # 64-bit arithmetic on scalars only: offsets of 16K lookups live in registers
-        table += bh * (W * B * SIZE)
-        name = tl.load(ids + row[:, None] * B + b, mask=live[:, None], other=0).to(tl.int32)
+        name = tl.load(ids + row[:, None] * B + b[None, :], mask=live[:, None], other=0)
+        at = tl.reshape(name.to(tl.int32) + b[None, :] * SIZE, (CHUNK * B,))
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
-            earned = tl.load(table + (w * B + b) * SIZE + name).to(tl.int32)
-            even = tl.sum(earned & 0x0F0F0F0F, 1)  # the sums of up to 4 heads side by side, a byte each
-            best = tl.maximum(best, even & 255)
+            earned = tl.gather(tl.load(table + w * B * SIZE + entry), at, 0)  # from shared memory
+            total = tl.sum(tl.reshape(earned, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
+            best = tl.maximum(best, total & 255)
             if F > 1:
-                odd = tl.sum((earned >> 4) & 0x0F0F0F0F, 1)
-                best = tl.maximum(best, odd & 255)
-                if F > 2:
-                    best = tl.maximum(best, tl.maximum((even >> 8) & 255, (odd >> 8) & 255))
-                if F > 4:
-                    best = tl.maximum(best, tl.maximum((even >> 16) & 255, (odd >> 16) & 255))
-                    best = tl.maximum(best, tl.maximum((even >> 24) & 255, (odd >> 24) & 255))
+                best = tl.maximum(best, (total >> 8) & 255)
+            if F > 2:
+                best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
         tl.store(scores + bh * rows + row, best.to(tl.uint8), mask=live)
-        bins = tl.arange(0, BINS)
-        count = tl.histogram(tl.where(live, best, BINS - 1), BINS)
+        count += tl.histogram(tl.where(live, best, BINS - 1), BINS)
+    if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
         count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(reach + (bh * BINS + bins) * chunks + part, count)
+        tl.store(reach + (bh * BINS + bins) * parts + part, count)
         tl.atomic_add(totals + bh * BINS + bins, count, mask=bins <= 6 * B)
 
 
 @triton.jit
 def _compact(
-    scores, reach, totals, out, retired, heads, rows, sink, chunks, least, dense, capacity, tail, below0, below1,
-    below2, beta0, beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr,
-    TAIL: tl.constexpr,
+    scores, reach, totals, out, retired, heads, rows, sink, least, dense, capacity, below0, below1, below2, beta0,
+    beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a chunk to where those of the chunks before it end."""
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Write the candidates of a span to where those of the spans before it end."""
+    chain(PDL)
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
+    span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
     beta = _by_length(n, below0, below1, below2, beta0, beta1, beta2, beta3)
     share = ((n.to(tl.int64) * beta + 999999) // 1000000).to(tl.int32)
     count = tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
     out += bh * capacity
-    if (part * CHUNK < end) & (count > 0):
-        bins = tl.arange(0, BINS)
+    if (part * span < end) & (count > 0):
+        bins, p = tl.arange(0, BINS), tl.arange(0, PP)
         total = tl.load(totals + bh * BINS + bins)
         threshold = tl.sum(((bins <= 6 * B) & (total >= count)).to(tl.int32), 0) - 1
         room = count - tl.sum(tl.where(bins == threshold + 1, total, 0), 0)  # for keys at the threshold
-        p = tl.arange(0, CP)
-        before = reach + (bh * BINS + threshold) * chunks + p
-        above_before = tl.sum(tl.load(before + chunks, mask=p < part, other=0), 0)
-        ties_before = tl.sum(tl.load(before, mask=p < part, other=0), 0) - above_before
-        row = part * CHUNK + tl.arange(0, CHUNK)
-        live = (row >= sink) & (row < end)
-        s = tl.load(scores + bh * rows + row, mask=live, other=0).to(tl.int32)
-        tie = live & (s == threshold)
-        take = live & ((s > threshold) | (tie & (ties_before + tl.cumsum(tie.to(tl.int32), 0) <= room)))
-        place = above_before + tl.minimum(ties_before, room) + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(out + place, row, mask=take)
-    for at in range(part * tail, part * tail + tail, TAIL):
-        empty = at + tl.arange(0, TAIL)
-        m = (empty >= count) & (empty < capacity) & (empty < part * tail + tail)
-        tl.store(out + empty, tl.full((TAIL,), -1, tl.int32), mask=m)
+        before = reach + (bh * BINS + threshold) * parts + p
+        above = tl.sum(tl.load(before + parts, mask=p < part, other=0), 0)
+        ties = tl.sum(tl.load(before, mask=p < part, other=0), 0) - above
+        for first in range(part * span, tl.minimum(part * span + span, end), TILE):
+            row = first + tl.arange(0, TILE)
+            live = (row >= sink) & (row < tl.minimum(part * span + span, end))
+            s = tl.load(scores + bh * rows + row, mask=live, other=0).to(tl.int32)
+            more, tie = live & (s > threshold), live & (s == threshold)
+            # One scan for both: a tile has fewer than 2^15 keys.
+            upto = tl.cumsum(more.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
+            above_upto, ties_upto = above + (upto & 0xFFFF), ties + (upto >> 16)
+            place = above_upto + tl.minimum(ties_upto, room) - 1
+            tl.store(out + place, row, mask=more | (tie & (ties_upto <= room)))
+            above += tl.sum(more.to(tl.int32), 0)
+            ties += tl.sum(tie.to(tl.int32), 0)
+    for first in range(count + part * TILE, capacity, parts * TILE):
+        empty = first + tl.arange(0, TILE)
+        tl.store(out + empty, tl.full((TILE,), -1, tl.int32), mask=empty < capacity)
 
 
 def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
@@ -227,28 +248,28 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     m = size.bit_length() - 1
     packs = cdiv(fields, PACKED)
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
-    chunks = cdiv(rows, chunk)
+    parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), batch * heads)))
     bins = next_power_of_2(6 * spaces + 2)  # one beyond the best score, and the last for keys that do not count
     new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=ids.device)  # noqa: E731
-    # The smaller the entries, the fewer cache lines a lookup touches.
-    entry = torch.uint8 if fields <= 2 else torch.int16 if fields <= 4 else torch.int32
+    # The smaller the entries, the fewer bank conflicts of a lookup.
+    entry = torch.uint8 if fields == 1 else torch.int16 if fields == 2 else torch.int32
     table = new((batch * heads, packs, spaces, size), entry)
-    totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, chunks), torch.int32)
+    proxy = new((batch * heads, fields, spaces, size), torch.float32)
+    totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, parts), torch.int32)
     scores, out = new((batch, heads, rows), torch.uint8), new((batch, heads, capacity), torch.int32)
     below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
     _points[(batch * heads, spaces, packs)](
-        rotated, counts, table, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m, BINS=bins,
-        STEP=min(32, size), num_warps=8 if size == 256 else 1,
+        rotated, counts, table, proxy, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
+        BINS=bins, STEP=min(8, size), PACKED=PACKED, num_warps=8 if size == 256 else 1, **chained(ids.device),
     )  # fmt: skip
-    _collide[(batch * heads, chunks)](
-        ids, table, scores, reach, totals, retired, heads, rows, sink, chunks, F=fields, W=packs, B=spaces, SIZE=size,
-        BINS=bins, CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4,
+    _collide[(batch * heads, parts)](
+        ids, table, scores, reach, totals, retired, heads, rows, sink, F=fields, W=packs, B=spaces, SIZE=size,
+        BINS=bins, CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4, **chained(ids.device),
     )  # fmt: skip
-    tail = cdiv(capacity, chunks)
-    _compact[(batch * heads, chunks)](
-        scores, reach, totals, out, retired, heads, rows, sink, chunks, least, dense, capacity, tail, *below, *beta,
-        B=spaces, BINS=bins, CP=next_power_of_2(chunks), CHUNK=chunk, TAIL=min(1024, next_power_of_2(tail)),
-        num_warps=8 if chunk == CHUNK else 4,
+    _compact[(batch * heads, parts)](
+        scores, reach, totals, out, retired, heads, rows, sink, least, dense, capacity, *below, *beta, B=spaces,
+        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=min(4 * CHUNK, next_power_of_2(rows)),
+        num_warps=8 if chunk == CHUNK else 4, **chained(ids.device),
     )  # fmt: skip
     return out
 

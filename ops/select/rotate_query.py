@@ -9,7 +9,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._srht import SEEDS, flipped, hadamard_odd, turned
-from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 
 SCHEMA = "(Tensor q, int kv_heads, bool mean, int seed) -> Tensor"
 COLUMNS = 16  # outputs of a program: enough programs to finish in one wave, at 2K products each
@@ -33,7 +33,9 @@ def reference(q, kv_heads, mean, seed) -> Tensor:
 def _rotate(
     q, out, q_b, q_h, heads, seed, scale, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh, f = (tl.program_id(0) // F).to(tl.int64), tl.program_id(0) % F
     b, h = bh // heads, bh % heads
     d = tl.arange(0, DP)
@@ -53,7 +55,7 @@ def cuda(q, kv_heads, mean, seed) -> Tensor:
     out = torch.empty((batch, kv_heads, fields, size), dtype=torch.float32, device=q.device)
     _rotate[(batch * kv_heads * fields, size // COLUMNS)](
         q, out, q.stride(0), q.stride(1), kv_heads, seed, size**-0.5 * fields / group, G=group, F=fields, D=d, DP=size,
-        COLUMNS=COLUMNS, num_warps=2,
+        COLUMNS=COLUMNS, num_warps=2, **chained(q.device),
     )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import take_top
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
 SCHEMA = "(Tensor scores, int k, Tensor? ids=None) -> Tensor"
 WIDEST = 16384  # scores per program at most: 16 registers a thread at 1024 threads
@@ -42,8 +42,10 @@ def reference(scores, k, ids=None) -> Tensor:
 
 @triton.jit
 def _top(
-    scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
+    scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     i = tl.arange(0, N)
@@ -77,7 +79,7 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int) -> tuple[Ten
     width = next_power_of_2(chunk)
     _top[(rows, parts)](
         scores, ids if ids is not None else out, out, best, n, chunk, k, KEEP=parts > 1, MAPPED=ids is not None,
-        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 256)),
+        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 256)), **chained(scores.device),
     )  # fmt: skip
     return out, best
 
