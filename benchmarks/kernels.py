@@ -5,6 +5,7 @@ Every call of a replay has inputs of its own, so that no cache carries over from
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _common
-from torchsparsekv.method import make_method
+from torchsparsekv.method import Attention, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.index.append import append
-from torchsparsekv.ops.index.block_bounds import block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
+from torchsparsekv.ops.select.collide import collide
+from torchsparsekv.ops.select.rerank import rerank
+from torchsparsekv.ops.select.rotate_query import rotate_query
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.state import Clock, Geometry, LayerState
 
@@ -28,7 +31,7 @@ CALLS = 48  # inputs of a replay: several times the L2 even where one call's are
 @dataclass(frozen=True)
 class Options:
     contexts: tuple[int, ...] = (131072, 524288)
-    methods: tuple[str, ...] = ("quest", "arkvale")
+    methods: tuple[str, ...] = ("quest", "arkvale", "pariskv")
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -40,69 +43,117 @@ class Bench:
 
     def __init__(self, name: str, o: Options, context: int, device):
         self.o, self.device, self.context = o, device, context
-        self.method = make_method(name, budget=o.budget)
-        t = self.method.timeline
+        self.method: Any = make_method(name, **({} if name == "pariskv" else {"budget": o.budget}))
+        m = self.method
         g = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16)
-        self.clock = Clock(t, 1, context, device)
-        buffers = self.method.buffers(g)
+        self.clock = Clock(m.timeline, 1, context, device)
+        buffers = m.buffers(g)
         self.pool = host.pinned(buffers["pool"].shape, torch.bfloat16, device)
         small = {k: b for k, b in buffers.items() if k != "pool"}
         self.states = [LayerState(small, self.clock, device, pool_on_host=False) for _ in range(CALLS)]
         self.clock.advance(context - 100)
         for s in self.states:
-            for t_ in (s.centre, s.spread):
-                t_.view(torch.uint8).random_(1, 100) if t_.dtype.itemsize == 1 else t_.uniform_(0.1, 1)
+            s.pool = self.pool  # type: ignore[attr-defined]
+            STAGES[name].fill(s, self)
         shape = (1, 1, o.q_heads, o.head_dim)
         self.q = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(CALLS)]
         self.k = torch.randn(1, 1, o.kv_heads, o.head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
-    def calls(self, f):
-        return [lambda i=i, s=s: f(i, s) for i, s in enumerate(self.states)]
-
     def rows(self) -> list[dict]:
         """In the order of a decode step; bytes are what the kernel must move at least."""
         c, m, o, q, states = self.clock, self.method, self.o, self.q, self.states
-        sink, interval, p, n = m.sink, m.timeline.interval, m.block_size, o.budget // m.block_size
-        token = o.kv_heads * o.head_dim * 4  # bytes of K and V in bf16, all heads
-        still = (c.length, c.leaving, c.leaving)  # nothing leaves the ring, as on most steps
-        scores = [bound_scores(q[i], s.centre, s.spread, c.retired, sink, p) for i, s in enumerate(states)]
-        same, new = top_blocks(scores[0], n), [self.random_blocks(n) for _ in states]
+        t, n, token = m.timeline, m.budget // m.block_size, o.kv_heads * o.head_dim * 4
+        scale = Attention(o.head_dim**-0.5)
+        still = (c.length, c.leaving, c.leaving, t.sink, t.interval)  # nothing leaves the ring, as on most steps
+        chosen = [m.select(s, q[i], scale) for i, s in enumerate(states)]
+        new = [self.random_blocks(n, chosen[0].shape[-1]) for _ in states]
 
-        def get(chosen, s):
-            return fetch(chosen, self.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats)
+        def get(blocks, s):
+            return fetch(blocks, s.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats)
 
         def draw():
             for x in new:
-                x.copy_(self.random_blocks(n))
+                x.copy_(self.random_blocks(n, x.shape[-1]))
 
         def attend(i, s):
-            return sparse_attention(q[i], s.ring, s.hot, places[i], c.length, c.retired, None, sink, 0.09, 0.0)
+            return sparse_attention(q[i], s.ring, s.hot, places[i], c.length, c.retired, None, t.sink, *scale[:2])
 
-        def update(i, s):
-            return block_bounds(self.k, self.pool, s.centre, s.spread, c.start, *still, interval, p)
-
-        places = [get(same, s) for s in states]
-        digests = states[0].centre.nbytes + states[0].spread.nbytes
+        places = [get(chosen[i], s) for i, s in enumerate(states)]
+        self.clock.leaving.copy_(self.clock.retired)
         return [
-            self.row("append", lambda i, s: append(self.k, self.k, s.ring, self.pool, s.stats, *still, sink, interval)),
-            self.row("index update (nothing leaves)", update),
-            self.row("scores", lambda i, s: bound_scores(q[i], s.centre, s.spread, c.retired, sink, p), digests),
-            self.row("top blocks", lambda i, s: top_blocks(scores[i], n)),
-            self.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
-            self.row("fetch, all hits", lambda i, s: get(same, s)),
-            self.row("attention", attend, (m.timeline.ring_rows + o.budget) * token),
-            self.row("fetch, nearly all misses", lambda i, s: get(new[i], s), n * p * token, draw),
+            self.row("append", lambda i, s: append(self.k, self.k, s.ring, s.pool, s.stats, *still)),
+            self.row("index update (nothing leaves)", lambda i, s: m.update(s, self.k)),
+            *STAGES[m.name].select(self),
+            self.row("select", lambda i, s: m.select(s, q[i], scale)),
+            self.row("fetch, all hits", lambda i, s: get(chosen[i], s)),
+            self.row("attention", attend, (t.ring_rows + m.budget) * token),
+            self.row("fetch, nearly all misses", lambda i, s: get(new[i], s), m.budget * token, draw),
         ]
 
-    def random_blocks(self, n: int) -> torch.Tensor:
-        total = self.context // self.method.block_size
+    def random_blocks(self, n: int, places: int) -> torch.Tensor:
+        """`n` blocks, the rest of the places empty."""
+        total = (self.context - self.method.timeline.ring_rows) // self.method.block_size
         picks = [torch.randperm(total)[:n].sort().values for _ in range(self.o.kv_heads)]
-        return torch.stack(picks)[None].to(torch.int32).to(self.device)
+        picks = torch.nn.functional.pad(torch.stack(picks), (0, places - n), value=-1)
+        return picks[None].to(torch.int32).to(self.device)
 
     def row(self, what: str, f, nbytes: int = 0, refresh=lambda: None) -> dict:
-        us = _common.time_graph(self.calls(f), refresh)
+        calls = [lambda i=i, s=s: f(i, s) for i, s in enumerate(self.states)]
+        us = _common.time_graph(calls, refresh)
         out = {"context": self.context, "method": self.method.name, "kernel": what, "us": us}
         return out | ({"GB_per_s": nbytes / us / 1e3} if nbytes else {})
+
+
+class PageStages:
+    @staticmethod
+    def fill(s: LayerState, b: Bench) -> None:
+        for t in (s.centre, s.spread):
+            t.view(torch.uint8).random_(1, 100) if t.dtype.itemsize == 1 else t.uniform_(0.1, 1)
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        m, n, retired = b.method, b.method.budget // b.method.block_size, b.clock.retired
+        digests = b.states[0].centre.nbytes + b.states[0].spread.nbytes
+        score = lambda i, s: bound_scores(b.q[i], s.centre, s.spread, retired, m.sink, m.block_size)  # noqa: E731
+        scores = [score(i, s) for i, s in enumerate(b.states)]
+        return [
+            b.row("scores", score, digests),
+            b.row("top blocks", lambda i, s: top_blocks(scores[i], n)),
+            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
+        ]
+
+
+class ParisKVStages:
+    @staticmethod
+    def fill(s: LayerState, b: Bench) -> None:
+        s.ids.random_(0, 256), s.codes.random_(0, 256), s.weights.uniform_(0.5, 1)
+        names = s.ids[0, :, b.method.sink : int(b.clock.retired[0])].transpose(1, 2).long()
+        s.counts[0].scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        m, retired, heads = b.method, b.clock.retired, b.o.kv_heads
+        capacity, dense = m.sizes(b.context)
+        rotate = lambda i, s: rotate_query(b.q[i], heads, m.group == "mean", m.seed)  # noqa: E731
+        rotated = [rotate(i, s) for i, s in enumerate(b.states)]
+
+        def stage_1(i, s):
+            return collide(rotated[i], s.ids, s.counts, retired, m.sink, m.ratios, m.budget, dense, capacity)
+
+        candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
+        stage_2 = lambda i, s: rerank(rotated[i], s.codes, s.weights, candidates[i])  # noqa: E731
+        scores = [stage_2(i, s) for i, s in enumerate(b.states)]
+        found = int((candidates[0] >= 0).sum())
+        return [
+            b.row("rotate query", rotate),
+            b.row("collide", stage_1, b.states[0].ids.nbytes),
+            b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * b.states[0].weights.shape[-1])),
+            b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, candidates[i])),
+            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(m.budget)),
+        ]
+
+
+STAGES: dict[str, Any] = {"quest": PageStages, "arkvale": PageStages, "pariskv": ParisKVStages}
 
 
 def dense_rows(o: Options, context: int, device) -> list[dict]:
@@ -140,6 +191,9 @@ def ceilings(device) -> list[dict]:
 
 def run(o: Options, out: Path | None = None) -> dict:
     device = _common.prepare(o.methods)
+    unknown = [name for name in o.methods if name not in STAGES]
+    if unknown:
+        raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
     rows = ceilings(device)
     for context in o.contexts:
         for name in o.methods:

@@ -115,7 +115,7 @@ class ParisKV(Method):
         """Rows with at most this many retrievable tokens attend to all of them: `full_threshold` less what is near."""
         return max(self.budget, self.full_threshold - self.sink - self.window)
 
-    def _sizes(self, rows: int) -> tuple[int, int]:
+    def sizes(self, rows: int) -> tuple[int, int]:
         """(candidates, tokens chosen) at most, for a pool of so many rows."""
         dense = min(self.dense_below, rows)
         return candidate_capacity(rows, self.ratios, self.budget, dense), dense
@@ -136,7 +136,7 @@ class ParisKV(Method):
                 f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens"
             )
         lead, spaces, u8 = (g.batch, g.kv_heads), size // self.m, torch.uint8
-        chosen = self._sizes(g.rows)[1]
+        chosen = self.sizes(g.rows)[1]
         common = super().buffers(g)
         if common["hot"].shape[2] < chosen:
             common |= hot_buffers(g, 1, chosen)  # a context below `full_threshold`, whole
@@ -157,7 +157,7 @@ class ParisKV(Method):
         )  # fmt: skip
 
     def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        capacity, dense = self._sizes(s.pool.shape[2])
+        capacity, dense = self.sizes(s.pool.shape[2])
         rotated = rotate_query(q, s.pool.shape[1], self.group == "mean", self.seed)
         candidates = collide(
             rotated, s.ids, s.counts, s.clock.retired, self.sink, self.ratios, self.budget, dense, capacity
