@@ -11,6 +11,7 @@ What was tried, on CPU in a small world (48 key words, length 128, 4096 tokens a
 - Muon for the matrices: retrieval forms after 350 steps; AdamW at 3e-3 alone has not begun at 400.
 - Layers 0 and 1 seeing 16 tokens at first: it forms after 220 steps, in the layers above, where it is wanted; by 330
   steps 0.90 of the tokens of `ask` are right.
+- Then letting them see everything, at twice the length: back to 0.43, and 0.98 after another 90 steps.
 - Norms of q and k that begin at 1.6 instead of 1: no help.
 """
 import argparse
