@@ -21,6 +21,7 @@ def sources() -> set[str]:
     """Files that belong into a package, named as in the checkout (its links are other names for the same files)."""
     links = {p for p in (ROOT / "torchsparsekv").iterdir() if p.is_symlink()}
     found = {p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") if not links & set(p.parents)}
+    found |= set((ROOT / "benchmarks/recall_model/weights").glob("*"))
     return {p.relative_to(ROOT).as_posix() for p in found} | {"torchsparsekv/py.typed"}
 
 
@@ -50,7 +51,8 @@ def test_sdist_holds_every_module_and_what_building_needs(built):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as t:
         names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
-    assert {n for n in names if n.split("/")[0] in FOLDERS and Path(n).suffix in (".py", ".typed")} == sources()
+    inside = {n for n in names if n.split("/")[0] in FOLDERS}
+    assert {n for n in inside if Path(n).suffix in (".py", ".typed") or Path(n).parent.name == "weights"} == sources()
     assert names >= {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 

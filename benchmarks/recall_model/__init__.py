@@ -1,0 +1,1 @@
+"""A small model that really retrieves: its tasks, its training, and its weights."""
