@@ -96,7 +96,7 @@ class Parts:
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, sinks if sinks is not None else out, out, length, out.stride(0),
             self.heads, self.splits, SINKS=sinks is not None, D=d, SP=next_power_of_2(self.splits), **self.shape(),
-            **chained(q.device),
+            **chained(q.device, batch * self.heads * self.group),
         )  # fmt: skip
         return out
 

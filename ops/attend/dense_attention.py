@@ -57,7 +57,7 @@ def cuda(q, pool, length, sinks, scale, softcap) -> Tensor:
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, pool, length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows, scale, softcap,
-        splits, D=d, TILE=tile, **parts.shape(), num_stages=3, **chained(q.device),
+        splits, D=d, TILE=tile, **parts.shape(), num_stages=3, **chained(q.device, batch * heads * splits),
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

@@ -81,7 +81,7 @@ def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> 
     _attend[(batch * heads, splits)](
         q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
         ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=tile, **parts.shape(), num_stages=2,
-        **chained(q.device),
+        **chained(q.device, batch * heads * splits),
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

@@ -138,7 +138,7 @@ def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
     _fetch[(batch * heads, parts)](
         blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
         OLDEST=OLDEST, N=wide_n, C=wide_c, P=p, WIDTH=2 * d, ROW=next_power_of_2(2 * d), ROWS=ROWS,
-        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device),
+        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device, batch * heads * parts),
     )  # fmt: skip
     return out
 

@@ -87,7 +87,8 @@ def cuda(k, v, ring, pool, stats, length, leaving, retired, sink, interval) -> N
     batch, heads, rows, _, d = pool.shape
     _append[(batch * heads, cdiv(interval, TILE))](
         k, v, ring, pool, stats, length, leaving, retired, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        heads, ring.shape[2], rows, sink, D=d, ROW=next_power_of_2(2 * d), TILE=TILE, **chained(ring.device),
+        heads, ring.shape[2], rows, sink, D=d, ROW=next_power_of_2(2 * d), TILE=TILE, 
+        **chained(ring.device, batch * heads * cdiv(interval, TILE)),
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, blo
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
         centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if centre.dtype == FP8 else 0.0, P=block_size,
-        D=d, DP=next_power_of_2(d), num_warps=2, **chained(centre.device),
+        D=d, DP=next_power_of_2(d), num_warps=2, **chained(centre.device, batch * heads * most),
     )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def cuda(k, pool, ids, codes, weights, counts, start, length, leaving, retired, 
     _encode[(batch * heads, cdiv(most, TILE))](
         k, pool, ids, words(codes, m), weights, counts, start, length, leaving, retired, *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size), **chained(ids.device),
+        COLUMNS=min(COLUMNS, size), **chained(ids.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def cuda(q, pool, ring, length, retired, sink, block_size, scale, softcap) -> Te
     raw = torch.empty((batch, heads, group, rows), dtype=torch.float32, device=q.device)
     _products[(batch * heads, cdiv(rows, TILE))](
         q, pool, raw, retired, q.stride(0), q.stride(1), heads, rows, G=group, GP=max(16, next_power_of_2(group)),
-        D=d, DP=next_power_of_2(d), TILE=TILE, **chained(q.device),
+        D=d, DP=next_power_of_2(d), TILE=TILE, **chained(q.device, batch * heads * cdiv(rows, TILE)),
     )  # fmt: skip
     x = q[:, :, 0].unflatten(1, (heads, -1)).float()
     return _mass(raw, x, pool, ring, length, retired, sink, block_size, scale, softcap)

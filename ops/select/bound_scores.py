@@ -98,7 +98,8 @@ def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
         q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
         P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
-        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2, **chained(q.device),
+        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2,
+        **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip
     return out
 

@@ -123,36 +123,34 @@ def _score(rotated, c, M: tl.constexpr):
 def _points(
     rotated, counts, table, scratch, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
     F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr,
-    PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    PACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One subspace of one head: what each centroid earns, a byte per query head."""
+    """One subspace of one query head: what each centroid earns, a byte of its table entry."""
     chain(PDL)
-    bh, space, w = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     size: tl.constexpr = 1 << M
-    if (space == 0) & (w == 0):
+    if (space == 0) & (f == 0):
         tl.store(totals + bh * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-    n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
-    rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-    l1, l2, l3 = _limit(n, rho, 5), _limit(n, rho, 15), _limit(n, rho, 30)
-    l4, l5, l6 = _limit(n, rho, 50), _limit(n, rho, 75), _limit(n, rho, 100)
     c, o = tl.arange(0, size), tl.arange(0, STEP)
-    counts += (bh * B + space) * size
-    packed = tl.zeros((size,), tl.int32)
-    for i in range(tl.minimum(F - w * PACKED, PACKED)):
-        at = (bh * F + w * PACKED + i) * B + space
+    earned = tl.zeros((size,), tl.int32)
+    if f < F:  # beyond it is padding of the entry
+        counts += (bh * B + space) * size
+        at = (bh * F + f) * B + space
         s = _score(rotated + at * M, c, M)
         tl.store(scratch + at * size + c, s)
+        n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
+        rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
         tl.debug_barrier()
         before = tl.zeros((size, STEP), tl.int32)
         for part in range(0, size, STEP):
             better = tl.load(scratch + at * size + part + o)[None, :] > s[:, None]
             before += tl.where(better, tl.load(counts + part + o)[None, :], 0)
         before = tl.sum(before, 1)
-        earned = (before < l1).to(tl.int32) + (before < l2).to(tl.int32) + (before < l3).to(tl.int32)
-        earned += (before < l4).to(tl.int32) + (before < l5).to(tl.int32) + (before < l6).to(tl.int32)
-        packed = packed | (earned << (8 * i))
-    tl.store(table + ((bh * W + w) * B + space) * size + c, packed.to(table.dtype.element_ty))
+        earned += (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
+        earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
+        earned += (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
+    entry = ((bh * W + f // PACK) * B + space) * size + c
+    tl.store(table + entry * PACK + f % PACK, earned.to(tl.uint8))
 
 
 @triton.jit
@@ -252,24 +250,26 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     bins = next_power_of_2(6 * spaces + 2)  # one beyond the best score, and the last for keys that do not count
     new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=ids.device)  # noqa: E731
     # The smaller the entries, the fewer bank conflicts of a lookup.
-    entry = torch.uint8 if fields == 1 else torch.int16 if fields == 2 else torch.int32
-    table = new((batch * heads, packs, spaces, size), entry)
+    pack = min(next_power_of_2(fields), PACKED)
+    table = new((batch * heads, packs, spaces, size * pack), torch.uint8)
+    entries = table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
     proxy = new((batch * heads, fields, spaces, size), torch.float32)
     totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, parts), torch.int32)
     scores, out = new((batch, heads, rows), torch.uint8), new((batch, heads, capacity), torch.int32)
     below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
-    _points[(batch * heads, spaces, packs)](
+    _points[(batch * heads, spaces, packs * pack)](
         rotated, counts, table, proxy, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
-        BINS=bins, STEP=min(8, size), PACKED=PACKED, num_warps=8 if size == 256 else 1, **chained(ids.device),
+        BINS=bins, STEP=min(16, size), PACK=pack, num_warps=8 if size == 256 else 1,
+        **chained(ids.device, batch * heads * spaces * packs * pack),
     )  # fmt: skip
     _collide[(batch * heads, parts)](
-        ids, table, scores, reach, totals, retired, heads, rows, sink, F=fields, W=packs, B=spaces, SIZE=size,
-        BINS=bins, CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4, **chained(ids.device),
+        ids, entries, scores, reach, totals, retired, heads, rows, sink, F=fields, W=packs, B=spaces, SIZE=size,
+        BINS=bins, CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4, **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     _compact[(batch * heads, parts)](
         scores, reach, totals, out, retired, heads, rows, sink, least, dense, capacity, *below, *beta, B=spaces,
-        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=min(4 * CHUNK, next_power_of_2(rows)),
-        num_warps=8 if chunk == CHUNK else 4, **chained(ids.device),
+        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=min(2 * CHUNK, next_power_of_2(rows)),
+        num_warps=8 if chunk == CHUNK else 4, **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     return out
 

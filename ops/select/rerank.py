@@ -76,7 +76,7 @@ def cuda(rotated, codes, weights, candidates) -> Tensor:
     _rerank[(batch * heads, cdiv(total, TILE))](
         rotated, words(codes, m), weights, candidates, out, rows, total, *polynomial(m), F=fields,
         FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device), num_warps=4,
-        **chained(codes.device),
+        **chained(codes.device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
     return out
 

@@ -55,7 +55,7 @@ def cuda(q, kv_heads, mean, seed) -> Tensor:
     out = torch.empty((batch, kv_heads, fields, size), dtype=torch.float32, device=q.device)
     _rotate[(batch * kv_heads * fields, size // COLUMNS)](
         q, out, q.stride(0), q.stride(1), kv_heads, seed, size**-0.5 * fields / group, G=group, F=fields, D=d, DP=size,
-        COLUMNS=COLUMNS, num_warps=2, **chained(q.device),
+        COLUMNS=COLUMNS, num_warps=2, **chained(q.device, batch * kv_heads * fields * size // COLUMNS),
     )  # fmt: skip
     return out
 

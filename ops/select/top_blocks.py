@@ -79,7 +79,8 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int) -> tuple[Ten
     width = next_power_of_2(chunk)
     _top[(rows, parts)](
         scores, ids if ids is not None else out, out, best, n, chunk, k, KEEP=parts > 1, MAPPED=ids is not None,
-        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 256)), **chained(scores.device),
+        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 256)),
+        **chained(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
 

@@ -44,7 +44,7 @@ class ParisKV(Method):
     update_interval: int | None = None
     rho: float | None = None
     beta: float | None = None
-    full_threshold: int = 2048
+    full_threshold: int = 1024
     group: str = "max"
     m: int = 8
     seed: int = 0
