@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 import torchsparsekv
 from torchsparsekv.benchmarks import _common
 from torchsparsekv.benchmarks.synthetic import Topics
-from torchsparsekv.ops.index.store_prompt import store_prompt
 
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
@@ -63,10 +62,7 @@ def fill(cache, topics: Topics, tokens: int, batch: int, device) -> None:
         for clock in cache.clocks.values():
             clock.advance(end - begin)
         for layer in cache.layers:
-            s, c = layer.state, layer.state.clock
-            sink = layer.method.timeline.sink
-            store_prompt(k, k, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, sink, layer.last)
-            layer.method.update(s, k)
+            layer.method.take_in(layer.state, k, k, join=layer.last)
     torch.cuda.synchronize()
 
 

@@ -34,7 +34,19 @@ def _append(w: World):
 
 def _store_prompt(w: World):
     ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
-    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, w.sink, True)
+    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, _order(w), w.sink, True)
+
+
+def _order(w: World):
+    """None, or a random order of the new tokens of every row that do not stay in the ring."""
+    if w.seed % 2:
+        return None
+    order = torch.arange(w.tokens, dtype=torch.int32).expand(w.batch, w.heads, -1).clone()
+    for b, (n0, n, end) in enumerate(torch.stack([w.start, w.length, w.retired], 1).tolist()):
+        first, last = max(n0, w.sink) - n + w.tokens, end - n + w.tokens
+        for h in range(w.heads * (last > first)):
+            order[b, h, first:last] = first + torch.randperm(last - first, generator=w.g)
+    return order
 
 
 def _block_bounds(w: World):
@@ -144,7 +156,13 @@ def _sparse_attention(w: World):
     sinks = w.sinks() if w.seed % 2 else None
     cap = (0.0, 5.0)[w.seed // 2 % 2]
     q = w.q[:, :, :1]
-    return (q, w.ring(w.length, w.retired), hot, w.chosen(n), w.length, w.retired, sinks, w.sink, w.dim**-0.5, cap)
+    retired = w.retired
+    if w.seed % 3 == 0:  # one frontier per head, further back by what the ring still holds
+        back = torch.randint(0, w.interval, (w.batch, w.heads), generator=w.g, dtype=torch.int32)
+        room = w.ring_rows - w.sink - (w.length - w.retired)[:, None]
+        retired = torch.maximum(retired[:, None] - back.clamp(max=room), torch.tensor(w.sink)).to(torch.int32)
+    ring = w.ring(w.length, retired if retired.dim() == 1 else retired.amin(1))
+    return (q, ring, hot, w.chosen(n), w.length, retired, sinks, w.sink, w.dim**-0.5, cap)
 
 
 def _dense_attention(w: World):
