@@ -201,7 +201,9 @@ MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "encode_keys", "prompt
 
 METHODS = {
     "arkvale": dict(block_size=8),
+    "clusterkv": dict(block_size=1, cluster_size=4, stretch=16, run=3),
     "full": {},
+    "louiskv": dict(block_size=1, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "oracle": {},
     "pariskv": dict(block_size=1, update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "quest": dict(block_size=4),
