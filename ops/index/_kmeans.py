@@ -124,8 +124,8 @@ def _assign(
         centroid += (bh * most + unit) * D
         for at in range(0, clusters, CENTRES):
             live = at + j < clusters
-            m = live[None, :] & (d < D)[:, None]
-            c = tl.load(centroid + (at + j)[None, :] * D + d[:, None], mask=m, other=0.0)
+            at_c = centroid + (at + j)[None, :] * D + d[:, None]
+            c = tl.load(at_c, mask=live[None, :] & (d < D)[:, None], other=0.0)
             wide = c.to(tl.float32)
             half = tl.where(live, tl.sum(wide * wide, 0) * 0.5, float("inf"))
             score = tl.dot(x, c, input_precision="ieee") - half[None, :]
@@ -183,7 +183,7 @@ def _repair(
     _, _, keys, _, _, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
     c, i = tl.arange(0, C), tl.arange(0, S)
     count += slot.to(tl.int64) * (S // size)
-    empty = (tl.load(count + c, mask=c < clusters, other=1) == 0) & (keys > 0)
+    empty = tl.load(count + c, mask=c < tl.where(keys > 0, clusters, 0), other=1) == 0
     lacking = tl.sum(empty.to(tl.int32), 0)
     if lacking > 0:
         at = slot.to(tl.int64) * S + i
