@@ -44,6 +44,7 @@ class Method:
     retrieves: ClassVar[bool] = True  # chooses by content
     dense: ClassVar[bool] = False  # attends to everything
     scans: ClassVar[bool] = False  # reads all keys to choose
+    regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method

@@ -28,6 +28,8 @@ class ClusterMethod(Method):
     seed: of the first centroids.
     """
 
+    regroups = True
+
     block_size: int = 1
     cluster_size: int = 16
     stretch: int = WIDEST
