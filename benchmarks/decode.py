@@ -23,6 +23,9 @@ WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
 
 @dataclass(frozen=True)
 class Options:
+    """locality: how much a query is like the last; one step in 1 / (1 - locality) jumps to another topic. Methods that
+    retrieve at boundaries do it there, so their retrieval rate is 1 - locality."""
+
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
@@ -157,7 +160,8 @@ def summary(report) -> dict:
         return out
     hits = 1 - sum(r.blocks_fetched for r in sparse) / sum(r.blocks_selected for r in sparse)
     moved = sum(r.host_bytes_read for r in sparse) / sparse[0].steps / 1e6
-    return {"hit_rate": hits, "host_MB_per_step": moved, **out}
+    rate = sum(r.retrieval_rate for r in sparse) / len(sparse)
+    return {"hit_rate": hits, "host_MB_per_step": moved, "retrieval_rate": rate, **out}
 
 
 def head_dim(config) -> int:

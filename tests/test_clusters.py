@@ -1,6 +1,6 @@
 """LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
 import math
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -44,13 +44,16 @@ def check_partition(layer: Layer, past: Past) -> None:
             assert all(i < j for i, j in pairwise(edges)), "an empty unit"
             pool = s.pool[b, h, m.sink : end].cpu()
             order = [(pool == row).all(-1).all(-1).nonzero().flatten().tolist() for row in kv[h, m.sink : end]]
-            assert sorted(sum(order, [])) == list(range(end - m.sink)), "the pool holds every token once"
+            assert sorted(chain(*order)) == list(range(end - m.sink)), "the pool holds every token once"
             for u, (i, j) in enumerate(pairwise(edges)):
                 mean = s.pool[b, h, i:j, 0].mean(0)
                 torch.testing.assert_close(s.centroid[b, h, u], mean, atol=1e-5, rtol=1e-5)
 
 
-HOW = [("louiskv", dict(tau=0.1)), ("louiskv", dict(tau=-0.9)), ("louiskv", dict(tau=0.1, per_head=True)), ("clusterkv", {})]
+HOW = [
+    ("louiskv", dict(tau=0.1)), ("louiskv", dict(tau=-0.9)), ("louiskv", dict(tau=0.1, per_head=True)),
+    ("clusterkv", {}),
+]  # fmt: skip
 
 
 def made(name: str, budget: int = 64, **more):
@@ -113,7 +116,8 @@ def turning(cosines: list[list[float]], prompt: int) -> torch.Tensor:
     return q * torch.rand(q.shape[:2], generator=torch.Generator().manual_seed(2)).add(0.5)[..., None]
 
 
-COSINES = st.lists(st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.8, 0.95]), min_size=4, max_size=4), min_size=2, max_size=20)
+FOUR = st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.8, 0.95]), min_size=4, max_size=4)
+COSINES = st.lists(FOUR, min_size=2, max_size=20)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -153,7 +157,10 @@ def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
 # ---------------------------------------------------------------- segments
 
 
-@given(cosines=st.lists(st.sampled_from([-0.5, 0.95]), min_size=30, max_size=70), low=st.integers(1, 3), more=st.integers(0, 4))
+@given(
+    cosines=st.lists(st.sampled_from([-0.5, 0.95]), min_size=30, max_size=70), low=st.integers(1, 3),
+    more=st.integers(0, 4),
+)  # fmt: skip
 def test_segments_are_cut_at_boundaries(cosines, low, more):
     """Against the rule in a few lines: a new one at a boundary if the last is long enough, or if it is full."""
     method = made("louiskv", tau=0.2, segment_min=low, segment_max=low + more, window=3, sink=0, cluster_size=8)

@@ -13,8 +13,8 @@ from torchsparsekv.ops.gather import fetch
 from torchsparsekv.ops.gather.fetch import _fetch
 
 SCHEMA = (
-    "(Tensor wanted, Tensor blocks, Tensor pool, Tensor(a!) hot, Tensor(b!) table, Tensor(c!) resident, Tensor(d!) age, "
-    "Tensor(e!) arrivals, Tensor(f!) stats, Tensor(g!) places) -> ()"
+    "(Tensor wanted, Tensor blocks, Tensor pool, Tensor(a!) hot, Tensor(b!) table, Tensor(c!) resident, "
+    "Tensor(d!) age, Tensor(e!) arrivals, Tensor(f!) stats, Tensor(g!) places) -> ()"
 )
 
 

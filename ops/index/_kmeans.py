@@ -83,7 +83,7 @@ def _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S: 
 
 @triton.jit
 def _draw(
-    k, units, centroid, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
+    k, units, centroid, half, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
     S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The first centroids; and the order of columns, for those that nothing is done with."""
@@ -103,14 +103,25 @@ def _draw(
         k += bh // heads * k_b + bh % heads * k_h
         row = tl.load(k + pick.to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
         tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], row, mask=m)
+        _halve(half, slot, c, c < clusters, row, S // size)
+
+
+@triton.jit
+def _halve(half, slot, c, live, row, clusters):
+    """Half the square of centroids, for the assignment: it would have to go through registers for it there."""
+    wide = row.to(tl.float32)
+    tl.store(half + slot.to(tl.int64) * clusters + c, tl.sum(wide * wide, 1) * 0.5, mask=live)
 
 
 @triton.jit
 def _assign(
-    k, units, centroid, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
-    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
+    k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
+    S: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """Every key to its nearest centroid. Best scores are kept per column of the tile and compared once, at the end."""
+    """Every key to its nearest centroid. Best scores are kept per column of the tile and compared once, at the end.
+
+    With FAR also the squared distance.
+    """
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
     if tl.program_id(1) * TILE < keys:
@@ -122,27 +133,29 @@ def _assign(
         best = tl.full((TILE, CENTRES), float("-inf"), tl.float32)
         tile = tl.zeros((TILE, CENTRES), tl.int32)
         centroid += (bh * most + unit) * D
+        half += slot.to(tl.int64) * (S // size)
         for at in range(0, clusters, CENTRES):
             live = at + j < clusters
             at_c = centroid + (at + j)[None, :] * D + d[:, None]
             c = tl.load(at_c, mask=live[None, :] & (d < D)[:, None], other=0.0)
-            wide = c.to(tl.float32)
-            half = tl.where(live, tl.sum(wide * wide, 0) * 0.5, float("inf"))
-            score = tl.dot(x, c, input_precision="ieee") - half[None, :]
+            own = tl.load(half + at + j, mask=live, other=float("inf"))
+            score = tl.dot(x, c, input_precision="ieee") - own[None, :]
             better = score > best
             best, tile = tl.where(better, score, best), tl.where(better, at, tile)
         top = tl.max(best, 1)
         chosen = tl.min(tl.where(best == top[:, None], tile + j[None, :], S), 1)
-        x = x.to(tl.float32)
         to = slot.to(tl.int64) * S + i
         tl.store(name + to, chosen, mask=i < keys)
-        tl.store(far + to, tl.maximum(tl.sum(x * x, 1) - 2 * top, 0.0), mask=i < keys)
+        if FAR:
+            x = x.to(tl.float32)
+            tl.store(far + to, tl.maximum(tl.sum(x * x, 1) - 2 * top, 0.0), mask=i < keys)
 
 
 @triton.jit
 def _means(
-    k, units, centroid, name, place, count, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
-    S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
+    k, units, centroid, half, name, place, count, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink,
+    size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    CENTRES: tl.constexpr,
 ):  # fmt: skip
     """The mean of every cluster. With RANK also how many keys it has, and of every key how many of it come before."""
     slot = tl.program_id(0)
@@ -167,8 +180,9 @@ def _means(
             members += tl.sum(member.to(tl.int32), 1)
         m = ((members > 0) & (c < clusters))[:, None] & (d < D)[None, :]
         size_of = tl.maximum(members, 1).to(tl.float32)
-        mean = tl.div_rn(total, tl.broadcast_to(size_of[:, None], (CENTRES, DP)))
+        mean = tl.div_rn(total, tl.broadcast_to(size_of[:, None], (CENTRES, DP))).to(centroid.dtype.element_ty)
         tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], mean, mask=m)
+        _halve(half, slot, c, (members > 0) & (c < clusters), mean, S // size)
         if RANK:
             tl.store(count + slot.to(tl.int64) * (S // size) + c, members, mask=c < clusters)
 
@@ -246,7 +260,8 @@ def launch(
     most = centroid.shape[2]
     new = lambda n, dtype: torch.empty(slots * n, dtype=dtype, device=k.device)  # noqa: E731
     name, place, far = new(stretch, torch.int32), new(stretch, torch.int32), new(stretch, torch.float32)
-    count, order = new(clusters, torch.int32), torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
+    half, count = new(clusters, torch.float32), new(clusters, torch.int32)
+    order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
     now, strides = (start, length, retired), k.stride()[:3]
     at, wide = (heads, tokens, most, sink, size), next_power_of_2(d)
     row = wide * k.element_size()
@@ -255,20 +270,22 @@ def launch(
     tiles = cdiv(clusters, centres)
     draw = min(16, next_power_of_2(clusters))
     _draw[(slots, cdiv(clusters, draw))](
-        k, units, centroid, order, *now, *strides, *at, seed, C=clusters, TILE=draw, **shape
+        k, units, centroid, half, order, *now, *strides, *at, seed, C=clusters, TILE=draw, **shape
     )
 
     def update(rank: bool) -> None:
         _means[(slots, tiles)](
-            k, units, centroid, name, place, count, *now, *strides, *at, RANK=rank, TILE=min(64, keys),
+            k, units, centroid, half, name, place, count, *now, *strides, *at, RANK=rank, TILE=min(64, keys),
             CENTRES=centres, **shape,
         )  # fmt: skip
 
     for i in range(rounds):
+        last = i == rounds - 1
         _assign[(slots, cdiv(stretch, keys))](
-            k, units, centroid, name, far, *now, *strides, *at, TILE=keys, CENTRES=centres, **shape, num_warps=8
-        )
-        update(i == rounds - 1)
+            k, units, centroid, half, name, far, *now, *strides, *at, FAR=last, TILE=keys, CENTRES=centres, **shape,
+            num_warps=8,
+        )  # fmt: skip
+        update(last)
     ends = dict(S=stretch, C=next_power_of_2(clusters), num_warps=8)
     _repair[(slots,)](units, name, far, place, count, *now, heads, tokens, sink, size, **ends)
     update(True)

@@ -40,8 +40,9 @@ def check_bounds(shortest: int, longest: int) -> None:
 
 
 def close_segments(
-    ring: Tensor, cuts: Tensor, first: Tensor, centroid: Tensor, start: int, end: int, unit: int, sink: int, forced: bool
-) -> tuple[int, int]:
+    ring: Tensor, cuts: Tensor, first: Tensor, centroid: Tensor, start: int, end: int, unit: int, sink: int,
+    forced: bool,
+) -> tuple[int, int]:  # fmt: skip
     """Of one head: the segments from `start` that end by `end` become units; with `forced` the last ends there.
 
     Returns the new frontier and the new number of units.

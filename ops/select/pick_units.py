@@ -1,10 +1,10 @@
 """Choose whole units by the attention their centroids get, best first, until a budget of tokens is full.
 
 A unit's score is softmax(scale * q.centroid) over the units of the head, averaged over the query heads of the group
-(compared by the logarithm of their sum, which cannot underflow). Units are taken by descending score, ties to the lower one; of the
-one that does not fit any more the first rows are taken. Unit u holds the pool rows from first[u] up to first[u + 1].
-Returns those rows in ascending order, int32 [batch, kv_heads, budget], -1 behind them; of heads whose `wanted` is 0,
-nothing but -1.
+(compared by the logarithm of their sum, which cannot underflow). Units are taken by descending score, ties to the lower
+one; of the one that does not fit any more the first rows are taken. Unit u holds the pool rows from first[u] up to
+first[u + 1]. Returns those rows in ascending order, int32 [batch, kv_heads, budget], -1 behind them; of heads whose
+`wanted` is 0, nothing but -1.
 
 One kernel: programs share the centroids of a head, and the last one to finish chooses. No sort: the score at which the
 budget is full is found by bisection, two bits a round, over the tokens of the units that reach it.
@@ -123,7 +123,7 @@ def _threshold(keys, first, count, budget, LANES: tl.constexpr):
     """The largest key that `budget` tokens reach (0: there are fewer), and how many tokens exceed it."""
     threshold = tl.zeros((), tl.uint32)
     reach = tl.load(first + count) - tl.load(first)
-    shift = 30
+    shift = tl.full((), 30, tl.int32)
     while (shift >= 0) & (reach > budget):
         unit = (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
         t1, t2, t3 = threshold + unit, threshold + 2 * unit, threshold + 3 * unit

@@ -84,9 +84,8 @@ class ClusterMethod(Method):
         # forced for want of room.
         turn = t.window + t.interval + 2 * self.segment[1]
         units = unit_capacity(g.rows, t.interval, min(self.segment[0], self.cluster_size))
-        per_head = {
-            "wanted": 0, "seen": -1, "begun": self.sink, "frontier": self.sink, "units": 0, "retrievals": 0, "picked": 0,
-        }  # fmt: skip
+        per_head = dict.fromkeys(("wanted", "units", "retrievals", "picked"), 0)
+        per_head |= {"seen": -1, "begun": self.sink, "frontier": self.sink}
         return super().buffers(g) | {
             "ring": Buffer((*lead, self.sink + turn, 2, g.head_dim), g.dtype),
             "cuts": Buffer((*lead, turn), i32),

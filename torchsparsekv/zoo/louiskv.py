@@ -1,4 +1,4 @@
-"""LouisKV: clusters of the prompt, segments of the output, retrieved only where the query turns away from the last one."""
+"""LouisKV: clusters of the prompt and segments of the output, retrieved only where the query turns."""
 import json
 from dataclasses import dataclass
 from pathlib import Path
