@@ -106,6 +106,7 @@ class Plan:
     ):  # fmt: skip
         self.method, self.dtype, self.device = method, dtype, device
         self.kv_heads = config.num_key_value_heads // shards
+        self.group = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.num_hidden_layers
         self.methods = tuple(dense if i < skip_layers else method for i in range(layers))
@@ -117,7 +118,7 @@ class Plan:
     def buffers(self, method: Method, batch: int, max_length: int) -> dict[str, Buffer]:
         block = self.method.block_size
         rows = -(-max_length // block) * block
-        return method.buffers(Geometry(batch, self.kv_heads, self.head_dim, rows, self.dtype))
+        return method.buffers(Geometry(batch, self.kv_heads, self.head_dim, rows, self.dtype, self.group))
 
     def bytes(self, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of a cache, before it exists."""

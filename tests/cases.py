@@ -32,7 +32,19 @@ def _append(w: World):
 
 def _store_prompt(w: World):
     ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
-    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, w.sink, True)
+    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, _order(w), w.sink, True)
+
+
+def _order(w: World):
+    """None, or a random order of the new tokens of every row that do not stay in the ring."""
+    if w.seed % 2:
+        return None
+    order = torch.arange(w.tokens, dtype=torch.int32).expand(w.batch, w.heads, -1).clone()
+    for b, (n0, n, end) in enumerate(torch.stack([w.start, w.length, w.retired], 1).tolist()):
+        first, last = max(n0, w.sink) - n + w.tokens, end - n + w.tokens
+        for h in range(w.heads * (last > first)):
+            order[b, h, first:last] = first + torch.randperm(last - first, generator=w.g)
+    return order
 
 
 def _block_bounds(w: World):
@@ -65,7 +77,7 @@ def _top_blocks(w: World):
 
 
 def _integers(x: torch.Tensor) -> torch.Tensor:
-    """Small integers: their rotation is exact in any order of summation, so no sign or cell differs by rounding."""
+    """Small integers: their sums of products are exact in any order, so no sign, cell or tie differs by rounding."""
     return (x * 8).round()
 
 
@@ -137,13 +149,91 @@ def _fetch(w: World):
     return (w.chosen(n), w.truth, hot, table, resident, age, torch.zeros(lead, dtype=torch.int32), w.stats())
 
 
+def _refetch(w: World):
+    blocks, *rest = _fetch(w)
+    wanted = torch.randint(0, 2, blocks.shape[:2], generator=w.g, dtype=torch.int32)
+    return (wanted, blocks, *rest, torch.randint(-1, 3, blocks.shape, generator=w.g, dtype=torch.int32))
+
+
+def _frontier(w: World, length: torch.Tensor, retired: torch.Tensor) -> torch.Tensor:
+    """Where the ring begins per (row, head): `retired` or as much further back as the ring has room."""
+    least = (length - (w.ring_rows - w.sink)).clamp(min=w.sink)[:, None]
+    back = torch.randint(0, 2 * w.interval, (w.batch, w.heads), generator=w.g)
+    return torch.maximum(retired[:, None] - back, least).to(torch.int32)
+
+
+def _units(w: World, frontier: torch.Tensor, *, most: int):
+    """Units of random sizes, empty ones too, that fill [sink, frontier): (units, first, centroid), NaN behind them."""
+    units = torch.randint(0, 7, frontier.shape, generator=w.g, dtype=torch.int32)
+    units[frontier > w.sink] += 1
+    first = torch.full((w.batch, w.heads, most + 1), w.sink, dtype=torch.int32)
+    centroid = torch.full((w.batch, w.heads, most, w.dim), torch.nan, dtype=w.dtype)
+    for b in range(w.batch):
+        for h in range(w.heads):
+            count, end = int(units[b, h]), int(frontier[b, h])
+            first[b, h, : count + 1] = torch.randint(w.sink, end + 1, (count + 1,), generator=w.g).sort().values
+            first[b, h, 0], first[b, h, count] = w.sink, end
+            few = torch.randint(0, 4, (count,), generator=w.g)  # alike in part: ties
+            centroid[b, h, :count] = _integers(torch.randn(4, w.dim, generator=w.g) / 4)[few].to(w.dtype)
+    return units, first, centroid
+
+
+def _segments(w: World, length: torch.Tensor, retired: torch.Tensor):
+    """Ring, cuts, begun, frontier, units, first, centroid of rows with so many tokens."""
+    turn = w.ring_rows - w.sink
+    frontier = _frontier(w, length, retired)
+    cuts = torch.randint(0, 2, (w.batch, w.heads, turn), generator=w.g, dtype=torch.int32)
+    begun = (length[:, None] - torch.randint(1, 6, frontier.shape, generator=w.g)).clamp(min=w.sink).to(torch.int32)
+    units = _units(w, frontier, most=w.rows + 8)
+    return (w.ring(length, frontier.amin(1)), cuts, begun, frontier, *units)
+
+
+def _find_boundary(w: World):
+    ring, *state = _segments(w, w.length, w.retired)
+    q = w.q[:, :, :1]
+    previous = torch.randn(w.batch, 2, q.shape[1], w.dim, generator=w.g) + q[:, None, :, 0].float()
+    lead = (w.batch, w.heads)
+    seen = (w.length[:, None] - torch.randint(1, 2 + w.seed % 2, lead, generator=w.g)).to(torch.int32)
+    wanted, retrievals = (torch.randint(0, 2, lead, generator=w.g, dtype=torch.int32) for _ in range(2))
+    tau = (-0.9, 0.2, 0.6, 0.7, 0.8, 1.0)[w.seed % 6]
+    return (
+        q, ring, previous.to(w.dtype), seen, *state, wanted, retrievals, w.stats(), w.length, w.retired, w.sink, tau,
+        w.seed % 4 == 0, 1 + w.seed % 3, w.ring_rows,
+    )  # fmt: skip
+
+
+def _settle_segments(w: World):
+    return (*_segments(w, w.start, w.leaving), w.start, w.length, w.retired, w.sink, w.ring_rows)
+
+
+def _cluster_keys(w: World):
+    units, first, centroid = _units(w, torch.minimum(w.start, w.retired)[:, None].clamp(min=w.sink).expand(-1, w.heads),
+                                    most=w.rows + 8)  # fmt: skip
+    size, stretch = ((2, 4), (1, 2), (4, 8), (2, 16))[w.seed % 4]
+    times = (w.start, w.length, w.retired)
+    return (w.k, units, first, centroid.nan_to_num(0), *times, w.sink, size, stretch, 1 + w.seed % 3, w.seed, True)
+
+
+def _pick_units(w: World):
+    units, first, centroid = _units(w, w.retired[:, None].expand(-1, w.heads), most=w.blocks + 8)
+    wanted = (torch.rand(w.batch, w.heads, generator=w.g) < 0.8).to(torch.int32)
+    budget = 1 + w.seed % (w.rows + 2)
+    return (_integers(w.q[:, :, :1] / 8), centroid, first, units, wanted, torch.zeros_like(units), budget, w.dim**-0.5)
+
+
 def _sparse_attention(w: World):
     n = max(1, w.blocks // 3)
     hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
     sinks = w.sinks() if w.seed % 2 else None
     cap = (0.0, 5.0)[w.seed // 2 % 2]
     q = w.q[:, :, :1]
-    return (q, w.ring(w.length, w.retired), hot, w.chosen(n), w.length, w.retired, sinks, w.sink, w.dim**-0.5, cap)
+    retired = w.retired
+    if w.seed % 3 == 0:  # one frontier per head, further back by what the ring still holds
+        back = torch.randint(0, w.interval, (w.batch, w.heads), generator=w.g, dtype=torch.int32)
+        room = w.ring_rows - w.sink - (w.length - w.retired)[:, None]
+        retired = torch.maximum(retired[:, None] - back.clamp(max=room), torch.tensor(w.sink)).to(torch.int32)
+    ring = w.ring(w.length, retired if retired.dim() == 1 else retired.amin(1))
+    return (q, ring, hot, w.chosen(n), w.length, retired, sinks, w.sink, w.dim**-0.5, cap)
 
 
 def _dense_attention(w: World):
@@ -170,19 +260,28 @@ OPS = {
     "collide": _collide,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
+    "find_boundary": _find_boundary,
+    "settle_segments": _settle_segments,
+    "cluster_keys": _cluster_keys,
+    "pick_units": _pick_units,
     "fetch": _fetch,
+    "refetch": _refetch,
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
 }
 # Ops that also take prompts.
-MANY_TOKENS = {"advance", "store_prompt", "block_bounds", "encode_keys", "prompt_attention"}
+MANY_TOKENS = {
+    "advance", "store_prompt", "settle_segments", "cluster_keys", "block_bounds", "encode_keys", "prompt_attention",
+}  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
 
 METHODS = {
     "arkvale": dict(block_size=8),
+    "clusterkv": dict(block_size=1, cluster_size=4, stretch=16, run=3),
     "full": {},
+    "louiskv": dict(block_size=1, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "oracle": {},
     "pariskv": dict(block_size=1, update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "quest": dict(block_size=4),

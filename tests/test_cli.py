@@ -46,6 +46,6 @@ def test_demo():
     assert "every method generates the tokens of dense attention" in done.stdout
     last = done.stdout.strip().splitlines()[-1]
     assert "followed by" in last
-    for found in ("arkvale", "oracle", "pariskv", "quest"):
+    for found in ("arkvale", "clusterkv", "louiskv", "oracle", "pariskv", "quest"):
         assert found in last.split("not by")[0]
     assert "streaming" in last.split("not by")[1]

@@ -44,6 +44,7 @@ class Method:
     retrieves: ClassVar[bool] = True  # chooses by content
     dense: ClassVar[bool] = False  # attends to everything
     scans: ClassVar[bool] = False  # reads all keys to choose
+    regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
@@ -98,6 +99,10 @@ class Method:
         """As many of the best blocks as the budget allows."""
         return top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]))
 
+    def frontier(self, s: LayerState) -> Tensor:
+        """Where attention takes over from the retrieved tokens to the ring: [batch] or [batch, kv_heads]."""
+        return s.clock.retired
+
     def places(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
         """Stages 2 and 3: the chosen blocks as places of the hot buffer, fetched where they were not there."""
         chosen = self.select(s, q, a)
@@ -107,7 +112,7 @@ class Method:
         """Stages 2 to 4."""
         c, t = s.clock, self.timeline
         return sparse_attention(
-            q, s.ring, s.hot, self.places(s, q, a), c.length, c.retired, a.sinks, t.sink, a.scale, a.softcap
+            q, s.ring, s.hot, self.places(s, q, a), c.length, self.frontier(s), a.sinks, t.sink, a.scale, a.softcap
         )
 
     def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
@@ -117,12 +122,16 @@ class Method:
         self.update(s, k)
         return self.attend(s, q, a)
 
+    def take_in(self, s: LayerState, k: Tensor, v: Tensor, *, join: bool) -> None:
+        """Many new tokens into the store and the index; `join`: see ops/_side.py."""
+        c = s.clock
+        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, None, self.timeline.sink, join)
+        self.update(s, k)
+
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that came before, whatever the method."""
         c = s.clock
-        join = last or torch.compiler.is_compiling()
-        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, self.timeline.sink, join)
-        self.update(s, k)
+        self.take_in(s, k, v, join=last or torch.compiler.is_compiling())
         return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans(k.shape[2]))
 
 

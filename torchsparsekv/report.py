@@ -20,6 +20,7 @@ class LayerReport:
     blocks_selected: int
     blocks_fetched: int
     host_bytes_read: int
+    retrieval_rate: float  # share of the steps at which anything was chosen anew
 
     @property
     def density(self) -> float:
@@ -67,6 +68,9 @@ class Report:
                 f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} "
                 f"{_size(r.host_bytes_read):>10}"
             )
+        seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
+        if seldom:
+            lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
         lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
         return "\n".join(lines + [f"!! {w}" for w in self.warnings])
 
@@ -89,6 +93,9 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
         moved += (total["context"] - total["near"]) * row // 2
+    rate = float(method.retrieves and steps > 0)
+    if "retrievals" in state.buffers:  # a method that does not retrieve at every step counts those where it does
+        rate = int(state.retrievals.sum()) / count
     return LayerReport(
         layer=layer,
         method=method.name,
@@ -98,6 +105,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         blocks_selected=total["selected"],
         blocks_fetched=total["missed"],
         host_bytes_read=moved if state.pool_on_host else 0,
+        retrieval_rate=rate,
     )
 
 

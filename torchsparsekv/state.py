@@ -20,6 +20,7 @@ class Geometry:
     head_dim: int
     rows: int  # pool rows per (batch row, kv head): the capacity, in whole blocks
     dtype: torch.dtype
+    group: int = 1  # query heads per kv head
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Attention of one query token over the ring (sinks, window) and the chosen blocks in the hot buffer."""
+"""Attention of one query token over the ring (sinks, window) and the chosen blocks in the hot buffer.
+
+Of the ring the sinks count and what stands from `retired` on, which is one position per row or one per (row, kv head).
+"""
 import torch
 from torch import Tensor
 
@@ -22,16 +25,22 @@ def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) ->
     _check.dtype((torch.int32,), places=places)
     _check.contiguous(places=places)
     _check.shape((*hot.shape[:2], places.shape[-1]), places=places)
-    _check.counters(q.shape[0], length=length, retired=retired)
+    _check.counters(q.shape[0], length=length)
+    if retired.dim() == 1:
+        return _check.counters(q.shape[0], retired=retired)
+    _check.dtype((torch.int32,), retired=retired)
+    _check.contiguous(retired=retired)
+    _check.shape(ring.shape[:2], retired=retired)
 
 
 def reference(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
-    near = ring_positions(ring.shape[2], length, retired, sink) >= 0
+    per_head = retired.view(q.shape[0], -1).expand(-1, ring.shape[1])
+    near = torch.stack([ring_positions(ring.shape[2], length, r, sink) for r in per_head.unbind(1)], 1) >= 0
     at = places.clamp(min=0).long()[..., None, None, None].expand(*places.shape, *hot.shape[3:])
     chosen = hot.gather(2, at).flatten(2, 3)
     found = (places >= 0).repeat_interleave(hot.shape[3], -1)
     rows = torch.cat([ring, chosen], 2)
-    live = torch.cat([near[:, None].expand(-1, ring.shape[1], -1), found], -1)
+    live = torch.cat([near, found], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live = live.repeat_interleave(q.shape[1] // ring.shape[1], 1).unsqueeze(2)
     out = softmax_attention(q, rows[..., 0, :], rows[..., 1, :], live, sinks, scale, softcap)
@@ -42,8 +51,7 @@ def reference(q, ring, hot, places, length, retired, sinks, sink, scale, softcap
 def _attend(
     q, ring, hot, places, length, retired, parts, tops, totals, q_b, q_h, heads, ring_rows, hot_blocks, n, sink, scale,
     softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, PER_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -53,7 +61,7 @@ def _attend(
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
     i = tl.arange(0, TILE)
-    end, old = tl.load(length + b), tl.load(retired + b)
+    end, old = tl.load(length + b), tl.load(retired + (bh if PER_HEAD else b))
     turn = ring_rows - sink
     near_tiles = tl.cdiv(ring_rows, TILE)
     for tile in range(split, near_tiles, splits):
@@ -80,8 +88,8 @@ def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> 
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
         q, ring, hot, places, length, retired, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads,
-        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=tile, **parts.shape(), num_stages=2,
-        **chained(q.device, batch * heads * splits),
+        ring_rows, hot.shape[2], n, sink, scale, softcap, splits, D=d, P=p, TILE=tile, PER_HEAD=retired.dim() == 2,
+        **parts.shape(), num_stages=2, **chained(q.device, batch * heads * splits),
     )  # fmt: skip
     return parts.combine(q, length, sinks)
 

@@ -127,19 +127,24 @@ def _fetch(
         tl.store(arrivals + bh, 0)
 
 
-def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
+def launch(kernel, first: tuple, blocks, pool, hot, table, resident, age, arrivals, stats, out: Tensor) -> None:
+    """Run `kernel`: `_fetch`, or one around it that has the arguments `first` before those of `_fetch`."""
     batch, heads, places, p, _, d = hot.shape
     n = blocks.shape[2]
     wide_n, wide_c = max(16, next_power_of_2(n)), max(16, next_power_of_2(places))
     # Programs per head: enough to cover the chip, no more than there can be tiles of misses.
     parts = max(1, min(cdiv(n * p, ROWS), sm_count(pool.device) // (batch * heads)))
-    out = torch.empty_like(blocks)
     scratch = torch.empty(batch * heads * parts * (wide_c + 2 * wide_n), dtype=torch.int32, device=blocks.device)
-    _fetch[(batch * heads, parts)](
-        blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
+    kernel[(batch * heads, parts)](
+        *first, blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
         OLDEST=OLDEST, N=wide_n, C=wide_c, P=p, WIDTH=2 * d, ROW=next_power_of_2(2 * d), ROWS=ROWS,
         num_warps=4 if wide_c <= 512 else 8, **chained(hot.device, batch * heads * parts),
     )  # fmt: skip
+
+
+def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
+    out = torch.empty_like(blocks)
+    launch(_fetch, (), blocks, pool, hot, table, resident, age, arrivals, stats, out)
     return out
 
 

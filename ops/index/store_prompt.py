@@ -2,45 +2,56 @@
 
 Afterwards the pool holds every token of the row, the ring its sinks and its newest tokens. Ragged: the new tokens of a
 row are the last `length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the
-pool runs on a side stream so that the next layer computes meanwhile. With `join` it does not, and waits for those that
-did: for the last layer, and in compiled graphs, whose memory plan knows nothing of other streams.
-"""
-import functools
+pool runs beside the next layer, unless told to `join` (ops/_side.py).
 
+With `order` [batch, kv_heads, tokens] a column's row of the pool takes the token of column `order[column]` instead of
+its own: a method that moves groups of tokens together writes them side by side. It permutes new tokens that do not stay
+in the ring, among themselves.
+"""
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.append import ring_row
 
 SCHEMA = (
     "(Tensor k, Tensor v, Tensor(a!) ring, Tensor(b!) pool, Tensor start, Tensor length, Tensor leaving, "
-    "Tensor retired, int sink, bool join) -> ()"
+    "Tensor retired, Tensor? order, int sink, bool join) -> ()"
 )
 TILE = 16
 # Few programs with much in flight: they fill the host link and leave the SMs to the next layer.
 COPIERS, COPY_TILE = 8, 64
 
 
-def check(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+def check(k, v, ring, pool, start, length, leaving, retired, order, sink, join) -> None:
     _check.rows(pool, ring=ring)
     _check.dense_last(k=k, v=v)
     _check.same_dtype(k=k, v=v, pool=pool)
     _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k, v=v)
     _check.counters(k.shape[0], start=start, length=length, leaving=leaving, retired=retired)
+    if order is not None:
+        _check.dtype((torch.int32,), order=order)
+        _check.contiguous(order=order)
+        _check.shape(k.shape[:3], order=order)
 
 
-def reference(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+def reference(k, v, ring, pool, start, length, leaving, retired, order, sink, join) -> None:
     for b in range(k.shape[0]):
         n0, n, old, new = (int(t[b]) for t in (start, length, leaving, retired))
         if n <= 0:
             continue
         kept = torch.cat([torch.arange(min(n0, sink)), torch.arange(max(old, sink), max(n0, sink))])
         pool[b][:, kept] = ring[b][:, ring_row(kept, sink, ring.shape[2])]
-        rows = torch.stack([k[b], v[b]], 2)[:, k.shape[2] - (n - n0) :]
-        pool[b, :, n0:n] = rows
+        rows = torch.stack([k[b], v[b]], 2)
+        if order is not None:
+            moved = order[b].long()[..., None, None].expand_as(rows)
+            pool[b, :, n0:n] = rows.gather(1, moved)[:, k.shape[2] - (n - n0) :]
+        rows = rows[:, k.shape[2] - (n - n0) :]
+        if order is None:
+            pool[b, :, n0:n] = rows
         pos = torch.arange(n0, n)
         pos = pos[(pos < sink) | (pos >= new)]
         ring[b][:, ring_row(pos, sink, ring.shape[2])] = rows[:, pos - n0]
@@ -65,8 +76,8 @@ def _flush(
 
 @triton.jit
 def _write(
-    k, v, out, start, length, retired, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
-    TO_RING: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    k, v, out, start, length, retired, order, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
+    TO_RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid-stride over (row, head, tile of columns); `out` is the pool, or the ring for the positions it keeps."""
     per_head = tl.cdiv(tokens, TILE)
@@ -84,6 +95,8 @@ def _write(
         if (n > 0) & (tl.max(keep.to(tl.int32), 0) > 0):
             d = tl.arange(0, DP)
             m = keep[:, None] & (d < D)[None, :]
+            if ORDERED:
+                col = tl.load(order + bh * tokens + col, mask=keep, other=0)
             far = col.to(tl.int64)[:, None]
             rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d[None, :], mask=m, other=0.0)
             rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d[None, :], mask=m, other=0.0)
@@ -92,12 +105,7 @@ def _write(
             tl.store(to + D, rows_v, mask=m)
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
+def cuda(k, v, ring, pool, start, length, leaving, retired, order, sink, join) -> None:
     batch, heads, pool_rows, _, d = pool.shape
     tokens, ring_rows = k.shape[2], ring.shape[2]
     strides = (*k.stride()[:3], *v.stride()[:3])
@@ -107,22 +115,15 @@ def cuda(k, v, ring, pool, start, length, leaving, retired, sink, join) -> None:
 
     def write(out, rows, programs, tile, to_ring):
         tiles = batch * heads * cdiv(tokens, tile)
-        args = (k, v, out, start, length, retired, *strides, heads, tokens, rows, sink, tiles)
+        ordered = order is not None and not to_ring
+        args = (k, v, out, start, length, retired, order if ordered else length, *strides, heads, tokens, rows, sink)
         wide = dict(D=d, DP=next_power_of_2(d), TILE=tile, num_warps=8 if tile > TILE else 4)
-        _write[(min(tiles, programs),)](*args, TO_RING=to_ring, **wide)
+        _write[(min(tiles, programs),)](*args, tiles, TO_RING=to_ring, ORDERED=ordered, **wide)
 
     write(ring, ring_rows, 4096, TILE, True)
-    if not k.is_cuda:  # the interpreter: no streams
-        return write(pool, pool_rows, COPIERS, COPY_TILE, False)
-    main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
-    if join:
-        main.wait_stream(side)
-        return write(pool, pool_rows, 4096, COPY_TILE, False)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        write(pool, pool_rows, COPIERS, COPY_TILE, False)
-        for t in (k, v, pool, start, length, retired):
-            t.record_stream(side)
+    used = (k, v, pool, start, length, retired)
+    with beside(join, *used, *(() if order is None else (order,))):
+        write(pool, pool_rows, 4096 if join else COPIERS, COPY_TILE, False)
 
 
 def fake(k: Tensor, *_) -> None: ...

@@ -1,0 +1,79 @@
+"""Group the keys of a prompt by k-means, and say in which order the pool should hold its tokens.
+
+The new tokens that do not stay in the ring, `[max(start, sink), retired)`, are taken a stretch at a time (so the cost
+grows linearly), each with one cluster per `size` tokens, at least one. Every cluster becomes a unit
+(ops/index/_segments.py): its tokens stand side by side in the pool, in order of position. Returns that order as columns
+of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
+`join` (ops/_side.py).
+
+K-means is Lloyd's, deterministic: the first centroids are keys drawn by `seed`, one from each of as many equal parts of
+the stretch; `rounds` times every key goes to the nearest centroid (ties to the lower one) and the centroids to the mean
+of their keys, rounded to the type of the keys. A cluster without keys keeps its centroid; those left empty at the end
+each take one key, of the farthest from their centroids, leaving every cluster its first.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._side import beside
+from torchsparsekv.ops.index import _kmeans
+
+SCHEMA = (
+    "(Tensor k, Tensor(a!) units, Tensor(b!) first, Tensor(c!) centroid, Tensor start, Tensor length, Tensor retired, "
+    "int sink, int size, int stretch, int rounds, int seed, bool join) -> Tensor"
+)
+
+
+def check(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> None:
+    _check.dense_last(k=k)
+    _check.dtype(_check.FLOATS, k=k)
+    _check.same_dtype(k=k, centroid=centroid)
+    _check.dtype((torch.int32,), units=units, first=first)
+    _check.contiguous(units=units, first=first, centroid=centroid)
+    lead, most = k.shape[:2], centroid.shape[2]
+    _check.shape((*lead, most, k.shape[3]), centroid=centroid)
+    _check.shape((*lead, most + 1), first=first)
+    _check.shape(lead, units=units)
+    _check.counters(k.shape[0], start=start, length=length, retired=retired)
+    if size < 1 or rounds < 1 or stretch & (stretch - 1) or not size <= stretch <= _kmeans.WIDEST or stretch % size:
+        raise ValueError(
+            f"need size, rounds >= 1 and stretch a power of two, a multiple of size, up to {_kmeans.WIDEST}; got size "
+            f"{size}, stretch {stretch}, rounds {rounds}"
+        )
+    if not 0 <= seed < _kmeans.SEEDS:
+        raise ValueError(f"seed must be from 0 to {_kmeans.SEEDS - 1}, got {seed}")
+
+
+def reference(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
+    batch, heads, tokens, _ = k.shape
+    order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
+    for b, (n0, n, end) in enumerate(torch.stack([start, length, retired], 1).tolist()):
+        for begin in range(max(n0, sink), end if n > 0 else 0, stretch):
+            stop = min(begin + stretch, end)
+            column = tokens - n + begin
+            x = k[b, :, column : column + stop - begin]
+            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), rounds, seed)
+            count = centres.shape[1]
+            ends = begin + (name[..., None] == torch.arange(count, device=k.device)).sum(1).cumsum(-1)
+            order[b, :, column : column + stop - begin] = column + name.argsort(dim=-1, stable=True)
+            for h in range(heads):
+                u = int(units[b, h])
+                centroid[b, h, u : u + count], first[b, h, u + 1 : u + 1 + count] = centres[h], ends[h]
+            units[b] += count
+    return order
+
+
+def cuda(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
+    with beside(join, k, units, first, centroid, start, length, retired):
+        args = (k, units, first, centroid, start, length, retired)
+        return _kmeans.launch(*args, sink, size, stretch, rounds, seed)
+
+
+def fake(k: Tensor, *_) -> Tensor:
+    return k.new_empty(k.shape[:3], dtype=torch.int32)
+
+
+cluster_keys = register(
+    "cluster_keys", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check, capturable=False
+)

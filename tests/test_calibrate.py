@@ -1,0 +1,82 @@
+"""Calibration: the threshold that retrieves least within the stated loss, and the file that patch() takes."""
+import json
+
+import pytest
+import torch
+from models import tiny
+from test_cli import cli
+
+import torchsparsekv
+from torchsparsekv.method import make_method
+
+pytest.importorskip("typer")
+
+from torchsparsekv.commands import calibrate as module
+
+calibrate = module.calibrate
+
+HYPER = dict(budget=16, sink=4, window=4, skip_layers=1, cluster_size=4, stretch=64, segment_min=2, segment_max=4)
+TAUS = (0.9, 0.3, 0.0, -0.5)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e-3, 10.0])
+def test_it_chooses_the_least_retrieval_within_the_loss(texts, loss):
+    found = calibrate(tiny(), texts, 60, loss, TAUS, **HYPER)
+    rows = found["rows"]
+    assert [r["tau"] for r in rows] == [1.0, *TAUS]
+    rates = [r["retrieval_rate"] for r in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 1
+    assert rates[-1] < 0.5
+    assert rows[0]["loss"] == 0
+    fit = [r for r in rows if r["loss"] <= loss]
+    assert found["retrieval_rate"] == min(r["retrieval_rate"] for r in fit)
+    assert found["loss"] <= loss
+    if loss == 10.0:
+        assert found["retrieval_rate"] == rates[-1], "everything is allowed"
+
+
+def test_a_threshold_that_costs_too_much_is_not_chosen(texts, monkeypatch):
+    costs = iter([2.0, 2.004, 2.03, 2.009, 2.5])
+    real = module.surprise
+    monkeypatch.setattr(module, "surprise", lambda *args: 0 * real(*args) + next(costs))
+    assert module.calibrate(tiny(), texts, 60, 0.01, TAUS, **HYPER)["tau"] == 0.0
+
+
+def test_the_file_is_what_patch_takes(texts, tmp_path):
+    found = calibrate(tiny(), texts, 60, 10.0, TAUS, **HYPER)
+    path = tmp_path / "tau.json"
+    path.write_text(json.dumps(found))
+    assert make_method("louiskv", tau=str(path)).tau == found["tau"]
+    assert make_method("louiskv", tau=path).tau == found["tau"]
+
+
+def test_the_command(tmp_path):
+    """On a model and tokenizer of its own, from text to file."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 97)}}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "model")
+    tiny().save_pretrained(tmp_path / "model")
+    text, out = tmp_path / "text", tmp_path / "tau.json"
+    text.write_text(" ".join(f"w{i * i % 96 + 1}" for i in range(500)))
+    args = ["calibrate", str(tmp_path / "model"), str(text), "--texts", "2", "--out", str(out), "--loss", "10"]
+    done = cli(*args, "--prompt", "60", "--steps", "20", "--budget", "64", "--taus", "0.5,-0.5")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads(out.read_text())
+    assert "retrieval rate" in done.stdout
+    assert f"tau = {saved['tau']}" in done.stdout
+    model = tiny()
+    torchsparsekv.patch(model, "louiskv", tau=str(out), budget=64, max_length=128).unpatch()
+    done = cli(*args, "--prompt", "60", "--steps", "2000")
+    assert done.returncode == 2
+    assert "tokens, 2 texts of 2060 need 4120" in done.stderr

@@ -1,0 +1,313 @@
+"""LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
+import math
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
+from world import DEVICE
+
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.attend._rows import ring_positions
+from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index._segments import unit_capacity
+from torchsparsekv.ops.index.cluster_keys import cluster_keys
+from torchsparsekv.ops.select.pick_units import pick_units, scores
+
+SMALL = dict(sink=8, window=6, block_size=1, cluster_size=4, stretch=16)
+LOUIS = dict(SMALL, segment_min=2, segment_max=4)
+
+
+# ---------------------------------------------------------------- every token is somewhere, once
+
+
+def check_partition(layer: Layer, past: Past) -> None:
+    """Sinks and what follows the frontier are in the ring, the rest in units; a unit's centroid is its mean key."""
+    s, m, c = layer.state, layer.method, layer.clock
+    for b, first in enumerate((past.pad, 0)):
+        n, retired = int(c.length[b]), int(c.retired[b])
+        kv = torch.stack([past.k[b, :, first : first + n], past.v[b, :, first : first + n]], 2)
+        for h in range(past.heads):
+            end, count = int(s.frontier[b, h]), int(s.units[b, h])
+            near = ring_positions(s.ring.shape[2], c.length[b : b + 1], s.frontier[b, h : h + 1], m.sink)[0]
+            held = sorted(near[near >= 0].tolist())
+            assert held == [*range(min(n, m.sink)), *range(end, n)]
+            assert m.sink <= end <= retired
+            ring = s.ring[b, h].cpu()
+            for row, pos in enumerate(near.tolist()):
+                assert pos < 0 or torch.equal(ring[row], kv[h, pos])
+            edges = s.first[b, h, : count + 1].tolist()
+            assert edges[0] == m.sink
+            assert edges[-1] == end
+            assert all(i < j for i, j in pairwise(edges)), "an empty unit"
+            pool = s.pool[b, h, m.sink : end].cpu()
+            order = [(pool == row).all(-1).all(-1).nonzero().flatten().tolist() for row in kv[h, m.sink : end]]
+            assert sorted(chain(*order)) == list(range(end - m.sink)), "the pool holds every token once"
+            for u, (i, j) in enumerate(pairwise(edges)):
+                mean = s.pool[b, h, i:j, 0].mean(0)
+                torch.testing.assert_close(s.centroid[b, h, u], mean, atol=1e-5, rtol=1e-5)
+
+
+HOW = [
+    ("louiskv", dict(tau=0.1)), ("louiskv", dict(tau=-0.9)), ("louiskv", dict(tau=0.1, per_head=True)),
+    ("clusterkv", {}),
+]  # fmt: skip
+
+
+def made(name: str, budget: int = 64, **more):
+    return make_method(name, **{**(LOUIS if name == "louiskv" else dict(SMALL, run=3)), "budget": budget, **more})
+
+
+@pytest.mark.parametrize(("name", "more"), HOW)
+@given(past=pasts())
+def test_every_token_is_in_one_place(name, more, past):
+    """However it came in: prompts, turns, chunks and single tokens."""
+    check_partition(past.fill(made(name, **more)), past)
+
+
+def test_a_lost_token_is_noticed():
+    past = Past(80, 3, 2, [60] + [1] * 20, 1, False)
+    layer = past.fill(made("louiskv", tau=0.1))
+    check_partition(layer, past)
+    layer.state.first[0, 0, 3] += 1
+    with pytest.raises(AssertionError):
+        check_partition(layer, past)
+
+
+@given(
+    sizes=st.lists(st.one_of(st.just(1), st.just(2), st.integers(2, 30)), min_size=20, max_size=120),
+    seed=st.integers(0, 99), segment=st.sampled_from([(1, 1), (1, 3), (2, 4), (4, 4)]),
+)  # fmt: skip
+def test_units_never_outgrow_their_buffer(sizes, seed, segment):
+    method = made("louiskv", tau=1.0, segment_min=segment[0], segment_max=segment[1], window=1, sink=0)
+    sizes = [n for n, total in zip(sizes, torch.tensor(sizes).cumsum(0).tolist()) if total <= 256]
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 1, sum(sizes), 16, generator=g)
+    layer = Layer(method, heads=1)
+    layer.feed_parts(x, x, x, sizes)
+    assert int(layer.state.units.max()) <= layer.state.centroid.shape[2]
+    assert layer.state.centroid.shape[2] == unit_capacity(256, 2 * segment[1], min(segment[0], 4))
+
+
+# ---------------------------------------------------------------- the trigger
+
+
+def steps_of(q: torch.Tensor, prompt: int, method, v=None):
+    """`wanted` after every decode step on queries q [heads, tokens, dim], and the layer."""
+    g = torch.Generator().manual_seed(1)
+    k = torch.randn(1, 2, q.shape[1], q.shape[2], generator=g)
+    layer = Layer(method, heads=2, group=q.shape[0] // 2, dim=q.shape[2])
+    layer.feed(q[None, :, :prompt], k[:, :, :prompt], k[:, :, :prompt])
+    wanted = []
+    for t in range(prompt, q.shape[1]):
+        layer.feed(q[None, :, t : t + 1], k[:, :, t : t + 1], k[:, :, t : t + 1])
+        wanted.append(layer.state.wanted[0].tolist())
+    return wanted, layer
+
+
+def turning(cosines: list[list[float]], prompt: int) -> torch.Tensor:
+    """Queries whose head h at decode step t has cosine cosines[t][h] with its step before (in the plane of 2 axes)."""
+    angles = torch.tensor(cosines).acos().cumsum(0).T  # [heads, steps]
+    q = torch.zeros(angles.shape[0], prompt + angles.shape[1], 16)
+    q[:, :prompt, 0] = 1
+    q[:, prompt:, 0], q[:, prompt:, 1] = angles.cos(), angles.sin()
+    return q * torch.rand(q.shape[:2], generator=torch.Generator().manual_seed(2)).add(0.5)[..., None]
+
+
+FOUR = st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.8, 0.95]), min_size=4, max_size=4)
+COSINES = st.lists(FOUR, min_size=2, max_size=20)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@given(cosines=COSINES, tau=st.sampled_from([-0.4, 0.11, 0.29, 0.61, 0.9]))
+def test_it_retrieves_where_the_mean_cosine_is_below_tau(per_head, cosines, tau):
+    """The taus are no mean of 2 or 4 of the cosines, so rounding decides nothing. The first step always retrieves."""
+    wanted, _ = steps_of(turning(cosines, 30), 30, made("louiskv", tau=tau, per_head=per_head, window=40))
+    for t, (got, row) in enumerate(zip(wanted, cosines)):
+        means = [sum(row[:2]) / 2, sum(row[2:]) / 2] if per_head else [sum(row) / 4] * 2
+        assert got == [int(t == 0 or mean < tau) for mean in means]
+
+
+def test_a_second_turn_retrieves_at_its_first_step():
+    method = made("louiskv", tau=-0.99)
+    q = torch.ones(1, 2, 60, 16)
+    layer = Layer(method, heads=2)
+    wanted = []
+    for n in (30, 1, 1, 1, 20, 1, 1):
+        layer.feed(q[:, :, :n], q[:, :, :n], q[:, :, :n])
+        wanted.append(int(layer.state.wanted[0, 0]))
+    assert [wanted[i] for i in (1, 2, 3, 5, 6)] == [1, 0, 0, 1, 0]
+
+
+def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
+    """And attention goes on over what was chosen last; a full ring makes a boundary of its own."""
+    wanted, layer = steps_of(torch.ones(2, 100, 16), 30, made("louiskv", budget=8, tau=0.5))
+    slack = layer.state.cuts.shape[2]
+    forced = [t for t, w in enumerate(wanted) if w[0]]
+    assert forced[0] == 0
+    assert 1 < len(forced) <= 1 + math.ceil(70 / (slack - layer.method.window - layer.method.timeline.interval - 4))
+    selected, missed = layer.state.stats[0, 0, 3:].tolist()
+    assert selected > 8 * 60
+    assert missed <= 8 * len(forced)
+    assert layer.state.retrievals.tolist() == [[len(forced)] * 2]
+
+
+# ---------------------------------------------------------------- segments
+
+
+@given(
+    cosines=st.lists(st.sampled_from([-0.5, 0.95]), min_size=30, max_size=70), low=st.integers(1, 3),
+    more=st.integers(0, 4),
+)  # fmt: skip
+def test_segments_are_cut_at_boundaries(cosines, low, more):
+    """Against the rule in a few lines: a new one at a boundary if the last is long enough, or if it is full."""
+    method = made("louiskv", tau=0.2, segment_min=low, segment_max=low + more, window=3, sink=0, cluster_size=8)
+    wanted, layer = steps_of(turning([[c] * 2 for c in cosines], 2), 2, method)
+    begins = [*range(0, 2, low + more)]  # of the two tokens of the prompt nothing retires
+    for t, w in enumerate(wanted):
+        size = 2 + t - begins[-1]
+        if size >= low + more or (w[0] and size >= low):
+            begins.append(2 + t)
+    edges = layer.state.first[0, 0, : int(layer.state.units[0, 0]) + 1].tolist()
+    assert edges == begins[: len(edges)]
+    last = max(t for t, w in enumerate(wanted) if w[0])  # when segments entered the index last
+    retired = max(0, (2 + last + 1 - 3) // (2 * (low + more))) * 2 * (low + more)
+    assert edges[-1] == max(x for x in begins if x <= retired)
+
+
+# ---------------------------------------------------------------- clusters
+
+
+@pytest.mark.parametrize("kind", ["topics", "drift"])
+def test_inertia_is_that_of_plain_kmeans(kind):
+    """Within 2 % of Lloyd's algorithm run to its end from the best of 3 random starts, on 1024 keys and 64 clusters."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 32, generator=g)
+    if kind == "topics":
+        x = x * 0.7 + 3 * torch.randn(40, 32, generator=g)[torch.arange(1024) // 16 * 7 % 40]
+    else:
+        for t in range(1, 1024):
+            x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
+    units, first = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 1025, dtype=torch.int32)
+    centroid = torch.zeros(1, 1, 1024, 32)
+    times = [torch.tensor([n], dtype=torch.int32) for n in (0, 1024, 1024)]
+    args = [t.to(DEVICE) for t in (x[None, None], units, first, centroid, *times)]
+    order = cluster_keys(*args, 0, 16, 1024, 4, 0, True)[0, 0].long().cpu()
+    assert int(args[1]) == 64
+    sizes = args[2][0, 0, :65].diff().long().cpu()
+    got = float((x[order] - args[3][0, 0, :64].cpu().repeat_interleave(sizes, 0)).square().sum())
+    assert got <= 1.02 * min(plain_inertia(x, 64, seed) for seed in range(3))
+
+
+def plain_inertia(x: torch.Tensor, clusters: int, seed: int) -> float:
+    centres = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:clusters]]
+    for _ in range(100):
+        name = torch.cdist(x, centres).argmin(1)
+        centres = torch.stack([x[name == c].mean(0) if (name == c).any() else centres[c] for c in range(clusters)])
+    return float((x - centres[name]).square().sum())
+
+
+@given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
+def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, kinds, 8, generator=g)[:, torch.randint(0, kinds, (keys,), generator=g)]
+    clusters = min(clusters, keys)
+    centres, name = _kmeans.kmeans(x, clusters, 3, seed)
+    for h in range(2):
+        assert torch.bincount(name[h], minlength=clusters).min() > 0
+        for c in range(clusters):
+            torch.testing.assert_close(centres[h, c], x[h, name[h] == c].mean(0))
+
+
+@pytest.mark.parametrize(("size", "stretch", "tokens"), [(8, 128, 300), (4, 64, 150), (2, 64, 70)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
+    """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
+    from torchsparsekv.ops._registry import load_all
+
+    entry = load_all()["cluster_keys"]
+    g = torch.Generator().manual_seed(size)
+    k = torch.randn(2, tokens, 2, 32, generator=g)
+    if alike:
+        k = torch.randint(-1, 2, (2, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (tokens,), generator=g)]
+    k = k.transpose(1, 2)
+    times = [torch.tensor(t, dtype=torch.int32) for t in ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20])]
+    both = []
+    for run, device in ((entry.reference, "cpu"), (entry.cuda, DEVICE)):
+        units, first = torch.zeros(2, 2, dtype=torch.int32), torch.full((2, 2, tokens + 1), 4, dtype=torch.int32)
+        args = [t.to(device) for t in (k, units, first, torch.zeros(2, 2, tokens, 32), *times)]
+        order = run(*args, 4, size, stretch, 3, 5, True)
+        both.append([t.cpu() for t in (order, *args[1:4])])
+    for got, want in zip(both[1], both[0]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def by_hand(units: list[tuple[float, int, int]], budget: int) -> list[int]:
+    """Rows of the best units (score, begin, end) until the budget is full, the last cut to its first rows."""
+    rows: list[int] = []
+    for _, begin, end in sorted(units, key=lambda u: -u[0]):  # stable: ties to the lower unit
+        rows += range(begin, end)[: budget - len(rows)]
+    return sorted(rows)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=40), kinds=st.integers(1, 8), budget=st.integers(1, 120),
+    group=st.sampled_from([1, 2, 3]), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_whole_units_are_taken_until_the_budget_is_full(sizes, kinds, budget, group, seed):
+    g = torch.Generator().manual_seed(seed)
+    few = torch.randint(-2, 3, (kinds, 16), generator=g).float()
+    centroid = few[torch.randint(0, kinds, (len(sizes),), generator=g)]
+    q = torch.randint(-2, 3, (1, group, 1, 16), generator=g).float()
+    first = torch.tensor([5, *sizes]).cumsum(0).to(torch.int32)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    args = (q, centroid[None, None], first[None, None], one * len(sizes), one, one * 0)
+    got = pick_units(*(t.to(DEVICE) for t in args), budget, 0.25)[0, 0].tolist()
+    # In double precision: what is equal there is equal, what differs does so by more than fp32 rounds.
+    z = q[0, :, 0].double() @ centroid.double().T * 0.25
+    mean = torch.softmax(z, -1).mean(0)
+    units = [(round(math.log(float(m)), 4), int(a), int(b)) for m, a, b in zip(mean, first, first[1:])]
+    want = by_hand(units, budget)
+    assert got == want + [-1] * (budget - len(want))
+
+
+@given(past=pasts(), budget=st.integers(5, 40))
+@pytest.mark.parametrize("name", ["louiskv", "clusterkv"])
+def test_the_choice_is_the_papers(name, past, budget):
+    """Mean of the heads' softmax over the mean keys of the units, recomputed from the pool in double precision."""
+    layer = past.fill(made(name, budget=budget))
+    s = layer.state
+    s.wanted.fill_(1)
+    chosen = layer.select(past.query)
+    for b, h, _, queries in past.heads_of_rows():
+        edges = s.first[b, h, : int(s.units[b, h]) + 1].tolist()
+        if len(edges) == 1:
+            assert (chosen[b, h] == -1).all()
+            continue
+        pool = s.pool[b, h].double().cpu()
+        keys = torch.stack([pool[i:j, 0].mean(0) for i, j in pairwise(edges)])
+        mean = torch.softmax(queries @ keys.T * past.dim**-0.5, -1).mean(0).log().tolist()
+        want = by_hand([(m, *e) for m, e in zip(mean, pairwise(edges))], budget)
+        got = chosen[b, h]
+        assert got[got >= 0].tolist() == want
+
+
+def test_a_score_is_a_mean_of_softmaxes_and_cannot_underflow():
+    q, centroid = torch.tensor([[400.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 3.0], [-1.0, 2.0]])
+    got = scores(q, centroid, 1.0)
+    want = torch.softmax(q @ centroid.T, -1).sum(0).log()
+    torch.testing.assert_close(got, want)
+    assert scores(q[:1], centroid, 1.0)[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("where", PLANTED)
+@pytest.mark.parametrize("name", ["louiskv", "clusterkv"])
+def test_a_planted_key_is_found(name, where):
+    """It stands out of any mean that it is part of."""
+    assert LENGTH == 160
+    assert finds(made(name, budget=16, cluster_size=4, stretch=64), *PLANTED[where])

@@ -1,0 +1,89 @@
+"""`torchsparsekv calibrate`: find LouisKV's tau for a model, on a text."""
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+import torchsparsekv
+from torchsparsekv.commands import app
+from torchsparsekv.commands._table import table
+
+TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
+
+
+@torch.no_grad()
+def surprise(model, ids: Tensor, prompt: int, cache) -> float:
+    """Mean negative log-likelihood, in nats, of the tokens after the prompt, each decoded after the true ones."""
+    logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    total = 0.0
+    for t in range(prompt, ids.shape[1]):
+        total += float(torch.nn.functional.cross_entropy(logits.float(), ids[:, t]))
+        logits = model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1]
+    return total / (ids.shape[1] - prompt)
+
+
+def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, ...] = TAUS, **options) -> dict:
+    """Try every tau on texts `ids` [texts, tokens], of which the first `prompt` tokens are the prompt.
+
+    Chosen is the one that retrieves least and costs at most `loss` nats per token over retrieval at every step: that
+    difference is tau's doing, the rest of the way to dense attention is the budget's.
+    """
+    if not 1 < prompt < ids.shape[1] - 1:
+        raise ValueError(f"prompt must leave 2 tokens to decode of {ids.shape[1]}, got {prompt}")
+    if not loss >= 0:
+        raise ValueError(f"loss must be at least 0, got {loss}")
+    rows: list[dict[str, float]] = []
+    for tau in sorted({1.0, *taus}, reverse=True):
+        with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
+            cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
+            nats = surprise(model, ids, prompt, cache)
+            sparse = [r.retrieval_rate for r in handle.report().layers if r.method == "louiskv"]
+        row = {"tau": tau, "retrieval_rate": sum(sparse) / len(sparse), "nats_per_token": nats}
+        rows.append({**row, "loss": nats - rows[0]["nats_per_token"] if rows else 0.0})
+    within = [r for r in rows if r["loss"] <= loss]
+    best = min(within, key=lambda r: (r["retrieval_rate"], -r["tau"]))
+    return {**best, "allowed_loss": loss, "texts": ids.shape[0], "prompt": prompt, "tokens": ids.shape[1], "rows": rows}
+
+
+def texts_of(tokenizer, path: Path, tokens: int, count: int) -> Tensor:
+    """`count` stretches of the text, from places spread evenly over it."""
+    ids = tokenizer(path.read_text(), return_tensors="pt").input_ids[0]
+    if len(ids) < tokens * count:
+        raise ValueError(f"{path} has {len(ids)} tokens, {count} texts of {tokens} need {tokens * count}")
+    stride = len(ids) // count
+    return torch.stack([ids[i * stride : i * stride + tokens] for i in range(count)])
+
+
+@app.command(name="calibrate")
+def command(
+    model: Annotated[str, typer.Argument(help="Name or folder of a Hugging Face model.")],
+    text: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of the kind the model will see.")],
+    out: Annotated[Path | None, typer.Option(help="For the result; patch(..., tau=PATH) takes it.")] = None,
+    loss: float = typer.Option(0.01, min=0.0, help="Nats per token it may cost over retrieval at every step."),
+    prompt: int = typer.Option(4096, min=2, help="Tokens of the prompt."),
+    steps: int = typer.Option(256, min=2, help="Tokens decoded after it."),
+    texts: int = typer.Option(4, min=1, help="Texts, in one batch."),
+    budget: int = typer.Option(1024, min=1, help="As for patch."),
+    taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
+) -> None:
+    """Find the tau at which LouisKV retrieves least within a stated loss."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
+        found = calibrate(loaded, ids, prompt, loss, tuple(float(t) for t in taus.split(",")), budget=budget)
+    except (ValueError, TypeError, OSError, NotImplementedError, MemoryError) as e:
+        typer.echo(f"calibrate: {e}", err=True)
+        raise typer.Exit(2) from e
+    head = ("tau", "retrieval rate", "nats per token", "loss")
+    columns = ("tau", "retrieval_rate", "nats_per_token", "loss")
+    typer.echo(table(head, [[f"{r[c]:.4f}" for c in columns] for r in found["rows"]]))
+    rate = f"{found['retrieval_rate']:.1%}"
+    typer.echo(f"\ntau = {found['tau']}: retrieves at {rate} of the steps, loss {found['loss']:.4f}")
+    if out is not None:
+        out.write_text(json.dumps({**found, "model": model, "text": str(text), "budget": budget}, indent=1) + "\n")

@@ -1,0 +1,53 @@
+"""LouisKV: clusters of the prompt and segments of the output, retrieved only where the query turns."""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchsparsekv.zoo._clusters import ClusterMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class LouisKV(ClusterMethod):
+    """Of "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences" sections 4.1 and 4.2 and appendix B.
+
+    tau: retrieve where the cosine of the query heads with those of the step before, on average, is below it. It is a
+        property of the model; `torchsparsekv calibrate` finds it, and the path of the file that it writes is taken too.
+    per_head: each kv head decides by the query heads of its own group, and cuts its own segments.
+    segment_min, segment_max: tokens of a segment. A boundary cuts none that is shorter, one as long ends by itself.
+    """
+
+    name = "louiskv"
+
+    tau: float | str = 0.7
+    per_head: bool = False
+    segment_min: int = 8
+    segment_max: int = 32
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tau, (str, Path)):
+            object.__setattr__(self, "tau", calibrated(self.tau))
+        if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not -1 < self.tau <= 1:
+            raise ValueError(f"{self.name}: tau must be in (-1, 1], or a file of `calibrate`, got {self.tau!r}")
+        if not isinstance(self.per_head, bool):
+            raise TypeError(f"{self.name}: per_head must be a bool, got {self.per_head!r}")
+        for field in ("segment_min", "segment_max"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
+        super().__post_init__()
+
+    @property
+    def segment(self) -> tuple[int, int]:
+        return self.segment_min, self.segment_max
+
+    @property
+    def trigger(self) -> tuple[float, bool]:
+        return float(self.tau), self.per_head
+
+
+def calibrated(path: str | Path) -> float:
+    """The threshold in a file that `torchsparsekv calibrate` wrote."""
+    try:
+        return json.loads(Path(path).read_text())["tau"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"louiskv: {path} is no file of `torchsparsekv calibrate`: {e!r}") from e
