@@ -3,9 +3,11 @@ import functools
 import itertools
 import random
 
-ONSETS = ("b", "br", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "kl", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "v")
+ONSETS = (*"bdfghjklmnprstv", "br", "dr", "fl", "gr", "kl", "pl", "st")
 NUCLEI = ("a", "e", "i", "o", "u", "ai", "ou")
 CODAS = ("", "n", "r", "l", "s", "m")
+TWO_SYLLABLES = 200_000  # words asked for, up to which two syllables make enough different ones
+FOLLOWERS = 6
 
 
 @functools.cache
@@ -14,24 +16,28 @@ def syllables() -> tuple[str, ...]:
 
 
 @functools.cache
-def vocabulary(count: int, salt: str = "") -> tuple[str, ...]:
-    """`count` different words of two syllables (three, from 200,000 words on), the same list in every process."""
+def vocabulary(count: int, salt: str) -> tuple[str, ...]:
+    """`count` different words, the same in every process."""
     rng, parts, words = random.Random(f"words {salt}"), syllables(), {}
     while len(words) < count:
-        words["".join(rng.choices(parts, k=2 if count <= 200_000 else 3))] = None
+        words["".join(rng.choices(parts, k=2 if count <= TWO_SYLLABLES else 3))] = None
     return tuple(words)
 
 
-ADJECTIVES, NOUNS = vocabulary(400, "adjectives"), vocabulary(1200, "nouns")
+@functools.cache
+def _company() -> dict[str, list[str]]:
+    """The words that like to follow each word of an essay."""
+    common = vocabulary(3000, "essay")
+    return {w: random.Random(f"after {w}").sample(common, FOLLOWERS) for w in common}
 
 
 def essay(rng: random.Random, words: int) -> list[str]:
-    """Sentences of `words` words in all: Markov text, so that words have company, with Zipf's frequencies. It stands in
-    for the essays of RULER and is not them: scores on it are "not RULER-essay"."""
-    common = vocabulary(3000, "essay")
-    follow = {w: random.Random(f"after {w}").sample(common, 6) for w in common}
-    out: list[str] = []
-    word, left = rng.choice(common), words
+    """Sentences of `words` words in all: most words are followed by one of a few, the others have Zipf's frequencies.
+
+    They stand in for the essays of RULER and are not those: what is measured on them is not comparable there.
+    """
+    common, follow = vocabulary(3000, "essay"), _company()
+    word, left, out = rng.choice(common), words, []
     while left > 0:
         sentence = []
         for _ in range(min(left, rng.randint(5, 18))):
