@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from models import tiny
 from standin import LENGTH, source
 from test_cli import cli
+from test_ruler import bytes_tokenizer
 from transformers import DynamicCache
 
 from torchsparsekv import method
@@ -223,6 +225,58 @@ def test_bytes_are_those_of_the_blocks_that_were_fetched(model, tmp_path):
         2 * 32 * token * (1 - table["chain random"]["hit_rate"])
     )
     assert table["chain oracle"]["bytes_per_token"] > 2 * (context - 50) * token / 2, "it reads every key"
+
+
+# ---------------------------------------------------------------- models from a path
+
+
+def test_any_model_from_a_path_gets_the_text_tasks(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = bytes_tokenizer()
+    tiny(vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    o = Options(
+        model=str(folder), tasks=("vt", "niah_multikey_2"), lengths=(2600,), methods=("quest",), budgets=(64,),
+        samples=1, probe=1, skip_layers=1, device="cpu",
+    )  # fmt: skip
+    table = quality.run(o, tmp_path / "eval.jsonl")
+    assert [(r["task"], r["method"], r["score"]) for r in table] == [
+        (task, method, 0) for method in ("dense", "quest") for task in o.tasks
+    ], "random weights answer nothing"
+    rows = [r for r in read(tmp_path / "eval.jsonl")[0] if "task" in r]
+    assert all(2400 < r["prompt_tokens"] < 2600 and 0 <= r["depth"] <= 1 for r in rows)
+    assert [r["density"] and round(r["density"], 2) for r in rows[2:]] == [0.07, 0.07]
+    with pytest.raises(ValueError, match="unknown task single; ruler has: niah_multikey_2"):
+        quality.run(dataclasses.replace(o, tasks=("single",)), tmp_path / "other.jsonl")
+
+
+@dataclass(frozen=True)
+class Steered:
+    """A sample that the model writes by sampling, kept to two words by its processor."""
+
+    prompt: list[int]
+    new_tokens: int = 40
+
+    def processor(self, device):
+        def keep(ids, scores):
+            allowed = torch.zeros_like(scores, dtype=torch.bool)
+            allowed[:, 7:9] = True
+            return torch.where(allowed, 0.0, -torch.inf)
+
+        return keep
+
+    def score(self, output):
+        return float(set(output) == {7, 8} and len(output) == 40)
+
+
+def test_a_text_that_the_model_writes_is_sampled_alike_for_all(model, tmp_path):
+    steered = dataclasses.replace(
+        model, tasks=(), on_request=("written",), sample=lambda task, length, i: Steered(list(range(100, 150)))
+    )
+    table = evaluate(steered, tmp_path, ("quest",), tasks=("written",), samples=2)
+    assert [r["score"] for r in table.values()] == [1, 1]
+    rows = [r for r in read(tmp_path / "eval.jsonl")[0] if "task" in r]
+    assert len({str(r["output"]) for r in rows}) == 1, "the processor leaves nothing to the model, the seed is the same"
 
 
 # ---------------------------------------------------------------- statistics

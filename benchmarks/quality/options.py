@@ -19,7 +19,7 @@ def option(default: Any, about: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     model: str = option(RECALL, "The project's own recall model, or a Hugging Face path or name (RULER tasks).")
-    tasks: tuple[str, ...] = option((), "comma-separated; empty: all that the model's kind has")
+    tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal (long generation)")
     lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
     methods: tuple[str, ...] = option(
         ("quest", "arkvale", "pariskv", "streaming", "oracle", "random"), "comma-separated; beside the dense model"

@@ -42,10 +42,14 @@ class Runner:
 
     def _generate(self, sample: Sample, **how) -> dict:
         ids = torch.tensor([sample.prompt], device=self.model.device)
+        steered = getattr(sample, "processor", None)
+        if steered:
+            torch.manual_seed(0)
+            how["logits_processor"] = [steered(self.model.device)]
         begin = time.perf_counter()
         out = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.new_tokens, do_sample=False,
-            temperature=None, top_p=None, top_k=None, **how,
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.new_tokens,
+            do_sample=bool(steered), temperature=None, top_p=None, top_k=None, **how,
         )  # fmt: skip
         output = out[0, ids.shape[1] :].tolist()
         return {"score": sample.score(output), "output": output, "seconds": round(time.perf_counter() - begin, 3)}
@@ -95,9 +99,10 @@ def kept(seen: Probe) -> dict:
 
 def check_model(source: Source, o: Options, wanted: list[Setting]) -> None:
     """Refuse what the model or its tasks cannot do, before the first of many samples."""
-    unknown = [t for t in o.tasks if t not in source.tasks]
+    has = (*source.tasks, *source.on_request)
+    unknown = [t for t in o.tasks if t not in has]
     if unknown:
-        raise ValueError(f"unknown task {', '.join(unknown)}; {source.kind} has: {', '.join(source.tasks)}")
+        raise ValueError(f"unknown task {', '.join(unknown)}; {source.kind} has: {', '.join(has)}")
     for length in o.lengths:
         for setting in wanted:
             if setting.patch is not None:
@@ -130,7 +135,7 @@ def measured(source: Source, ready: Runner, row: dict, *, probed: bool) -> dict:
     found = ready.answer(sample, probed=probed)
     if not 0 <= found["score"] <= 1 or math.isnan(found["score"]):
         raise ValueError(f"{row['task']} gave a score of {found['score']}; scores are from 0 to 1")
-    return row | {"depth": sample.depth, "prompt_tokens": len(sample.prompt)} | found
+    return row | {"depth": getattr(sample, "depth", None), "prompt_tokens": len(sample.prompt)} | found
 
 
 def run(o: Options, out: Path | None = None, source: Source | None = None) -> list[dict]:

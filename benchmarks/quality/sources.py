@@ -10,13 +10,22 @@ from torchsparsekv.benchmarks.quality.options import RECALL, Options
 
 
 class Sample(Protocol):
-    """A prompt of token ids and how to judge what greedy decoding adds to it."""
+    """A prompt of token ids and how to judge what decoding adds to it.
 
-    prompt: list[int]
-    new_tokens: int
-    depth: float | None
+    It may have `depth`, where in the prompt 0..1 stands what is asked for, and `processor(device)`, a logits processor
+    that steers the sampling of a text the model writes itself; without one decoding is greedy.
+    """
+
+    @property
+    def prompt(self) -> list[int]: ...
+
+    @property
+    def new_tokens(self) -> int: ...
 
     def score(self, output: list[int]) -> float: ...
+
+
+JOURNAL = "journal"  # the long generation: all that is asked for has come through the decode path
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class Source:
     model: Any
     tasks: tuple[str, ...]
     sample: Callable[[str, int, int], Sample]
+    on_request: tuple[str, ...] = ()  # tasks that only run where they are named
 
     def about(self) -> dict:
         """Which model this is, so that results of another one are never mixed in."""
@@ -56,10 +66,16 @@ def load(o: Options) -> Source:
 
 
 def _recall(device: torch.device, dtype) -> Source:
-    from torchsparsekv.benchmarks.recall_model import model, tasks
+    from torchsparsekv.benchmarks.recall_model import journal, model, tasks
+
+    def sample(task: str, length: int, index: int) -> Sample:
+        if task != JOURNAL:
+            return tasks.sample(task, length, index)
+        prompt = len(journal.journal(length, index).prompt)
+        return journal.journal(length - prompt, index)
 
     net, _ = model.load(device=device, dtype=torch.bfloat16 if dtype == "auto" else dtype)
-    return Source(RECALL, "recall", net.eval(), tasks.TASKS, tasks.sample)
+    return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL,))
 
 
 def _hugging_face(name: str, device: torch.device, dtype) -> Source:

@@ -74,7 +74,7 @@ class Needles:
 
     def _draft(self, context: str, asked: list[str], answers: tuple[str, ...], first: str) -> Draft:
         query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
-        question, prefix, kind = QUESTION, PREFIX, self.value
+        question, prefix, kind = QUESTION, PREFIX, str(self.value)
         if len(answers) == 1:
             question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
             prefix, kind = prefix.replace("are", "is"), kind[:-1]

@@ -18,7 +18,8 @@ def syllables() -> tuple[str, ...]:
 @functools.cache
 def vocabulary(count: int, salt: str) -> tuple[str, ...]:
     """`count` different words, the same in every process."""
-    rng, parts, words = random.Random(f"words {salt}"), syllables(), {}
+    rng, parts = random.Random(f"words {salt}"), syllables()
+    words: dict[str, None] = {}
     while len(words) < count:
         words["".join(rng.choices(parts, k=2 if count <= TWO_SYLLABLES else 3))] = None
     return tuple(words)
