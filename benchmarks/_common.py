@@ -1,4 +1,6 @@
 """What every benchmark shares: timing, the environment it ran in, tables, JSON."""
+import contextlib
+import importlib
 import json
 import platform
 import shlex
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import torchsparsekv
 from torchsparsekv.commands._table import table
 from torchsparsekv.method import make_method
 
@@ -56,15 +59,35 @@ def build(shape: str, device: torch.device):
 
 
 def environment() -> dict:
-    import transformers
-    import triton
-
-    out = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    out["transformers"] = transformers.__version__
+    """Versions and hardware; what is not installed is not named."""
+    out = {"python": platform.python_version(), "torchsparsekv": torchsparsekv.__version__, "torch": torch.__version__}
+    for name in ("triton", "transformers"):
+        with contextlib.suppress(ImportError):
+            out[name] = importlib.import_module(name).__version__
     if torch.cuda.is_available():
         p = torch.cuda.get_device_properties(0)
         out |= {"gpu": p.name, "sms": p.multi_processor_count, "gpu_memory_gib": round(p.total_memory / 2**30, 1)}
+    else:
+        out |= {"cpu": processor(), "threads": torch.get_num_threads()}
     return out
+
+
+def processor() -> str:
+    """The name of the CPU where the system tells it, else its architecture."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def header(name: str, options: dict) -> dict:
+    """What every file of results begins with."""
+    return {
+        "benchmark": name,
+        "command": " ".join(["torchsparsekv", *map(shlex.quote, sys.argv[1:])]),
+        "environment": environment(),
+        "options": options,
+    }
 
 
 def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> float:
@@ -123,13 +146,7 @@ def print_table(rows: list[dict]) -> None:
 
 def finish(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
     """Print the table; write rows, options, environment and the command to `out`."""
-    result: dict = {
-        "benchmark": name,
-        "command": " ".join(["torchsparsekv", *map(shlex.quote, sys.argv[1:])]),
-        "environment": environment(),
-        "options": options,
-        "rows": rows,
-    }
+    result = header(name, options) | {"rows": rows}
     print_table(rows)
     print(result["environment"])
     if out is not None:

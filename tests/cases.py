@@ -132,6 +132,10 @@ def _attention_mass(w: World):
     return (w.q[:, :, :1], *past, w.sink, w.block, w.dim**-0.5, 0.0)
 
 
+def _random_scores(w: World):
+    return (w.length, w.retired, w.heads, w.blocks, w.sink, w.block, w.seed * 4_294_967)
+
+
 def _fetch(w: World):
     n = max(1, w.blocks // 3)
     places = min(w.blocks, n + w.seed % (n + 1))
@@ -264,6 +268,7 @@ OPS = {
     "settle_segments": _settle_segments,
     "cluster_keys": _cluster_keys,
     "pick_units": _pick_units,
+    "random_scores": _random_scores,
     "fetch": _fetch,
     "refetch": _refetch,
     "sparse_attention": _sparse_attention,
@@ -285,6 +290,7 @@ METHODS = {
     "oracle": {},
     "pariskv": dict(block_size=1, update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "quest": dict(block_size=4),
+    "random": dict(block_size=4),
     "streaming": dict(block_size=4),
 }
 

@@ -173,6 +173,7 @@ def test_report_counts_exactly(length, steps):
         assert (r.blocks_fetched > 0) == (selected > 0)
         assert r.blocks_fetched <= r.blocks_selected
         assert r.host_bytes_read == 0, "on this device the pool is not host memory"
+        assert r.pool_bytes_read == r.blocks_fetched * 4 * 2 * 16 * 4  # tokens, K and V, head_dim, fp32
 
 
 def test_report_by_hand():

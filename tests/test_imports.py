@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str] | None] = {
     "torchsparsekv.method": {"ops", "state", "zoo"},  # zoo: only to find the files in it
     "torchsparsekv.zoo": {"method", "ops", "state", "zoo"},
     "torchsparsekv.report": {"state"},
+    "torchsparsekv.probe": {"method", "ops", "state"},
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
     "torchsparsekv.api": {"method", "patches"},
     "torchsparsekv.cli": {"commands"},

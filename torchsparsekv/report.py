@@ -19,7 +19,8 @@ class LayerReport:
     attended_per_step: float
     blocks_selected: int
     blocks_fetched: int
-    host_bytes_read: int
+    pool_bytes_read: int  # wherever the pool lives
+    host_bytes_read: int  # the same where that is host memory, else 0
     retrieval_rate: float  # share of the steps at which anything was chosen anew
 
     @property
@@ -104,6 +105,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         attended_per_step=attended / count,
         blocks_selected=total["selected"],
         blocks_fetched=total["missed"],
+        pool_bytes_read=moved,
         host_bytes_read=moved if state.pool_on_host else 0,
         retrieval_rate=rate,
     )

@@ -1,0 +1,112 @@
+"""What to evaluate, and which settings of `patch` that means."""
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchsparsekv.method import all_methods, hyper_parameters
+
+DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
+RECALL = "recall"
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def option(default: Any, about: str) -> Any:
+    """A field and its line in --help."""
+    return field(default=default, metadata={"help": about})
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = option(RECALL, "The project's own recall model, or a Hugging Face path or name (RULER tasks).")
+    tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal (long generation)")
+    lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
+    methods: tuple[str, ...] = option(
+        ("quest", "arkvale", "pariskv", "streaming", "oracle", "random"), "comma-separated; beside the dense model"
+    )
+    budgets: tuple[int, ...] = option((128, 256, 512), "comma-separated; tokens retrieved per kv head and step")
+    samples: int = option(50, "Samples per task and length, the same for all methods.")
+    probe: int = option(2, "Of these, how many also measure attention mass and output error; they decode eagerly.")
+    sink: int = option(32, "First tokens, always attended to.")
+    window: int = option(64, "Latest tokens, always attended to; methods that retrieve nothing get the budget too.")
+    skip_layers: int = option(2, "First layers, which attend densely.")
+    hyper: tuple[str, ...] = option(
+        ("pariskv.full_threshold=0",), "comma-separated METHOD.NAME=VALUE; by default nothing is dense when short"
+    )
+    offload: str = option("auto", "Where the pool lives: auto, host or device.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
+    compiled: bool = option(False, "Let generate() compile the decode step (CUDA), anew for each method and budget.")
+    quick: bool = option(False, "A small selection: minutes on a CPU. What is given beside it stays as given.")
+
+
+QUICK: dict[str, Any] = dict(
+    tasks=("single", "multikey"), lengths=(1024,), budgets=(64,), samples=6, probe=1,
+)  # fmt: skip
+
+
+def resolved(o: Options) -> Options:
+    """With the selection of --quick in the fields that were left at their defaults."""
+    if not o.quick:
+        return o
+    left = {f.name for f in dataclasses.fields(o) if getattr(o, f.name) == f.default}
+    return dataclasses.replace(o, **{name: value for name, value in QUICK.items() if name in left})
+
+
+def check(o: Options) -> None:
+    """All that can be known before a model is loaded."""
+    for name, least in (("samples", 1), ("probe", 0)):
+        if getattr(o, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(o, name)}")
+    for name in ("lengths", "methods", "budgets"):
+        values = getattr(o, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must be one or more different values, got {','.join(map(str, values)) or 'none'}")
+    if o.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {o.dtype!r}")
+    known = all_methods()
+    unknown = [m for m in o.methods if m not in known]
+    if unknown:
+        raise ValueError(f"unknown method {', '.join(unknown)}; available: {', '.join(known)} ({DENSE} always runs)")
+    _hyper(o)
+
+
+def _hyper(o: Options) -> dict[str, dict[str, Any]]:
+    """`quest.block_size=32` as {"quest": {"block_size": 32}}."""
+    out: dict[str, dict[str, Any]] = {}
+    for text in o.hyper:
+        where, equals, value = text.partition("=")
+        method, dot, name = where.partition(".")
+        if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
+            raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
+        try:
+            out.setdefault(method, {})[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out.setdefault(method, {})[name] = value
+    return out
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the comparison: a method at a budget, with all that `patch` is told; both None for the dense model."""
+
+    method: str
+    budget: int | None
+    patch: dict[str, Any] | None
+
+    @property
+    def label(self) -> str:
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
+
+def settings(o: Options) -> list[Setting]:
+    """The dense model, then every method at every budget; `full` has no budget, so it comes once."""
+    out, hyper = [Setting(DENSE, None, None)], _hyper(o)
+    for method in o.methods:
+        cls = all_methods()[method]
+        for budget in o.budgets[:1] if cls.dense else o.budgets:
+            patch = {"budget": budget, "sink": o.sink, "window": o.window, **hyper.get(method, {})}
+            if not cls.retrieves and not cls.dense:
+                patch["window"] += budget  # so that it attends to as many tokens as the others
+            out.append(Setting(method, None if cls.dense else budget, {"skip_layers": o.skip_layers, **patch}))
+    return out

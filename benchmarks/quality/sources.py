@@ -1,0 +1,88 @@
+"""Where models and samples come from: the project's recall model, or any Hugging Face model with RULER's tasks."""
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from torchsparsekv.benchmarks.quality.options import RECALL, Options
+
+
+class Sample(Protocol):
+    """A prompt of token ids and how to judge what decoding adds to it.
+
+    It may have `depth`, where in the prompt 0..1 stands what is asked for, and `processor(device)`, a logits processor
+    that steers the sampling of a text the model writes itself; without one decoding is greedy.
+    """
+
+    @property
+    def prompt(self) -> list[int]: ...
+
+    @property
+    def new_tokens(self) -> int: ...
+
+    def score(self, output: list[int]) -> float: ...
+
+
+JOURNAL = "journal"  # the long generation: all that is asked for has come through the decode path
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and `sample(task, length, index)`, which gives the same sample whenever it is asked."""
+
+    name: str
+    kind: str
+    model: Any
+    tasks: tuple[str, ...]
+    sample: Callable[[str, int, int], Sample]
+    on_request: tuple[str, ...] = ()  # tasks that only run where they are named
+
+    def about(self) -> dict:
+        """Which model this is, so that results of another one are never mixed in."""
+        m = self.model
+        return {
+            "name": self.name, "tasks": self.kind, "dtype": str(m.dtype).removeprefix("torch."),
+            "device": m.device.type, "parameters": sum(p.numel() for p in m.parameters()), "weights": fingerprint(m),
+        }  # fmt: skip
+
+
+def fingerprint(model) -> str:
+    """Of the first values of every parameter: other weights, or trained further, and it is another one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for p in model.parameters():
+        digest.update(p.detach().flatten()[:1024].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load(o: Options) -> Source:
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device cuda was asked for, and torch finds none")
+    auto = "auto" if device.type == "cuda" else torch.float32
+    dtype = auto if o.dtype == "auto" else getattr(torch, o.dtype)
+    return _recall(device, dtype) if o.model == RECALL else _hugging_face(o.model, device, dtype)
+
+
+def _recall(device: torch.device, dtype) -> Source:
+    from torchsparsekv.benchmarks.recall_model import journal, model, tasks
+
+    def sample(task: str, length: int, index: int) -> Sample:
+        if task != JOURNAL:
+            return tasks.sample(task, length, index)
+        prompt = len(journal.journal(length, index).prompt)
+        return journal.journal(length - prompt, index)
+
+    net, _ = model.load(device=device, dtype=torch.bfloat16 if dtype == "auto" else dtype)
+    return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL,))
+
+
+def _hugging_face(name: str, device: torch.device, dtype) -> Source:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from torchsparsekv.benchmarks import ruler
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return Source(name, "ruler", model, ruler.TASKS, ruler.Ruler(tokenizer).sample)

@@ -1,0 +1,76 @@
+"""Finished samples in a file of JSON lines: appended one by one, read again by a run that goes on where one stopped."""
+import json
+from pathlib import Path
+from typing import Any
+
+KEY = ("task", "length", "index", "method", "budget", "patch")
+
+
+def key(row: dict) -> str:
+    """What makes two rows the same sample under the same setting."""
+    return json.dumps([row[k] for k in KEY], sort_keys=True)
+
+
+class Store:
+    """The rows of one file. The first line says what made it: other hardware or another model must not add to it."""
+
+    def __init__(self, path: Path, header: dict):
+        self.path = path
+        self.rows: dict[str, dict] = {}
+        if path.exists() and path.stat().st_size:
+            self._take_up(header)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(header)
+
+    def _take_up(self, header: dict) -> None:
+        lines, whole = read(self.path)
+        if not lines or lines[0].get("benchmark") != header["benchmark"]:
+            raise ValueError(f"{self.path} is not a file of `torchsparsekv {header['benchmark']}`: choose another one")
+        for name in ("environment", "model"):
+            had, has = lines[0][name], header[name]
+            other = [k for k in {**had, **has} if had.get(k) != has.get(k)]
+            if other:
+                was, now = ({k: x.get(k) for k in other} for x in (had, has))
+                raise ValueError(f"{self.path} was made with {was}, this is {now}: choose another file")
+        with self.path.open("r+b") as f:
+            f.truncate(whole)  # a line that was cut off when the run was stopped
+        for row in lines[1:]:
+            self._take(row)
+        if lines_of(lines)[-1]["options"] != header["options"]:
+            self._write(header)
+
+    def _take(self, row: dict) -> None:
+        if "benchmark" not in row:
+            self.rows[key(row)] = row
+
+    def get(self, row: dict[str, Any]) -> dict | None:
+        return self.rows.get(key(row))
+
+    def add(self, row: dict) -> None:
+        self._write(row)
+        self._take(row)
+
+    def _write(self, line: dict) -> None:
+        with self.path.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+
+
+def lines_of(lines: list[dict]) -> list[dict]:
+    """The lines that head a run; the others are samples."""
+    return [x for x in lines if "benchmark" in x]
+
+
+def read(path: Path) -> tuple[list[dict], int]:
+    """The lines of a file, and the bytes they take; a last line without an end is left out."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    out = []
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path}, line {number}, is not JSON: {e}") from e
+        if not isinstance(out[-1], dict):
+            raise ValueError(f"{path}, line {number}, is not an object")
+    return out, whole

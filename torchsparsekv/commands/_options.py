@@ -1,0 +1,49 @@
+"""A command from a dataclass of options: each field with its default, and its `help` where the field has one."""
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+# What is the user's to mend, told in a line; anything else is a bug and shows where.
+TOLD = (ValueError, TypeError, RuntimeError, MemoryError, NotImplementedError, OSError)
+
+
+def _parse(name: str, hint: object, given):
+    """Tuples are given as comma-separated text, everything else as typer knows it."""
+    if typing.get_origin(hint) is not tuple:
+        return given
+    kind = typing.get_args(hint)[0]
+    try:
+        return tuple(kind(x) for x in given.split(",") if x)
+    except ValueError as e:
+        raise ValueError(f"{name} takes {kind.__name__} values with commas between them, got {given!r}") from e
+
+
+def _option(field: dataclasses.Field, hint: object) -> inspect.Parameter:
+    many = typing.get_origin(hint) is tuple
+    default = ",".join(map(str, field.default)) if many else field.default  # type: ignore[arg-type]
+    kind = str if many or typing.get_origin(hint) is typing.Literal else hint
+    option = typer.Option(default, help=field.metadata.get("help", "comma-separated" if many else ""))
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def add(app: typer.Typer, name: str, options: type, run: Callable, about: str | None, out: Path | None, out_help: str):
+    """`run(options(...), out)` as a command; what it raises of the user's making exits with 2."""
+    hints = typing.get_type_hints(options)
+
+    def command(**given) -> None:
+        path = given.pop("out")
+        try:
+            run(options(**{k: _parse(k, hints[k], v) for k, v in given.items()}), path)
+        except TOLD as e:
+            typer.echo(f"{name}: {e}", err=True)
+            raise typer.Exit(2) from e
+
+    signature = [_option(f, hints[f.name]) for f in dataclasses.fields(options)]
+    last = typer.Option(out, help=out_help)
+    signature.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=last, annotation=Path))
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    app.command(name, help=about)(command)
