@@ -85,7 +85,7 @@ class Bench:
         """In the order of a decode step; bytes are what the kernel must move at least."""
         c, m, o, q = self.clock, self.method, self.o, self.q
         token = o.kv_heads * o.head_dim * 4
-        still = (c.length, c.leaving, c.leaving)
+        still = (c.length, c.leaving, c.leaving, m.sink, m.timeline.interval)
         no, yes = (torch.full_like(self.states[0].wanted, n) for n in (0, 1))
         picks = [pick_units(q[i], s.centroid, s.first, s.units, yes, s.picked, o.budget, 0.09)
                  for i, s in enumerate(self.states)]  # fmt: skip
@@ -105,19 +105,15 @@ class Bench:
             return lambda i, s: refetch(wanted, rows[i], self.pool, *tables(s))
 
         def draw():
-            for x in new:
-                x.copy_(self.random_rows())
+            [x.copy_(self.random_rows()) for x in new]
 
         def attend(i, s):
             return sparse_attention(q[i], s.ring, s.hot, s.chosen, c.length, s.frontier, None, m.sink, 0.09, 0.0)
 
-        def write(i, s):
-            append(self.k, self.k, s.ring, self.pool, s.stats, *still, m.sink, m.timeline.interval)
-
         index = self.units * o.kv_heads * o.head_dim * 2
         near = m.timeline.ring_rows + o.budget
         return [
-            self.row("append", write),
+            self.row("append", lambda i, s: append(self.k, self.k, s.ring, self.pool, s.stats, *still)),
             self.row("boundary: none", boundary, refresh=self.off),
             self.row("boundary, two segments enter", boundary, refresh=self.at),
             self.row("pick: not wanted", pick(no)),

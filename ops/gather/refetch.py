@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops._triton import chain, tl, triton
 from torchsparsekv.ops.gather import fetch
 from torchsparsekv.ops.gather.fetch import _fetch
 
@@ -37,13 +37,14 @@ def reference(wanted, blocks, pool, hot, table, resident, age, arrivals, stats, 
 def _refetch(
     wanted, blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, total,
     OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     if tl.load(wanted + bh) != 0:
         _fetch(
             blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, total, OLDEST, N, C, P,
-            WIDTH, ROW, ROWS,
+            WIDTH, ROW, ROWS, False,
         )  # fmt: skip
     elif tl.program_id(1) == 0:
         j = tl.arange(0, N)

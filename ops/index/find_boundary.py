@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._segments import check_bounds, check_units, close, close_segments
 
 SCHEMA = (
@@ -103,7 +103,9 @@ def _boundary(
     q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length, retired,
     q_b, q_h, heads, turn, most, sink, tau, shortest, longest, PER_HEAD: tl.constexpr, G: tl.constexpr,
     Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(retired + b)
@@ -145,6 +147,7 @@ def cuda(
         retired, q.stride(0), q.stride(1), heads, turn, centroid.shape[2], sink, tau, shortest, longest,
         PER_HEAD=per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(turn),
         LONGEST=next_power_of_2(longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
+        **chained(q.device, batch * heads),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = (
     "(Tensor q, Tensor centroid, Tensor first, Tensor units, Tensor wanted, Tensor(a!) arrivals, int budget, "
@@ -174,8 +174,9 @@ def _write(keys, first, skips, out, count, threshold, above, budget, LANES: tl.c
 def _pick(
     q, centroid, first, units, wanted, arrivals, out, logits, tops, totals, keys, skips, q_b, q_h, heads, most, budget,
     scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-    UNITS: tl.constexpr, LANES: tl.constexpr,
+    UNITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
@@ -212,6 +213,7 @@ def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
         q, centroid, first, units, wanted, arrivals, out, logits, sums[0], sums[1], keys, skips, q.stride(0),
         q.stride(1), heads, most, budget, scale, G=group, GP=gp, D=d, DP=next_power_of_2(d),
         PARTS=next_power_of_2(parts), UNITS=UNITS, LANES=lanes, num_warps=8,
+        **chained(q.device, batch * heads * parts),
     )  # fmt: skip
     return out
 
