@@ -5,6 +5,7 @@ import pytest
 import torch
 from models import tiny
 from test_cli import cli
+from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.method import make_method
@@ -21,7 +22,7 @@ TAUS = (0.9, 0.3, 0.0, -0.5)
 
 @pytest.fixture(scope="module")
 def texts():
-    return torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(3))
+    return torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e-3, 10.0])

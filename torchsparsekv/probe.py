@@ -31,7 +31,7 @@ class LayerProbe:
     def take(self, s: LayerState, q: Tensor, a: Attention, out: Tensor) -> None:
         if not self.method.dense and self.places is None:
             raise RuntimeError(f"{self.method.name}: a probe needs attend() to go through places(), and it did not")
-        weights, exact = exact_attention(s, q, a, self.method.timeline.sink)
+        weights, exact = exact_attention(s, q, a, self.method)
         kept = weights * attended(s, self.method, self.places)[:, :, None]
         self.mass.append((kept.sum(-1) / weights.sum(-1)).flatten(1))
         got = out[:, :, 0].float()
@@ -104,13 +104,13 @@ def _watched(method: Method, p: LayerProbe) -> Method:
     return twin
 
 
-def exact_attention(s: LayerState, q: Tensor, a: Attention, sink: int) -> tuple[Tensor, Tensor]:
+def exact_attention(s: LayerState, q: Tensor, a: Attention, method: Method) -> tuple[Tensor, Tensor]:
     """Weights of all rows of pool and ring, [batch, kv heads, group, pool rows + ring rows], and the dense output."""
     c = s.clock
     x = q[:, :, 0].unflatten(1, (s.pool.shape[1], -1)).float()
     z = torch.cat([x @ rows[..., 0, :].float().transpose(-1, -2) for rows in (s.pool, s.ring)], -1) * a.scale
     z = torch.tanh(z / a.softcap) * a.softcap if a.softcap else z
-    z = z.masked_fill(~_live(s, sink)[:, None, None], -torch.inf)
+    z = z.masked_fill(~_live(s, method)[:, :, None], -torch.inf)
     total = z.logsumexp(-1, keepdim=True)
     if a.sinks is not None:
         total = torch.logaddexp(total, a.sinks.float().view(1, s.pool.shape[1], -1, 1))
@@ -121,12 +121,14 @@ def exact_attention(s: LayerState, q: Tensor, a: Attention, sink: int) -> tuple[
     return weights, out.flatten(1, 2)
 
 
-def _live(s: LayerState, sink: int) -> Tensor:
-    """Which rows of pool and ring stand for a token, [batch, pool rows + ring rows]; no token twice."""
-    c = s.clock
+def _live(s: LayerState, method: Method) -> Tensor:
+    """Which rows of pool and ring stand for a token, [batch, kv heads, pool rows + ring rows]; no token twice."""
+    sink, (batch, heads) = method.timeline.sink, s.pool.shape[:2]
+    frontier = method.frontier(s).view(batch, -1).expand(-1, heads)
     row = torch.arange(s.pool.shape[2], device=s.pool.device)
-    far = (row >= sink) & (row < c.retired[:, None])
-    return torch.cat([far, ring_positions(s.ring.shape[2], c.length, c.retired, sink) >= 0], 1)
+    far = (row >= sink) & (row < frontier[..., None])
+    near = [ring_positions(s.ring.shape[2], s.clock.length, f, sink) >= 0 for f in frontier.unbind(1)]
+    return torch.cat([far, torch.stack(near, 1)], -1)
 
 
 def attended(s: LayerState, method: Method, places: Tensor | None) -> Tensor:
