@@ -252,6 +252,7 @@ STAGES = ("append", "find_boundary", "settle_segments", "cluster_keys", "store_p
 ALIKE = ("units", "first", "frontier", "begun", "cuts", "wanted", "retrievals", "chosen", "table", "resident", "stats")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), HOW)
 @given(past=pasts(most=60))
 def test_kernels_and_references_live_alike(name, more, past):

@@ -20,7 +20,7 @@ SCHEMA = (
     "(Tensor q, Tensor centroid, Tensor first, Tensor units, Tensor wanted, Tensor(a!) arrivals, int budget, "
     "float scale) -> Tensor"
 )
-UNITS = 64  # centroids of a step: 16 KiB at head_dim 128
+UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
 # Units, or rows of the result, that the choosing program looks at together; more where it goes over them many times.
 LANES, WIDE = 2048, 8192
 
@@ -209,6 +209,8 @@ def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
     group = q.shape[1] // heads
     # One wave: a program with registers for the choice has an SM to itself.
     parts = max(1, min(cdiv(most, UNITS), sm_count(q.device) // (batch * heads)))
+    wide = next_power_of_2(d)
+    step = min(UNITS, BYTES // (wide * q.element_size()))
     lanes = max(16, next_power_of_2(max(most, budget)))
     new = lambda n, dtype: torch.empty(batch * heads * n, dtype=dtype, device=q.device)  # noqa: E731
     out = torch.empty((batch, heads, budget), dtype=torch.int32, device=q.device)
@@ -217,7 +219,7 @@ def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
     _pick[(batch * heads, parts)](
         q, centroid, first, units, wanted, arrivals, out, logits, sums[0], sums[1], ranks, skips, q.stride(0),
         q.stride(1), heads, most, budget, scale, G=group, GP=max(16, next_power_of_2(group)),
-        GR=next_power_of_2(group), D=d, DP=next_power_of_2(d), PARTS=next_power_of_2(parts), UNITS=UNITS,
+        GR=next_power_of_2(group), D=d, DP=wide, PARTS=next_power_of_2(parts), UNITS=step,
         LANES=min(lanes, LANES), WIDE=min(lanes, WIDE), num_warps=16,
     )  # fmt: skip
     return out
