@@ -95,6 +95,22 @@ def test_units_never_outgrow_their_buffer(sizes, seed, segment):
     assert layer.state.centroid.shape[2] == unit_capacity(256, 2 * segment[1], min(segment[0], 4))
 
 
+@pytest.mark.parametrize(("name", "more"), HOW)
+@given(past=pasts(), other=pasts())
+def test_a_reset_layer_is_a_new_one(name, more, past, other):
+    method = made(name, budget=10, **more)
+    if other.group != past.group:
+        other = Past(other.length, other.pad, past.group, other.sizes, other.seed, False)
+    used = past.fill(method)
+    used.state.reset()
+    used.clock.reset()
+    used.clock.left_pad.copy_(torch.tensor([other.pad, 0]))
+    again = used.feed_parts(other.q, other.k, other.v, other.sizes)
+    fresh = Layer(method, batch=2, heads=other.heads, group=other.group, dim=other.dim, left_pad=[other.pad, 0])
+    for a, b in zip(again, fresh.feed_parts(other.q, other.k, other.v, other.sizes)):
+        assert torch.equal(a, b)
+
+
 # ---------------------------------------------------------------- the trigger
 
 
@@ -211,6 +227,16 @@ def plain_inertia(x: torch.Tensor, clusters: int, seed: int) -> float:
         name = torch.cdist(x, centres).argmin(1)
         centres = torch.stack([x[name == c].mean(0) if (name == c).any() else centres[c] for c in range(clusters)])
     return float((x - centres[name]).square().sum())
+
+
+def test_clusters_follow_the_seed():
+    x = torch.randn(1, 200, 16, generator=torch.Generator().manual_seed(0))
+    runs = [_kmeans.kmeans(x, 20, 4, seed)[0] for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    for seed in range(5):
+        picks = _kmeans.drawn(200, 20, seed)
+        assert (picks // 10).tolist() == list(range(20)), "one of each part"
 
 
 @given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
