@@ -1,4 +1,5 @@
 """LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
+import importlib
 import math
 from itertools import chain, pairwise
 
@@ -7,14 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
-from world import DEVICE
+from test_ops import run_both
+from world import DEVICE, World
 
 from torchsparsekv.method import make_method
+from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.attend._rows import ring_positions
 from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index._segments import unit_capacity
 from torchsparsekv.ops.index.cluster_keys import cluster_keys
 from torchsparsekv.ops.select.pick_units import pick_units, scores
+from torchsparsekv.zoo import _clusters
 
 SMALL = dict(sink=8, window=6, block_size=1, cluster_size=4, stretch=16)
 LOUIS = dict(SMALL, segment_min=2, segment_max=4)
@@ -89,6 +93,22 @@ def test_units_never_outgrow_their_buffer(sizes, seed, segment):
     layer.feed_parts(x, x, x, sizes)
     assert int(layer.state.units.max()) <= layer.state.centroid.shape[2]
     assert layer.state.centroid.shape[2] == unit_capacity(256, 2 * segment[1], min(segment[0], 4))
+
+
+@pytest.mark.parametrize(("name", "more"), HOW)
+@given(past=pasts(), other=pasts())
+def test_a_reset_layer_is_a_new_one(name, more, past, other):
+    method = made(name, budget=10, **more)
+    if other.group != past.group:
+        other = Past(other.length, other.pad, past.group, other.sizes, other.seed, False)
+    used = past.fill(method)
+    used.state.reset()
+    used.clock.reset()
+    used.clock.left_pad.copy_(torch.tensor([other.pad, 0]))
+    again = used.feed_parts(other.q, other.k, other.v, other.sizes)
+    fresh = Layer(method, batch=2, heads=other.heads, group=other.group, dim=other.dim, left_pad=[other.pad, 0])
+    for a, b in zip(again, fresh.feed_parts(other.q, other.k, other.v, other.sizes)):
+        assert torch.equal(a, b)
 
 
 # ---------------------------------------------------------------- the trigger
@@ -209,6 +229,16 @@ def plain_inertia(x: torch.Tensor, clusters: int, seed: int) -> float:
     return float((x - centres[name]).square().sum())
 
 
+def test_clusters_follow_the_seed():
+    x = torch.randn(1, 200, 16, generator=torch.Generator().manual_seed(0))
+    runs = [_kmeans.kmeans(x, 20, 4, seed)[0] for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    for seed in range(5):
+        picks = _kmeans.drawn(200, 20, seed)
+        assert (picks // 10).tolist() == list(range(20)), "one of each part"
+
+
 @given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
 def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
     g = torch.Generator().manual_seed(seed)
@@ -225,8 +255,6 @@ def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
 @pytest.mark.parametrize("alike", [False, True])
 def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
-    from torchsparsekv.ops._registry import load_all
-
     entry = load_all()["cluster_keys"]
     g = torch.Generator().manual_seed(size)
     k = torch.randn(2, tokens, 2, 32, generator=g)
@@ -244,7 +272,44 @@ def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+# ---------------------------------------------------------------- kernels and references, for a whole life
+
+STAGES = ("append", "find_boundary", "settle_segments", "cluster_keys", "store_prompt", "pick_units", "refetch")
+ALIKE = ("units", "first", "frontier", "begun", "cuts", "wanted", "retrievals", "chosen", "table", "resident", "stats")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), HOW)
+@given(past=pasts(most=60))
+def test_kernels_and_references_live_alike(name, more, past):
+    """What one op leaves another reads: the same steps, by references and by kernels, end in the same state."""
+    method = made(name, budget=20, **more)
+    layers = []
+    for run, device in (("reference", "cpu"), ("cuda", DEVICE)):
+        shape = dict(batch=2, heads=past.heads, group=past.group, left_pad=[past.pad, 0])
+        layer = Layer(method, **shape, device=torch.device(device))
+        with pytest.MonkeyPatch.context() as m:
+            for op in STAGES:
+                m.setattr(_clusters, op, getattr(load_all()[op], run))
+            out = layer.feed_parts(past.q, past.k, past.v, past.sizes)
+        layers.append((layer.state, out))
+    (want, want_out), (got, got_out) = layers
+    for part in ALIKE:
+        assert torch.equal(getattr(got, part).cpu(), getattr(want, part)), part
+    for g, w in zip(got_out, want_out):
+        torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-4)
+
+
 # ---------------------------------------------------------------- the choice
+
+
+def test_the_choice_in_many_tiles(monkeypatch):
+    """As of contexts too long for the registers of one program."""
+    module = importlib.import_module("torchsparsekv.ops.select.pick_units")
+    for name, size in (("LANES", 16), ("WIDE", 32), ("UNITS", 16)):
+        monkeypatch.setattr(module, name, size)
+    for seed in range(8):
+        run_both("pick_units", World(lengths=[190, 77], rows=192, block=2, sink=2, heads=2, group=3, seed=seed))
 
 
 def by_hand(units: list[tuple[float, int, int]], budget: int) -> list[int]:

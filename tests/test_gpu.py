@@ -73,12 +73,13 @@ def test_generate_compiles_itself_once():
     assert skipped_graphs() == 0
 
 
-def test_host_and_device_pools_hold_the_same():
+@pytest.mark.parametrize("method", ["quest", "louiskv"])
+def test_host_and_device_pools_hold_the_same(method):
     model = tiny(dtype=torch.bfloat16, **SHAPE)
     ids, mask = prompts(3, 300)
     pools = []
     for offload in ("host", "device"):
-        with torchsparsekv.patch(model, "quest", offload=offload, budget=32, block_size=4, **SMALL) as handle:
+        with torchsparsekv.patch(model, method, offload=offload, budget=32, **{**SMALL, **METHODS[method]}) as handle:
             cache = handle.make_cache(3)
             greedy_logits(model, ids, mask, 40, cache)
             torch.cuda.synchronize()

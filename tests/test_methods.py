@@ -21,16 +21,16 @@ SMALL = dict(sink=SINK, window=WINDOW, block_size=BLOCK)
 class Layer:
     """One layer of one method, driven as the seam drives it."""
 
-    def __init__(self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None):
+    def __init__(self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None, device=DEVICE):
         self.method, self.attention = method, Attention(scale=dim**-0.5)
-        self.clock = Clock(method.timeline, batch, rows, DEVICE)
+        self.device, self.clock = device, Clock(method.timeline, batch, rows, device)
         self.clock.left_pad.copy_(torch.tensor(left_pad or [0] * batch))
         buffers = method.buffers(Geometry(batch, heads, dim, rows, torch.float32, group))
-        self.state = LayerState(buffers, self.clock, DEVICE, pool_on_host=False)
+        self.state = LayerState(buffers, self.clock, device, pool_on_host=False)
 
     def feed(self, q, k, v):
         """New tokens; q [batch, query heads, tokens, dim]. One is a decode step, more are a prompt or part of one."""
-        q, k, v = (t.to(DEVICE) for t in (q, k, v))
+        q, k, v = (t.to(self.device) for t in (q, k, v))
         self.clock.advance(q.shape[2])
         if q.shape[2] == 1:
             return self.method.decode(self.state, q, k, v, self.attention)
@@ -41,7 +41,7 @@ class Layer:
         return [self.feed(*t) for t in zip(*(x.split(list(sizes), 2) for x in (q, k, v)))]
 
     def select(self, q):
-        return self.method.select(self.state, q.to(DEVICE), self.attention).cpu()
+        return self.method.select(self.state, q.to(self.device), self.attention).cpu()
 
 
 def frontier(length: int, sink=SINK, window=WINDOW, block=BLOCK) -> int:

@@ -12,7 +12,7 @@ from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 
 WIDEST = 4096  # keys of a stretch: what one program can rank at once
 SEEDS = 1 << 16
-KEYS, CENTRES = 128, 64  # of a tile
+KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit the smallest GPUs
 
 
 # ---------------------------------------------------------------- the definition
@@ -265,7 +265,7 @@ def launch(
     now, strides = (start, length, retired), k.stride()[:3]
     at, wide = (heads, tokens, most, sink, size), next_power_of_2(d)
     row = wide * k.element_size()
-    keys, centres = (min(t, 256 // max(row // 256, 1) // 2) for t in (KEYS, CENTRES))
+    keys, centres = min(128, KEYS // row), min(64, CENTRES // row)
     shape = dict(S=stretch, D=d, DP=wide)
     tiles = cdiv(clusters, centres)
     draw = min(16, next_power_of_2(clusters))
@@ -275,7 +275,7 @@ def launch(
 
     def update(rank: bool) -> None:
         _means[(slots, tiles)](
-            k, units, centroid, half, name, place, count, *now, *strides, *at, RANK=rank, TILE=min(64, keys),
+            k, units, centroid, half, name, place, count, *now, *strides, *at, RANK=rank, TILE=centres,
             CENTRES=centres, **shape,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ first[u + 1]. Returns those rows in ascending order, int32 [batch, kv_heads, bud
 `wanted` is 0, nothing but -1.
 
 One kernel: programs share the centroids of a head, and the last one to finish chooses. No sort: the score at which the
-budget is full is found by bisection, two bits a round, over the tokens of the units that reach it.
+budget is full is found by search, a quarter of the range a round, over the tokens of the units that reach it.
 """
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ SCHEMA = (
     "(Tensor q, Tensor centroid, Tensor first, Tensor units, Tensor wanted, Tensor(a!) arrivals, int budget, "
     "float scale) -> Tensor"
 )
-UNITS = 64  # centroids of a step: 16 KiB at head_dim 128
-LANES = 2048  # units, or rows of the result, that the choosing program looks at together
+UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
+# Units, or rows of the result, that the choosing program looks at together; more where it goes over them many times.
+LANES, WIDE = 2048, 8192
 
 
 def check(q, centroid, first, units, wanted, arrivals, budget, scale) -> None:
@@ -66,7 +67,7 @@ def _logits(
     q, q_h, centroid, h, count, logits, tops, totals, scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """q.centroid of this program's share of the units, [units, GP]; its largest, and the sum of exponentials."""
+    """q.centroid of this program's share of the units, [units, G]; its largest, and the sum of exponentials."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     x = tl.load(q + (h * G + g[None, :]) * q_h + d[:, None], mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
@@ -76,75 +77,76 @@ def _logits(
         live = (u < count)[:, None]
         c = tl.load(centroid + u.to(tl.int64)[:, None] * D + d[None, :], mask=live & (d < D)[None, :], other=0.0)
         z = tl.dot(c, x, input_precision="ieee") * scale
-        tl.store(logits + u[:, None] * GP + g[None, :], z, mask=live)
+        tl.store(logits + u[:, None] * G + g[None, :], z, mask=live & (g < G)[None, :])
         z = tl.where(live, z, float("-inf"))
         peak = tl.maximum(top, tl.max(z, 0))
         total = total * tl.exp(top - peak) + tl.sum(tl.exp(z - peak[None, :]), 0)
         top = peak
-    tl.store(tops + part * GP + g, top)
-    tl.store(totals + part * GP + g, total)
+    tl.store(tops + part * G + g, top, mask=g < G)
+    tl.store(totals + part * G + g, total, mask=g < G)
 
 
 @triton.jit
-def _rank(logits, tops, totals, keys, count, parts, G: tl.constexpr, GP: tl.constexpr, PARTS: tl.constexpr,
-          UNITS: tl.constexpr):  # fmt: skip
-    """From logits to keys: integers above 0 in the order of the scores."""
-    g, p = tl.arange(0, GP), tl.arange(0, PARTS)
+def _rank(
+    logits, tops, totals, first, ranks, count, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Of every unit an integer in the order of the scores, and below it its size: what the choice is made from.
+
+    Returns the least and the largest of those integers.
+    """
+    g, p = tl.arange(0, GR), tl.arange(0, PARTS)
     live = (p < parts)[:, None] & (g < G)[None, :]
-    top = tl.load(tops + p[:, None] * GP + g[None, :], mask=live, other=float("-inf"))
-    peak = tl.max(tl.where(live, top, float("-inf")), 0)
-    safe = tl.where(g < G, peak, 0.0)
-    total = tl.load(totals + p[:, None] * GP + g[None, :], mask=live, other=0.0)
-    whole = safe + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - safe[None, :]), 0), 1.0))
-    for at in range(0, count, UNITS):
-        u = at + tl.arange(0, UNITS)
+    top = tl.load(tops + p[:, None] * G + g[None, :], mask=live, other=float("-inf"))
+    peak = tl.where(g < G, tl.max(top, 0), 0.0)
+    total = tl.load(totals + p[:, None] * G + g[None, :], mask=live, other=0.0)
+    whole = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
+    least, most = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    for at in range(0, count, LANES):
+        u = at + tl.arange(0, LANES)
         m = (u < count)[:, None] & (g < G)[None, :]
-        z = tl.load(logits + u[:, None] * GP + g[None, :], mask=m, other=0.0)
+        z = tl.load(logits + u[:, None] * G + g[None, :], mask=m, other=0.0)
         z = tl.where((g < G)[None, :], z - whole[None, :], float("-inf"))
         best = tl.max(z, 1)
         score = best + tl.log(tl.sum(tl.exp(z - best[:, None]), 1))
-        bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-        key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-        tl.store(keys + u, key.to(tl.int32, bitcast=True), mask=u < count)
+        bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+        rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        least = tl.minimum(least, tl.min(tl.where(u < count, rank, 2147483647), 0))
+        most = tl.maximum(most, tl.max(tl.where(u < count, rank, -2147483648), 0))
+        size = tl.load(first + u + 1, mask=u < count, other=0) - tl.load(first + u, mask=u < count, other=0)
+        tl.store(ranks + u, rank.to(tl.int64) << 32 | size.to(tl.int64), mask=u < count)
+    return least.to(tl.int64), most.to(tl.int64)
 
 
 @triton.jit
-def _tokens(keys, first, at, count, LANES: tl.constexpr):
-    """Key, first row and number of tokens of the units from `at` on; key 0 and no token where there is none."""
-    u = at + tl.arange(0, LANES)
-    live = u < count
-    key = tl.load(keys + u, mask=live, other=0).to(tl.uint32, bitcast=True)
-    begin = tl.load(first + u, mask=live, other=0)
-    return key, begin, tl.load(first + u + 1, mask=live, other=0) - begin
-
-
-@triton.jit
-def _threshold(keys, first, count, budget, LANES: tl.constexpr):
-    """The largest key that `budget` tokens reach (0: there are fewer), and how many tokens exceed it."""
-    threshold = tl.zeros((), tl.uint32)
-    reach = tl.load(first + count) - tl.load(first)
-    shift = tl.full((), 30, tl.int32)
-    while (shift >= 0) & (reach > budget):
-        unit = (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
-        t1, t2, t3 = threshold + unit, threshold + 2 * unit, threshold + 3 * unit
-        n1, n2, n3 = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+def _cut(ranks, count, budget, total, least, most, LANES: tl.constexpr):
+    """The rank at which `budget` tokens are reached (below all of them if there are fewer), and the tokens above it."""
+    low, high = least, most + 1  # tokens from `low` on fill the budget, those from `high` on do not
+    above = tl.zeros((), tl.int64)
+    if total <= budget:
+        low, above = least - 1, above + total
+        high = least
+    while high - low > 1:
+        step = (high - low + 3) // 4
+        reach = tl.zeros((), tl.int64)  # three sums side by side: a row has less than 2^21 tokens
         for at in range(0, count, LANES):
-            key, _, size = _tokens(keys, first, at, count, LANES)
-            n1 += tl.sum(tl.where(key >= t1, size, 0), 0)
-            n2 += tl.sum(tl.where(key >= t2, size, 0), 0)
-            n3 += tl.sum(tl.where(key >= t3, size, 0), 0)
-        threshold = tl.where(n3 >= budget, t3, tl.where(n2 >= budget, t2, tl.where(n1 >= budget, t1, threshold)))
-        reach = tl.where(n3 >= budget, n3, tl.where(n2 >= budget, n2, tl.where(n1 >= budget, n1, reach)))
-        shift -= 2
-    above = tl.zeros((), tl.int32)
-    for at in range(0, count, LANES):
-        key, _, size = _tokens(keys, first, at, count, LANES)
-        above += tl.sum(tl.where(key > threshold, size, 0), 0)
-    return threshold, above
+            u = at + tl.arange(0, LANES)
+            both = tl.load(ranks + u, mask=u < count, other=0)
+            rank, size = both >> 32, both & 0xFFFFFFFF
+            near = tl.where(rank >= low + step, size, 0) + (tl.where(rank >= low + 2 * step, size, 0) << 21)
+            reach += tl.sum(near + (tl.where(rank >= low + 3 * step, size, 0) << 42), 0)
+        n1, n2, n3 = reach & 0x1FFFFF, (reach >> 21) & 0x1FFFFF, reach >> 42
+        steps = (n1 >= budget).to(tl.int64) + (n2 >= budget).to(tl.int64) + (n3 >= budget).to(tl.int64)
+        next_one = low + (steps + 1) * step
+        if (steps < 3) & (next_one < high):
+            high = next_one
+            above = tl.where(steps == 0, n1, tl.where(steps == 1, n2, n3))
+        low += steps * step
+    return low, above.to(tl.int32)
 
 
 @triton.jit
-def _write(keys, first, skips, out, count, threshold, above, budget, LANES: tl.constexpr):
+def _write(ranks, first, skips, out, count, cut, above, budget, LANES: tl.constexpr):
     """The rows of the chosen units. Row number i of the result is i and the rows skipped before it, which `skips` has
     at the first row of every chosen unit and which only grow."""
     i = tl.arange(0, LANES)
@@ -153,11 +155,14 @@ def _write(keys, first, skips, out, count, threshold, above, budget, LANES: tl.c
     tl.debug_barrier()
     ties, filled = above, tl.zeros((), tl.int32)
     for at in range(0, count, LANES):
-        key, begin, size = _tokens(keys, first, at, count, LANES)
-        tie = tl.where(key == threshold, size, 0)
+        u = at + i
+        both = tl.load(ranks + u, mask=u < count, other=0)
+        rank, size = both >> 32, (both & 0xFFFFFFFF).to(tl.int32)
+        tie = tl.where(rank == cut, size, 0)
         room = tl.minimum(tl.maximum(budget - ties - (tl.cumsum(tie, 0) - tie), 0), size)
-        take = tl.where(key > threshold, size, tl.where(key == threshold, room, 0))
+        take = tl.where(rank > cut, size, tl.where(rank == cut, room, 0))
         place = filled + tl.cumsum(take, 0) - take
+        begin = tl.load(first + u, mask=u < count, other=0)
         tl.store(skips + place, begin - place, mask=take > 0)
         ties += tl.sum(tie, 0)
         filled += tl.sum(take, 0)
@@ -172,9 +177,9 @@ def _write(keys, first, skips, out, count, threshold, above, budget, LANES: tl.c
 
 @triton.jit
 def _pick(
-    q, centroid, first, units, wanted, arrivals, out, logits, tops, totals, keys, skips, q_b, q_h, heads, most, budget,
-    scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-    UNITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    q, centroid, first, units, wanted, arrivals, out, logits, tops, totals, ranks, skips, q_b, q_h, heads, most, budget,
+    scale, G: tl.constexpr, GP: tl.constexpr, GR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PARTS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -182,19 +187,20 @@ def _pick(
     b, h = bh // heads, bh % heads
     count = tl.load(units + bh)
     out += bh * budget
-    i = tl.arange(0, LANES)
     if (tl.load(wanted + bh) != 0) & (count > 0):
-        logits, tops, totals = logits + bh * most * GP, tops + bh * parts * GP, totals + bh * parts * GP
+        logits, tops, totals = logits + bh * most * G, tops + bh * parts * G, totals + bh * parts * G
         _logits(q + b * q_b, q_h, centroid + bh * most * D, h, count, logits, tops, totals, scale, G, GP, D, DP, UNITS)
         tl.debug_barrier()
         if tl.atomic_add(arrivals + bh, 1) == parts - 1:  # every program of this head has written its logits
-            first, keys = first + bh * (most + 1), keys + bh * most
-            _rank(logits, tops, totals, keys, count, parts, G, GP, PARTS, UNITS)
+            first, ranks = first + bh * (most + 1), ranks + bh * most
+            low, high = _rank(logits, tops, totals, first, ranks, count, parts, G, GR, PARTS, LANES)
             tl.debug_barrier()
-            threshold, above = _threshold(keys, first, count, budget, LANES)
-            _write(keys, first, skips + bh * budget, out, count, threshold, above, budget, LANES)
+            total = tl.load(first + count) - tl.load(first)
+            cut, above = _cut(ranks, count, budget, total, low, high, WIDE)
+            _write(ranks, first, skips + bh * budget, out, count, cut, above, budget, LANES)
             tl.store(arrivals + bh, 0)
     else:
+        i = tl.arange(0, LANES)
         for at in range(part * LANES, budget, parts * LANES):
             tl.store(out + at + i, tl.full((LANES,), -1, tl.int32), mask=at + i < budget)
 
@@ -202,17 +208,20 @@ def _pick(
 def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
     batch, heads, most, d = centroid.shape
     group = q.shape[1] // heads
-    gp = max(16, next_power_of_2(group))
-    parts = max(1, min(cdiv(most, UNITS), cdiv(2 * sm_count(q.device), batch * heads)))
-    lanes = min(LANES, max(16, next_power_of_2(max(most, budget))))
+    # One wave: a program with registers for the choice has an SM to itself.
+    parts = max(1, min(cdiv(most, UNITS), sm_count(q.device) // (batch * heads)))
+    wide = next_power_of_2(d)
+    step = min(UNITS, BYTES // (wide * q.element_size()))
+    lanes = max(16, next_power_of_2(max(most, budget)))
     new = lambda n, dtype: torch.empty(batch * heads * n, dtype=dtype, device=q.device)  # noqa: E731
     out = torch.empty((batch, heads, budget), dtype=torch.int32, device=q.device)
-    logits, sums = new(most * gp, torch.float32), new(2 * parts * gp, torch.float32).view(2, -1)
-    keys, skips = new(most, torch.int32), new(budget, torch.int32)
+    logits, sums = new(most * group, torch.float32), new(2 * parts * group, torch.float32).view(2, -1)
+    ranks, skips = new(most, torch.int64), new(budget, torch.int32)
     _pick[(batch * heads, parts)](
-        q, centroid, first, units, wanted, arrivals, out, logits, sums[0], sums[1], keys, skips, q.stride(0),
-        q.stride(1), heads, most, budget, scale, G=group, GP=gp, D=d, DP=next_power_of_2(d),
-        PARTS=next_power_of_2(parts), UNITS=UNITS, LANES=lanes, num_warps=8,
+        q, centroid, first, units, wanted, arrivals, out, logits, sums[0], sums[1], ranks, skips, q.stride(0),
+        q.stride(1), heads, most, budget, scale, G=group, GP=max(16, next_power_of_2(group)),
+        GR=next_power_of_2(group), D=d, DP=wide, PARTS=next_power_of_2(parts), UNITS=step,
+        LANES=min(lanes, LANES), WIDE=min(lanes, WIDE), num_warps=16,
         **chained(q.device, batch * heads * parts),
     )  # fmt: skip
     return out
