@@ -37,7 +37,7 @@ class Store:
             f.truncate(whole)  # a line that was cut off when the run was stopped
         for row in lines[1:]:
             self._take(row)
-        if lines_of(lines)[-1]["options"] != header["options"]:
+        if heads(lines)[-1]["options"] != header["options"]:
             self._write(header)
 
     def _take(self, row: dict) -> None:
@@ -56,7 +56,7 @@ class Store:
             f.write(json.dumps(line) + "\n")
 
 
-def lines_of(lines: list[dict]) -> list[dict]:
+def heads(lines: list[dict]) -> list[dict]:
     """The lines that head a run; the others are samples."""
     return [x for x in lines if "benchmark" in x]
 
