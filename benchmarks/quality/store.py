@@ -1,7 +1,6 @@
 """Finished samples in a file of JSON lines: appended one by one, read again by a run that goes on where one stopped."""
 import json
 from pathlib import Path
-from typing import Any
 
 KEY = ("task", "length", "index", "method", "budget", "patch")
 
@@ -43,9 +42,6 @@ class Store:
     def _take(self, row: dict) -> None:
         if "benchmark" not in row:
             self.rows[key(row)] = row
-
-    def get(self, row: dict[str, Any]) -> dict | None:
-        return self.rows.get(key(row))
 
     def add(self, row: dict) -> None:
         self._write(row)
