@@ -28,7 +28,7 @@ $(READY): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed (make PYTHON=...)")'
 	$(PYTHON) -m venv "$(VENV)"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[hf,cli,test,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[hf,cli,report,test,dev]"
 	@touch $@
 
 clean:

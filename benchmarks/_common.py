@@ -80,11 +80,17 @@ def processor() -> str:
     return platform.machine()
 
 
+def program() -> str:
+    """What was started: this project's command, or a script of the benchmarks."""
+    script = Path(sys.argv[0])
+    return f"python benchmarks/{script.name}" if script.suffix == ".py" and script.name != "cli.py" else "torchsparsekv"
+
+
 def header(name: str, options: dict) -> dict:
     """What every file of results begins with."""
     return {
         "benchmark": name,
-        "command": " ".join(["torchsparsekv", *map(shlex.quote, sys.argv[1:])]),
+        "command": " ".join([program(), *map(shlex.quote, sys.argv[1:])]),
         "environment": environment(),
         "options": options,
     }

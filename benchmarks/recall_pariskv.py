@@ -1,7 +1,8 @@
 """Recall of ParisKV on structured keys: by context length and rule for the heads of a group, and under drift.
 
     python benchmarks/recall_pariskv.py lengths --contexts 8192 32768 131072
-    python benchmarks/recall_pariskv.py drift --prefill 4096 --steps 16384 --plot drift.png
+    python benchmarks/recall_pariskv.py drift --prefill 4096 --steps 16384 --out drift.json
+    torchsparsekv report drift.json -o drift.html
 
 Keys are synthetic but shaped like those of a model: an offset with outlier channels, a decaying spectrum, topics that
 last for a stretch of tokens, rotary positions. Queries look for one or two topics, the heads of a group partly for the
@@ -14,13 +15,13 @@ The baseline of `drift` has k-means centroids per subspace of the raw keys, lear
 collisions the same way and then ranks its candidates exactly.
 """
 import argparse
-import json
-import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchsparsekv.benchmarks import _common
 from torchsparsekv.ops.index.encode_keys import encode_keys
 from torchsparsekv.ops.select.collide import candidates_of, collide, pair, points
 from torchsparsekv.ops.select.rerank import rerank
@@ -212,23 +213,7 @@ def drift(o) -> list[dict]:
         for name, result in measure(stream, end, o.k, o.queries, choosers).items():
             rows.append({"step": step, "method": name, **result})
             show(rows[-1])
-    if o.plot:
-        plot(rows, o)
     return rows
-
-
-def plot(rows: list[dict], o) -> None:
-    import matplotlib.pyplot as plt
-
-    for name in dict.fromkeys(r["method"] for r in rows):
-        mine = [r for r in rows if r["method"] == name]
-        plt.plot([r["step"] for r in mine], [r[o.measure] for r in mine], marker="o", label=name)
-    plt.xlabel(f"decode steps after a prompt of {o.prefill}")
-    plt.ylabel(f"{o.measure}@{o.k}")
-    plt.title("synthetic drifting keys")
-    plt.ylim(0, 1)
-    plt.legend()
-    plt.savefig(o.plot, dpi=120)
 
 
 def show(row: dict) -> None:
@@ -253,16 +238,12 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--dtype", default="float32")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--measure", default="recall_of_mean_query")
-    p.add_argument("--plot")
-    p.add_argument("--json")
+    p.add_argument("--out", type=Path)
     o = p.parse_args()
     o.dtype = getattr(torch, o.dtype)
     rows = {"lengths": lengths, "drift": drift}[o.what](o)
-    if o.json:
-        told = {**{k: str(v) for k, v in vars(o).items()}, "torch": torch.__version__, "machine": platform.processor()}
-        with open(o.json, "w") as f:
-            json.dump({"options": told, "rows": rows}, f, indent=1)
+    given = {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
+    _common.finish(o.what, rows, given, o.out)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     device = _common.prepare(o.methods)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
-    rows = []
+    d, rows = DecodeOptions(steps=o.steps, locality=o.locality, skip_layers=o.skip_layers), []
     for cap in o.caps_gib:
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
         dense = 0.0
@@ -49,7 +49,6 @@ def run(o: Options, out: Path | None = None) -> dict:
             if batch < 1:
                 rows.append({"cap_GiB": cap, "method": name, "batch": 0})
                 continue
-            d = DecodeOptions(steps=o.steps, locality=o.locality)
             row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context, skip_layers=skip)}
             row["tokens_per_s"] = batch / row["tpot_ms"] * 1e3
             dense = row["tokens_per_s"] if name == "full" else dense
@@ -58,4 +57,5 @@ def run(o: Options, out: Path | None = None) -> dict:
             rows.append(row)
             _collect()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    return _common.finish("throughput", rows, dataclasses.asdict(o), out)
+    near = {name: getattr(d, name) for name in ("budget", "sink", "window")}
+    return _common.finish("throughput", rows, dataclasses.asdict(o) | near, out)

@@ -143,6 +143,22 @@ def test_every_method_gets_the_same_samples(model, tmp_path):
     assert len({tuple(x) for x in told.values()}) == 1
 
 
+def test_a_batch_answers_as_its_samples_do_alone(model, tmp_path):
+    """Of random blocks too: what is drawn does not depend on the batch."""
+    methods = ("quest", "random", "pariskv")
+    alone = evaluate(model, tmp_path / "1", methods, samples=6)
+    batched = evaluate(model, tmp_path / "4", methods, samples=6, batch=4)
+    assert batched["chain dense"]["score"] == alone["chain dense"]["score"]
+    for name in ("chain quest", "chain random", "chain pariskv"):
+        for what in ("score", "density", "mass", "error", "bytes_per_token"):
+            assert batched[name][what] == pytest.approx(alone[name][what])
+    outputs = [
+        {(r["method"], r["index"]): r["output"] for r in read(tmp_path / n / "eval.jsonl")[0] if "task" in r}
+        for n in ("1", "4")
+    ]
+    assert outputs[0] == outputs[1]
+
+
 # ---------------------------------------------------------------- it goes on where it stopped
 
 
@@ -248,6 +264,24 @@ def test_any_model_from_a_path_gets_the_text_tasks(tmp_path):
     assert [r["density"] and round(r["density"], 2) for r in rows[2:]] == [0.07, 0.07]
     with pytest.raises(ValueError, match="unknown task single; ruler has: niah_multikey_2"):
         quality.run(dataclasses.replace(o, tasks=("single",)), tmp_path / "other.jsonl")
+
+
+def test_the_recall_model_has_all_its_tasks(tmp_path, monkeypatch):
+    """With random weights: the shipped ones are judged elsewhere."""
+    journal = pytest.importorskip("torchsparsekv.benchmarks.recall_model.journal")
+    from torchsparsekv.benchmarks.recall_model import model
+
+    monkeypatch.setattr(model, "load", lambda *, device, dtype: (model.build().to(device, dtype), None))
+    o = Options(
+        lengths=(500,), methods=("quest",), budgets=(64,), samples=1, probe=1, device="cpu",
+        tasks=("single", "multikey", "multivalue", "multiquery", "chain", "common", "journal"),
+    )  # fmt: skip
+    table = quality.run(o, tmp_path / "eval.jsonl")
+    assert [r["task"] for r in table] == [*o.tasks, *o.tasks]
+    rows = {r["task"]: r for r in read(tmp_path / "eval.jsonl")[0] if r.get("method") == "quest"}
+    assert rows["journal"]["prompt_tokens"] + len(rows["journal"]["output"]) <= 500
+    assert len(rows["journal"]["output"]) > 300
+    assert journal.QUESTIONS > 1
 
 
 @dataclass(frozen=True)

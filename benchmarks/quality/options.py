@@ -27,6 +27,7 @@ class Options:
     budgets: tuple[int, ...] = option((128, 256, 512), "comma-separated; tokens retrieved per kv head and step")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
     probe: int = option(2, "Of these, how many also measure attention mass and output error; they decode eagerly.")
+    batch: int = option(1, "Samples in one generate() where their prompts are equally long; counts are then its mean.")
     sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to; methods that retrieve nothing get the budget too.")
     skip_layers: int = option(2, "First layers, which attend densely.")
@@ -41,7 +42,7 @@ class Options:
 
 
 QUICK: dict[str, Any] = dict(
-    tasks=("single", "multikey"), lengths=(1024,), budgets=(64,), samples=6, probe=1,
+    tasks=("single", "multikey"), lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6,
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def resolved(o: Options) -> Options:
 
 def check(o: Options) -> None:
     """All that can be known before a model is loaded."""
-    for name, least in (("samples", 1), ("probe", 0)):
+    for name, least in (("samples", 1), ("probe", 0), ("batch", 1)):
         if getattr(o, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(o, name)}")
     for name in ("lengths", "methods", "budgets"):

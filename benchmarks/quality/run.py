@@ -1,9 +1,8 @@
 """Tasks x lengths x methods x budgets through stock generate(), on the same samples for every method."""
 import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,54 @@ from torchsparsekv.benchmarks import _common
 from torchsparsekv.benchmarks.quality import summary
 from torchsparsekv.benchmarks.quality.options import DENSE, Options, Setting, check, resolved, settings
 from torchsparsekv.benchmarks.quality.sources import Sample, Source, load
-from torchsparsekv.benchmarks.quality.store import Store
+from torchsparsekv.benchmarks.quality.store import Store, key
 from torchsparsekv.probe import Probe, probe
 
 BENCHMARK = "eval"
+Work = tuple[dict, Sample]  # a row without its results, and what is asked
 
 
 class Runner:
     """One method at one budget and length, ready to answer."""
 
     def __init__(self, model, setting: Setting, length: int, o: Options, handle=None):
-        self.model, self.setting, self.o, self.handle = model, setting, o, handle
-        self.cache: Any = handle.make_cache(1, length) if handle else None
+        self.model, self.setting, self.length, self.o, self.handle = model, setting, length, o, handle
+        self.cache: Any = None
 
-    def answer(self, sample: Sample, *, probed: bool) -> dict:
-        """Everything measured on one sample."""
+    def answer(self, samples: Sequence[Sample], *, probed: bool) -> list[dict]:
+        """Everything measured on samples with prompts of one length; what was read is the mean over them."""
         row: dict[str, Any] = dict.fromkeys(("density", "bytes_per_token", "hit_rate", "mass", "error"))
         if not self.handle:
-            return row | self._generate(sample)
-        self.cache.reset()
+            return [row | x for x in self._generate(samples)]
+        self._make_room(len(samples))
         with probe(self.cache) if probed else contextlib.nullcontext() as seen:
-            row |= self._generate(sample, past_key_values=self.cache, disable_compile=probed or not self.o.compiled)
-        row |= cost(self.handle.report())
+            how = {"past_key_values": self.cache, "disable_compile": probed or not self.o.compiled}
+            told = self._generate(samples, **how)
+        row |= cost(self.handle.report(), len(samples))
         if seen and row["density"] is not None:
             row |= kept(seen)
-        return row
+        return [row | x for x in told]
 
-    def _generate(self, sample: Sample, **how) -> dict:
-        ids = torch.tensor([sample.prompt], device=self.model.device)
-        steered = getattr(sample, "processor", None)
+    def _make_room(self, batch: int) -> None:
+        if self.cache is None or self.cache.batch != batch:
+            self.cache = None  # freed before the next one is made
+            self.cache = self.handle.make_cache(batch, self.length)
+        self.cache.reset()
+
+    def _generate(self, samples: Sequence[Sample], **how) -> list[dict]:
+        ids = torch.tensor([s.prompt for s in samples], device=self.model.device)
+        steered = getattr(samples[0], "processor", None)
         if steered:
             torch.manual_seed(0)
             how["logits_processor"] = [steered(self.model.device)]
         begin = time.perf_counter()
         out = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.new_tokens,
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=samples[0].new_tokens,
             do_sample=bool(steered), temperature=None, top_p=None, top_k=None, **how,
         )  # fmt: skip
-        output = out[0, ids.shape[1] :].tolist()
-        return {"score": sample.score(output), "output": output, "seconds": round(time.perf_counter() - begin, 3)}
+        told = out[:, ids.shape[1] :].tolist()
+        seconds = round((time.perf_counter() - begin) / len(samples), 3)
+        return [{"score": s.score(x), "output": x, "seconds": seconds} for s, x in zip(samples, told)]
 
 
 @contextlib.contextmanager
@@ -69,8 +77,8 @@ def patched(model, setting: Setting, length: int, o: Options):
     return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, **(setting.patch or {}))
 
 
-def cost(report) -> dict:
-    """Of the layers that leave something out, of a dense method of all; None where no decode step ran."""
+def cost(report, rows: int) -> dict:
+    """Of the layers that leave something out, of a dense method of all layers; nothing where no decode step ran."""
     ran = [r for r in report.layers if r.steps]
     sparse = [r for r in ran if r.method == report.method] or ran
     if not sparse:
@@ -78,7 +86,7 @@ def cost(report) -> dict:
     selected, fetched = (sum(getattr(r, f"blocks_{what}") for r in sparse) for what in ("selected", "fetched"))
     return {
         "density": sum(r.attended_per_step for r in sparse) / sum(r.context_per_step for r in sparse),
-        "bytes_per_token": sum(r.pool_bytes_read / r.steps for r in sparse),
+        "bytes_per_token": sum(r.pool_bytes_read / r.steps for r in sparse) / rows,
         "hit_rate": 1 - fetched / selected if selected else None,
     }
 
@@ -116,26 +124,43 @@ def evaluate(source: Source, o: Options, store: Store) -> Iterator[dict]:
     """Rows in the order of the table; those that the store has are not run again."""
     for length in o.lengths:
         for setting in settings(o):
-            todo = [(task, i) for task in o.tasks or source.tasks for i in range(o.samples)]
             with contextlib.ExitStack() as stack:
                 ready = None
-                for task, i in todo:
-                    row = {"task": task, "length": length, "index": i, **dataclasses.asdict(setting)}
-                    probed = i < o.probe and setting.patch is not None
-                    had = store.get(row)
-                    if had is None or (probed and had["mass"] is None and had["density"] is not None):
+                for task in o.tasks or source.tasks:
+                    rows = [
+                        {"task": task, "length": length, "index": i, **dataclasses.asdict(setting)}
+                        for i in range(o.samples)
+                    ]
+                    for chunk, probed in chunks(source, rows, o, store):
                         ready = ready or stack.enter_context(runner(source, setting, length, o))
-                        had = measured(source, ready, row, probed=probed)
-                        store.add(had)
-                    yield had
+                        measure(ready, chunk, store, probed=probed)
+                    yield from (store.rows[key(row)] for row in rows)
 
 
-def measured(source: Source, ready: Runner, row: dict, *, probed: bool) -> dict:
-    sample = source.sample(row["task"], row["length"], row["index"])
-    found = ready.answer(sample, probed=probed)
-    if not 0 <= found["score"] <= 1 or math.isnan(found["score"]):
-        raise ValueError(f"{row['task']} gave a score of {found['score']}; scores are from 0 to 1")
-    return row | {"depth": getattr(sample, "depth", None), "prompt_tokens": len(sample.prompt)} | found
+def chunks(source: Source, rows: list[dict], o: Options, store: Store) -> Iterator[tuple[list[Work], bool]]:
+    """What is still to be run, with its samples: the probed ones one by one, of the others up to `batch` whose prompts
+    are as long as one another (no padding, so nothing depends on what else is in the batch)."""
+    alike: dict[tuple[int, int], list[Work]] = {}
+    for row in rows:
+        had, probed = store.rows.get(key(row)), row["index"] < o.probe and row["patch"] is not None
+        if had and (not probed or had["mass"] is not None or had["density"] is None):
+            continue
+        sample = source.sample(row["task"], row["length"], row["index"])
+        if probed or o.batch == 1 or hasattr(sample, "processor"):
+            yield [(row, sample)], probed
+        else:
+            alike.setdefault((len(sample.prompt), sample.new_tokens), []).append((row, sample))
+    for group in alike.values():
+        for i in range(0, len(group), o.batch):
+            yield group[i : i + o.batch], False
+
+
+def measure(ready: Runner, chunk: list[Work], store: Store, *, probed: bool) -> None:
+    answers = ready.answer([sample for _, sample in chunk], probed=probed)
+    for (row, sample), found in zip(chunk, answers):
+        if not 0 <= found["score"] <= 1:
+            raise ValueError(f"{row['task']} gave a score of {found['score']}; scores are from 0 to 1")
+        store.add(row | {"depth": getattr(sample, "depth", None), "prompt_tokens": len(sample.prompt)} | found)
 
 
 def run(o: Options, out: Path | None = None, source: Source | None = None) -> list[dict]:

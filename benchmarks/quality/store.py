@@ -1,7 +1,6 @@
 """Finished samples in a file of JSON lines: appended one by one, read again by a run that goes on where one stopped."""
 import json
 from pathlib import Path
-from typing import Any
 
 KEY = ("task", "length", "index", "method", "budget", "patch")
 
@@ -37,15 +36,12 @@ class Store:
             f.truncate(whole)  # a line that was cut off when the run was stopped
         for row in lines[1:]:
             self._take(row)
-        if lines_of(lines)[-1]["options"] != header["options"]:
+        if heads(lines)[-1]["options"] != header["options"]:
             self._write(header)
 
     def _take(self, row: dict) -> None:
         if "benchmark" not in row:
             self.rows[key(row)] = row
-
-    def get(self, row: dict[str, Any]) -> dict | None:
-        return self.rows.get(key(row))
 
     def add(self, row: dict) -> None:
         self._write(row)
@@ -56,7 +52,7 @@ class Store:
             f.write(json.dumps(line) + "\n")
 
 
-def lines_of(lines: list[dict]) -> list[dict]:
+def heads(lines: list[dict]) -> list[dict]:
     """The lines that head a run; the others are samples."""
     return [x for x in lines if "benchmark" in x]
 

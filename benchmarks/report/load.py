@@ -1,0 +1,81 @@
+"""Files of results, whatever made them, in one shape."""
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchsparsekv.benchmarks.quality import store
+
+EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT)
+
+
+@dataclass(frozen=True)
+class Result:
+    path: Path
+    benchmark: str
+    command: str
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    rows: list[dict[str, Any]] = field(repr=False)
+    model: dict[str, Any] = field(default_factory=dict)  # of `eval`
+
+    @property
+    def hardware(self) -> str:
+        e = self.environment
+        return e.get("gpu") or e.get("cpu") or "hardware not recorded"
+
+    @property
+    def versions(self) -> str:
+        e, names = self.environment, ("torchsparsekv", "torch", "triton", "transformers")
+        return ", ".join(f"{n} {e[n]}" for n in names if n in e) or "versions not recorded"
+
+    @property
+    def about_model(self) -> str:
+        """Name and data type. The benchmarks build theirs with random weights, in bfloat16."""
+        if self.benchmark == EVAL:
+            size = f"{self.model['parameters'] / 1e6:.1f}M parameters"
+            return f"{self.model['name']} ({size}, {self.model['dtype']})"
+        if "shape" in self.options:
+            return f"Random weights at the shape of {self.options['shape']}, bfloat16"
+        if self.benchmark == KERNELS:
+            heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
+            return f"One layer of {heads}, bfloat16"
+        return f"No model: synthetic keys, {self.options.get('dtype', 'float32').removeprefix('torch.')}"
+
+
+def load(paths: Iterable[Path]) -> list[Result]:
+    found = [_load(Path(p)) for p in paths]
+    if not found:
+        raise ValueError("a report needs at least one file of results")
+    return found
+
+
+def _load(path: Path) -> Result:
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    lines = [_object(path)] if path.suffix == ".json" else store.read(path)[0]
+    head = lines[0] if lines else {}
+    benchmark = head.get("benchmark")
+    if benchmark not in KNOWN:
+        raise ValueError(f"{path} holds {benchmark or 'nothing'} of {', '.join(KNOWN)}: not a file of results")
+    wanted = ("command", "environment", "options", *(("model",) if benchmark == EVAL else ("rows",)))
+    absent = [k for k in wanted if k not in head]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}: not a whole file of `{benchmark}`")
+    rows = [x for x in lines if "benchmark" not in x] if benchmark == EVAL else head["rows"]
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    last = store.heads(lines)[-1]
+    return Result(path, benchmark, last["command"], head["environment"], last["options"], rows, head.get("model", {}))
+
+
+def _object(path: Path) -> dict:
+    try:
+        out = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is not JSON: {e}") from e
+    if not isinstance(out, dict):
+        raise ValueError(f"{path} is not an object")
+    return out

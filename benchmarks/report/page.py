@@ -1,0 +1,103 @@
+"""The page: one file with everything in it."""
+import base64
+import html
+from pathlib import Path
+
+from torchsparsekv.benchmarks.report.figures import Drawn, Figure
+from torchsparsekv.benchmarks.report.load import Result
+from torchsparsekv.benchmarks.report.style import DPI
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f6f7f9; color: #1f2430;
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 40px 20px 80px; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; letter-spacing: -.01em; }
+h2 { font-size: 1.2rem; margin: 0 0 .8rem; }
+h3 { font-size: .95rem; margin: 0 0 .8rem; color: #4a515e; }
+.lead { color: #5b6270; margin: 0 0 1.6rem; max-width: 46rem; }
+nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 0 0 2rem; }
+nav a { background: #fff; border: 1px solid #dfe2e8; border-radius: 999px; padding: 3px 13px; font-size: .86rem;
+  color: #1f2430; text-decoration: none; }
+nav a:hover { border-color: #0072b2; color: #0072b2; }
+section { background: #fff; border: 1px solid #e4e7ec; border-radius: 10px; padding: 24px 26px; margin: 0 0 24px; }
+figure { margin: 0; }
+figure + figure { border-top: 1px solid #eceef2; margin-top: 22px; padding-top: 22px; }
+figure img { display: block; max-width: 100%; height: auto; }
+figcaption { color: #4a515e; font-size: .9rem; margin-top: 14px; max-width: 52rem; }
+.made { display: block; color: #7a818d; font-size: .8rem; margin-top: 6px; }
+code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: #f1f3f6; border-radius: 4px;
+  padding: 1px 5px; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .84rem; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid #eceef2; vertical-align: top; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+th { color: #6b7280; font-weight: 600; }
+details summary { cursor: pointer; font-weight: 600; }
+ul { padding-left: 1.2rem; margin: 0; }
+"""
+
+
+def _figure(title: str, drawn: Drawn, picture: bytes, *, headed: bool) -> str:
+    data, width = base64.b64encode(picture).decode(), int.from_bytes(picture[16:20], "big") * 96 // DPI
+    s = drawn.sources[0]
+    files = ", ".join(f"<code>{html.escape(r.path.name)}</code>" for r in drawn.sources)
+    made = f"{html.escape(s.about_model)}. {html.escape(s.hardware)}; {html.escape(s.versions)}. From {files}."
+    head, about = f"<h3>{html.escape(drawn.tag)}</h3>" if headed else "", html.escape(f"{title}: {drawn.tag}")
+    return (
+        f'<figure>{head}<img width="{width}" src="data:image/png;base64,{data}" alt="{about}">'
+        f'<figcaption>{html.escape(drawn.caption)}<span class="made">{made}</span></figcaption></figure>'
+    )
+
+
+def table(rows: list[dict[str, object]], left: int) -> str:
+    """The first `left` columns are text."""
+    head = list(rows[0])
+    kind = lambda i: "" if i < left else ' class="n"'  # noqa: E731
+    lines = ["".join(f"<th{kind(i)}>{html.escape(c)}</th>" for i, c in enumerate(head))]
+    lines += ["".join(f"<td{kind(i)}>{html.escape(str(r[c]))}</td>" for i, c in enumerate(head)) for r in rows]
+    return '<div class="wide"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+
+
+def _sources(results: list[Result]) -> str:
+    rows: list[dict[str, object]] = [
+        {"file": r.path.name, "made by": r.command, "model": r.about_model, "on": r.hardware, "with": r.versions}
+        for r in results
+    ]
+    return f'<section id="sources"><h2>Sources</h2>{table(rows, left=5)}</section>'
+
+
+def page(
+    made: list[tuple[Figure, list[tuple[Drawn, bytes]]]], absent: list[Figure], details: str, results: list[Result]
+) -> str:
+    links = "".join(f'<a href="#{f.name}">{html.escape(f.title)}</a>' for f, _ in made)
+    body = "".join(
+        f'<section id="{f.name}"><h2>{html.escape(f.title)}</h2>'
+        + "".join(_figure(f.title, drawn, picture, headed=len(pictures) > 1) for drawn, picture in pictures)
+        + "</section>"
+        for f, pictures in made
+    )
+    if absent:
+        items = "".join(
+            f"<li>{html.escape(f.title)}: a file of <code>{html.escape(f.provided_by)}</code></li>" for f in absent
+        )
+        body += f'<section id="absent"><h2>Not in this report</h2><ul>{items}</ul></section>'
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>torchsparsekv report</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>'
+        f"<h1>torchsparsekv</h1><p class=lead>Sparse KV-cache retrieval: what it costs in answers and what it saves in "
+        f"time and memory. Every figure says what it was measured on.</p><nav>{links}</nav>{body}{details}"
+        f"{_sources(results)}</main></body></html>\n"
+    )
+
+
+def write(path: Path, text: str, pictures: dict[str, bytes]) -> list[Path]:
+    """The page, and the figures beside it as PNG files that begin with its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    out = [path]
+    for name, data in pictures.items():
+        out.append(path.with_name(f"{path.stem}_{name}.png"))
+        out[-1].write_bytes(data)
+    return out

@@ -1,0 +1,266 @@
+"""Figures of `bench`: time per token, throughput, memory, and the stages of a decode step."""
+from collections.abc import Iterable, Sequence
+
+from torchsparsekv.benchmarks.report import style
+from torchsparsekv.benchmarks.report.figures import Drawn, Figure, by_model, of
+from torchsparsekv.benchmarks.report.load import DECODE, KERNELS, PREFILL, THROUGHPUT, Result
+
+Line = tuple[str, str, list[tuple[int, float]]]  # label, method, points by context
+STATIC = "hf-static"
+NAMES = {"full": "dense", "hf-static": "HF static cache"}
+# Options that make a method another line, and how they are said.
+SETUP = {
+    "budget": "budget {}", "skip_layers": "{} dense layers", "locality": "locality {}", "offload": "pool in {} memory",
+}  # fmt: skip
+FLOOR = 256
+DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step beside sink and window."
+PROMPT = (("ttft_ms", "milliseconds", ".0f"), ("peak_GiB", "peak GPU memory, GiB, weights included", ".1f"))
+MISSES, BESIDE = "misses", "(beside)"
+
+
+def name(method: str) -> str:
+    return NAMES.get(method, method)
+
+
+def counted(sources: Iterable[Result]) -> str:
+    """How the budget is counted in files of `decode` and what they run on."""
+    parts = []
+    for o in dict.fromkeys((r.options.get("budget"), r.options.get("sink"), r.options.get("window")) for r in sources):
+        if o[0] is not None:
+            parts.append(f"{o[0]} tokens per kv head and step, beside {o[1]} sink and {o[2]} latest tokens")
+    return f"Budget: {'; '.join(parts)}." if parts else ""
+
+
+# ---------------------------------------------------------------- time per token
+
+
+def tpot(plt, results: list[Result]) -> list[Drawn]:
+    out = []
+    for sources in by_model(of(results, DECODE)):
+        series = lines(sources)
+        several = len({x for _, _, points in series for x, _ in points}) > 1
+        figure = _tpot_lines(plt, series, _floor(sources)) if several else _tpot_bars(plt, series, _floor(sources))
+        out.append(Drawn(figure, _tpot_note(sources), tuple(sources), str(sources[0].options.get("shape"))))
+    return out
+
+
+def _tpot_bars(plt, series: Sequence[Line], floor: float | None):
+    """Of one context there is no line to draw."""
+    rows = [(label, points[0][1], style.colour(method)) for label, method, points in series]
+    if floor:
+        rows.append((f"floor: {FLOOR} tokens", floor, style.GRID))
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.4 * len(rows)))
+    style.bars(axes, rows, f"milliseconds per token at {style.tokens(series[0][2][0][0])}", ".2f")
+    return figure
+
+
+def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
+    figure, axes = plt.subplots(figsize=(8, 4.2))
+    top = 1.12 * max(y for _, method, points in series for _, y in points if method != STATIC)
+    ends, every = [], {x for _, _, points in series for x, _ in points}
+    style.token_axis(axes, sorted(every), "context")
+    axes.set_ylabel("milliseconds per token")
+    axes.set_ylim(0, top)
+    for label, method, points in series:
+        plain, shade = label == name(method), style.colour(method)
+        shown = [(x, y) for x, y in points if y <= top]
+        axes.plot(*zip(*shown), color=shade, marker="o" if plain else "D", linestyle="-" if plain else ":")
+        ends += [(*shown[-1], label, shade)] if shown else []
+        for x, y in points[len(shown) :]:  # so slow that it would flatten all others
+            axes.plot(x, top, marker="^", color=shade, clip_on=False)
+            axes.annotate(f"{label}: {y:.0f} ms", (x, top), (6, -9), textcoords="offset points", fontsize=9,
+                          color=shade)  # fmt: skip
+    if floor:
+        axes.axhline(floor, color=style.SOFT, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+        axes.annotate(f"floor: {FLOOR} tokens, {floor:.2f} ms", (min(every), floor), (0, -12), fontsize=8.5,
+                      textcoords="offset points", color=style.SOFT)  # fmt: skip
+    style.name_lines(axes, ends)
+    return figure
+
+
+def _tpot_note(sources: list[Result]) -> str:
+    o = sources[0].options
+    return (
+        f"One compiled decode step at batch {min(o['batches'])}; {', '.join(setup(o))}, where the name does not say "
+        "otherwise. dense: our dense attention, its pool in GPU memory. Locality: how slowly queries move (1: not at "
+        f"all, 0: every block new at every step). Median of 3 runs of {o['steps']} steps. {counted(sources)}"
+    )
+
+
+def _floor(sources: list[Result]) -> float | None:
+    found = [r["tpot_ms"] for s in sources for r in s.rows if r["method"] == STATIC and r["context"] == FLOOR]
+    return found[0] if found else None
+
+
+def lines(sources: list[Result]) -> list[Line]:
+    """The first file's setup is the plain one; what others do differently is in the label."""
+    first = sources[0].options
+    out: dict[tuple[str, str], dict[int, float]] = {}
+    for s in sources:
+        batch = min(r["batch"] for r in s.rows)
+        for r in s.rows:
+            if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR):
+                continue
+            other = "" if r["method"] in NAMES else _difference(first, s.options)
+            out.setdefault((name(r["method"]) + other, r["method"]), {}).setdefault(r["context"], r["tpot_ms"])
+    return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
+
+
+def _difference(first: dict, options: dict) -> str:
+    return "".join(f", {words}" for words in setup({k: v for k, v in options.items() if v != first.get(k)}))
+
+
+def setup(options: dict) -> list[str]:
+    """The options of SETUP that were recorded, in words."""
+    told = {k: f"{v:g}" if isinstance(v, float) else v for k, v in options.items()}
+    return [words.format(told[k]) for k, words in SETUP.items() if k in told]
+
+
+# ---------------------------------------------------------------- throughput
+
+
+def throughput(plt, results: list[Result]) -> list[Drawn]:
+    out = []
+    for sources in by_model(of(results, THROUGHPUT)):
+        rows = [r for s in sources for r in s.rows if r["batch"]]
+        figure, axes = plt.subplots(figsize=(8, 3.8))
+        ends = []
+        for method in dict.fromkeys(r["method"] for r in rows):
+            shade = style.colour(method)
+            points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if r["method"] == method)
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=shade)
+            for x, y, cap in points:
+                axes.annotate(f"{y:.0f} in {cap:g} GiB", (x, y), (7, -13), textcoords="offset points", fontsize=8,
+                              color=style.SOFT)  # fmt: skip
+            ends.append((*points[-1][:2], name(method), shade))
+        axes.set_xlabel("batch: the largest that fits")
+        axes.set_ylabel("tokens per second")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, 1.12 * max(r["batch"] for r in rows))
+        style.name_lines(axes, ends)
+        o = sources[0].options
+        note = (
+            f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included, the largest batch "
+            f"that fits; {', '.join(setup(o))}. {counted(sources) or DEFAULT_BUDGET}"
+        )
+        out.append(Drawn(figure, note, tuple(sources), str(o.get("shape"))))
+    return out
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory(plt, results: list[Result]) -> list[Drawn]:
+    out = []
+    for sources in by_model(of(results, DECODE)):
+        plain = [s for s in sources if not _difference(sources[0].options, s.options)]
+        rows = [r for s in plain for r in s.rows if "device_GiB" in r and r["batch"] == 1]
+        if not rows:
+            continue
+        several = len({r["context"] for r in rows}) > 1
+        figure, panels = plt.subplots(1, 2, figsize=(8.6, 3.4 if several else 0.9 + 0.35 * len(rows)))
+        figure.subplots_adjust(wspace=0.55)
+        for axes, where in zip(panels, ("device", "host")):
+            _memory_panel(axes, [r for r in rows if r[f"{where}_GiB"]], f"{where}_GiB", lines=several)
+            axes.set_title({"device": "GPU memory", "host": "pinned host memory"}[where])
+        note = f"The cache of one row, read off its tensors; weights and activations are not in it. {counted(plain)}"
+        out.append(Drawn(figure, note, tuple(plain), str(sources[0].options.get("shape"))))
+    return out
+
+
+def _memory_panel(axes, rows: list[dict], column: str, *, lines: bool) -> None:
+    if not lines:
+        shown = [(name(r["method"]), r[column], style.colour(r["method"])) for r in rows]
+        return style.bars(axes, shown, f"GiB at {style.tokens(rows[0]['context'])}", ".1f")
+    ends = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        points = sorted({r["context"]: r[column] for r in rows if r["method"] == method}.items())
+        axes.plot(*zip(*points), marker="o", color=style.colour(method))
+        ends.append((*points[-1], name(method), style.colour(method)))
+    style.token_axis(axes, sorted({r["context"] for r in rows}), "context")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GiB")
+    style.name_lines(axes, ends)
+
+
+# ---------------------------------------------------------------- stages
+
+
+def stages(plt, results: list[Result]) -> list[Drawn]:
+    return [_stages(plt, s) for s in of(results, KERNELS)]
+
+
+def _stages(plt, source: Result) -> Drawn:
+    rows = [r for r in source.rows if "context" in r and BESIDE not in r["kernel"]]
+    contexts = sorted({r["context"] for r in rows})
+    names = [k for k in dict.fromkeys(r["kernel"] for r in rows if r["method"] != "full") if MISSES not in k]
+    shades = {k: style.STAGES[i % len(style.STAGES)] for i, k in enumerate(names)}
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    figure, panels = plt.subplots(
+        len(contexts), 1, figsize=(8.6, (0.9 + 0.42 * len(methods)) * len(contexts)), squeeze=False
+    )
+    figure.subplots_adjust(hspace=0.75)
+    for axes, context in zip(panels.flat, contexts):
+        for y, method in enumerate(reversed(methods)):
+            mine = {r["kernel"]: r["us"] for r in rows if (r["context"], r["method"]) == (context, method)}
+            _stage_bar(axes, y, mine, shades)
+        axes.set_yticks(range(len(methods)), [name(m) for m in reversed(methods)])
+        axes.grid(axis="y", visible=False)
+        axes.set_title(f"context {style.tokens(context)}")
+    panels.flat[-1].set_xlabel("microseconds of one layer, in a CUDA graph")
+    keys = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades.values()]
+    figure.legend(keys, names, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8.5,
+                  handlelength=1)  # fmt: skip
+    note = (
+        "Median of 9 replays; every call has inputs of its own, so nothing is cached from the call before. Hatched: "
+        "what the fetch takes longer if nearly every block is new. Budget: "
+        f"{source.options['budget']} tokens per kv head and step, beside sink and window."
+    )
+    return Drawn(figure, note, (source,))
+
+
+def _stage_bar(axes, y: int, kernels: dict[str, float], shades: dict[str, str]) -> None:
+    """The kernels of a step one after another; a method's only kernel that is no stage is dense attention."""
+    left = 0.0
+    for kernel, us in kernels.items():
+        if MISSES not in kernel:
+            shade = shades.get(kernel, style.colour("full"))
+            axes.barh(y, us, left=left, height=0.62, color=shade, edgecolor="white", linewidth=0.8)
+            left += us
+    new = sum(us for kernel, us in kernels.items() if MISSES in kernel)
+    if new:
+        new -= sum(us for kernel, us in kernels.items() if kernel.startswith("fetch") and MISSES not in kernel)
+        axes.barh(y, new, left=left, height=0.62, color="#fff7ef", edgecolor="#fdae6b", hatch="////", linewidth=0.6)
+    axes.text(left + new, y, f"  {left:.0f} us" + (f", with new blocks {left + new:.0f}" if new else ""), va="center",
+              fontsize=9)  # fmt: skip
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def prefill(plt, results: list[Result]) -> list[Drawn]:
+    return [_prefill(plt, s) for s in of(results, PREFILL)]
+
+
+def _prefill(plt, source: Result) -> Drawn:
+    figure, panels = plt.subplots(1, 2, figsize=(8.6, 0.9 + 0.35 * len(source.rows)))
+    figure.subplots_adjust(wspace=0.25)
+    named = [(f"{name(r['method'])}, {style.tokens(r['context'])}", style.colour(r["method"]), r) for r in source.rows]
+    for axes, (column, title, form) in zip(panels, PROMPT):
+        style.bars(axes, [(label, r[column], shade) for label, shade, r in named], "", form)
+        axes.set_title(title)
+    panels[1].set_yticklabels([])
+    note = (
+        f"One prompt in one run, median of {source.options['repeats']}; dense: the unpatched model (SDPA, dynamic "
+        "cache). Prompts are attended to exactly whatever the method, so a budget plays no part."
+    )
+    return Drawn(figure, note, (source,))
+
+
+FIGURES = (
+    Figure("tpot", "Time per token against context", "torchsparsekv bench decode", tpot),
+    Figure("prefill", "Time to first token", "torchsparsekv bench prefill", prefill),
+    Figure("throughput", "Throughput against batch", "torchsparsekv bench throughput", throughput),
+    Figure("memory", "Memory against length", "torchsparsekv bench decode", memory),
+    Figure("stages", "Latency of the stages of a decode step", "torchsparsekv bench kernels", stages),
+)

@@ -1,0 +1,229 @@
+"""The report: what it draws are the numbers of the files, and what it cannot draw it names."""
+import base64
+import json
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from cases import METHODS
+from hypothesis import given
+from hypothesis import strategies as st
+from standin import source
+from test_cli import ROOT, cli
+from test_eval import SMALL
+
+from torchsparsekv.benchmarks.quality import run as quality
+from torchsparsekv.benchmarks.quality.options import Options
+from torchsparsekv.benchmarks.quality.summary import summarize
+from torchsparsekv.benchmarks.report import answers, speed, style
+from torchsparsekv.benchmarks.report.load import load
+from torchsparsekv.benchmarks.report.make import FIGURES, make
+
+pytest.importorskip("matplotlib")
+
+RESULTS = ROOT / "benchmarks/results"
+MEASURED = sorted(RESULTS.glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("eval") / "eval.jsonl"
+    o = Options(**{**SMALL, "methods": ("quest", "random"), "budgets": (16, 32), "samples": 4})
+    quality.run(o, path, source())
+    torch._dynamo.reset()
+    return path
+
+
+@pytest.fixture
+def plt():
+    with style.styled() as pyplot:
+        yield pyplot
+
+
+def rows(name: str) -> list[dict]:
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_everything_that_was_measured_is_on_one_page(tmp_path, evaluated):
+    written = make([*MEASURED, evaluated], tmp_path / "out/report.html")
+    text = written[0].read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert len(pictures) == len(written) - 1
+    assert sorted(base64.b64decode(p) for p in pictures) == sorted(p.read_bytes() for p in written[1:])
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written[1:])
+    assert not re.search(r'(?:src|href)="(?!data:image|#)', text), "it needs nothing from elsewhere"
+    for f in FIGURES:
+        drawn = f'<section id="{f.name}">' in text
+        assert drawn != (f"<li>{f.title}: a file of <code>{f.provided_by}</code></li>" in text)
+    for said in ("NVIDIA H200", "torch 2.11.0+cu130", "llama-3.1-8b", "stand-in", "4 samples per task", "Budget: "):
+        assert said in text
+    for path in (*MEASURED, evaluated):
+        assert path.name in text
+
+
+def test_every_figure_says_what_it_was_measured_on(tmp_path, evaluated):
+    text = make([*MEASURED, evaluated], tmp_path / "report.html")[0].read_text()
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", text, re.S)
+    assert len(captions) >= 9
+    for caption in captions:
+        assert re.search(r"bfloat16|float32", caption)
+        assert re.search(r"torch \d", caption)
+        assert re.search(r"[Bb]udget|cache of one row", caption)
+        assert "From <code>" in caption
+
+
+def test_one_file_makes_its_figures_and_the_others_are_named(tmp_path):
+    written = make([RESULTS / "h200_kernels.json"], tmp_path / "r.html")
+    assert [p.name for p in written] == ["r.html", "r_stages.png"]
+    text = written[0].read_text()
+    assert text.count("<li>") == len(FIGURES) - 1
+    assert "Accuracy against budget: a file of <code>torchsparsekv eval</code>" in text
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def line(axes, colour: str, length: int):
+    """The points of the only line of that colour and length."""
+    found = [x for x in axes.lines if x.get_color() == colour and len(x.get_xdata()) == length]
+    assert len(found) == 1
+    return list(zip(found[0].get_xdata(), found[0].get_ydata()))
+
+
+def texts(figure) -> list[str]:
+    return [t.get_text() for t in figure.findobj(match=lambda a: hasattr(a, "get_text"))]
+
+
+def test_time_per_token(plt):
+    found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
+    assert len(found) == 2, "one shape each"
+    axes = found[0].figure.axes[0]
+    for method in ("full", "quest", "arkvale"):
+        want = [(r["context"], r["tpot_ms"]) for r in rows("h200_decode.json") if r["method"] == method]
+        assert line(axes, style.colour(method), 3) == want
+    said = texts(found[0].figure)
+    assert {"quest", "dense", "quest, locality 0", "quest, 0 dense layers", "HF static cache: 53 ms"} <= set(said)
+    assert "17.52" in texts(found[1].figure), "of one context, bars with their values"
+
+
+def test_stages_add_up(plt):
+    said = texts(speed.stages(plt, load([RESULTS / "h200_kernels.json"]))[0].figure)
+    at = [r for r in rows("h200_kernels.json") if r.get("context") == 131072]
+    mine = {r["kernel"]: r["us"] for r in at if r["method"] == "quest"}
+    hits, new = mine.pop("fetch, all hits"), mine.pop("fetch, (nearly) all misses")
+    others = sum(us for kernel, us in mine.items() if "beside" not in kernel)
+    assert f"  {others + hits:.0f} us, with new blocks {others + new:.0f}" in said
+    assert "  131 us" in said, "dense attention"
+
+
+def test_throughput_and_memory(plt):
+    found = speed.throughput(plt, load([RESULTS / "h200_throughput.json"]))[0]
+    want = [(r["batch"], r["tokens_per_s"]) for r in rows("h200_throughput.json") if r["method"] == "quest"]
+    assert line(found.figure.axes[0], style.colour("quest"), 2) == sorted(want)
+    gpu, host = speed.memory(plt, load([RESULTS / "h200_decode.json"]))[0].figure.axes
+    of = [r for r in rows("h200_decode.json") if r["method"] == "quest"]
+    assert line(gpu, style.colour("quest"), 3) == [(r["context"], r["device_GiB"]) for r in of]
+    assert line(host, style.colour("quest"), 3) == [(r["context"], r["host_GiB"]) for r in of]
+    assert not [x for x in host.lines if x.get_color() == style.colour("full")], "dense has nothing on the host"
+
+
+def test_accuracy_is_that_of_the_table(plt, evaluated):
+    results = load([evaluated])
+    table = summarize(results[0].rows, "dense")
+    axes = answers.accuracy(plt, results)[0].figure.axes[0]
+    for method in ("quest", "random"):
+        want = [(r["budget"], r["score"]) for r in table if r["method"] == method]
+        assert line(axes, style.colour(method), 2) == want
+    dense = next(r for r in table if r["method"] == "dense")["score"]
+    assert any(set(x.get_ydata()) == {dense} and x.get_color() == style.colour("dense") for x in axes.lines)
+
+
+def test_one_budget_is_drawn_as_dots(plt, evaluated, tmp_path):
+    lines = evaluated.read_text().splitlines()
+    some = [x for x in lines if json.loads(x).get("budget", 16) in (None, 16)]
+    path = tmp_path / "one.jsonl"
+    path.write_text("\n".join(some) + "\n")
+    drawn = answers.accuracy(plt, load([path]))[0]
+    assert "At a budget of 16." in drawn.caption
+    assert [t.get_text() for t in drawn.figure.axes[0].get_yticklabels()] == ["random", "quest", "dense"]
+
+
+def test_maps_hold_the_means(plt, evaluated):
+    results = load([evaluated])
+    probed = [r for r in results[0].rows if r["mass"] and r["method"] == "quest" and r["budget"] == 16]
+    drawn = answers.recall_map(plt, results)[0].figure
+    image = drawn.axes[0].images[0].get_array()
+    assert image.tolist() == probed[0]["mass"]["heads"]
+    needles = answers.needles(plt, results)[0].figure.axes[0].images[0].get_array()
+    assert needles.shape == (answers.DEPTHS, 1)
+    assert needles[2, 0] == 1, "the stand-in says depth 0.5 of all, and dense finds all"
+    assert needles.mask[[0, 1, 3, 4]].all(), "no sample, no value"
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9))
+def test_names_do_not_lie_on_one_another(heights):
+    heights = sorted(heights)
+    moved = style.spread(heights, 10, 0, 100)
+    assert all(b - a > 9.999 for a, b in pairwise(moved))
+    assert -1e-9 < moved[0] <= moved[-1] < 100 + 1e-9
+
+
+def test_names_that_are_apart_stay_where_they_are():
+    assert style.spread([5, 30, 90], 10, 0, 100) == [5, 30, 90]
+
+
+def test_a_method_has_one_colour():
+    assert style.colour("pariskv") == style.colour("pariskv max")
+    assert style.colour("somebody's") == style.colour("somebody's") in style.OTHERS
+    assert len({style.colour(m) for m in METHODS if m != "full"} | {style.colour("dense")}) == len(METHODS)
+
+
+# ---------------------------------------------------------------- what it refuses
+
+BAD = {
+    "nothing there": (None, "x.json is not a file"),
+    "not JSON": ("x", "x.json is not JSON"),
+    "not an object": ("[]", "x.json is not an object"),
+    "something else": ('{"benchmark": "weather"}', "holds weather of eval, decode"),
+    "of before": ('{"rows": []}', "holds nothing of eval, decode"),
+    "half a file": ('{"benchmark": "decode", "command": "", "options": {}}', "has no environment, rows"),
+    "no rows": ('{"benchmark": "decode", "command": "", "environment": {}, "options": {}, "rows": []}', "has no rows"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_result_is_refused(tmp_path, what):
+    text, says = BAD[what]
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        make([tmp_path / "x.json"], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_command(tmp_path):
+    shutil.copy(RESULTS / "h200_prefill.json", tmp_path)
+    done = cli("report", str(tmp_path / "h200_prefill.json"), "-o", str(tmp_path / "a.html"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "a.html"), str(tmp_path / "a_prefill.png")]
+
+
+@pytest.mark.parametrize(
+    ("args", "before", "says"),
+    [
+        (["nothing.json"], "", "report: nothing.json is not a file"),
+        ([str(MEASURED[0]), "-o", "x.pdf"], "", "report: the report is a page: its name must end in .html, got x.pdf"),
+        ([str(MEASURED[0]), "-o", "x.html"], "import sys; sys.modules['matplotlib'] = None; ", "torchsparsekv[report]"),
+    ],
+)
+def test_the_command_refuses_with_2(args, before, says):
+    done = cli("report", *args, before=before)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

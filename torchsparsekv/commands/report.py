@@ -1,0 +1,23 @@
+"""`torchsparsekv report`: one page of figures from files of results."""
+from pathlib import Path
+
+import typer
+
+from torchsparsekv.benchmarks.report.make import make
+from torchsparsekv.commands import app
+from torchsparsekv.commands._options import TOLD
+
+RESULTS = typer.Argument(..., help="Files of `eval`, `bench` and benchmarks/recall_pariskv.py.")
+OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page; its figures go beside it as PNG.")
+
+
+@app.command()
+def report(results: list[Path] = RESULTS, out: Path = OUT) -> None:
+    """Accuracy, needles, time per token, throughput, memory, stages, recall by head and drift on one page."""
+    try:
+        written = make(results, out)
+    except TOLD as e:
+        typer.echo(f"report: {e}", err=True)
+        raise typer.Exit(2) from e
+    for path in written:
+        typer.echo(path)
