@@ -56,11 +56,19 @@ class Runner:
         begin = time.perf_counter()
         out = self.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=samples[0].new_tokens,
-            do_sample=bool(steered), temperature=None, top_p=None, top_k=None, **how,
+            do_sample=bool(steered), temperature=None, top_p=None, top_k=None, pad_token_id=pad_token(self.model),
+            **how,
         )  # fmt: skip
         told = out[:, ids.shape[1] :].tolist()
         seconds = round((time.perf_counter() - begin) / len(samples), 3)
         return [{"score": s.score(x), "output": x, "seconds": seconds} for s, x in zip(samples, told)]
+
+
+def pad_token(model) -> int:
+    """What stands after the end of a row that ends before the others of its batch."""
+    known = (model.generation_config.pad_token_id, model.generation_config.eos_token_id)
+    first = next((x for x in known if x is not None), 0)
+    return first[0] if isinstance(first, list) else first
 
 
 @contextlib.contextmanager

@@ -64,8 +64,9 @@ def _cell(out: dict, rows: list[dict], right: dict, dense: str) -> dict:
     score = statistics.fmean(r["score"] for r in rows)
     low, high = wilson(score, len(rows))
     out |= {"samples": len(rows), "score": score, "score_low": low, "score_high": high}
-    if out["method"] != dense:
-        losses = [right[r["task"], r["length"], r["index"]] - r["score"] for r in rows]
+    at = [((r["task"], r["length"], r["index"]), r["score"]) for r in rows if r["method"] != dense]
+    losses = [right[sample] - score for sample, score in at if sample in right]
+    if losses:
         loss_low, loss_high = bootstrap(losses)
         out |= {"loss": statistics.fmean(losses), "loss_low": loss_low, "loss_high": loss_high}
     for name in ("density", "bytes_per_token", "hit_rate", "seconds"):

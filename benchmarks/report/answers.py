@@ -9,7 +9,7 @@ from torchsparsekv.benchmarks.report import style
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, by_model, of
 from torchsparsekv.benchmarks.report.load import EVAL, Result
 
-COMMAND = "torchsparsekv eval"
+COMMAND, STREAMING = "torchsparsekv eval", "streaming"
 DEPTHS = 5  # rows of the needle map
 MEAN = "mean of the tasks"
 ACROSS = 4  # panels beside one another
@@ -17,7 +17,24 @@ ACROSS = 4  # panels beside one another
 
 def groups(results: list[Result]) -> list[tuple[list[Result], list[dict]]]:
     """(files, their samples) for every model; of a sample that is in two files, the later one."""
-    return [(g, list({key(row): row for r in g for row in r.rows}.values())) for g in by_model(of(results, EVAL))]
+    out = [(g, list({key(row): row for r in g for row in r.rows}.values())) for g in by_model(of(results, EVAL))]
+    for sources, rows in out:
+        _one_setting(sources, rows)
+    return out
+
+
+def _one_setting(sources: list[Result], rows: list[dict]) -> None:
+    """A figure cannot tell apart a method under two windows, say: better none than a mean of both."""
+    first: dict[str, dict] = {}
+    for r in rows:
+        if r["patch"] is None:
+            continue
+        setting = {k: v for k, v in r["patch"].items() if k != "budget"}
+        if r["method"] == STREAMING:
+            setting["window"] -= r["budget"]
+        if first.setdefault(r["method"], setting) != setting:
+            names = ", ".join(s.path.name for s in sources)
+            raise ValueError(f"{names}: {r['method']} with {first[r['method']]} and {setting}; report them separately")
 
 
 def ordered(values: Iterable) -> list:
@@ -37,7 +54,7 @@ def counted(rows: list[dict]) -> str:
         cells.setdefault((r["task"], r["length"]), set()).add(r["index"])
     sizes = ordered(len(x) for x in cells.values())
     n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    patches = [r["patch"] for r in rows if r["patch"] and r["method"] not in ("streaming", "full")]
+    patches = [r["patch"] for r in rows if r["patch"] and r["method"] not in (STREAMING, "full")]
     near = ordered((p["sink"], p["window"], p["skip_layers"]) for p in patches)
     beside = "; ".join(f"{s} sink and {w} latest tokens, {k} dense layers" for s, w, k in near)
     return (
