@@ -81,47 +81,53 @@ class Bench:
         out = {"context": self.context, "kernel": what, "us": us}
         return out | ({"GB_per_s": nbytes / us / 1e3} if nbytes else {})
 
+    # ---- the stages: functions of the number of a call and its state
+
+    def boundary(self, i: int, s: LayerState) -> None:
+        c, m = self.clock, self.method
+        find_boundary(
+            self.q[i], s.ring, s.previous, s.seen, s.cuts, s.begun, s.frontier, s.units, s.first, s.centroid, s.wanted,
+            s.retrievals, s.stats, c.length, c.retired, m.sink, *m.trigger, *m.segment,
+        )  # fmt: skip
+
+    def pick(self, wanted: torch.Tensor):
+        budget = self.o.budget
+        return lambda i, s: pick_units(self.q[i], s.centroid, s.first, s.units, wanted, s.picked, budget, 0.09)
+
+    def get(self, wanted: torch.Tensor, rows: list[torch.Tensor]):
+        tables = lambda s: (s.hot, s.table, s.resident, s.age, s.arrivals, s.stats, s.chosen)  # noqa: E731
+        return lambda i, s: refetch(wanted, rows[i], self.pool, *tables(s))
+
+    def attend(self, i: int, s: LayerState) -> torch.Tensor:
+        sink, length = self.method.sink, self.clock.length
+        return sparse_attention(self.q[i], s.ring, s.hot, s.chosen, length, s.frontier, None, sink, 0.09, 0.0)
+
+    def write(self, i: int, s: LayerState) -> None:
+        c, t = self.clock, self.method.timeline
+        append(self.k, self.k, s.ring, self.pool, s.stats, c.length, c.leaving, c.leaving, t.sink, t.interval)
+
     def rows(self) -> list[dict]:
         """In the order of a decode step; bytes are what the kernel must move at least."""
-        c, m, o, q = self.clock, self.method, self.o, self.q
-        token = o.kv_heads * o.head_dim * 4
-        still = (c.length, c.leaving, c.leaving, m.sink, m.timeline.interval)
+        o, key = self.o, self.o.kv_heads * self.o.head_dim * 2
         no, yes = (torch.full_like(self.states[0].wanted, n) for n in (0, 1))
-        picks = [pick_units(q[i], s.centroid, s.first, s.units, yes, s.picked, o.budget, 0.09)
-                 for i, s in enumerate(self.states)]  # fmt: skip
+        picks = [self.pick(yes)(i, s) for i, s in enumerate(self.states)]
         new = [self.random_rows() for _ in picks]
 
-        def boundary(i, s):
-            find_boundary(
-                q[i], s.ring, s.previous, s.seen, s.cuts, s.begun, s.frontier, s.units, s.first, s.centroid, s.wanted,
-                s.retrievals, s.stats, c.length, c.retired, m.sink, *m.trigger, *m.segment,
-            )  # fmt: skip
-
-        def pick(wanted):
-            return lambda i, s: pick_units(q[i], s.centroid, s.first, s.units, wanted, s.picked, o.budget, 0.09)
-
-        def get(wanted, rows):
-            tables = lambda s: (s.hot, s.table, s.resident, s.age, s.arrivals, s.stats, s.chosen)  # noqa: E731
-            return lambda i, s: refetch(wanted, rows[i], self.pool, *tables(s))
-
         def draw():
-            [x.copy_(self.random_rows()) for x in new]
+            for x in new:
+                x.copy_(self.random_rows())
 
-        def attend(i, s):
-            return sparse_attention(q[i], s.ring, s.hot, s.chosen, c.length, s.frontier, None, m.sink, 0.09, 0.0)
-
-        index = self.units * o.kv_heads * o.head_dim * 2
-        near = m.timeline.ring_rows + o.budget
+        near = self.method.timeline.ring_rows + o.budget
         return [
-            self.row("append", lambda i, s: append(self.k, self.k, s.ring, self.pool, s.stats, *still)),
-            self.row("boundary: none", boundary, refresh=self.off),
-            self.row("boundary, two segments enter", boundary, refresh=self.at),
-            self.row("pick: not wanted", pick(no)),
-            self.row("pick", pick(yes), index),
-            self.row("refetch, all hits", get(yes, picks)),
-            self.row("refetch: not wanted", get(no, picks)),
-            self.row("attention", attend, near * token),
-            self.row("refetch, nearly all misses", get(yes, new), o.budget * token, draw),
+            self.row("append", self.write),
+            self.row("boundary: none", self.boundary, refresh=self.off),
+            self.row("boundary, two segments enter", self.boundary, refresh=self.at),
+            self.row("pick: not wanted", self.pick(no)),
+            self.row("pick", self.pick(yes), self.units * key),
+            self.row("refetch, all hits", self.get(yes, picks)),
+            self.row("refetch: not wanted", self.get(no, picks)),
+            self.row("attention", self.attend, near * 2 * key),
+            self.row("refetch, nearly all misses", self.get(yes, new), o.budget * 2 * key, draw),
         ]
 
     def random_rows(self) -> torch.Tensor:
