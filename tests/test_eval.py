@@ -13,9 +13,11 @@ from test_ruler import bytes_tokenizer
 from transformers import DynamicCache
 
 from torchsparsekv import method
+from torchsparsekv.benchmarks import ruler
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import Options, settings
 from torchsparsekv.benchmarks.quality.store import read
+from torchsparsekv.benchmarks.recall_model import tasks
 from torchsparsekv.zoo.quest import Quest
 from torchsparsekv.zoo.random import Random
 
@@ -338,6 +340,8 @@ WRONG = {
     "longer than the model": (dict(lengths=(4096,)), "max_length 4096 is above the model's max_position_embeddings"),
     "not a hyper-parameter": (dict(hyper=("quest.nope=1",)), r"METHOD.NAME=VALUE .* got 'quest.nope=1'"),
     "not an assignment": (dict(hyper=("quest",)), r"METHOD.NAME=VALUE .* got 'quest'"),
+    "a budget for one method": (dict(hyper=("quest.budget=64",)), "budget is the same for all methods"),
+    "a value given twice": (dict(hyper=("quest.block_size=4",) * 2), "hyper sets quest.block_size twice"),
     "a value that is none": (dict(hyper=("quest.digest=int3",)), "digest must be one of .*, got 'int3'"),
     "no such dtype": (dict(dtype="int8"), "dtype must be one of auto, float32, float16, bfloat16, got 'int8'"),
     "no such place": (dict(offload="moon"), "offload must be one of auto, host, device, got 'moon'"),
@@ -363,6 +367,14 @@ def test_quick_leaves_alone_what_was_given():
     assert o.budgets == (32,)
     assert o.samples < Options.samples
     assert dataclasses.replace(o, quick=False) == quality.resolved(dataclasses.replace(o, quick=False))
+
+
+def test_quick_has_tasks_for_every_kind_of_model():
+    """They are what its source has, and what fits the length."""
+    assert set(quality.resolved(Options(quick=True)).tasks) <= set(tasks.TASKS)
+    o = quality.resolved(Options(quick=True, model="a model from a path"))
+    assert o.tasks
+    assert set(o.tasks) <= set(ruler.TASKS)
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,18 @@ class Options:
     quick: bool = option(False, "A small selection: minutes on a CPU. What is given beside it stays as given.")
 
 
-QUICK: dict[str, Any] = dict(
-    tasks=("single", "multikey"), lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6,
-)  # fmt: skip
+QUICK: dict[str, Any] = dict(lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6)
+QUICK_RECALL, QUICK_RULER = ("single", "multikey"), ("niah_multikey_2", "vt")
+EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
 def resolved(o: Options) -> Options:
     """With the selection of --quick in the fields that were left at their defaults."""
     if not o.quick:
         return o
+    quick = QUICK | {"tasks": QUICK_RECALL if o.model == RECALL else QUICK_RULER}
     left = {f.name for f in dataclasses.fields(o) if getattr(o, f.name) == f.default}
-    return dataclasses.replace(o, **{name: value for name, value in QUICK.items() if name in left})
+    return dataclasses.replace(o, **{name: value for name, value in quick.items() if name in left})
 
 
 def check(o: Options) -> None:
@@ -80,6 +81,10 @@ def _hyper(o: Options) -> dict[str, dict[str, Any]]:
         method, dot, name = where.partition(".")
         if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
             raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
+        if name in EQUAL:
+            raise ValueError(f"{name} is the same for all methods, an option of its own; got {text!r}")
+        if name in out.get(method, {}):
+            raise ValueError(f"hyper sets {method}.{name} twice")
         try:
             out.setdefault(method, {})[name] = json.loads(value)
         except json.JSONDecodeError:
