@@ -17,7 +17,8 @@ from torchsparsekv.ops.attend._rows import ring_positions
 from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index._segments import unit_capacity
 from torchsparsekv.ops.index.cluster_keys import cluster_keys
-from torchsparsekv.ops.select.pick_units import pick_units, scores
+from torchsparsekv.ops.select.pick_units import MOST_ROWS, pick_units, scores
+from torchsparsekv.state import Geometry
 from torchsparsekv.zoo import _clusters
 
 SMALL = dict(sink=8, window=6, block_size=1, cluster_size=4, stretch=16)
@@ -109,6 +110,13 @@ def test_a_reset_layer_is_a_new_one(name, more, past, other):
     fresh = Layer(method, batch=2, heads=other.heads, group=other.group, dim=other.dim, left_pad=[other.pad, 0])
     for a, b in zip(again, fresh.feed_parts(other.q, other.k, other.v, other.sizes)):
         assert torch.equal(a, b)
+
+
+def test_rows_too_long_for_the_choice_are_refused():
+    sizes = dict(batch=1, kv_heads=1, head_dim=16, dtype=torch.float32)
+    made("louiskv").buffers(Geometry(rows=MOST_ROWS, **sizes))
+    with pytest.raises(ValueError, match="louiskv: a cache row holds at most 2097152 tokens, got 2097153"):
+        made("louiskv").buffers(Geometry(rows=MOST_ROWS + 1, **sizes))
 
 
 # ---------------------------------------------------------------- the trigger

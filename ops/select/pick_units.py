@@ -23,6 +23,7 @@ SCHEMA = (
 UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
 # Units, or rows of the result, that the choosing program looks at together; more where it goes over them many times.
 LANES, WIDE = 2048, 8192
+MOST_ROWS = 1 << 21  # of a pool: the search adds three counts of its tokens in one integer
 
 
 def check(q, centroid, first, units, wanted, arrivals, budget, scale) -> None:
@@ -128,7 +129,7 @@ def _cut(ranks, count, budget, total, least, most, LANES: tl.constexpr):
         high = least
     while high - low > 1:
         step = (high - low + 3) // 4
-        reach = tl.zeros((), tl.int64)  # three sums side by side: a row has less than 2^21 tokens
+        reach = tl.zeros((), tl.int64)  # three sums side by side, of less than MOST_ROWS each
         for at in range(0, count, LANES):
             u = at + tl.arange(0, LANES)
             both = tl.load(ranks + u, mask=u < count, other=0)

@@ -13,7 +13,7 @@ from torchsparsekv.ops.index.cluster_keys import cluster_keys
 from torchsparsekv.ops.index.find_boundary import find_boundary
 from torchsparsekv.ops.index.settle_segments import settle_segments
 from torchsparsekv.ops.index.store_prompt import store_prompt
-from torchsparsekv.ops.select.pick_units import pick_units
+from torchsparsekv.ops.select.pick_units import MOST_ROWS, pick_units
 from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline
 
 
@@ -79,6 +79,8 @@ class ClusterMethod(Method):
         return Timeline(self.sink, self.window, 2 * self.segment[1])
 
     def buffers(self, g: Geometry) -> dict[str, Buffer]:
+        if g.rows > MOST_ROWS:
+            raise ValueError(f"{self.name}: a cache row holds at most {MOST_ROWS} tokens, got {g.rows}")
         t, lead, i32 = self.timeline, (g.batch, g.kv_heads), torch.int32
         # Behind the window: what waits for the clock, a segment not yet whole, and as much again before a boundary is
         # forced for want of room.
