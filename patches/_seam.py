@@ -249,7 +249,9 @@ def install(model, method: Method, max_length: int | None, offload: str, skip_la
         config, method, dense, skip_layers, model.dtype, model.device, shards=getattr(model, "_tp_size", None) or 1
     )
     handle = Handle(model, plan, max_length, limit if max_length is None else max_length, offload, skip_layers)
-    if max_length is not None:
+    if max_length is None:
+        plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
+    else:
         check_memory(plan, 1, max_length, pool_on_host=handle._pool_on_host(1, max_length))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # it is per code object
     handle.install()

@@ -54,8 +54,10 @@ class ClusterMethod(Method):
         if self.stretch < self.cluster_size:
             raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.cluster_size}")
         shortest, longest = self.segment
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"{self.name}: segments need 1 <= shortest <= longest, got {shortest}, {longest}")
+        if not 1 <= shortest <= longest <= WIDEST:
+            raise ValueError(
+                f"{self.name}: segments need 1 <= shortest <= longest <= {WIDEST}, got {shortest}, {longest}"
+            )
         if self.budget < max(self.cluster_size, longest):
             raise ValueError(
                 f"{self.name}: budget {self.budget} is below one unit: a cluster has {self.cluster_size} tokens, a "
