@@ -41,6 +41,7 @@ AHEAD = 16  # batches made beforehand
 class Options:
     out: Path
     minutes: float = 8.5
+    steps: int = 0  # instead of a time
     seed: int = 0
     tokens: int = 131072  # a step
     # Until which share of the time -> of a hundred steps, how many have which length.
@@ -74,23 +75,25 @@ class Options:
 
 
 QUICK = dict(
-    minutes=0.7, tokens=2048, stages=((0.7, {128: 100}), (1.0, {256: 50, 128: 50})), workers=0, lengths=(128,),
+    steps=120, tokens=2048, stages=((0.7, {128: 100}), (1.0, {256: 50, 128: 50})), workers=0, lengths=(128,),
     samples=4, reserve=6.0, model=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16),
 )  # fmt: skip
 
 
 class Clock:
-    """Progress of the training, 0 to 1: of the time from the first finished step to `end`."""
+    """Progress of the training, 0 to 1: of the time from the first finished step to `end`, or of `steps` if given."""
 
-    def __init__(self, end: float):
+    def __init__(self, end: float, steps: int):
         self.begin: float | None = None
-        self.end = end
+        self.end, self.steps, self.taken = end, steps, 0
         self.waited = 0.0  # seconds, for batches
 
     def start(self) -> None:
         self.begin = time.monotonic()
 
     def __call__(self) -> float:
+        if self.steps:
+            return self.taken / self.steps
         return 0.0 if self.begin is None else (time.monotonic() - self.begin) / (self.end - self.begin)
 
 
@@ -202,6 +205,7 @@ def train(o: Options, model, clock: Clock, pool: ProcessPoolExecutor | None) -> 
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
         opt.step(o.rate(progress))
         meter.add(ids.shape[1], seen, norm, ids.numel())
+        clock.taken += 1
         if n == 0:
             meter.line(0.0)  # waits for the step, so compilation does not count
             clock.start()
@@ -212,6 +216,8 @@ def train(o: Options, model, clock: Clock, pool: ProcessPoolExecutor | None) -> 
                 behind.popleft().synchronize()
         if time.monotonic() - meter.since > LOG_EVERY:
             meter.line(o.rate(progress))
+    if meter.seen:
+        meter.line(0.0)
 
 
 def finish(o: Options, model, began: float) -> None:
@@ -243,7 +249,7 @@ def run(o: Options) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_norm.weight.data.fill_(o.gain)
         layer.self_attn.k_norm.weight.data.fill_(o.gain)
-    clock = Clock(began + 60 * o.minutes - o.reserve)
+    clock = Clock(began + 60 * o.minutes - o.reserve, o.steps)
     pool = ProcessPoolExecutor(o.workers, get_context("spawn")) if o.workers else None
     try:
         with fastest_attention(o.tokens) if device.type == "cuda" else contextlib.nullcontext():
@@ -258,8 +264,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--quick", action="store_true", help="a tiny model, lengths 128 and 256, on any device")
-    for name, kind in (("minutes", float), ("seed", int), ("muon", float), ("adam", float), ("gain", float),
-                       ("window", int), ("other", float), ("workers", int), ("fall", float),
+    for name, kind in (("minutes", float), ("steps", int), ("seed", int), ("muon", float), ("adam", float),
+                       ("gain", float), ("window", int), ("other", float), ("workers", int), ("fall", float),
                        ("reserve", float), ("samples", int)):  # fmt: skip
         p.add_argument(f"--{name}", type=kind)
     given = {k: v for k, v in vars(p.parse_args()).items() if v is not None}

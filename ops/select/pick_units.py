@@ -39,9 +39,12 @@ def check(q, centroid, first, units, wanted, arrivals, budget, scale) -> None:
 
 
 def scores(q: Tensor, centroid: Tensor, scale: float) -> Tensor:
-    """Of one head: the logarithm of the summed softmax, q [group, head_dim] against centroids [units, head_dim]."""
-    z = q.float() @ centroid.float().T * scale
-    return (z - z.logsumexp(-1, keepdim=True)).logsumexp(0)
+    """Of one head: the logarithm of the summed softmax, q [group, head_dim] against centroids [units, head_dim].
+
+    In fp64, then rounded: vectorised loops end in scalar ones that round otherwise, and equal units must stay equal.
+    """
+    z = (q.float() @ centroid.float().T * scale).double()
+    return (z - z.logsumexp(-1, keepdim=True)).logsumexp(0).float()
 
 
 def reference(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
