@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, compiles, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = (
     "(Tensor rotated, Tensor ids, Tensor counts, Tensor retired, int sink, int[] ratios, int least, int dense, "
@@ -25,6 +25,7 @@ ONE = 1_000_000
 MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
 CHUNK = 1024  # keys at a time: 16 KiB of ids
 RESIDENT = 4  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
+STEP = 16  # centroids compared with all at a time; in the interpreter every round counts, so there it is one
 PACKED = 4  # query heads whose points share a table entry, a byte each
 
 
@@ -259,7 +260,7 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
     _points[(batch * heads, spaces, packs * pack)](
         rotated, counts, table, proxy, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
-        BINS=bins, STEP=min(16, size), PACK=pack, num_warps=8 if size == 256 else 1,
+        BINS=bins, STEP=min(STEP, size) if compiles(ids.device) else size, PACK=pack, num_warps=8 if size == 256 else 1,
         **chained(ids.device, batch * heads * spaces * packs * pack),
     )  # fmt: skip
     _collide[(batch * heads, parts)](
