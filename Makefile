@@ -5,12 +5,17 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test quick lint clean
+.PHONY: help demo report test quick lint clean
 help:
-	@echo "make demo | test | quick (no slow tests) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | report | test | quick (no slow tests) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 
 demo: $(READY)
 	$(BIN)/torchsparsekv demo
+
+# The page of what is measured and committed.
+report: $(READY)
+	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
+		-o benchmarks/results/report/report.html
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,4 +1,4 @@
-"""A model and tasks for the evaluation that need no training: the hand-set llama of the demo, which follows chains.
+"""A model and tasks for the evaluation that need no training: a llama with weights set by hand, which follows chains.
 
 `chain` asks for facts of the prompt. `journal` asks for what the model itself wrote: from its last prompt token on it
 recites links and words by heart, and is then asked for the links, which no prompt ever held.
@@ -7,9 +7,9 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+from chain import FIRST_NAME, FIRST_WORD, MEANING, chain_model, chain_prompts, link
 
 from torchsparsekv.benchmarks.quality.sources import Source
-from torchsparsekv.commands._chain import FIRST_NAME, FIRST_WORD, MEANING, chain_model, chain_prompts, link
 
 LENGTH = 256
 STEPS = 4  # names to be told; the first is told by the prompt's own forward, which is exact

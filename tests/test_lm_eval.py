@@ -1,13 +1,13 @@
 """lm-eval drives a patched model as it drives any other: a task of our own, so that nothing is downloaded."""
 import pytest
 import torch
+from chain import VOCABULARY, chain_model
 from models import tiny
 from standin import LENGTH, STEPS, sample
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import torchsparsekv
-from torchsparsekv.commands._chain import VOCABULARY, chain_model
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -1,50 +1,30 @@
 """Figures of `eval`: accuracy against budget, where needles are found, and which heads keep the attention weight."""
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from torchsparsekv.benchmarks.quality.options import DENSE
 from torchsparsekv.benchmarks.quality.store import key
-from torchsparsekv.benchmarks.quality.summary import head_means, wilson
+from torchsparsekv.benchmarks.quality.summary import head_means
 from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, by_model, of
-from torchsparsekv.benchmarks.report.load import EVAL, Result
+from torchsparsekv.benchmarks.report.figures import Drawn, Figure
+from torchsparsekv.benchmarks.report.load import Result
+from torchsparsekv.benchmarks.report.scores import (
+    STREAMING,
+    Scores,
+    averaged,
+    budgets,
+    groups,
+    method_order,
+    ordered,
+    task_order,
+)  # fmt: skip
 
-COMMAND, STREAMING = "torchsparsekv eval", "streaming"
+COMMAND = "torchsparsekv eval"
 DEPTHS = 5  # rows of the needle map
+SPREAD = 0.5  # of the depths that a task must cover to be in it
 MEAN = "mean of the tasks"
 ACROSS = 4  # panels beside one another
-
-
-def groups(results: list[Result]) -> list[tuple[list[Result], list[dict]]]:
-    """(files, their samples) for every model; of a sample that is in two files, the later one."""
-    out = [(g, list({key(row): row for r in g for row in r.rows}.values())) for g in by_model(of(results, EVAL))]
-    for sources, rows in out:
-        _one_setting(sources, rows)
-    return out
-
-
-def _one_setting(sources: list[Result], rows: list[dict]) -> None:
-    """A figure cannot tell apart a method under two windows, say: better none than a mean of both."""
-    first: dict[str, dict] = {}
-    for r in rows:
-        if r["patch"] is None:
-            continue
-        setting = {k: v for k, v in r["patch"].items() if k != "budget"}
-        if r["method"] == STREAMING:
-            setting["window"] -= r["budget"]
-        if first.setdefault(r["method"], setting) != setting:
-            names = ", ".join(s.path.name for s in sources)
-            raise ValueError(f"{names}: {r['method']} with {first[r['method']]} and {setting}; report them separately")
-
-
-def ordered(values: Iterable) -> list:
-    return sorted(set(values))
-
-
-def method_order(rows: list[dict]) -> list[str]:
-    """As they were run; the dense model first."""
-    names = dict.fromkeys(r["method"] for r in rows)
-    return [*(n for n in names if n == DENSE), *(n for n in names if n != DENSE)]
+BESIDE = 0.045  # octaves between the points of two methods at one budget
 
 
 def counted(rows: list[dict]) -> str:
@@ -70,71 +50,95 @@ def accuracy(plt, results: list[Result]) -> list[Drawn]:
     """One figure for every length."""
     out = []
     for sources, rows in groups(results):
-        if not any(r["budget"] for r in rows):
+        at, methods = budgets(rows), method_order(rows)
+        if not at:
             continue
-        budgets = ordered(r["budget"] for r in rows if r["budget"])
-        what = "Dashed: the dense model." if len(budgets) > 1 else f"At a budget of {budgets[0]}."
-        note = f"{what} Thin lines: Wilson 95 % intervals. {counted(rows)}"
+        what = "Dashed: the dense model." if len(at) > 1 else f"At a budget of {at[0]}."
         for length in ordered(r["length"] for r in rows):
-            mine = [r for r in rows if r["length"] == length]
+            mine = Scores([r for r in rows if r["length"] == length])
+            note = f"{what} Thin lines: Wilson 95 % intervals. {mine.gaps(methods, at)}{counted(mine.rows)}"
             tag = f"{sources[0].model['name']}, {style.tokens(length)} tokens"
-            out.append(Drawn(_accuracy(plt, mine), note, tuple(sources), tag))
+            out.append(Drawn(_accuracy(plt, mine, methods, at), note, _holding(sources, mine.rows), tag))
     return out
 
 
-def _accuracy(plt, rows: list[dict]):
-    tasks, several = list(dict.fromkeys(r["task"] for r in rows)), len({r["budget"] for r in rows} - {None}) > 1
-    panels = [*([MEAN] if len(tasks) > 1 else []), *tasks]
+def _holding(sources: Sequence[Result], rows: list[dict]) -> tuple[Result, ...]:
+    """The files that some of these samples are from."""
+    wanted = {key(r) for r in rows}
+    return tuple(s for s in sources if any(key(r) in wanted for r in s.rows))
+
+
+def _accuracy(plt, scores: Scores, methods: list[str], at: list[int]):
+    tasks, mean = list(scores.wanted), averaged(scores.rows)
+    panels = [([t], t) for t in tasks]
+    if len(mean) > 1:
+        panels.insert(0, (mean, MEAN if mean == tasks else f"mean of {len(mean)} tasks"))
     across = min(ACROSS, len(panels))
-    down, height = -(-len(panels) // across), 2.2 if several else 0.5 + 0.22 * len(method_order(rows))
+    down, height = -(-len(panels) // across), 2.2 if len(at) > 1 else 0.5 + 0.22 * len(methods)
     figure, axes = plt.subplots(
         down, across, figsize=(1.0 + 2.15 * across, 0.4 + height * down), squeeze=False, sharey=True
     )
-    figure.subplots_adjust(hspace=0.62 if several else 0.75, wspace=0.14)
+    figure.subplots_adjust(hspace=0.62 if len(at) > 1 else 0.75, wspace=0.14)
     for i, ax in enumerate(axes.flat):
         ax.set_visible(i < len(panels))
         if i < len(panels):
-            mine = [r for r in rows if panels[i] in (r["task"], MEAN)]
-            _curves(ax, mine, names=i == len(panels) - 1) if several else _dots(ax, mine)
-            ax.set_title(panels[i])
+            over, title = panels[i]
+            _curves(ax, scores, methods, at, over) if len(at) > 1 else _dots(ax, scores, methods, at[0], over)
+            ax.set_title(title)
             ax.set_xlabel(ax.get_xlabel() if i + across >= len(panels) else "")
+    if len(at) > 1:
+        _legend(figure, axes.flat[len(panels) :], scores, methods)
     return figure
 
 
-def _score(rows: list[dict]) -> tuple[float, float, float]:
-    """Mean and interval."""
-    mean = statistics.fmean(r["score"] for r in rows)
-    return mean, *wilson(mean, len(rows))
-
-
-def _curves(ax, rows: list[dict], *, names: bool) -> None:
-    budgets, ends = ordered(r["budget"] for r in rows if r["budget"]), []
-    for method in method_order(rows):
-        mine, shade = [r for r in rows if r["method"] == method], style.colour(method)
-        if mine[0]["budget"] is None:
-            level = _score(mine)[0]
-            ax.axhline(level, color=shade, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-            ends.append((budgets[-1], level, method, shade))
+def _curves(ax, scores: Scores, methods: list[str], at: list[int], tasks: list[str]) -> None:
+    for i, method in enumerate(methods):
+        shade, level = style.colour(method), scores.of(method, None, tasks)
+        if level:
+            ax.axhline(level.mean, color=shade, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
             continue
-        at = ordered(r["budget"] for r in mine)
-        points = [_score([r for r in mine if r["budget"] == b]) for b in at]
-        spans = [[m - low for m, low, _ in points], [high - m for m, _, high in points]]
-        ax.errorbar(at, [m for m, _, _ in points], yerr=spans, color=shade, marker="o", elinewidth=0.9)
-        ends.append((at[-1], points[-1][0], method, shade))
-    style.token_axis(ax, budgets, "budget")
+        found = [(b, s) for b in at if (s := scores.of(method, b, tasks)) and (s.whole or len(tasks) == 1)]
+        if not found:
+            continue
+        beside = 2 ** (BESIDE * (i - (len(methods) - 1) / 2))  # so that equal scores do not cover one another
+        x, points = [b * beside for b, _ in found], [s for _, s in found]
+        spans = [[s.mean - s.low for s in points], [s.high - s.mean for s in points]]
+        ax.errorbar(x, [s.mean for s in points], yerr=spans, color=shade, marker="o", elinewidth=0.9, linewidth=1.4)
+        part = [(x, s.mean) for x, s in zip(x, points) if not s.whole]
+        if part:
+            ax.plot(*zip(*part), color=shade, marker="o", markerfacecolor="white", linestyle="none", zorder=4)
+    style.token_axis(ax, at, "budget")
     ax.set_ylim(-0.03, 1.05)
-    if names:
-        style.name_lines(ax, ends)
 
 
-def _dots(ax, rows: list[dict]) -> None:
+def _legend(figure, free, scores: Scores, methods: list[str]) -> None:
+    """In the first place that no panel takes, or beside them all; a method without a sample is named as that."""
+    from matplotlib.lines import Line2D
+
+    has = {r["method"] for r in scores.rows}
+    shown = [
+        Line2D([], [], color=style.colour(m), marker="" if m == DENSE else "o", linestyle="--" if m == DENSE else "-",
+               label=m if m in has else f"{m} (not measured)")
+        for m in methods
+    ]  # fmt: skip
+    if len(free):
+        free[0].set_visible(True)
+        free[0].axis("off")
+    where = dict(loc="center left", bbox_to_anchor=free[0].get_position().bounds) if len(free) else dict(
+        loc="center left", bbox_to_anchor=(0.92, 0.5)
+    )
+    figure.legend(handles=shown, fontsize=9, labelcolor="linecolor", handlelength=1.4, labelspacing=0.35, **where)
+
+
+def _dots(ax, scores: Scores, methods: list[str], budget: int, tasks: list[str]) -> None:
     """Of one budget there is no curve to draw: a method a line, the score along it."""
-    methods = method_order(rows)[::-1]
-    for y, method in enumerate(methods):
-        mean, low, high = _score([r for r in rows if r["method"] == method])
-        ax.plot([low, high], [y, y], color=style.colour(method), linewidth=1.2)
-        ax.plot(mean, y, marker="o", color=style.colour(method), markersize=6)
-    ax.set_yticks(range(len(methods)), methods)
+    for y, method in enumerate(methods[::-1]):
+        s = scores.of(method, None, tasks) or scores.of(method, budget, tasks)
+        if s and (s.whole or len(tasks) == 1):
+            face = style.colour(method) if s.whole else "white"
+            ax.plot([s.low, s.high], [y, y], color=style.colour(method), linewidth=1.2)
+            ax.plot(s.mean, y, marker="o", color=style.colour(method), markerfacecolor=face, markersize=6)
+    ax.set_yticks(range(len(methods)), methods[::-1])
     ax.set_xlim(-0.04, 1.04)
     ax.set_xlabel("score")
 
@@ -145,16 +149,36 @@ def _dots(ax, rows: list[dict]) -> None:
 def needles(plt, results: list[Result]) -> list[Drawn]:
     out = []
     for sources, rows in groups(results):
-        rows = [r for r in rows if r["depth"] is not None]
+        tasks, budget = _spread(rows), _smallest(rows)
+        rows = [r for r in rows if r["task"] in tasks and r["budget"] in (None, budget)]
         if not rows:
             continue
-        budget = _smallest(rows)
-        rows = [r for r in rows if r["budget"] in (None, budget)]
         figure = _maps(plt, rows, _needle_grid, "length", "depth of the needle", text=True)
-        tasks = ", ".join(dict.fromkeys(r["task"] for r in rows))
-        note = f"Mean score at budget {budget}, over {tasks}. Blank: no sample. " + counted(rows)
-        out.append(Drawn(figure, note, tuple(sources), sources[0].model["name"]))
+        note = (
+            f"Mean score at budget {budget}, over {', '.join(tasks)}; of several needles, the depth of the first. "
+            f"{_per_cell(rows)} Blank: none. {counted(rows)}"
+        )
+        out.append(Drawn(figure, note, _holding(sources, rows), sources[0].model["name"]))
     return out
+
+
+def _spread(rows: list[dict]) -> list[str]:
+    """Tasks whose needles stand at all depths; one that has them at the middle only would make a row of its own."""
+    depths = {t: [r["depth"] for r in rows if r["task"] == t and r["depth"] is not None] for t in task_order(rows)}
+    return [t for t, x in depths.items() if x and max(x) - min(x) >= SPREAD]
+
+
+def _depth(row: dict) -> int:
+    return min(int(row["depth"] * DEPTHS), DEPTHS - 1)
+
+
+def _per_cell(rows: list[dict]) -> str:
+    cells: dict[tuple, int] = {}
+    for r in rows:
+        at = (r["method"], r["length"], _depth(r))
+        cells[at] = cells.get(at, 0) + 1
+    sizes = ordered(cells.values())
+    return f"{sizes[0]} to {sizes[-1]} samples a cell." if len(sizes) > 1 else f"{sizes[0]} samples a cell."
 
 
 def _smallest(rows: list[dict]) -> int | None:
@@ -166,7 +190,7 @@ def _needle_grid(rows: list[dict], every: list[dict]):
     lengths = ordered(r["length"] for r in every)
     cells: dict[tuple, list[float]] = {}
     for r in rows:
-        cells.setdefault((min(int(r["depth"] * DEPTHS), DEPTHS - 1), r["length"]), []).append(r["score"])
+        cells.setdefault((_depth(r), r["length"]), []).append(r["score"])
     grid = [[statistics.fmean(cells[d, n]) if (d, n) in cells else None for n in lengths] for d in range(DEPTHS)]
     names = [f"{100 * d // DEPTHS}-{100 * (d + 1) // DEPTHS} %" for d in range(DEPTHS)]
     return grid, names, [style.tokens(n) for n in lengths]
@@ -175,8 +199,8 @@ def _needle_grid(rows: list[dict], every: list[dict]):
 def _maps(plt, rows: list[dict], grid_of: Callable, x: str, y: str, *, text: bool, low: float = 0.0):
     """One heat map per method, with one scale for all."""
     methods = method_order(rows)
-    across = min(ACROSS, len(methods))
-    down = -(-len(methods) // across)
+    down = -(-len(methods) // ACROSS)
+    across = -(-len(methods) // down)
     figure, axes = plt.subplots(
         down, across, figsize=(1.3 + 2.1 * across, 0.7 + 1.9 * down), squeeze=False, layout="constrained"
     )
@@ -208,15 +232,24 @@ def recall_map(plt, results: list[Result]) -> list[Drawn]:
             continue
         budget, longest = _smallest(probed), max(r["length"] for r in probed)
         probed = [r for r in probed if r["budget"] == budget and r["length"] == longest]
+        probed, short = _as_many(probed)
         figure = _maps(plt, probed, _head_grid, "query head", "layer", text=False)
-        tasks = ", ".join(dict.fromkeys(r["task"] for r in probed))
-        most = max(sum(r["method"] == m for r in probed) for m in method_order(probed))
+        most = len(probed) // len(method_order(probed))
         note = (
             f"Share of the full softmax weight that was attended to, mean over the decode steps of {most} samples per "
-            f"method ({tasks}; {style.tokens(longest)}; budget {budget}). The first layers are dense. " + counted(rows)
+            f"method ({', '.join(task_order(probed))}; {style.tokens(longest)}; budget {budget}). {short}The first "
+            f"layers are dense. {counted(rows)}"
         )
-        out.append(Drawn(figure, note, tuple(sources), sources[0].model["name"]))
+        out.append(Drawn(figure, note, _holding(sources, probed), sources[0].model["name"]))
     return out
+
+
+def _as_many(probed: list[dict]) -> tuple[list[dict], str]:
+    """The methods that were probed on all samples, and words about the others: other samples are no comparison."""
+    count = {m: sum(r["method"] == m for r in probed) for m in method_order(probed)}
+    short = [m for m, n in count.items() if n < max(count.values())]
+    told = f"Left out, probed on fewer: {', '.join(short)}. " if short else ""
+    return [r for r in probed if r["method"] not in short], told
 
 
 def _head_grid(rows: list[dict], every: list[dict]):

@@ -25,7 +25,8 @@ section { background: #fff; border: 1px solid #e4e7ec; border-radius: 10px; padd
 figure { margin: 0; }
 figure + figure { border-top: 1px solid #eceef2; margin-top: 22px; padding-top: 22px; }
 figure img { display: block; max-width: 100%; height: auto; }
-figcaption { color: #4a515e; font-size: .9rem; margin-top: 14px; max-width: 52rem; }
+h3:not(:first-of-type) { margin-top: 1.6rem; }
+figcaption, .note { color: #4a515e; font-size: .9rem; margin-top: 14px; max-width: 52rem; }
 .made { display: block; color: #7a818d; font-size: .8rem; margin-top: 6px; }
 code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: #f1f3f6; border-radius: 4px;
   padding: 1px 5px; overflow-wrap: anywhere; }
@@ -34,6 +35,7 @@ table { border-collapse: collapse; font-size: .84rem; width: 100%; font-variant-
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid #eceef2; vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 th { color: #6b7280; font-weight: 600; }
+details { margin-top: .8rem; }
 details summary { cursor: pointer; font-weight: 600; }
 ul { padding-left: 1.2rem; margin: 0; }
 """
@@ -69,9 +71,11 @@ def _sources(results: list[Result]) -> str:
 
 
 def page(
-    made: list[tuple[Figure, list[tuple[Drawn, bytes]]]], absent: list[Figure], details: str, results: list[Result]
-) -> str:
-    links = "".join(f'<a href="#{f.name}">{html.escape(f.title)}</a>' for f, _ in made)
+    made: list[tuple[Figure, list[tuple[Drawn, bytes]]]], absent: list[Figure], scores: str, details: str,
+    results: list[Result],
+) -> str:  # fmt: skip
+    links = '<a href="#scores">Scores</a>' if scores else ""
+    links += "".join(f'<a href="#{f.name}">{html.escape(f.title)}</a>' for f, _ in made)
     body = "".join(
         f'<section id="{f.name}"><h2>{html.escape(f.title)}</h2>'
         + "".join(_figure(f.title, drawn, picture, headed=len(pictures) > 1) for drawn, picture in pictures)
@@ -87,7 +91,7 @@ def page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>torchsparsekv report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>'
         f"<h1>torchsparsekv</h1><p class=lead>Sparse KV-cache retrieval: what it costs in answers and what it saves in "
-        f"time and memory. Every figure says what it was measured on.</p><nav>{links}</nav>{body}{details}"
+        f"time and memory. Every figure says what it was measured on.</p><nav>{links}</nav>{scores}{body}{details}"
         f"{_sources(results)}</main></body></html>\n"
     )
 

@@ -1,121 +1,164 @@
-"""`torchsparsekv demo`: patch small models on the CPU, and show what each method attends to and still gets right."""
-from typing import NamedTuple
+"""`torchsparsekv demo`: a passkey in a long text, and which methods still find it; on a CPU, in about a minute."""
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor
+from tqdm import tqdm
 
-import torchsparsekv
+from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks.quality import run
+from torchsparsekv.benchmarks.quality.options import Options, Setting, settings
+from torchsparsekv.benchmarks.quality.sources import Source, load
+from torchsparsekv.benchmarks.quality.store import Store
+from torchsparsekv.benchmarks.recall_model.passkeys import Passkeys, passkeys
+from torchsparsekv.benchmarks.recall_model.vocabulary import names
+from torchsparsekv.benchmarks.report.make import check_name, make
+from torchsparsekv.benchmarks.report.style import pyplot
 from torchsparsekv.commands import app
-from torchsparsekv.commands._chain import chain_model, chain_prompts, random_model
+from torchsparsekv.commands._options import TOLD
 from torchsparsekv.commands._table import table
-from torchsparsekv.method import all_methods
-from torchsparsekv.report import Report
 
-NEAR = {"sink": 32, "window": 64}
-TOLERANCE = 1e-4
-WHOLE_PROMPT, WHOLE_STEPS = 500, 8
-
-
-class Run(NamedTuple):
-    tokens: Tensor
-    logits: Tensor
-    report: Report | None
+TASK = "passkeys"
+METHODS = ("streaming", "quest", "louiskv", "clusterkv", "pariskv")
+BLOCK = 64  # capacities are a multiple of every method's block size
+AROUND = 6  # words of the text that are shown before and after the passkey
 
 
-def generate(model, ids: Tensor, mask: Tensor, steps: int, handle=None) -> Run:
-    """Stock greedy generate() on a left-padded batch."""
-    out = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, return_dict_in_generate=True,
-        output_logits=True,
-    )  # fmt: skip
-    report = handle.report() if handle else None  # before `out`, which holds the cache, is gone
-    return Run(out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1), report)
+class Answered(NamedTuple):
+    setting: Setting
+    found: dict[str, Any]  # what Runner measured
+    attended: float
+    context: float
+    host: int
+    device: int
 
 
-def generate_patched(name: str, model, ids: Tensor, mask: Tensor, steps: int, **hyper) -> Run:
-    capacity = model.config.max_position_embeddings
-    with torchsparsekv.patch(model, name, max_length=capacity, skip_layers=1, **hyper) as handle:
-        return generate(model, ids, mask, steps, handle)
-
-
-def capacity_for(tokens: int) -> int:
-    return -(-tokens // 64) * 64  # a multiple of every method's block size
+TOKENS = typer.Option(4096, min=1024, max=65536, help="Length of the text; a CPU's time grows with its square.")
+QUESTIONS = typer.Option(8, min=2, max=32, help="Questions: one for the passkey, the others for records like it.")
+BUDGET = typer.Option(64, min=32, max=16384, help="Retrieved tokens per kv head and step; a multiple of 32.")
+OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The page; answers and figures go beside it.")
 
 
 @app.command()
-def demo(
-    prompt_tokens: int = typer.Option(2048, min=256, max=16384, help="Length of the longer of the two prompts."),
-    steps: int = typer.Option(16, min=2, max=48, help="Tokens to generate."),
-    budget: int = typer.Option(256, min=32, max=16384, help="Retrieved tokens per kv head and step; a multiple of 32."),
-) -> None:
-    """Follow a chain of facts hidden in a prompt, with every method; no GPU and no download."""
-    capacity = capacity_for(prompt_tokens + steps)
-    if budget % 32 or budget > capacity:
-        raise typer.BadParameter(f"must be a multiple of 32 up to {capacity}", param_hint="--budget")
-    right, lost = small_budget(prompt_tokens, steps, budget, capacity)
-    off, wrong = whole_budget()
-    if wrong:
-        typer.echo(f"FAILED: with a budget of the whole context these are not dense attention: {wrong}", err=True)
+def demo(tokens: int = TOKENS, questions: int = QUESTIONS, budget: int = BUDGET, out: Path = OUT) -> None:
+    """Hide a passkey in a long text and ask for it, dense and with every kind of method; no GPU and no download."""
+    try:
+        with _half_the_threads():
+            _demo(tokens, questions, budget, out)
+    except TOLD as e:
+        typer.echo(f"demo: {e}", err=True)
+        raise typer.Exit(2) from e
+
+
+@contextlib.contextmanager
+def _half_the_threads() -> Iterator[None]:
+    """A step is many small operations: where something else runs, most of its time would go into waiting for a core."""
+    had = torch.get_num_threads()
+    torch.set_num_threads(max(1, had // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(had)
+
+
+def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
+    check_name(out)
+    asked = passkeys(tokens, questions)
+    o = Options(
+        tasks=(TASK,), lengths=(-(-(tokens + asked.new_tokens) // BLOCK) * BLOCK,), methods=METHODS, budgets=(budget,),
+        samples=questions, probe=1, device="cpu",
+    )  # fmt: skip
+    source = load(o)
+    memory = {s.method: _memory(source, s, o) for s in settings(o)}  # which also checks every method's settings
+    typer.echo(_about(asked, source, o))
+    answered = [_answer(source, s, o, asked, memory[s.method]) for s in tqdm(settings(o), unit="method", disable=None)]
+    head = ("method", "the passkey", "", "others", "attended", "of", "GPU MiB", "host MiB")
+    typer.echo("\n" + table(head, [_row(a, asked) for a in answered], left=3))
+    typer.echo("\n" + _conclusion(answered, asked))
+    samples = out.with_name("answers.jsonl")
+    _keep(samples, answered, asked, source, o)
+    draw(samples, out)
+    if not answered[0].found["score"]:
+        typer.echo("FAILED: the dense model finds nothing: these are not the weights that were trained", err=True)
         raise typer.Exit(1)
-    typer.echo(
-        f"Shown: with a budget of the whole context every method generates the tokens of dense attention (logits "
-        f"within {off:.0e});\nat budget {budget} the chain was followed by {', '.join(right) or 'no method'}; "
-        f"not by {', '.join(lost) or 'none'}."
-    )
 
 
-def small_budget(prompt_tokens: int, steps: int, budget: int, capacity: int) -> tuple[list[str], list[str]]:
-    """Methods that followed the chain to its end at a small budget, and those that did not."""
-    model, lengths = chain_model(capacity), [prompt_tokens * 3 // 4, prompt_tokens]
-    ids, mask, answers = chain_prompts(lengths, steps)
-    typer.echo(
-        f"A llama of 3 layers with weights set by hand: every token it generates needs one fact, planted anywhere in\n"
-        f"the prompt. Two prompts of {lengths[0]} and {lengths[1]} tokens, left-padded; stock generate(); {steps} "
-        f"tokens each.\nBudget {budget}, sink {NEAR['sink']}, window {NEAR['window']}; attended, density and hits: "
-        f"last layer.\n"
-    )
-    dense = generate(model, ids, mask, steps)
-    runs = {}
-    for name, hyper in torchsparsekv.methods().items():
-        # Methods that stay dense in short contexts by default: here as soon as they can be sparse.
-        sparse = {"full_threshold": 2 * budget + sum(NEAR.values())} if "full_threshold" in hyper else {}
-        runs[name] = generate_patched(name, model, ids, mask, steps, budget=budget, **NEAR, **sparse)
-    head = ("method", "right", "as dense", "attended", "of", "density", "hits", "cache")
-    unpatched = ("(unpatched)", share(dense.tokens, answers), *"------")
-    typer.echo(table(head, [unpatched, *(row(name, r, dense, answers) for name, r in runs.items())]))
-    typer.echo(f"\nhandle.report() of quest:\n{runs['quest'].report}\n")
-    right = [name for name, r in runs.items() if torch.equal(r.tokens, answers)]
-    return right, [name for name in runs if name not in right]
+def _memory(source: Source, s: Setting, o: Options) -> tuple[int, int]:
+    """(host, device) bytes of a cache with its pool in host memory; the dense model has all of it on the device."""
+    (length,) = o.lengths
+    dense = Setting("full", None, {"skip_layers": 0})
+    with run.patched(source.model, s if s.patch else dense, length, o) as handle:
+        return handle.plan.bytes(1, length, pool_on_host=s.patch is not None)
 
 
-def row(name: str, run: Run, dense: Run, answers: Tensor) -> tuple:
-    assert run.report
-    layer, cache_bytes = run.report.layers[-1], run.report.host_bytes + run.report.device_bytes
+def _answer(source: Source, s: Setting, o: Options, asked: Passkeys, memory: tuple[int, int]) -> Answered:
+    (length,) = o.lengths
+    with run.runner(source, s, length, o) as ready:
+        (found,) = ready.answer([asked], probed=s.patch is not None)
+        if not ready.handle:
+            mean = len(asked.prompt) + (asked.new_tokens + 1) / 2
+            return Answered(s, found, mean, mean, *memory)
+        layer = ready.handle.report().layers[-1]
+    return Answered(s, found, layer.attended_per_step, layer.context_per_step, *memory)
+
+
+def _about(asked: Passkeys, source: Source, o: Options) -> str:
+    words, at, tokens = names(), int(asked.starts[0]), len(asked.prompt)
+    text = [words[i] for i in asked.prompt[max(0, at - AROUND) : at + 7 + AROUND]]
     return (
-        name, share(run.tokens, answers), share(run.tokens, dense.tokens), f"{layer.attended_per_step:.0f}",
-        f"{layer.context_per_step:.0f}", f"{layer.density:.2f}",
-        f"{layer.hit_rate:.2f}" if layer.blocks_selected else "-", f"{cache_bytes / 2**20:.1f} MiB",
+        f"A text of {tokens} tokens, and in it, at {at / tokens:.0%}, a passkey: two words, then its four.\n"
+        f"    ... {' '.join(text)} ...\n"
+        f"In the same text are {asked.crowd} records that look like it. A model of "
+        f"{source.about()['parameters'] / 1e6:.1f}M parameters, trained to recall,\nis asked for the passkey "
+        f"(\"ask {' '.join(words[i] for i in asked.keys[0])}\") and then for {len(asked.keys) - 1} of the others.\n"
+        f"Budget: {o.budgets[0]} tokens per kv head and step, beside sink {o.sink} and window {o.window} (streaming: "
+        f"window {o.window + o.budgets[0]}).\nAttended: tokens per head and step in a sparse layer; {o.skip_layers} of "
+        f"the {source.model.config.num_hidden_layers} layers are dense.\n"
+        "MiB: the cache where its pool lies in host memory, which offload=\"host\" does on a GPU."
+    )
+
+
+def _row(a: Answered, asked: Passkeys) -> tuple:
+    first, *others = asked.right(a.found["output"])
+    told = " ".join(names()[i] for i in asked.told(a.found["output"])[0])
+    return (
+        a.setting.method, told, "right" if first else "wrong", f"{sum(others)}/{len(others)}", f"{a.attended:.0f}",
+        f"{a.context:.0f}", f"{a.device / 2**20:.1f}", f"{a.host / 2**20:.1f}",
     )  # fmt: skip
 
 
-def share(tokens: Tensor, wanted: Tensor) -> str:
-    return f"{int((tokens == wanted).sum())}/{wanted.numel()}"
+def _conclusion(answered: list[Answered], asked: Passkeys) -> str:
+    groups: dict[str, list[str]] = {"All right": [], "The passkey, and not all others": [], "Not the passkey": []}
+    every, some, none = groups.values()
+    for a in answered:
+        first, *others = asked.right(a.found["output"])
+        (none if not first else every if all(others) else some).append(a.setting.method)
+    return "\n".join(f"{what}: {', '.join(methods) or 'none'}." for what, methods in groups.items())
 
 
-def whole_budget() -> tuple[float, list[str]]:
-    """The largest difference of a logit from dense attention on a random model, and methods that are not dense."""
-    capacity = capacity_for(WHOLE_PROMPT + WHOLE_STEPS)
-    model = random_model(capacity)
-    ids, mask, _ = chain_prompts([WHOLE_PROMPT * 3 // 4, WHOLE_PROMPT], WHOLE_STEPS)
-    dense = generate(model, ids, mask, WHOLE_STEPS)
-    off, wrong = 0.0, []
-    for name, cls in all_methods().items():
-        # What does not retrieve, and is not dense, can only see everything through its window.
-        hyper = NEAR if cls.retrieves or cls.dense else {**NEAR, "window": capacity}
-        run = generate_patched(name, model, ids, mask, WHOLE_STEPS, budget=capacity, **hyper)
-        difference = float((run.logits - dense.logits).abs().max())
-        off = max(off, difference)
-        if difference > TOLERANCE or not torch.equal(run.tokens, dense.tokens):
-            wrong.append(name)
-    return off, wrong
+def _keep(path: Path, answered: list[Answered], asked: Passkeys, source: Source, o: Options) -> None:
+    """A file as `eval` writes it, a row for every question; what was measured on all of them is in the first."""
+    path.unlink(missing_ok=True)
+    store = Store(path, _common.header(run.BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
+    (length,) = o.lengths
+    for a in answered:
+        for i, (right, told) in enumerate(zip(asked.right(a.found["output"]), asked.told(a.found["output"]).tolist())):
+            shared = a.found if i == 0 else {**a.found, "mass": None, "error": None}
+            row = {"task": TASK, "length": length, "index": i, **dataclasses.asdict(a.setting)}
+            row |= {"depth": int(asked.starts[i]) / len(asked.prompt), "prompt_tokens": len(asked.prompt)}
+            store.add(row | shared | {"score": float(right), "output": told})
+
+
+def draw(samples: Path, out: Path) -> None:
+    """The page of these answers; without matplotlib there is none, and the rest stands."""
+    try:
+        pyplot()
+    except RuntimeError as e:
+        typer.echo(f"No page: {e}. The answers are in {samples}")
+        return
+    page, *figures = make([samples], out)
+    typer.echo(f"The page: {page}, with {len(figures)} figures beside it; the answers: {samples}")
