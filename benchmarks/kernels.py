@@ -84,7 +84,7 @@ class Bench:
             self.row("append", lambda i, s: append(self.k, self.k, s.ring, s.pool, s.stats, *still)),
             self.row("index update (nothing leaves)", lambda i, s: m.update(s, self.k)),
             *STAGES[m.name].select(self),
-            self.row("select", lambda i, s: m.select(s, q[i], scale)),
+            self.row("select, all of it (beside)", lambda i, s: m.select(s, q[i], scale)),
             self.row("fetch, all hits", lambda i, s: get(chosen[i], s)),
             self.row("attention", attend, (t.ring_rows + m.budget) * token),
             self.row("fetch, nearly all misses", lambda i, s: get(new[i], s), m.budget * token, draw),

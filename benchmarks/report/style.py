@@ -12,7 +12,9 @@ METHODS = {
     "k-means of the prompt": "#8a8f98",
 }  # fmt: skip
 OTHERS = ("#cc3a6f", "#56b4e9", "#7a8b00", "#a0522d", "#17a2a2")
-STAGES = ("#c6dbef", "#9ecae1", "#4292c6", "#2171b5", "#fdae6b", "#084594", "#d9d9d9", "#bdbdbd")
+STAGES = (
+    "#c6dbef", "#9ecae1", "#4292c6", "#2171b5", "#fdae6b", "#084594", "#d9d9d9", "#bdbdbd", "#74c476", "#238b45",
+)  # fmt: skip
 HEAT = "YlGnBu"
 DPI = 170  # of the pictures; the page shows an inch as 96 pixels, so letters have one size
 RC = {
