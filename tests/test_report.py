@@ -103,24 +103,24 @@ def texts(figure) -> list[str]:
 
 def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
-    assert len(found) == 2, "one shape each"
+    assert len(found) == 3, "two shapes, and a run of other versions of one of them"
     axes = found[0].figure.axes[0]
     for method in ("full", "quest", "arkvale"):
         want = [(r["context"], r["tpot_ms"]) for r in rows("h200_decode.json") if r["method"] == method]
         assert line(axes, style.colour(method), 3) == want
     said = texts(found[0].figure)
     assert {"quest", "dense", "quest, locality 0", "quest, 0 dense layers", "HF static cache: 53 ms"} <= set(said)
-    assert "17.52" in texts(found[1].figure), "of one context, bars with their values"
+    assert any("17.52" in texts(f.figure) for f in found[1:]), "of one context, bars with their values"
 
 
 def test_stages_add_up(plt):
     said = texts(speed.stages(plt, load([RESULTS / "h200_kernels.json"]))[0].figure)
     at = [r for r in rows("h200_kernels.json") if r.get("context") == 131072]
     mine = {r["kernel"]: r["us"] for r in at if r["method"] == "quest"}
-    hits, new = mine.pop("fetch, all hits"), mine.pop("fetch, (nearly) all misses")
+    hits, new = mine.pop("fetch, all hits"), mine.pop("fetch, nearly all misses")
     others = sum(us for kernel, us in mine.items() if "beside" not in kernel)
     assert f"  {others + hits:.0f} us, with new blocks {others + new:.0f}" in said
-    assert "  131 us" in said, "dense attention"
+    assert "  132 us" in said, "dense attention"
 
 
 def test_throughput_and_memory(plt):
