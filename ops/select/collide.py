@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, compiles, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = (
     "(Tensor rotated, Tensor ids, Tensor counts, Tensor retired, int sink, int[] ratios, int least, int dense, "
@@ -23,9 +23,8 @@ SCHEMA = (
 PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
 MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
-CHUNK = 1024  # keys at a time: 16 KiB of ids
-RESIDENT = 4  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
-STEP = 16  # centroids compared with all at a time; in the interpreter every round counts, so there it is one
+CHUNK = 2048  # keys at a time: 32 KiB of ids
+RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
 PACKED = 4  # query heads whose points share a table entry, a byte each
 
 
@@ -121,37 +120,48 @@ def _score(rotated, c, M: tl.constexpr):
 
 
 @triton.jit
+def _earned(before, n, rho):
+    """Points of centroids by the number of keys that strictly better ones have."""
+    earned = (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
+    earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
+    return earned + (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
+
+
+@triton.jit
 def _points(
-    rotated, counts, table, scratch, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
-    F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr,
-    PACK: tl.constexpr, PDL: tl.constexpr,
+    rotated, counts, table, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
+    F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BINS: tl.constexpr, PACK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One subspace of one query head: what each centroid earns, a byte of its table entry."""
+    """One subspace of one query head: what each centroid earns, a byte of its table entry.
+
+    Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all: a quarter of
+    the comparisons. And where the better ones of all pairs have keys enough, the others earn nothing.
+    """
     chain(PDL)
     bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     size: tl.constexpr = 1 << M
+    half: tl.constexpr = 1 << (M - 1)
     if (space == 0) & (f == 0):
         tl.store(totals + bh * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-    c, o = tl.arange(0, size), tl.arange(0, STEP)
-    earned = tl.zeros((size,), tl.int32)
+    c = tl.arange(0, half)
+    up, down = tl.zeros((half,), tl.int32), tl.zeros((half,), tl.int32)
     if f < F:  # beyond it is padding of the entry
         counts += (bh * B + space) * size
-        at = (bh * F + f) * B + space
-        s = _score(rotated + at * M, c, M)
-        tl.store(scratch + at * size + c, s)
+        s = _score(rotated + ((bh * F + f) * B + space) * M, c, M)
+        c = tl.where(s < 0, size - 1 - c, c)
+        s = tl.abs(s)
+        better, worse = tl.load(counts + c), tl.load(counts + size - 1 - c)
         n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
         rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-        tl.debug_barrier()
-        before = tl.zeros((size, STEP), tl.int32)
-        for part in range(0, size, STEP):
-            better = tl.load(scratch + at * size + part + o)[None, :] > s[:, None]
-            before += tl.where(better, tl.load(counts + part + o)[None, :], 0)
-        before = tl.sum(before, 1)
-        earned += (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
-        earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
-        earned += (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
-    entry = ((bh * W + f // PACK) * B + space) * size + c
-    tl.store(table + entry * PACK + f % PACK, earned.to(tl.uint8))
+        up += _earned(tl.sum(tl.where(s[None, :] > s[:, None], better[None, :], 0), 1), n, rho)
+        whole = tl.sum(better, 0)
+        if whole < _limit(n, rho, 100):
+            down += _earned(whole + tl.sum(tl.where(s[None, :] < s[:, None], worse[None, :], 0), 1), n, rho)
+        down = tl.where(s == 0, up, down)
+    table += ((bh * W + f // PACK) * B + space) * size * PACK + f % PACK
+    tl.store(table + c * PACK, up.to(tl.uint8))
+    tl.store(table + (size - 1 - c) * PACK, down.to(tl.uint8))
 
 
 @triton.jit
@@ -162,9 +172,8 @@ def _span(end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _collide(
-    ids, table, scores, reach, totals, retired, heads, rows, sink, F: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
-    SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    ids, table, scores, reach, totals, retired, heads, rows, stride, sink, F: tl.constexpr, W: tl.constexpr,
+    B: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score a span of keys; count how many of them reach each score."""
     chain(PDL)
@@ -175,6 +184,7 @@ def _collide(
     ids += bh * rows * B  # 64-bit arithmetic on scalars only
     table += bh * (W * B * SIZE)
     entry = tl.arange(0, B * SIZE)
+    points = tl.load(table + entry)
     count = tl.zeros((BINS,), tl.int32)
     for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
         row = first + tl.arange(0, CHUNK)
@@ -183,14 +193,16 @@ def _collide(
         at = tl.reshape(name.to(tl.int32) + b[None, :] * SIZE, (CHUNK * B,))
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
-            earned = tl.gather(tl.load(table + w * B * SIZE + entry), at, 0)  # from shared memory
+            if W > 1:
+                points = tl.load(table + w * B * SIZE + entry)
+            earned = tl.gather(points, at, 0)  # from shared memory
             total = tl.sum(tl.reshape(earned, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
             best = tl.maximum(best, total & 255)
             if F > 1:
                 best = tl.maximum(best, (total >> 8) & 255)
             if F > 2:
                 best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
-        tl.store(scores + bh * rows + row, best.to(tl.uint8), mask=live)
+        tl.store(scores + bh * stride + row, best.to(tl.uint8), mask=live)
         count += tl.histogram(tl.where(live, best, BINS - 1), BINS)
     if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
@@ -201,9 +213,8 @@ def _collide(
 
 @triton.jit
 def _compact(
-    scores, reach, totals, out, retired, heads, rows, sink, least, dense, capacity, below0, below1, below2, beta0,
+    scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0,
     beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a span to where those of the spans before it end."""
@@ -217,6 +228,11 @@ def _compact(
     count = tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
     out += bh * capacity
     if (part * span < end) & (count > 0):
+        stop = tl.minimum(part * span + span, end)
+        row = part * span + tl.arange(0, CHUNK)
+        scores += bh * stride
+        whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
+        ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
         bins, p = tl.arange(0, BINS), tl.arange(0, PP)
         total = tl.load(totals + bh * BINS + bins)
         threshold = tl.sum(((bins <= 6 * B) & (total >= count)).to(tl.int32), 0) - 1
@@ -224,21 +240,24 @@ def _compact(
         before = reach + (bh * BINS + threshold) * parts + p
         above = tl.sum(tl.load(before + parts, mask=p < part, other=0), 0)
         ties = tl.sum(tl.load(before, mask=p < part, other=0), 0) - above
-        for first in range(part * span, tl.minimum(part * span + span, end), TILE):
-            row = first + tl.arange(0, TILE)
-            live = (row >= sink) & (row < tl.minimum(part * span + span, end))
-            s = tl.load(scores + bh * rows + row, mask=live, other=0).to(tl.int32)
+        for first in range(part * span, stop, CHUNK):
+            row = first + tl.arange(0, CHUNK)
+            live = (row >= sink) & (row < stop)
+            s = ahead.to(tl.int32)
+            ahead = tl.load(scores + row + CHUNK, mask=row + CHUNK < whole, other=0)
             more, tie = live & (s > threshold), live & (s == threshold)
-            # One scan for both: a tile has fewer than 2^15 keys.
-            upto = tl.cumsum(more.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
+            # One scan and one sum for both: a tile has fewer than 2^15 keys.
+            both = more.to(tl.int32) + (tie.to(tl.int32) << 16)
+            upto = tl.cumsum(both, 0)
             above_upto, ties_upto = above + (upto & 0xFFFF), ties + (upto >> 16)
             place = above_upto + tl.minimum(ties_upto, room) - 1
             tl.store(out + place, row, mask=more | (tie & (ties_upto <= room)))
-            above += tl.sum(more.to(tl.int32), 0)
-            ties += tl.sum(tie.to(tl.int32), 0)
-    for first in range(count + part * TILE, capacity, parts * TILE):
-        empty = first + tl.arange(0, TILE)
-        tl.store(out + empty, tl.full((TILE,), -1, tl.int32), mask=empty < capacity)
+            found = tl.sum(both, 0)
+            above += found & 0xFFFF
+            ties += found >> 16
+    for first in range(count + part * CHUNK, capacity, parts * CHUNK):
+        empty = first + tl.arange(0, CHUNK)
+        tl.store(out + empty, tl.full((CHUNK,), -1, tl.int32), mask=empty < capacity)
 
 
 def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
@@ -254,23 +273,24 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     pack = min(next_power_of_2(fields), PACKED)
     table = new((batch * heads, packs, spaces, size * pack), torch.uint8)
     entries = table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
-    proxy = new((batch * heads, fields, spaces, size), torch.float32)
     totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, parts), torch.int32)
-    scores, out = new((batch, heads, rows), torch.uint8), new((batch, heads, capacity), torch.int32)
+    stride = cdiv(rows, 16) * 16
+    scores, out = new((batch, heads, stride), torch.uint8), new((batch, heads, capacity), torch.int32)
     below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
     _points[(batch * heads, spaces, packs * pack)](
-        rotated, counts, table, proxy, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
-        BINS=bins, STEP=min(STEP, size) if compiles(ids.device) else size, PACK=pack, num_warps=8 if size == 256 else 1,
+        rotated, counts, table, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
+        BINS=bins, PACK=pack, num_warps=4 if size == 256 else 1,
         **chained(ids.device, batch * heads * spaces * packs * pack),
     )  # fmt: skip
     _collide[(batch * heads, parts)](
-        ids, entries, scores, reach, totals, retired, heads, rows, sink, F=fields, W=packs, B=spaces, SIZE=size,
-        BINS=bins, CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4, **chained(ids.device, batch * heads * parts),
+        ids, entries, scores, reach, totals, retired, heads, rows, stride, sink, F=fields, W=packs, B=spaces, SIZE=size,
+        BINS=bins, CHUNK=chunk, num_warps=16 if chunk == CHUNK else 4,
+        **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     _compact[(batch * heads, parts)](
-        scores, reach, totals, out, retired, heads, rows, sink, least, dense, capacity, *below, *beta, B=spaces,
-        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=min(2 * CHUNK, next_power_of_2(rows)),
-        num_warps=8 if chunk == CHUNK else 4, **chained(ids.device, batch * heads * parts),
+        scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, *below, *beta, B=spaces,
+        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, num_warps=8 if chunk == CHUNK else 4,
+        **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
 SCHEMA = "(Tensor scores, int k, Tensor? ids=None) -> Tensor"
-WIDEST = 16384  # scores per program at most: 16 registers a thread at 1024 threads
+WIDEST = 16384  # scores per program at most: 16 registers a thread
 
 
 def check(scores, k, ids=None) -> None:
@@ -79,7 +79,7 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int) -> tuple[Ten
     width = next_power_of_2(chunk)
     _top[(rows, parts)](
         scores, ids if ids is not None else out, out, best, n, chunk, k, KEEP=parts > 1, MAPPED=ids is not None,
-        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 256)),
+        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 512)),
         **chained(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
