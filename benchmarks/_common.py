@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import torchsparsekv
+from torchsparsekv.benchmarks._options import Setup
 from torchsparsekv.commands._table import table
-from torchsparsekv.method import make_method
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {
@@ -36,10 +36,9 @@ SHAPES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def prepare(methods: Sequence[str]) -> torch.device:
-    """The device to measure on; raises at once, and not after minutes, where there is none or a method is unknown."""
-    for name in methods:
-        make_method(name)
+def prepare(methods: Sequence[str], setup: Setup | None = None) -> torch.device:
+    """The device to measure on; raises at once, and not after minutes, where there is none or a method is refused."""
+    (setup or Setup()).check(methods)
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
     return torch.device("cuda")
@@ -139,6 +138,8 @@ def time_graph(
 
 
 def cell(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(cell, value))
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
@@ -150,12 +151,35 @@ def print_table(rows: list[dict]) -> None:
     print(table(columns, [[cell(r.get(c, "")) for c in columns] for r in rows]))
 
 
-def finish(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
-    """Print the table; write rows, options, environment and the command to `out`."""
+def begun(name: str, options: dict, out: Path | None) -> list[dict]:
+    """The rows of a run that was stopped, so that it can go on; a file that something else made is refused."""
+    if out is None or not out.exists():
+        return []
+    try:
+        had, has = json.loads(out.read_text()), json.loads(json.dumps(header(name, options)))
+        other = [k for k in ("benchmark", "environment", "options") if had[k] != has[k]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{out} is not a file of results: {e!r}; choose another file") from e
+    if other:
+        was, now = ({k: x[k] for k in other} for x in (had, has))
+        raise ValueError(f"{out} was made with {was}, this is {now}: choose another file")
+    return had["rows"]
+
+
+def save(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
+    """Write rows, options, environment and the command to `out`: all of it or, if stopped here, what was there."""
     result = header(name, options) | {"rows": rows}
-    print_table(rows)
-    print(result["environment"])
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        part = out.with_name(f"{out.name}.part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(out)
+    return result
+
+
+def finish(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
+    """Print the table and save the result."""
+    result = save(name, rows, options, out)
+    print_table(rows)
+    print(result["environment"])
     return result

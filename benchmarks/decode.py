@@ -5,13 +5,14 @@ import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks._options import Setup
 from torchsparsekv.benchmarks.synthetic import Topics
 
 FLOOR_CONTEXT = 256
@@ -22,7 +23,7 @@ WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Setup):
     """locality: how much a query is like the last; one step in 1 / (1 - locality) jumps to another topic. Methods that
     retrieve at boundaries do it there, so their retrieval rate is 1 - locality."""
 
@@ -30,11 +31,6 @@ class Options:
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
-    budget: int = 1024
-    sink: int = 64
-    window: int = 256
-    skip_layers: int = 2
-    offload: str = "host"
     locality: float = 0.95
     steps: int = 100
     hf_static: bool = True
@@ -42,7 +38,10 @@ class Options:
 
 
 class Steered:
-    """A method whose queries come from a bank, so that the model's random weights do not decide what is retrieved."""
+    """A method whose queries come from a bank, so that the model's random weights do not decide what is retrieved.
+
+    Every row of a batch is elsewhere in it: as in independent sequences, they do not all turn at the same step.
+    """
 
     def __init__(self, method, bank):
         self.method, self.bank = method, bank
@@ -51,56 +50,90 @@ class Steered:
         return getattr(self.method, name)
 
     def decode(self, s, q, k, v, a):
-        at = (s.clock.seq_len % BANK).view(1)
+        rows = torch.arange(q.shape[0], device=q.device) * BANK // q.shape[0]
+        at = (s.clock.seq_len + rows) % BANK
         steered = self.bank.index_select(0, at).unsqueeze(2) + 0 * q  # `0 * q`: the model's own work is still done
-        return self.method.decode(s, steered.expand_as(q).contiguous(), k, v, a)
+        return self.method.decode(s, steered.contiguous(), k, v, a)
 
 
-def fill(cache, topics: Topics, tokens: int, batch: int, device) -> None:
-    """Put `tokens` structured tokens in the store of every layer, through the ops a prompt goes through."""
-    chunk = max(1024, CHUNK // batch)
-    for begin in range(0, tokens, chunk):
-        end = min(begin + chunk, tokens)
-        k = topics.keys(batch, begin, end, device, torch.bfloat16)
+def topics_of(config, context: int, budget: int) -> Topics:
+    return Topics(config.num_key_value_heads, head_dim(config), max(2, context // max(budget, 256)))
+
+
+def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
+    """Put structured tokens at these positions in the store of every layer, through the ops a prompt goes through."""
+    chunk = max(1024, CHUNK // cache.batch)
+    for at in range(begin, end, chunk):
+        stop = min(at + chunk, end)
+        k = topics.keys(cache.batch, at, stop, device, torch.bfloat16)
         for clock in cache.clocks.values():
-            clock.advance(end - begin)
+            clock.advance(stop - at)
         for layer in cache.layers:
             layer.method.take_in(layer.state, k, k, join=layer.last)
     torch.cuda.synchronize()
 
 
-def steer(cache, topics: Topics, group: int, locality: float, device) -> None:
-    bank = topics.queries(BANK, group, locality, device, torch.bfloat16)
+def bank_of(config, topics: Topics, locality: float, device) -> Tensor:
+    """Queries for a model of this config, [BANK, heads, head_dim]."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    return topics.queries(BANK, group, locality, device, torch.bfloat16)
+
+
+def steer(cache, bank: Tensor) -> None:
     torch._dynamo.mark_static_address(bank)
     for layer in cache.layers:
         if layer.method.retrieves:
             layer.method = Steered(layer.method, bank)
 
 
+class Step:
+    """The compiled decode step of a model on one cache."""
+
+    def __init__(self, model, cache, batch: int):
+        torch._dynamo.reset()
+        counters.clear()
+        self.cache = cache
+        self.compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        self.ids = torch.full((batch, 1), 7, device=model.device)
+        self.position = torch.zeros_like(self.ids)
+
+    def __call__(self, _=None):
+        self.position.add_(1)
+        return self.compiled(self.ids, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1)
+
+    @torch.no_grad()
+    def warm_up(self, context: int) -> None:
+        """The first steps after so many tokens: compile, or only settle the hot buffer."""
+        self.position.fill_(context)
+        for _ in range(WARM):
+            self()
+
+    @torch.no_grad()
+    def time(self, steps: int, repeats: int = 3) -> float:
+        """Milliseconds per step; a host sync raises."""
+        with _no_host_sync():
+            return _common.time_loop(self, steps, repeats)
+
+    @property
+    def graphs(self) -> int:
+        """So many were compiled."""
+        return counters["stats"]["unique_graphs"]
+
+    @property
+    def skips(self) -> int:
+        """So often the step, or a part of it, was not made a CUDA graph."""
+        return counters["inductor"].get("cudagraph_skips", 0) + counters["inductor"].get("cudagraph_partitions", 0)
+
+
 def bare_tpot(model, cache, batch: int, context: int, steps: int) -> dict:
     """Milliseconds per compiled step, and what the compiler and the allocator did meanwhile."""
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-    ids = torch.full((batch, 1), 7, device=model.device)
-    position = torch.full((batch, 1), context, device=model.device)
-
-    def step(_):
-        position.add_(1)
-        return compiled(ids, position_ids=position, past_key_values=cache, logits_to_keep=1)
-
-    with torch.no_grad():
-        for i in range(WARM):
-            step(i)
-        graphs = counters["stats"]["unique_graphs"]
-        memory = torch.cuda.memory_allocated()
-        with _no_host_sync():
-            ms = _common.time_loop(step, steps)
-    ind = counters["inductor"]
+    step = Step(model, cache, batch)
+    step.warm_up(context)
+    graphs, memory = step.graphs, torch.cuda.memory_allocated()
     return {
-        "tpot_ms": ms,
-        "recompiles": counters["stats"]["unique_graphs"] - graphs,
-        "graph_skips": ind.get("cudagraph_skips", 0) + ind.get("cudagraph_partitions", 0),
+        "tpot_ms": step.time(steps),
+        "recompiles": step.graphs - graphs,
+        "graph_skips": step.skips,
         "memory_growth": torch.cuda.memory_allocated() - memory,
     }
 
@@ -129,39 +162,47 @@ def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
     return (took[2] - took[1]) / steps * 1e3
 
 
-def run_method(model, name: str, o: Options, batch: int, context: int, *, skip_layers: int) -> dict:
+def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
     config, device = model.config, model.device
-    group = config.num_attention_heads // config.num_key_value_heads
-    topics = Topics(config.num_key_value_heads, head_dim(config), max(2, context // max(o.budget, 256)))
+    topics = topics_of(config, context, o.budget)
     rounds = 2 if o.through_generate else 1
-    offload: Any = "device" if name == "full" else o.offload
-    with torchsparsekv.patch(
-        model, name, max_length=context + rounds * (WARM + 3 * o.steps) + 8, budget=o.budget, sink=o.sink,
-        window=o.window, skip_layers=skip_layers, offload=offload,
-    ) as handle:  # fmt: skip
+    length = context + rounds * (WARM + 3 * o.steps) + 8
+    with torchsparsekv.patch(model, name, max_length=length, **o.patch(name)) as handle:
         cache = handle.make_cache(batch)
-        fill(cache, topics, context, batch, device)
-        steer(cache, topics, group, o.locality, device)
-        row = {"method": name, "context": context, "batch": batch}
+        fill(cache, topics, 0, context, device)
+        steer(cache, bank_of(config, topics, o.locality, device))
+        row = {"method": name, **o.told(name), "context": context, "batch": batch}
         row |= bare_tpot(model, cache, batch, context, o.steps)
         if o.through_generate:
             row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)
-        row |= summary(handle.report())
+        report = handle.report()
+        row |= rates(counts(report)) | memory_of(report)
         del cache
-    _collect()
+    collect()
     return row
 
 
-def summary(report) -> dict:
-    """Hit rate and traffic of the retrieving layers, memory of the cache."""
-    out = {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
-    sparse = [r for r in report.layers if r.blocks_selected]
-    if not sparse:
-        return out
-    hits = 1 - sum(r.blocks_fetched for r in sparse) / sum(r.blocks_selected for r in sparse)
-    moved = sum(r.host_bytes_read for r in sparse) / sparse[0].steps / 1e6
-    rate = sum(r.retrieval_rate for r in sparse) / len(sparse)
-    return {"hit_rate": hits, "host_MB_per_step": moved, "retrieval_rate": rate, **out}
+def counts(report) -> Tensor:
+    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched and bytes
+    read from the host (sums)."""
+    sparse = [r for r in report.layers if r.method != "full"]
+    rows = [(r.steps, r.retrieval_rate * r.steps) for r in sparse]
+    total = [(r.blocks_selected, r.blocks_fetched, r.host_bytes_read) for r in sparse]
+    mean = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2).sum(0) / max(1, len(sparse))
+    return torch.cat([mean, torch.tensor(total, dtype=torch.float64).reshape(-1, 3).sum(0)])
+
+
+def rates(counted: Tensor) -> dict:
+    """Hit rate and traffic; nothing where nothing was selected."""
+    steps, retrieved, selected, fetched, moved = counted.tolist()
+    if not selected:
+        return {}
+    hits = 1 - fetched / selected
+    return {"hit_rate": hits, "host_MB_per_step": moved / steps / 1e6, "retrieval_rate": retrieved / steps}
+
+
+def memory_of(report) -> dict:
+    return {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
 
 
 def head_dim(config) -> int:
@@ -179,29 +220,29 @@ def run_static(model, batch: int, context: int, o: Options) -> dict:
     row = {"method": "hf-static", "context": context, "batch": batch}
     row |= bare_tpot(model, cache, batch, context, steps)
     del cache
-    _collect()
+    collect()
     return row
 
 
-def _collect() -> None:
+def collect() -> None:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(o.methods)
+    device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     rows: list[dict] = []
     for batch in o.batches:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
         rows.append({**floor, "over_floor": 1.0})
         for context in o.contexts:
-            group = [run_method(model, "full", o, batch, context, skip_layers=0)]
+            group = [run_method(model, "full", o, batch, context)]
             if o.hf_static and context <= HF_STATIC_LIMIT:
                 group.append(run_static(model, batch, context, o))
             for name in o.methods:
-                group.append(run_method(model, name, o, batch, context, skip_layers=o.skip_layers))
+                group.append(run_method(model, name, o, batch, context))
             for r in group:
                 r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": group[0]["tpot_ms"] / r["tpot_ms"]}
                 print(r, flush=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _common
@@ -20,21 +21,23 @@ class Options:
     repeats: int = 3
 
 
-def time_prompt(model, length: int, new_cache, repeats: int) -> tuple[float, float]:
-    """(milliseconds to the first token's logits, peak GiB), the cache made beforehand."""
-    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
-    times = []
+def prompt(model, rows: int, length: int) -> Tensor:
+    return torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+
+
+@torch.no_grad()
+def time_prompt(model, ids: Tensor, cache) -> float:
+    """Milliseconds to the first token's logits."""
+    return _common.time_loop(lambda _: model(ids, past_key_values=cache, logits_to_keep=1), 1, 1)
+
+
+def time_prompts(model, length: int, new_cache, repeats: int) -> tuple[float, float]:
+    """(milliseconds to the first token's logits, peak GiB), the cache made beforehand; the first one loads kernels."""
+    ids, times = prompt(model, 1, length), []
     for _ in range(repeats + 1):
         cache = new_cache()
         torch.cuda.reset_peak_memory_stats()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        with torch.no_grad():
-            model(ids, past_key_values=cache, logits_to_keep=1)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(time_prompt(model, ids, cache))
         del cache
     return statistics.median(times[1:]), torch.cuda.max_memory_allocated() / 2**30
 
@@ -46,7 +49,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     model = _common.build(o.shape, device)
     rows = []
     for length in o.contexts:
-        dense, peak = time_prompt(model, length, lambda: DynamicCache(config=model.config), o.repeats)
+        dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o.repeats)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
         for name in o.methods:
             with torchsparsekv.patch(model, name, max_length=length + 64, offload=o.offload) as handle:
@@ -56,7 +59,7 @@ def run(o: Options, out: Path | None = None) -> dict:
                     cache.reset()
                     return cache
 
-                ms, peak = time_prompt(model, length, fresh, o.repeats)
+                ms, peak = time_prompts(model, length, fresh, o.repeats)
                 del cache, fresh
             rows.append({"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak})
             torch.cuda.empty_cache()

@@ -8,8 +8,9 @@ import torch
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks._options import Setup
 from torchsparsekv.benchmarks.decode import Options as DecodeOptions
-from torchsparsekv.benchmarks.decode import _collect, run_method
+from torchsparsekv.benchmarks.decode import collect, run_method
 
 SPARE_GIB = 1.5  # activations, the graph's own pool, the context of the driver
 HOST_SHARE = 0.85
@@ -26,10 +27,10 @@ class Options:
     locality: float = 0.95
 
 
-def largest_batch(model, name: str, length: int, cap: float, skip_layers: int) -> int:
-    """From the plan alone: how many rows fit into the cap and into host memory."""
-    with torchsparsekv.patch(model, name, max_length=length, skip_layers=skip_layers) as handle:
-        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=name != "full")
+def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> int:
+    """From the plan alone: how many rows fit into the cap, in GiB of GPU memory, and into host memory."""
+    with torchsparsekv.patch(model, name, max_length=length, **setup.patch(name)) as handle:
+        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=handle.offload == "host")
     weights = sum(p.nbytes for p in model.parameters())
     fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
     return min(fits, int(HOST_SHARE * host.available() // on_host)) if on_host else fits
@@ -44,18 +45,17 @@ def run(o: Options, out: Path | None = None) -> dict:
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
         dense = 0.0
         for name in ("full", *o.methods):
-            skip = 0 if name == "full" else o.skip_layers
-            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, skip)
+            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, d)
             if batch < 1:
                 rows.append({"cap_GiB": cap, "method": name, "batch": 0})
                 continue
-            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context, skip_layers=skip)}
+            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context)}
             row["tokens_per_s"] = batch / row["tpot_ms"] * 1e3
             dense = row["tokens_per_s"] if name == "full" else dense
             row["over_dense"] = row["tokens_per_s"] / dense if dense else float("nan")
             print(row, flush=True)
             rows.append(row)
-            _collect()
+            collect()
     torch.cuda.set_per_process_memory_fraction(1.0)
     near = {name: getattr(d, name) for name in ("budget", "sink", "window")}
     return _common.finish("throughput", rows, dataclasses.asdict(o) | near, out)

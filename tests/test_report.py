@@ -113,6 +113,14 @@ def test_time_per_token(plt):
     assert any("17.52" in texts(f.figure) for f in found[1:]), "of one context, bars with their values"
 
 
+def test_other_hyper_parameters_are_another_line(tmp_path):
+    head = json.loads((RESULTS / "h200_decode.json").read_text())
+    mine = next(r for r in head["rows"] if r["method"] == "quest" and r["context"] == 131072)
+    (tmp_path / "more.json").write_text(json.dumps(head | {"rows": [mine, {**mine, "hyper": "block_size=32"}]}))
+    found = speed.lines(load([tmp_path / "more.json"]))
+    assert [label for label, _, _ in found] == ["quest", "quest, block_size=32"]
+
+
 def test_stages_add_up(plt):
     said = texts(speed.stages(plt, load([RESULTS / "h200_kernels.json"]))[0].figure)
     at = [r for r in rows("h200_kernels.json") if r.get("context") == 131072]

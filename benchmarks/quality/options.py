@@ -1,19 +1,14 @@
 """What to evaluate, and which settings of `patch` that means."""
 import dataclasses
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torchsparsekv.method import all_methods, hyper_parameters
+from torchsparsekv.benchmarks._options import option, parse
+from torchsparsekv.method import all_methods
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-
-
-def option(default: Any, about: str) -> Any:
-    """A field and its line in --help."""
-    return field(default=default, metadata={"help": about})
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Options:
 
 QUICK: dict[str, Any] = dict(lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6)
 QUICK_RECALL, QUICK_RULER = ("single", "multikey"), ("niah_multikey_2", "vt")
-EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
 def resolved(o: Options) -> Options:
@@ -70,26 +64,7 @@ def check(o: Options) -> None:
     unknown = [m for m in o.methods if m not in known]
     if unknown:
         raise ValueError(f"unknown method {', '.join(unknown)}; available: {', '.join(known)} ({DENSE} always runs)")
-    _hyper(o)
-
-
-def _hyper(o: Options) -> dict[str, dict[str, Any]]:
-    """`quest.block_size=32` as {"quest": {"block_size": 32}}."""
-    out: dict[str, dict[str, Any]] = {}
-    for text in o.hyper:
-        where, equals, value = text.partition("=")
-        method, dot, name = where.partition(".")
-        if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
-            raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
-        if name in EQUAL:
-            raise ValueError(f"{name} is the same for all methods, an option of its own; got {text!r}")
-        if name in out.get(method, {}):
-            raise ValueError(f"hyper sets {method}.{name} twice")
-        try:
-            out.setdefault(method, {})[name] = json.loads(value)
-        except json.JSONDecodeError:
-            out.setdefault(method, {})[name] = value
-    return out
+    parse(o.hyper)
 
 
 @dataclass(frozen=True)
@@ -107,7 +82,7 @@ class Setting:
 
 def settings(o: Options) -> list[Setting]:
     """The dense model, then every method at every budget; `full` has no budget, so it comes once."""
-    out, hyper = [Setting(DENSE, None, None)], _hyper(o)
+    out, hyper = [Setting(DENSE, None, None)], parse(o.hyper)
     for method in o.methods:
         cls = all_methods()[method]
         for budget in o.budgets[:1] if cls.dense else o.budgets:

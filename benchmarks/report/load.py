@@ -8,8 +8,8 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-CLUSTERS = "clusters"  # no figure shows them; their numbers are in benchmarks/results/README.md
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, CLUSTERS)
+CLUSTERS, PATTERNS = "clusters", "patterns"  # no figure shows them: benchmarks/results/README.md has their numbers
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, CLUSTERS, PATTERNS)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ def lines(sources: list[Result]) -> list[Line]:
             if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR):
                 continue
             other = "" if r["method"] in NAMES else _difference(first, s.options)
-            out.setdefault((name(r["method"]) + other, r["method"]), {}).setdefault(r["context"], r["tpot_ms"])
+            own = f", {r['hyper']}" if "hyper" in r else ""
+            out.setdefault((name(r["method"]) + own + other, r["method"]), {}).setdefault(r["context"], r["tpot_ms"])
     return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
 
 

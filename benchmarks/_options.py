@@ -1,0 +1,66 @@
+"""Options that several benchmarks have: how methods are patched in, and hyper-parameters as METHOD.NAME=VALUE."""
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchsparsekv.method import all_methods, hyper_parameters, make_method
+
+EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
+
+
+def option(default: Any, about: str) -> Any:
+    """A field and its line in --help."""
+    return field(default=default, metadata={"help": about})
+
+
+def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`quest.block_size=32` as {"quest": {"block_size": 32}}."""
+    out: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        where, equals, value = text.partition("=")
+        method, dot, name = where.partition(".")
+        if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
+            raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
+        if name in EQUAL:
+            raise ValueError(f"{name} is the same for all methods, an option of its own; got {text!r}")
+        if name in out.get(method, {}):
+            raise ValueError(f"hyper sets {method}.{name} twice")
+        try:
+            out.setdefault(method, {})[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out.setdefault(method, {})[name] = value
+    return out
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How every method of a comparison is patched in."""
+
+    budget: int = 1024
+    sink: int = 64
+    window: int = 256
+    skip_layers: int = 2
+    offload: str = "host"
+    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+
+    def check(self, methods: Sequence[str]) -> None:
+        """Raises where a method is unknown, or refuses what it would be told, or a hyper-parameter has no method."""
+        unused = sorted(set(parse(self.hyper)) - set(methods))
+        if unused:
+            raise ValueError(f"hyper sets {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
+        for name in methods:
+            make_method(name, **self._method(name))
+
+    def patch(self, name: str) -> dict[str, Any]:
+        """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device."""
+        where = {"skip_layers": self.skip_layers, "offload": self.offload}
+        return self._method(name) | ({"skip_layers": 0, "offload": "device"} if name == "full" else where)
+
+    def told(self, name: str) -> dict[str, str]:
+        """Its own hyper-parameters, for a row of results; nothing where it has the defaults."""
+        own = parse(self.hyper).get(name, {})
+        return {"hyper": ", ".join(f"{k}={v}" for k, v in own.items())} if own else {}
+
+    def _method(self, name: str) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in EQUAL} | parse(self.hyper).get(name, {})
