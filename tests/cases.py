@@ -73,7 +73,10 @@ def _top_blocks(w: World):
     few[torch.rand(few.shape, generator=w.g) < 0.1] = math.nan
     names = torch.rand(few.shape, generator=w.g).argsort(-1).sort(-1).values.to(torch.int32) * 3 + 1
     scores = few if w.seed % 2 else torch.randn(few.shape, generator=w.g)
-    return (scores, 1 + w.seed % (w.rows + 2), names if w.seed % 3 else None)
+    k, ids = 1 + w.seed % (w.rows + 2), names if w.seed % 3 else None
+    if ids is None or w.seed % 4 == 0:
+        return (scores, k, ids)
+    return (scores, k, ids, torch.rand(w.batch, generator=w.g) < 0.5, k + w.seed % 7)
 
 
 def _integers(x: torch.Tensor) -> torch.Tensor:

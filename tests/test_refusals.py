@@ -14,6 +14,7 @@ from world import DEVICE, World
 
 import torchsparsekv
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.select.top_blocks import top_blocks
 
 ENTRIES = load_all()
 SMALL = dict(max_length=64, budget=16, sink=4, window=6, skip_layers=1, block_size=4)
@@ -293,6 +294,8 @@ ROWS = [
     Row("top_blocks: scores in half", op("top_blocks", scores=torch.Tensor.half), TypeError, r"scores must be torch.float32"),
     Row("top_blocks: scores strided", op("top_blocks", scores=strided), ValueError, r"scores must be contiguous"),
     Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"need k >= 1"),
+    Row("top_blocks: width", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, 9), ValueError, r"width is that of whole rows"),
+    Row("top_blocks: whole without ids", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, torch.ones(1, dtype=torch.bool, device=DEVICE), 2), ValueError, r"whole rows need ids"),
     Row("fetch: blocks in int64", op("fetch", blocks=torch.Tensor.long), TypeError, r"blocks must be torch.int32"),
     Row("fetch: more than fit", op("fetch", blocks=lambda b: b.repeat(1, 1, 9)), ValueError, r"blocks do not fit a hot buffer"),
     Row("fetch: table cut", op("fetch", table=cut), ValueError, r"pool rows are not 15 blocks"),

@@ -154,10 +154,10 @@ def _points(
         better, worse = tl.load(counts + c), tl.load(counts + size - 1 - c)
         n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
         rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-        up += _earned(tl.sum(tl.where(s[None, :] > s[:, None], better[None, :], 0), 1), n, rho)
+        up += _earned(tl.sum(tl.where(s[:, None] > s[None, :], better[:, None], 0), 0), n, rho)
         whole = tl.sum(better, 0)
         if whole < _limit(n, rho, 100):
-            down += _earned(whole + tl.sum(tl.where(s[None, :] < s[:, None], worse[None, :], 0), 1), n, rho)
+            down += _earned(whole + tl.sum(tl.where(s[:, None] < s[None, :], worse[:, None], 0), 0), n, rho)
         down = tl.where(s == 0, up, down)
     table += ((bh * W + f // PACK) * B + space) * size * PACK + f % PACK
     tl.store(table + c * PACK, up.to(tl.uint8))

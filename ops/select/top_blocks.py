@@ -3,6 +3,9 @@
 No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
 into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at
 the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
+
+Rows of the batch for which `whole` holds return their first `width` ids instead, whatever the scores; the result is
+then `width` wide, at least k.
 """
 import math
 
@@ -14,11 +17,11 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
-SCHEMA = "(Tensor scores, int k, Tensor? ids=None) -> Tensor"
+SCHEMA = "(Tensor scores, int k, Tensor? ids=None, Tensor? whole=None, int width=0) -> Tensor"
 WIDEST = 16384  # scores per program at most: 16 registers a thread
 
 
-def check(scores, k, ids=None) -> None:
+def check(scores, k, ids=None, whole=None, width=0) -> None:
     _check.dtype((torch.float32,), scores=scores)
     _check.contiguous(scores=scores)
     if k < 1 or scores.shape[-1] < 1:
@@ -27,23 +30,33 @@ def check(scores, k, ids=None) -> None:
         _check.dtype((torch.int32,), ids=ids)
         _check.contiguous(ids=ids)
         _check.shape(scores.shape, ids=ids)
+    if whole is None and width:
+        raise ValueError(f"width is that of whole rows; without them it is k, got {width}")
+    if whole is not None:
+        _check.dtype((torch.bool,), whole=whole)
+        _check.contiguous(whole=whole)
+        _check.shape(scores.shape[:1], whole=whole)
+        if ids is None or width < k:
+            raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
 
 
-def reference(scores, k, ids=None) -> Tensor:
+def reference(scores, k, ids=None, whole=None, width=0) -> Tensor:
     n = scores.shape[-1]
     scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
     chosen = torch.where(scores.gather(-1, order) == -torch.inf, n, order).sort(-1).values
     named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
-    out = torch.full((*scores.shape[:-1], k), -1, dtype=torch.int32, device=scores.device)
+    out = torch.full((*scores.shape[:-1], max(k, width)), -1, dtype=torch.int32, device=scores.device)
     out[..., : chosen.shape[-1]] = torch.where(chosen == n, -1, named)
+    if whole is not None:
+        out[whole] = torch.nn.functional.pad(ids[whole][..., :width], (0, max(0, width - n)), value=-1)
     return out
 
 
 @triton.jit
 def _top(
-    scores, ids, out, best, n, chunk, k, KEEP: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    PDL: tl.constexpr,
+    scores, ids, out, best, whole, all_ids, per, n, chunk, k, total, width, KEEP: tl.constexpr, MAPPED: tl.constexpr,
+    WHOLE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -55,32 +68,40 @@ def _top(
     bits = x.to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
     key = tl.where((x == float("-inf")) | (x != x), 0, key)
+    if WHOLE:
+        k = tl.where(tl.load(whole + row // per) != 0, 0, k)
     take = take_top(key, k, N, 16)
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     chosen = at
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=take, other=-1)
-    base = (row * parts + part) * k
+    base = (row * parts + part) * width
     j = tl.arange(0, K)
     filled = tl.sum(take.to(tl.int32), 0)
-    empty = (j >= filled) & (j < k)
-    tl.store(out + base + j, tl.full((K,), -1, tl.int32), mask=empty)
+    rest = tl.full((K,), -1, tl.int32)
+    if WHOLE:
+        rest = tl.load(all_ids + row * total + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
+    empty = (j >= filled) & (j < width)
+    tl.store(out + base + j, rest, mask=empty)
     tl.store(out + base + place, chosen, mask=take)
     if KEEP:
         tl.store(best + base + j, tl.full((K,), float("-inf"), tl.float32), mask=empty)
         tl.store(best + base + place, x, mask=take)
 
 
-def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int) -> tuple[Tensor, Tensor]:
+def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, last: tuple | None = None) -> tuple[Tensor, Tensor]:
+    """`last`, at the end: whether rows are whole, how many rows share an answer to that, all ids, and the width."""
     rows, n = scores.shape
     chunk = cdiv(n, parts)
-    out = torch.empty((rows, parts * k), dtype=torch.int32, device=scores.device)
+    whole, per, all_ids, width = last or (None, 1, None, k)
+    out = torch.empty((rows, parts * width), dtype=torch.int32, device=scores.device)
     best = torch.empty((rows, parts * k) if parts > 1 else (1,), dtype=torch.float32, device=scores.device)
-    width = next_power_of_2(chunk)
+    lanes = next_power_of_2(chunk)
     _top[(rows, parts)](
-        scores, ids if ids is not None else out, out, best, n, chunk, k, KEEP=parts > 1, MAPPED=ids is not None,
-        N=width, K=next_power_of_2(k), num_warps=min(32, max(4, width // 512)),
-        **chained(scores.device, rows * parts),
+        scores, out if ids is None else ids, out, best, out if whole is None else whole,
+        out if all_ids is None else all_ids, per, n, chunk, k, 0 if all_ids is None else all_ids.shape[1], width,
+        KEEP=parts > 1, MAPPED=ids is not None, WHOLE=whole is not None, N=lanes, K=next_power_of_2(width),
+        num_warps=min(32, max(4, lanes // 512)), **chained(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
 
@@ -91,16 +112,20 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def cuda(scores, k, ids=None) -> Tensor:
-    flat = scores.flatten(0, -2)
-    ids, best = _launch(flat, ids.flatten(0, -2) if ids is not None else None, k, _parts(flat.shape[1], k))
-    while ids.shape[1] > k:
-        ids, best = _launch(best, ids, k, cdiv(ids.shape[1], max(WIDEST, 2 * k)))
-    return ids.view(*scores.shape[:-1], k)
+def cuda(scores, k, ids=None, whole=None, width=0) -> Tensor:
+    best, named, all_ids = scores.flatten(0, -2), None, None
+    if ids is not None:
+        named = all_ids = ids.flatten(0, -2)
+    last = None if whole is None else (whole, best.shape[0] // whole.shape[0], all_ids, width)
+    parts = _parts(best.shape[1], k)
+    while parts > 1:
+        named, best = _launch(best, named, k, parts)
+        parts = cdiv(best.shape[1], max(WIDEST, 2 * k))
+    return _launch(best, named, k, 1, last)[0].view(*scores.shape[:-1], max(k, width))
 
 
-def fake(scores: Tensor, k: int, ids: Tensor | None = None) -> Tensor:
-    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int32)
+def fake(scores: Tensor, k: int, ids: Tensor | None = None, whole: Tensor | None = None, width: int = 0) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], max(k, width)), dtype=torch.int32)
 
 
 top_blocks = register("top_blocks", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

@@ -163,10 +163,8 @@ class ParisKV(Method):
             rotated, s.ids, s.counts, s.clock.retired, self.sink, self.ratios, self.budget, dense, capacity
         )
         keep = min(self.budget, capacity)
-        best = top_blocks(rerank(rotated, s.codes, s.weights, candidates), keep, candidates)
+        estimates = rerank(rotated, s.codes, s.weights, candidates)
         if dense <= keep:
-            return best
-        # Where every retrievable token is a candidate, take them all.
-        few = (s.clock.retired - self.sink <= dense)[:, None, None]
-        return torch.where(few, candidates[..., :dense], torch.nn.functional.pad(best, (0, dense - keep), value=-1))
-
+            return top_blocks(estimates, keep, candidates)
+        few = s.clock.retired - self.sink <= dense  # there every retrievable token is a candidate: take them all
+        return top_blocks(estimates, keep, candidates, few, dense)
