@@ -1,5 +1,4 @@
 """LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
-import importlib
 import math
 from itertools import chain, pairwise
 
@@ -8,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
-from test_ops import run_both
-from world import DEVICE, World
+from world import DEVICE
 
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._registry import load_all
@@ -309,15 +307,6 @@ def test_kernels_and_references_live_alike(name, more, past):
 
 
 # ---------------------------------------------------------------- the choice
-
-
-def test_the_choice_in_many_tiles(monkeypatch):
-    """As of contexts too long for the registers of one program."""
-    module = importlib.import_module("torchsparsekv.ops.select.pick_units")
-    for name, size in (("LANES", 16), ("WIDE", 32), ("UNITS", 16)):
-        monkeypatch.setattr(module, name, size)
-    for seed in range(8):
-        run_both("pick_units", World(lengths=[190, 77], rows=192, block=2, sink=2, heads=2, group=3, seed=seed))
 
 
 def by_hand(units: list[tuple[float, int, int]], budget: int) -> list[int]:

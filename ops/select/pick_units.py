@@ -6,8 +6,10 @@ one; of the one that does not fit any more the first rows are taken. Unit u hold
 first[u + 1]. Returns those rows in ascending order, int32 [batch, kv_heads, budget], -1 behind them; of heads whose
 `wanted` is 0, nothing but -1.
 
-One kernel: programs share the centroids of a head, and the last one to finish chooses. No sort: the score at which the
-budget is full is found by search, a quarter of the range a round, over the tokens of the units that reach it.
+Two launches: programs share the centroids of a head and leave logits; then every chunk of units drops those that its
+own better ones keep out, and the last chunk of the head to finish chooses from what is left, a few units of each. No
+sort: the score at which the budget is full is found by search, an eighth of the range a round, over the tokens of the
+units that reach it; equal units in order. Sums of a search hold tokens in 21 bits and units in the 11 above.
 """
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ SCHEMA = (
     "float scale) -> Tensor"
 )
 UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
-# Units, or rows of the result, that the choosing program looks at together; more where it goes over them many times.
-LANES, WIDE = 2048, 8192
-MOST_ROWS = 1 << 21  # of a pool: the search adds three counts of its tokens in one integer
+AHEAD, RESIDENT = 4, 2  # steps in flight, and programs on a multiprocessor: what keeps the memory busy
+CHUNK, CHUNKS = 1024, 32  # units that are ranked together; twice as many where there would be more chunks than this
+MOST_ROWS = 1 << 21  # of a pool: tokens in a sum
 
 
 def check(q, centroid, first, units, wanted, arrivals, budget, scale) -> None:
@@ -68,165 +70,256 @@ def _larger(a, b):
 
 @triton.jit
 def _logits(
-    q, q_h, centroid, h, count, logits, tops, totals, scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, UNITS: tl.constexpr,
+    q, centroid, units, wanted, logits, tops, totals, q_b, q_h, heads, most, scale, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q.centroid of this program's share of the units, [units, G]; its largest, and the sum of exponentials."""
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    g, d = tl.arange(0, GP), tl.arange(0, DP)
-    x = tl.load(q + (h * G + g[None, :]) * q_h + d[:, None], mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
-    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
-    for tile in range(part, tl.cdiv(count, UNITS), parts):
-        u = tile * UNITS + tl.arange(0, UNITS)
-        live = (u < count)[:, None]
-        c = tl.load(centroid + u.to(tl.int64)[:, None] * D + d[None, :], mask=live & (d < D)[None, :], other=0.0)
-        z = tl.dot(c, x, input_precision="ieee") * scale
-        tl.store(logits + u[:, None] * G + g[None, :], z, mask=live & (g < G)[None, :])
-        z = tl.where(live, z, float("-inf"))
-        peak = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - peak) + tl.sum(tl.exp(z - peak[None, :]), 0)
-        top = peak
-    tl.store(tops + part * G + g, top, mask=g < G)
-    tl.store(totals + part * G + g, total, mask=g < G)
-
-
-@triton.jit
-def _rank(
-    logits, tops, totals, first, ranks, count, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """Of every unit an integer in the order of the scores, and below it its size: what the choice is made from.
-
-    Returns the least and the largest of those integers.
-    """
-    g, p = tl.arange(0, GR), tl.arange(0, PARTS)
-    live = (p < parts)[:, None] & (g < G)[None, :]
-    top = tl.load(tops + p[:, None] * G + g[None, :], mask=live, other=float("-inf"))
-    peak = tl.where(g < G, tl.max(top, 0), 0.0)
-    total = tl.load(totals + p[:, None] * G + g[None, :], mask=live, other=0.0)
-    whole = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
-    least, most = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
-    for at in range(0, count, LANES):
-        u = at + tl.arange(0, LANES)
-        m = (u < count)[:, None] & (g < G)[None, :]
-        z = tl.load(logits + u[:, None] * G + g[None, :], mask=m, other=0.0)
-        z = tl.where((g < G)[None, :], z - whole[None, :], float("-inf"))
-        best = tl.max(z, 1)
-        score = best + tl.log(tl.sum(tl.exp(z - best[:, None]), 1))
-        bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-        rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        least = tl.minimum(least, tl.min(tl.where(u < count, rank, 2147483647), 0))
-        most = tl.maximum(most, tl.max(tl.where(u < count, rank, -2147483648), 0))
-        size = tl.load(first + u + 1, mask=u < count, other=0) - tl.load(first + u, mask=u < count, other=0)
-        tl.store(ranks + u, rank.to(tl.int64) << 32 | size.to(tl.int64), mask=u < count)
-    return least.to(tl.int64), most.to(tl.int64)
-
-
-@triton.jit
-def _cut(ranks, count, budget, total, least, most, LANES: tl.constexpr):
-    """The rank at which `budget` tokens are reached (below all of them if there are fewer), and the tokens above it."""
-    low, high = least, most + 1  # tokens from `low` on fill the budget, those from `high` on do not
-    above = tl.zeros((), tl.int64)
-    if total <= budget:
-        low, above = least - 1, above + total
-        high = least
-    while high - low > 1:
-        step = (high - low + 3) // 4
-        reach = tl.zeros((), tl.int64)  # three sums side by side, of less than MOST_ROWS each
-        for at in range(0, count, LANES):
-            u = at + tl.arange(0, LANES)
-            both = tl.load(ranks + u, mask=u < count, other=0)
-            rank, size = both >> 32, both & 0xFFFFFFFF
-            near = tl.where(rank >= low + step, size, 0) + (tl.where(rank >= low + 2 * step, size, 0) << 21)
-            reach += tl.sum(near + (tl.where(rank >= low + 3 * step, size, 0) << 42), 0)
-        n1, n2, n3 = reach & 0x1FFFFF, (reach >> 21) & 0x1FFFFF, reach >> 42
-        steps = (n1 >= budget).to(tl.int64) + (n2 >= budget).to(tl.int64) + (n3 >= budget).to(tl.int64)
-        next_one = low + (steps + 1) * step
-        if (steps < 3) & (next_one < high):
-            high = next_one
-            above = tl.where(steps == 0, n1, tl.where(steps == 1, n2, n3))
-        low += steps * step
-    return low, above.to(tl.int32)
-
-
-@triton.jit
-def _write(ranks, first, skips, out, count, cut, above, budget, LANES: tl.constexpr):
-    """The rows of the chosen units. Row number i of the result is i and the rows skipped before it, which `skips` has
-    at the first row of every chosen unit and which only grow."""
-    i = tl.arange(0, LANES)
-    for at in range(0, budget, LANES):
-        tl.store(skips + at + i, tl.zeros((LANES,), tl.int32), mask=at + i < budget)
-    tl.debug_barrier()
-    ties, filled = above, tl.zeros((), tl.int32)
-    for at in range(0, count, LANES):
-        u = at + i
-        both = tl.load(ranks + u, mask=u < count, other=0)
-        rank, size = both >> 32, (both & 0xFFFFFFFF).to(tl.int32)
-        tie = tl.where(rank == cut, size, 0)
-        room = tl.minimum(tl.maximum(budget - ties - (tl.cumsum(tie, 0) - tie), 0), size)
-        take = tl.where(rank > cut, size, tl.where(rank == cut, room, 0))
-        place = filled + tl.cumsum(take, 0) - take
-        begin = tl.load(first + u, mask=u < count, other=0)
-        tl.store(skips + place, begin - place, mask=take > 0)
-        ties += tl.sum(tie, 0)
-        filled += tl.sum(take, 0)
-    tl.debug_barrier()
-    before = tl.zeros((), tl.int32)
-    for at in range(0, budget, LANES):
-        skip = tl.load(skips + at + i, mask=at + i < budget, other=0)
-        skip = tl.maximum(tl.associative_scan(skip, 0, _larger), before)
-        before = tl.max(skip, 0)
-        tl.store(out + at + i, tl.where(at + i < filled, at + i + skip, -1), mask=at + i < budget)
-
-
-@triton.jit
-def _pick(
-    q, centroid, first, units, wanted, arrivals, out, logits, tops, totals, ranks, skips, q_b, q_h, heads, most, budget,
-    scale, G: tl.constexpr, GP: tl.constexpr, GR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PARTS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     count = tl.load(units + bh)
-    out += bh * budget
     if (tl.load(wanted + bh) != 0) & (count > 0):
-        logits, tops, totals = logits + bh * most * G, tops + bh * parts * G, totals + bh * parts * G
-        _logits(q + b * q_b, q_h, centroid + bh * most * D, h, count, logits, tops, totals, scale, G, GP, D, DP, UNITS)
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + bh, 1) == parts - 1:  # every program of this head has written its logits
-            first, ranks = first + bh * (most + 1), ranks + bh * most
-            low, high = _rank(logits, tops, totals, first, ranks, count, parts, G, GR, PARTS, LANES)
+        g, d = tl.arange(0, GP), tl.arange(0, DP)
+        x = q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None]
+        x = tl.load(x, mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
+        centroid, logits = centroid + bh * most * D, logits + bh * most * G
+        # One running sum per place of a step: warps meet once, behind the loop. Where no unit was, the top is finite.
+        top, total = tl.full((UNITS, GP), -1e38, tl.float32), tl.zeros((UNITS, GP), tl.float32)
+        for tile in range(part, tl.cdiv(count, UNITS), parts):
+            u = tile * UNITS + tl.arange(0, UNITS)
+            live = (u < count)[:, None]
+            c = tl.load(centroid + u.to(tl.int64)[:, None] * D + d[None, :], mask=live & (d < D)[None, :], other=0.0)
+            z = tl.dot(c, x, input_precision="ieee") * scale
+            tl.store(logits + u[:, None] * G + g[None, :], z, mask=live & (g < G)[None, :])
+            z = tl.where(live, z, float("-inf"))
+            peak = tl.maximum(top, z)
+            total = total * tl.exp(top - peak) + tl.exp(z - peak)
+            top = peak
+        at, peak = (bh * parts + part) * G + g, tl.max(top, 0)
+        tl.store(tops + at, peak, mask=g < G)
+        tl.store(totals + at, tl.sum(total * tl.exp(top - peak[None, :]), 0), mask=g < G)
+
+
+@triton.jit
+def _ranks(logits, tops, totals, u, live, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr):
+    """Of every unit an integer in the order of the scores."""
+    g, p = tl.arange(0, GR), tl.arange(0, PARTS)
+    m = (p < parts)[:, None] & (g < G)[None, :]
+    top = tl.load(tops + p[:, None] * G + g[None, :], mask=m, other=float("-inf"))
+    total = tl.load(totals + p[:, None] * G + g[None, :], mask=m, other=0.0)
+    z = tl.load(logits + u[:, None] * G + g[None, :], mask=live[:, None] & (g < G)[None, :], other=0.0)
+    peak = tl.where(g < G, tl.max(top, 0), 0.0)
+    whole = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
+    z = tl.where((g < G)[None, :], z - whole[None, :], float("-inf"))
+    best = tl.max(z, 1)
+    score = best + tl.log(tl.sum(tl.exp(z - best[:, None]), 1))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _survivors(keys, notes, at, used, slots, N: tl.constexpr):
+    """Rank, size and place of N of the units that the chunks kept, in order; every chunk takes up `slots` of them."""
+    i = at + tl.arange(0, N)
+    chunk, slot = i // slots, i % slots
+    place = chunk * N + slot
+    kept = tl.load(notes + chunk, mask=chunk < used, other=0)
+    key = tl.load(keys + place, mask=chunk < used, other=0)
+    live = slot < kept
+    return tl.where(live, (key >> 32).to(tl.int32), -2147483648), tl.where(live, key.to(tl.int32), 0), place
+
+
+@triton.jit
+def _one(lanes):
+    """What a unit adds to a sum beside its tokens: nothing where there are too many to count in 11 bits."""
+    return tl.where(lanes < 2048, 1 << 21, 0)
+
+
+@triton.jit
+def _weight(size, lanes):
+    return tl.where(size > 0, size + _one(lanes), 0).to(tl.uint32)
+
+
+@triton.jit
+def _tokens(reach):
+    return (reach & 0x1FFFFF).to(tl.int32)
+
+
+@triton.jit
+def _reach(rank, weight, low, high):
+    """What the units weigh that reach each of the eight ranks which part [low, high); the last of them is `high`."""
+    step = (high - low + 7) >> 3
+    ways = tl.minimum(low + step * (1 + tl.arange(0, 8)), high).to(tl.int32)
+    return tl.sum(tl.where(rank[None, :] >= ways[:, None], weight[None, :], 0), 1)
+
+
+@triton.jit
+def _cut(
+    rank, weight, keys, notes, used, slots, lanes, low, high, at_low, budget, enough, N: tl.constexpr,
+    MORE: tl.constexpr,
+):  # fmt: skip
+    """Narrow [low, high) to where the budget gets full: tokens from `low` on fill it, those from `high` on do not.
+
+    Ends where all units in between are equal, or one, or no more than `enough` tokens reach `low`; so it does at once
+    if there are no more. Returns also what the units weigh that reach either end. Of `lanes` survivors the first N are
+    here as rank and weight, more of them are read in every round.
+    """
+    at_high = tl.zeros((), tl.uint32)
+    while (high - low > 1) & (_tokens(at_low) > enough) & ((at_low - at_high) >> 21 != 1):
+        reach = _reach(rank, weight, low, high)
+        if MORE:
+            for at in range(N, lanes, N):
+                next_rank, size, _ = _survivors(keys, notes, at, used, slots, N)
+                reach += _reach(next_rank, _weight(size, lanes), low, high)
+        full = _tokens(reach) >= budget
+        at_low = tl.min(tl.where(full, reach, at_low), 0)
+        at_high = tl.max(tl.where(full, 0, reach), 0)
+        step = (high - low + 7) >> 3
+        low += tl.sum(full.to(tl.int32), 0) * step
+        high = tl.minimum(low + step, high)
+    return low, high, at_low, at_high
+
+
+@triton.jit
+def _keep(rank, begin, size, keys, begins, notes, budget, N: tl.constexpr):
+    """Of one chunk, the units that the rest of it does not keep out, in order, and what `_choose_rows` asks of them.
+
+    All that reach a rank from which on the budget is full; a quarter more saves rounds of the search.
+    """
+    chunk, chunks = tl.program_id(1), tl.num_programs(1)
+    rank = tl.where(size > 0, rank, -2147483648)
+    weight = _weight(size, N)
+    least, most = tl.min(tl.where(size > 0, rank, 2147483647), 0), tl.max(rank, 0)
+    low, _, reach, _ = _cut(
+        rank, weight, keys, notes, 1, 1, N, least.to(tl.int64), most.to(tl.int64) + 1, tl.sum(weight, 0), budget,
+        budget + budget // 4, N, False,
+    )  # fmt: skip
+    low = low.to(tl.int32)
+    keep = (size > 0) & (rank >= low)
+    place = chunk * N + tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(keys + place, rank.to(tl.int64) << 32 | size.to(tl.int64), mask=keep)
+    tl.store(begins + place, begin, mask=keep)
+    tokens = _tokens(reach)
+    notes += chunk
+    tl.store(notes, tl.sum(keep.to(tl.int32), 0))
+    tl.store(notes + chunks, tokens)
+    tl.store(notes + 2 * chunks, tl.where(tokens >= budget, low, -2147483648))
+    tl.store(notes + 3 * chunks, low)
+    tl.store(notes + 4 * chunks, most)
+
+
+@triton.jit
+def _choose_rows(
+    keys, begins, notes, skips, out, used, budget, N: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """From what the chunks of a head kept. No chunk can fill the budget from a higher rank on than the head can."""
+    c, chunks = tl.arange(0, CHUNKS), tl.num_programs(1)
+    m = c < used
+    kept, tokens = tl.load(notes + c, mask=m, other=0), tl.load(notes + chunks + c, mask=m, other=0)
+    floor = tl.load(notes + 2 * chunks + c, mask=m, other=-2147483648)
+    least = tl.load(notes + 3 * chunks + c, mask=m, other=2147483647)
+    most = tl.load(notes + 4 * chunks + c, mask=m, other=-2147483648)
+    slots = tl.maximum(tl.max(kept, 0), 1)
+    low = tl.maximum(tl.max(floor, 0), tl.min(least, 0)).to(tl.int64)
+    lanes = used * slots
+    reach = (tl.sum(kept, 0) * _one(lanes) + tl.sum(tokens, 0)).to(tl.uint32)
+    rank, size, _ = _survivors(keys, notes, 0, used, slots, N)
+    low, high, _, above = _cut(
+        rank, _weight(size, lanes), keys, notes, used, slots, lanes, low, tl.max(most, 0).to(tl.int64) + 1, reach,
+        budget, budget, N, True,
+    )  # fmt: skip
+    room = budget - _tokens(above)
+    _write(keys, begins, notes, skips, out, used, slots, low.to(tl.int32), high.to(tl.int32), room, budget, N)
+
+
+@triton.jit
+def _filled(upto, room):
+    """Rows of the result that units take up: those above the cut all theirs, those at it what room there is."""
+    return ((upto & 0xFFFFFFFF) + tl.minimum(upto >> 32, room)).to(tl.int32)
+
+
+@triton.jit
+def _write(keys, begins, notes, skips, out, used, slots, low, high, room, budget, N: tl.constexpr):
+    """The rows of the chosen units. Row number i of the result is i and the rows skipped before it, which `skips` has
+    at the first row of every chosen unit and which only grow."""
+    before = tl.zeros((), tl.int64)  # tokens above the cut and, beyond 32 bits, at it
+    for at in range(0, used * slots, N):
+        rank, size, place = _survivors(keys, notes, at, used, slots, N)
+        begin = tl.load(begins + place, mask=rank >= low, other=0)
+        own = tl.where(rank >= high, size, 0).to(tl.int64)
+        own += tl.where((rank >= low) & (rank < high), size, 0).to(tl.int64) << 32
+        upto = before + tl.cumsum(own, 0)
+        row, end = _filled(upto - own, room), _filled(upto, room)
+        tl.store(skips + row, begin - row, mask=row < end)
+        before += tl.sum(own, 0)
+    tl.debug_barrier()
+    filled, skipped, i = _filled(before, room), tl.zeros((), tl.int32), tl.arange(0, N)
+    for at in range(0, budget, N):
+        skip = tl.load(skips + at + i, mask=at + i < budget, other=0)
+        skip = tl.maximum(tl.associative_scan(skip, 0, _larger), skipped)
+        skipped = tl.max(skip, 0)
+        tl.store(out + at + i, tl.where(at + i < filled, at + i + skip, -1), mask=at + i < budget)
+
+
+@triton.jit
+def _fill(row, value, budget, part, parts, N: tl.constexpr):
+    """This program's share of a row of the result."""
+    i = tl.arange(0, N)
+    for at in range(part * N, budget, parts * N):
+        tl.store(row + at + i, tl.full((N,), value, tl.int32), mask=at + i < budget)
+
+
+@triton.jit
+def _choose(
+    logits, tops, totals, first, units, wanted, arrivals, out, keys, begins, notes, skips, most, budget, parts,
+    G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    chunk, chunks = tl.program_id(1), tl.num_programs(1)
+    count = tl.load(units + bh)
+    if (tl.load(wanted + bh) != 0) & (count > 0):
+        used = tl.cdiv(count, N)
+        if chunk < used:
+            keys, begins, notes = keys + bh * chunks * N, begins + bh * chunks * N, notes + bh * chunks * 5
+            u = chunk * N + tl.arange(0, N)
+            live, starts = u < count, first + bh * (most + 1) + u
+            begin = tl.load(starts, mask=live, other=0)
+            size = tl.load(starts + 1, mask=live, other=0) - begin
+            sums = bh * parts * G
+            rank = _ranks(logits + bh * most * G, tops + sums, totals + sums, u, live, parts, G, GR, PARTS)
+            _fill(skips + bh * budget, 0, budget, chunk, used, N)
+            _keep(rank, begin, size, keys, begins, notes, budget, N)
             tl.debug_barrier()
-            total = tl.load(first + count) - tl.load(first)
-            cut, above = _cut(ranks, count, budget, total, low, high, WIDE)
-            _write(ranks, first, skips + bh * budget, out, count, cut, above, budget, LANES)
-            tl.store(arrivals + bh, 0)
+            if tl.atomic_add(arrivals + bh, 1) == used - 1:  # every chunk of this head has left its survivors
+                _choose_rows(keys, begins, notes, skips + bh * budget, out + bh * budget, used, budget, N, CHUNKS)
+                tl.store(arrivals + bh, 0)
     else:
-        i = tl.arange(0, LANES)
-        for at in range(part * LANES, budget, parts * LANES):
-            tl.store(out + at + i, tl.full((LANES,), -1, tl.int32), mask=at + i < budget)
+        _fill(out + bh * budget, -1, budget, chunk, chunks, N)
 
 
 def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
     batch, heads, most, d = centroid.shape
-    group = q.shape[1] // heads
-    # One wave: a program with registers for the choice has an SM to itself.
-    parts = max(1, min(cdiv(most, UNITS), sm_count(q.device) // (batch * heads)))
-    wide = next_power_of_2(d)
-    step = min(UNITS, BYTES // (wide * q.element_size()))
-    lanes = max(16, next_power_of_2(max(most, budget)))
-    new = lambda n, dtype: torch.empty(batch * heads * n, dtype=dtype, device=q.device)  # noqa: E731
-    out = torch.empty((batch, heads, budget), dtype=torch.int32, device=q.device)
+    rows, group, wide = batch * heads, q.shape[1] // heads, next_power_of_2(d)
+    step = max(16, min(UNITS, BYTES // (wide * q.element_size())))
+    parts = max(1, min(cdiv(most, step), RESIDENT * sm_count(q.device) // rows))  # one wave
+    lanes = min(next_power_of_2(cdiv(most, CHUNKS)), 2 * CHUNK)
+    lanes = max(16, min(max(lanes, CHUNK), next_power_of_2(most)))
+    chunks = cdiv(most, lanes)
+    new = lambda n, dtype=torch.int32: torch.empty(rows * n, dtype=dtype, device=q.device)  # noqa: E731
     logits, sums = new(most * group, torch.float32), new(2 * parts * group, torch.float32).view(2, -1)
-    ranks, skips = new(most, torch.int64), new(budget, torch.int32)
-    _pick[(batch * heads, parts)](
-        q, centroid, first, units, wanted, arrivals, out, logits, sums[0], sums[1], ranks, skips, q.stride(0),
-        q.stride(1), heads, most, budget, scale, G=group, GP=max(16, next_power_of_2(group)),
-        GR=next_power_of_2(group), D=d, DP=wide, PARTS=next_power_of_2(parts), UNITS=step,
-        LANES=min(lanes, LANES), WIDE=min(lanes, WIDE), num_warps=16,
-        **chained(q.device, batch * heads * parts),
+    _logits[(rows, parts)](
+        q, centroid, units, wanted, logits, *sums, q.stride(0), q.stride(1), heads, most, scale, G=group,
+        GP=max(16, next_power_of_2(group)), D=d, DP=wide, UNITS=step, num_warps=4, num_stages=AHEAD,
+        **chained(q.device, rows * parts),
+    )  # fmt: skip
+    keys, begins, notes, skips = new(chunks * lanes, torch.int64), new(chunks * lanes), new(chunks * 5), new(budget)
+    out = new(budget).view(batch, heads, budget)
+    _choose[(rows, chunks)](
+        logits, *sums, first, units, wanted, arrivals, out, keys, begins, notes, skips, most, budget, parts, G=group,
+        GR=next_power_of_2(group), PARTS=next_power_of_2(parts), N=lanes, CHUNKS=next_power_of_2(chunks),
+        num_warps=max(1, lanes // 256), **chained(q.device, rows * chunks),
     )  # fmt: skip
     return out
 
