@@ -18,14 +18,28 @@ KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit th
 # ---------------------------------------------------------------- the definition
 
 
-def drawn(keys: int, clusters: int, seed: int) -> Tensor:
-    """The keys that are the first centroids: one of each part of the stretch, by an integer hash of part and seed."""
-    c = torch.arange(clusters)
-    x = ((c + 1) * 2654435761 + seed * 9973) & 0xFFFFFFFF
+def mixed(count: int, seed: int) -> Tensor:
+    """An integer hash below 2^31 of each of 0, 1, ... count - 1 and the seed."""
+    x = ((torch.arange(count) + 1) * 2654435761 + seed * 9973) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 73244475) & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) & 0x7FFFFFFF
-    begin, end = c * keys // clusters, (c + 1) * keys // clusters
-    return begin + x % (end - begin)
+    return (x ^ (x >> 16)) & 0x7FFFFFFF
+
+
+def drawn(keys: int, clusters: int, seed: int) -> Tensor:
+    """The keys that are the first half of the centroids: one of each of as many parts of the stretch."""
+    c = torch.arange(max(1, clusters // 2))
+    begin, end = c * keys // len(c), (c + 1) * keys // len(c)
+    return begin + mixed(len(c), seed) % (end - begin)
+
+
+def spread(far: Tensor, count: int, seed: int) -> Tensor:
+    """The keys that are the other half, in order of position, from their squared distances to the first [heads, keys].
+
+    Those with the largest ratios of distance and a number from (0, 1], which is a hash: drawn without replacement, with
+    chances close to proportional to the distance.
+    """
+    chance = ((mixed(far.shape[1], seed + SEEDS) >> 15) + 1).to(far.device) / 65536
+    return (far / chance).argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
 
 
 def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +73,8 @@ def repaired(name: Tensor, far: Tensor, clusters: int) -> Tensor:
 def kmeans(x: Tensor, clusters: int, rounds: int, seed: int) -> tuple[Tensor, Tensor]:
     """Centroids [heads, clusters, head_dim] and the cluster of every key of x [heads, keys, head_dim]."""
     centres = x[:, drawn(x.shape[1], clusters, seed).to(x.device)]
+    others = spread(nearest(x, centres)[1], clusters - centres.shape[1], seed)
+    centres = torch.cat([centres, x.gather(1, others[..., None].expand(-1, -1, x.shape[2]))], 1)
     for _ in range(rounds):
         name, far = nearest(x, centres)
         centres = means(x, name, centres)
@@ -82,28 +98,72 @@ def _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S: 
 
 
 @triton.jit
+def _mix(i, seed):
+    """`mixed`."""
+    x = (i + 1).to(tl.uint32) * 2654435761 + seed * 9973
+    x = (x ^ (x >> 15)) * 73244475
+    return ((x ^ (x >> 16)) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _seat(
+    k, units, centroid, half, pick, c, live, slot, bh, unit, k_b, k_h, k_s, heads, most, clusters, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """The keys in columns `pick` become the centroids c."""
+    d = tl.arange(0, DP)
+    m = live[:, None] & (d < D)[None, :]
+    k += bh // heads * k_b + bh % heads * k_h
+    row = tl.load(k + pick.to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
+    tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], row, mask=m)
+    _halve(half, slot, c, live, row, clusters)
+
+
+@triton.jit
 def _draw(
     k, units, centroid, half, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
     S: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The first centroids; and the order of columns, for those that nothing is done with."""
+    """The first half of the centroids; and the order of columns, for those that nothing is done with."""
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
     at = slot % tl.cdiv(tokens, S) * S + tl.program_id(1) * (S // C * TILE) + tl.arange(0, S // C * TILE)
     tl.store(order + bh * tokens + at, at, mask=at < tokens)
+    count = tl.maximum(clusters // 2, 1)
     c = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    if (keys > 0) & (tl.program_id(1) * TILE < clusters):
-        x = (c + 1).to(tl.uint32) * 2654435761 + seed * 9973
-        x = (x ^ (x >> 15)) * 73244475
-        x = ((x ^ (x >> 16)) & 0x7FFFFFFF).to(tl.int32)
-        begin, end = c * keys // clusters, (c + 1) * keys // clusters
-        pick = column + begin + x % tl.maximum(end - begin, 1)
-        d = tl.arange(0, DP)
-        m = (c < clusters)[:, None] & (d < D)[None, :]
-        k += bh // heads * k_b + bh % heads * k_h
-        row = tl.load(k + pick.to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
-        tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], row, mask=m)
-        _halve(half, slot, c, c < clusters, row, S // size)
+    if (keys > 0) & (tl.program_id(1) * TILE < count):
+        begin, end = c * keys // count, (c + 1) * keys // count
+        pick = column + begin + _mix(c, seed) % tl.maximum(end - begin, 1)
+        _seat(
+            k, units, centroid, half, pick, c, c < count, slot, bh, unit, k_b, k_h, k_s, heads, most, S // size, D, DP
+        )
+
+
+@triton.jit
+def _spread(
+    k, units, centroid, half, far, place, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The other half, by distance; `place` serves to list the keys that are chosen."""
+    slot = tl.program_id(0)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    count = tl.maximum(clusters // 2, 1)
+    if (keys > 0) & (clusters > count):
+        i, j = tl.arange(0, S), tl.arange(0, TILE)
+        at = slot.to(tl.int64) * S
+        chance = ((_mix(i, seed) >> 15) + 1).to(tl.float32) / 65536
+        weight = tl.div_rn(tl.load(far + at + i, mask=i < keys, other=0.0), chance)
+        taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0), clusters - count, S, 16)
+        turn = tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(place + at + turn, i, mask=taken)
+        tl.debug_barrier()
+        for first in range(0, clusters - count, TILE):
+            live = first + j < clusters - count
+            pick = column + tl.load(place + at + first + j, mask=live, other=0)
+            _seat(
+                k, units, centroid, half, pick, count + first + j, live, slot, bh, unit, k_b, k_h, k_s, heads, most,
+                S // size, D, DP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -116,14 +176,17 @@ def _halve(half, slot, c, live, row, clusters):
 @triton.jit
 def _assign(
     k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
-    S: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
+    S: tl.constexpr, FAR: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    CENTRES: tl.constexpr,
 ):  # fmt: skip
     """Every key to its nearest centroid. Best scores are kept per column of the tile and compared once, at the end.
 
-    With FAR also the squared distance.
+    With FAR also the squared distance; with HALF of the centroids that are drawn first.
     """
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    if HALF:
+        clusters = tl.maximum(clusters // 2, 1)
     if tl.program_id(1) * TILE < keys:
         i = tl.program_id(1) * TILE + tl.arange(0, TILE)
         d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
@@ -273,18 +336,25 @@ def launch(
         k, units, centroid, half, order, *now, *strides, *at, seed, C=clusters, TILE=draw, **shape
     )
 
+    def assign(far_too: bool, first_half: bool) -> None:
+        _assign[(slots, cdiv(stretch, keys))](
+            k, units, centroid, half, name, far, *now, *strides, *at, FAR=far_too, HALF=first_half, TILE=keys,
+            CENTRES=centres, **shape, num_warps=8,
+        )  # fmt: skip
+
     def update(rank: bool) -> None:
         _means[(slots, tiles)](
             k, units, centroid, half, name, place, count, *now, *strides, *at, RANK=rank, TILE=centres,
             CENTRES=centres, **shape,
         )  # fmt: skip
 
+    assign(True, True)
+    _spread[(slots,)](
+        k, units, centroid, half, far, place, *now, *strides, *at, seed + SEEDS, TILE=draw, **shape, num_warps=8
+    )
     for i in range(rounds):
         last = i == rounds - 1
-        _assign[(slots, cdiv(stretch, keys))](
-            k, units, centroid, half, name, far, *now, *strides, *at, FAR=last, TILE=keys, CENTRES=centres, **shape,
-            num_warps=8,
-        )  # fmt: skip
+        assign(last, False)
         update(last)
     ends = dict(S=stretch, C=next_power_of_2(clusters), num_warps=8)
     _repair[(slots,)](units, name, far, place, count, *now, heads, tokens, sink, size, **ends)

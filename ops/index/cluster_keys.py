@@ -6,10 +6,12 @@ grows linearly), each with one cluster per `size` tokens, at least one. Every cl
 of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
 `join` (ops/_side.py).
 
-K-means is Lloyd's, deterministic: the first centroids are keys drawn by `seed`, one from each of as many equal parts of
-the stretch; `rounds` times every key goes to the nearest centroid (ties to the lower one) and the centroids to the mean
-of their keys, rounded to the type of the keys. A cluster without keys keeps its centroid; those left empty at the end
-each take one key, of the farthest from their centroids, leaving every cluster its first.
+K-means is Lloyd's, deterministic. It begins at keys drawn by `seed`: for half the centroids one from each of as many
+equal parts of the stretch, for the other half by their squared distance to those, which is k-means++ in one step. (What
+is searched for is often a key far from most others. A start by position alone leaves it in a cluster of many, and their
+mean does not show it.) Then `rounds` times every key goes to the nearest centroid (ties to the lower one) and the
+centroids to the mean of their keys, rounded to the type of the keys. A cluster without keys keeps its centroid; those
+left empty at the end each take one key, of the farthest from their centroids, leaving every cluster its first.
 """
 import torch
 from torch import Tensor
