@@ -14,7 +14,7 @@ from torchsparsekv.benchmarks import _common
 from torchsparsekv.benchmarks.synthetic import Topics
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.refetch import refetch
-from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index._kmeans_kernels import launch
 from torchsparsekv.ops.index.append import append
 from torchsparsekv.ops.index.find_boundary import find_boundary
 from torchsparsekv.ops.select.pick_units import pick_units
@@ -151,7 +151,7 @@ def clustering(o: Options, tokens: int, device) -> dict:
     now = (clock.start, clock.length, clock.retired)
 
     def call():
-        _kmeans.launch(k, units, first, centroid, *now, m.sink, m.cluster_size, m.stretch, m.rounds, m.seed)
+        launch(k, units, first, centroid, *now, m.sink, m.cluster_size, m.stretch, m.rounds, m.seed)
 
     us = _common.time_graph([call], units.zero_)
     flops = 4 * tokens * (m.stretch // m.cluster_size) * o.kv_heads * o.head_dim * m.rounds

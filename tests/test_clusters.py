@@ -12,9 +12,7 @@ from world import DEVICE
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.attend._rows import ring_positions
-from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index._segments import unit_capacity
-from torchsparsekv.ops.index.cluster_keys import cluster_keys
 from torchsparsekv.ops.select.pick_units import MOST_ROWS, pick_units, scores
 from torchsparsekv.state import Geometry
 from torchsparsekv.zoo import _clusters
@@ -201,81 +199,6 @@ def test_segments_are_cut_at_boundaries(cosines, low, more):
     last = max(t for t, w in enumerate(wanted) if w[0])  # when segments entered the index last
     retired = max(0, (2 + last + 1 - 3) // (2 * (low + more))) * 2 * (low + more)
     assert edges[-1] == max(x for x in begins if x <= retired)
-
-
-# ---------------------------------------------------------------- clusters
-
-
-@pytest.mark.parametrize("kind", ["topics", "drift"])
-def test_inertia_is_that_of_plain_kmeans(kind):
-    """Within 2 % of Lloyd's algorithm run to its end from the best of 3 random starts, on 1024 keys and 64 clusters."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(1024, 32, generator=g)
-    if kind == "topics":
-        x = x * 0.7 + 3 * torch.randn(40, 32, generator=g)[torch.arange(1024) // 16 * 7 % 40]
-    else:
-        for t in range(1, 1024):
-            x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
-    units, first = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 1025, dtype=torch.int32)
-    centroid = torch.zeros(1, 1, 1024, 32)
-    times = [torch.tensor([n], dtype=torch.int32) for n in (0, 1024, 1024)]
-    args = [t.to(DEVICE) for t in (x[None, None], units, first, centroid, *times)]
-    order = cluster_keys(*args, 0, 16, 1024, 4, 0, True)[0, 0].long().cpu()
-    assert int(args[1]) == 64
-    sizes = args[2][0, 0, :65].diff().long().cpu()
-    got = float((x[order] - args[3][0, 0, :64].cpu().repeat_interleave(sizes, 0)).square().sum())
-    assert got <= 1.02 * min(plain_inertia(x, 64, seed) for seed in range(3))
-
-
-def plain_inertia(x: torch.Tensor, clusters: int, seed: int) -> float:
-    centres = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:clusters]]
-    for _ in range(100):
-        name = torch.cdist(x, centres).argmin(1)
-        centres = torch.stack([x[name == c].mean(0) if (name == c).any() else centres[c] for c in range(clusters)])
-    return float((x - centres[name]).square().sum())
-
-
-def test_clusters_follow_the_seed():
-    x = torch.randn(1, 200, 16, generator=torch.Generator().manual_seed(0))
-    runs = [_kmeans.kmeans(x, 20, 4, seed)[0] for seed in (3, 3, 4)]
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-    for seed in range(5):
-        picks = _kmeans.drawn(200, 20, seed)
-        assert (picks // 10).tolist() == list(range(20)), "one of each part"
-
-
-@given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
-def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, kinds, 8, generator=g)[:, torch.randint(0, kinds, (keys,), generator=g)]
-    clusters = min(clusters, keys)
-    centres, name = _kmeans.kmeans(x, clusters, 3, seed)
-    for h in range(2):
-        assert torch.bincount(name[h], minlength=clusters).min() > 0
-        for c in range(clusters):
-            torch.testing.assert_close(centres[h, c], x[h, name[h] == c].mean(0))
-
-
-@pytest.mark.parametrize(("size", "stretch", "tokens"), [(8, 128, 300), (4, 64, 150), (2, 64, 70)])
-@pytest.mark.parametrize("alike", [False, True])
-def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
-    """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
-    entry = load_all()["cluster_keys"]
-    g = torch.Generator().manual_seed(size)
-    k = torch.randn(2, tokens, 2, 32, generator=g)
-    if alike:
-        k = torch.randint(-1, 2, (2, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (tokens,), generator=g)]
-    k = k.transpose(1, 2)
-    times = [torch.tensor(t, dtype=torch.int32) for t in ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20])]
-    both = []
-    for run, device in ((entry.reference, "cpu"), (entry.cuda, DEVICE)):
-        units, first = torch.zeros(2, 2, dtype=torch.int32), torch.full((2, 2, tokens + 1), 4, dtype=torch.int32)
-        args = [t.to(device) for t in (k, units, first, torch.zeros(2, 2, tokens, 32), *times)]
-        order = run(*args, 4, size, stretch, 3, 5, True)
-        both.append([t.cpu() for t in (order, *args[1:4])])
-    for got, want in zip(both[1], both[0]):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- kernels and references, for a whole life

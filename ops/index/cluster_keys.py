@@ -6,10 +6,17 @@ grows linearly), each with one cluster per `size` tokens, at least one. Every cl
 of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
 `join` (ops/_side.py).
 
-K-means is Lloyd's, deterministic: the first centroids are keys drawn by `seed`, one from each of as many equal parts of
-the stretch; `rounds` times every key goes to the nearest centroid (ties to the lower one) and the centroids to the mean
-of their keys, rounded to the type of the keys. A cluster without keys keeps its centroid; those left empty at the end
-each take one key, of the farthest from their centroids, leaving every cluster its first.
+K-means is Lloyd's, deterministic. It begins at keys that `seed` draws, in up to 16 draws of as many: first one from
+each of as many equal parts of the stretch, then each time by the squared distance to those that are drawn already,
+which is k-means++ some at a time. (What is searched for is often a key far from most others. A
+start by position alone leaves it in a cluster of many, and their mean does not show it.) Then `rounds` times every key
+goes to the nearest centroid (ties to the lower one) and the centroids to the mean of their keys, rounded to the type of
+the keys. A cluster without keys keeps its centroid; those left empty at the end each take one key, of the farthest from
+their centroids, leaving every cluster its first.
+
+Inertia is within 2 % of that of k-means++ with as many rounds, on keys with topics, keys that drift, keys of which many
+are like no other and keys of no structure (tests/test_kmeans.py). A start by position alone ends 4 % lower where they
+drift, and 20 % higher where many are like no other.
 """
 import torch
 from torch import Tensor
@@ -18,6 +25,7 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
 from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index._kmeans_kernels import launch
 
 SCHEMA = (
     "(Tensor k, Tensor(a!) units, Tensor(b!) first, Tensor(c!) centroid, Tensor start, Tensor length, Tensor retired, "
@@ -47,13 +55,14 @@ def check(k, units, first, centroid, start, length, retired, sink, size, stretch
 
 def reference(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
     batch, heads, tokens, _ = k.shape
+    draws = min(_kmeans.DRAWS, stretch // size)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     for b, (n0, n, end) in enumerate(torch.stack([start, length, retired], 1).tolist()):
         for begin in range(max(n0, sink), end if n > 0 else 0, stretch):
             stop = min(begin + stretch, end)
             column = tokens - n + begin
             x = k[b, :, column : column + stop - begin]
-            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), rounds, seed)
+            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), draws, rounds, seed)
             count = centres.shape[1]
             ends = begin + (name[..., None] == torch.arange(count, device=k.device)).sum(1).cumsum(-1)
             order[b, :, column : column + stop - begin] = column + name.argsort(dim=-1, stable=True)
@@ -67,7 +76,7 @@ def reference(k, units, first, centroid, start, length, retired, sink, size, str
 def cuda(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
     with beside(join, k, units, first, centroid, start, length, retired):
         args = (k, units, first, centroid, start, length, retired)
-        return _kmeans.launch(*args, sink, size, stretch, rounds, seed)
+        return launch(*args, sink, size, stretch, rounds, seed)
 
 
 def fake(k: Tensor, *_) -> Tensor:

@@ -24,7 +24,7 @@ class ClusterMethod(Method):
     cluster_size: tokens per cluster on average; a power of two. A prompt that has fewer beyond window and sinks is one
         cluster. Each prompt, turn or chunk of one is clustered for itself.
     stretch: tokens that are clustered together; a power of two.
-    rounds: of k-means. From the centroids it starts with, 4 come within 1 % of convergence.
+    rounds: of k-means. From the centroids it starts with, 4 come within 2 % of convergence on keys of a model.
     seed: of the first centroids.
     """
 

@@ -1,19 +1,24 @@
 """ClusterKV: clusters of the prompt's keys, retrieved at every step (arXiv 2412.03213)."""
 from dataclasses import dataclass
 
+from torchsparsekv.state import Timeline
 from torchsparsekv.zoo._clusters import ClusterMethod
+
+RUNS = 8  # that leave the ring at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterKV(ClusterMethod):
     """Here clusters are Euclidean, of one stretch of the prompt each; the paper clusters all of it by cosine.
 
-    run: generated tokens form a unit this many at a time; the paper clusters them too, 320 at a time.
+    run: generated tokens form a unit this many at a time; the paper clusters them too, 320 at a time. The mean key of a
+        long run hides its tokens: recall of what our model wrote itself, at 64 tokens, is 0.97 with 4, 0.62 with 8 and
+        0.34 with 16. The index is sized for units of this length.
     """
 
     name = "clusterkv"
 
-    run: int = 16
+    run: int = 4
 
     def __post_init__(self) -> None:
         if isinstance(self.run, bool) or not isinstance(self.run, int):
@@ -23,3 +28,7 @@ class ClusterKV(ClusterMethod):
     @property
     def segment(self) -> tuple[int, int]:
         return self.run, self.run
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(self.sink, self.window, RUNS * self.run)

@@ -1,0 +1,323 @@
+"""K-means of many short stretches of keys at once: kernels that are matrix products (defined: ops/index/_kmeans.py).
+
+A stretch is at most 4096 keys with its own clusters; a program works on one stretch of one (row, head). Assignment is a
+product of keys and centroids with a running maximum; the means are a product of the membership matrix and the keys, so
+the order of summation is fixed and no float is added atomically. At 32K tokens, 8 heads of 128 and 16 keys a cluster a
+round is 34 GFLOP.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._top import take_top
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.index._kmeans import DRAWS, WIDEST
+
+KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit the smallest GPUs
+
+
+@triton.jit
+def _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S: tl.constexpr):
+    """(row and head, column of the first key, keys, position of the first, first unit, clusters) of stretch `slot`."""
+    per_head = tl.cdiv(tokens, S)
+    bh, i = (slot // per_head).to(tl.int64), slot % per_head
+    b = bh // heads
+    n, end = tl.load(length + b), tl.load(retired + b)
+    begin = tl.maximum(tl.load(start + b), sink) + i * S
+    keys = tl.where(n > 0, tl.maximum(tl.minimum(end - begin, S), 0), 0)
+    return bh, tokens - n + begin, keys, begin, tl.load(units + bh) + i * (S // size), tl.maximum(keys // size, 1)
+
+
+@triton.jit
+def _mix(i, seed):
+    """`mixed`."""
+    x = (i + 1).to(tl.uint32) * 2654435761 + seed * 9973
+    x = (x ^ (x >> 15)) * 73244475
+    return ((x ^ (x >> 16)) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _reached(clusters, draw, DRAWS: tl.constexpr):
+    """`reached` after this draw, the first of which is 0."""
+    return tl.maximum(clusters * (draw + 1) // DRAWS, 1)
+
+
+@triton.jit
+def _seat(
+    k, units, centroid, half, pick, c, live, slot, bh, unit, k_b, k_h, k_s, heads, most, clusters, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """The keys in columns `pick` become the centroids c."""
+    d = tl.arange(0, DP)
+    m = live[:, None] & (d < D)[None, :]
+    k += bh // heads * k_b + bh % heads * k_h
+    row = tl.load(k + pick.to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
+    tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], row, mask=m)
+    _halve(half, slot, c, live, row, clusters)
+
+
+@triton.jit
+def _draw(
+    k, units, centroid, half, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
+    S: tl.constexpr, C: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The first draw; and the order of columns, for those that nothing is done with."""
+    slot = tl.program_id(0)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    at = slot % tl.cdiv(tokens, S) * S + tl.program_id(1) * (S // C * TILE) + tl.arange(0, S // C * TILE)
+    tl.store(order + bh * tokens + at, at, mask=at < tokens)
+    count = _reached(clusters, 0, DRAWS)
+    c = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if (keys > 0) & (tl.program_id(1) * TILE < count):
+        begin, end = c * keys // count, (c + 1) * keys // count
+        pick = column + begin + _mix(c, seed) % tl.maximum(end - begin, 1)
+        _seat(
+            k, units, centroid, half, pick, c, c < count, slot, bh, unit, k_b, k_h, k_s, heads, most, S // size, D, DP
+        )
+
+
+@triton.jit(do_not_specialize=["draw"])
+def _spread(
+    k, units, centroid, half, far, place, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
+    draw, S: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDEST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """A later draw, by distance; `place` serves to list the keys that are chosen."""
+    slot = tl.program_id(0)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    have = _reached(clusters, draw - 1, DRAWS)
+    count = _reached(clusters, draw, DRAWS) - have
+    if (keys > 0) & (count > 0):
+        i, j = tl.arange(0, S), tl.arange(0, TILE)
+        at = slot.to(tl.int64) * S
+        chance = ((_mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
+        weight = tl.div_rn(tl.load(far + at + i, mask=i < keys, other=0.0), chance)
+        taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0), count, S, 16)
+        turn = tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(place + at + turn, i, mask=taken)
+        tl.debug_barrier()
+        for first in range(0, count, TILE):
+            live = first + j < count
+            pick = column + tl.load(place + at + first + j, mask=live, other=0)
+            _seat(
+                k, units, centroid, half, pick, have + first + j, live, slot, bh, unit, k_b, k_h, k_s, heads, most,
+                S // size, D, DP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _halve(half, slot, c, live, row, clusters):
+    """Half the square of centroids, for the assignment: it would have to go through registers for it there."""
+    wide = row.to(tl.float32)
+    tl.store(half + slot.to(tl.int64) * clusters + c, tl.sum(wide * wide, 1) * 0.5, mask=live)
+
+
+@triton.jit(do_not_specialize=["draw"])
+def _assign(
+    k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, draw,
+    S: tl.constexpr, FAR: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    CENTRES: tl.constexpr,
+):  # fmt: skip
+    """Every key to its nearest centroid. Best scores are kept per column of the tile and compared once, at the end.
+
+    With FAR also the squared distance. With DRAWS only that, to the nearest of those of this draw and before, for which
+    it is known.
+    """
+    slot = tl.program_id(0)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    first = 0
+    if DRAWS > 0:
+        first = tl.where(draw > 0, _reached(clusters, draw - 1, DRAWS), 0)
+        clusters = _reached(clusters, draw, DRAWS)
+    if (tl.program_id(1) * TILE < keys) & (first < clusters):
+        i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
+        m = (i < keys)[:, None] & (d < D)[None, :]
+        k += bh // heads * k_b + bh % heads * k_h
+        x = tl.load(k + (column + i).to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
+        best = tl.full((TILE, CENTRES), float("-inf"), tl.float32)
+        tile = tl.zeros((TILE, CENTRES), tl.int32)
+        centroid += (bh * most + unit) * D
+        half += slot.to(tl.int64) * (S // size)
+        for at in range(first, clusters, CENTRES):
+            live = at + j < clusters
+            at_c = centroid + (at + j)[None, :] * D + d[:, None]
+            c = tl.load(at_c, mask=live[None, :] & (d < D)[:, None], other=0.0)
+            own = tl.load(half + at + j, mask=live, other=float("inf"))
+            score = tl.dot(x, c, input_precision="ieee") - own[None, :]
+            better = score > best
+            best, tile = tl.where(better, score, best), tl.where(better, at, tile)
+        top = tl.max(best, 1)
+        to = slot.to(tl.int64) * S + i
+        if DRAWS == 0:
+            chosen = tl.min(tl.where(best == top[:, None], tile + j[None, :], S), 1)
+            tl.store(name + to, chosen, mask=i < keys)
+        if FAR or DRAWS > 0:
+            x = x.to(tl.float32)
+            away = tl.maximum(tl.sum(x * x, 1) - 2 * top, 0.0)
+            if DRAWS > 0:
+                away = tl.minimum(away, tl.load(far + to, mask=i < keys, other=0.0))
+            tl.store(far + to, away, mask=i < keys)
+
+
+@triton.jit
+def _means(
+    k, units, centroid, half, name, place, count, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink,
+    size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    CENTRES: tl.constexpr,
+):  # fmt: skip
+    """The mean of every cluster. With RANK also how many keys it has, and of every key how many of it come before."""
+    slot = tl.program_id(0)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
+    if (keys > 0) & (tl.program_id(1) * CENTRES < clusters):
+        i, d = tl.arange(0, TILE), tl.arange(0, DP)
+        k += bh // heads * k_b + bh % heads * k_h
+        total, members = tl.zeros((CENTRES, DP), tl.float32), tl.zeros((CENTRES,), tl.int32)
+        name, place = name + slot.to(tl.int64) * S, place + slot.to(tl.int64) * S
+        for at in range(0, keys, TILE):
+            live = at + i < keys
+            of = tl.load(name + at + i, mask=live, other=-1)
+            m = live[:, None] & (d < D)[None, :]
+            x = tl.load(k + (column + at + i).to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
+            member = c[:, None] == of[None, :]
+            total += tl.dot(member.to(x.dtype), x, input_precision="ieee")
+            if RANK:
+                one = member.to(tl.int32)
+                rank = tl.sum(one * (members[:, None] + tl.cumsum(one, 1) - 1), 0)
+                tl.store(place + at + i, rank, mask=live & (tl.max(one, 0) > 0))
+            members += tl.sum(member.to(tl.int32), 1)
+        m = ((members > 0) & (c < clusters))[:, None] & (d < D)[None, :]
+        size_of = tl.maximum(members, 1).to(tl.float32)
+        mean = tl.div_rn(total, tl.broadcast_to(size_of[:, None], (CENTRES, DP))).to(centroid.dtype.element_ty)
+        tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], mean, mask=m)
+        _halve(half, slot, c, (members > 0) & (c < clusters), mean, S // size)
+        if RANK:
+            tl.store(count + slot.to(tl.int64) * (S // size) + c, members, mask=c < clusters)
+
+
+@triton.jit
+def _repair(
+    units, name, far, place, count, start, length, retired, heads, tokens, sink, size, S: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Every empty cluster takes a key; `count` then serves to list the empty ones."""
+    slot = tl.program_id(0)
+    _, _, keys, _, _, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    c, i = tl.arange(0, C), tl.arange(0, S)
+    count += slot.to(tl.int64) * (S // size)
+    empty = tl.load(count + c, mask=c < tl.where(keys > 0, clusters, 0), other=1) == 0
+    lacking = tl.sum(empty.to(tl.int32), 0)
+    if lacking > 0:
+        at = slot.to(tl.int64) * S + i
+        away = tl.load(far + at, mask=i < keys, other=0.0)
+        follows = tl.load(place + at, mask=i < keys, other=0) > 0
+        key = tl.where(follows & (i < keys), away.to(tl.uint32, bitcast=True) + 1, 0)
+        taken = take_top(key, lacking, S, 16)
+        tl.debug_barrier()
+        tl.store(count + tl.cumsum(empty.to(tl.int32), 0) - 1, c, mask=empty)
+        tl.debug_barrier()
+        turn = tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(name + at, tl.load(count + turn, mask=taken, other=0), mask=taken)
+
+
+@triton.jit
+def _order(
+    units, first, order, name, place, count, start, length, retired, heads, tokens, most, sink, size, S: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Where the units begin, and the columns in the order of the pool."""
+    slot = tl.program_id(0)
+    bh, column, keys, begin, unit, clusters = _stretch(
+        start, length, retired, units, heads, tokens, sink, size, slot, S
+    )
+    if keys > 0:
+        c, i = tl.arange(0, C), tl.arange(0, S)
+        members = tl.load(count + slot.to(tl.int64) * (S // size) + c, mask=c < clusters, other=0)
+        first += bh * (most + 1) + unit
+        tl.store(first + 1 + c, begin + tl.cumsum(members, 0), mask=c < clusters)
+        before = count + slot.to(tl.int64) * (S // size)  # `first` of the unit before may be another program's
+        tl.debug_barrier()
+        tl.store(before + c, tl.cumsum(members, 0) - members, mask=c < clusters)
+        tl.debug_barrier()
+        at = slot.to(tl.int64) * S + i
+        of = tl.load(name + at, mask=i < keys, other=0)
+        row = tl.load(before + of, mask=i < keys, other=0) + tl.load(place + at, mask=i < keys, other=0)
+        tl.store(order + bh * tokens + column + row, column + i, mask=i < keys)
+
+
+@triton.jit
+def _count(units, start, length, retired, heads, sink, size, total, S: tl.constexpr, N: tl.constexpr):
+    """The clusters of this call, added to the units."""
+    bh = tl.arange(0, N)
+    b = bh // heads
+    live = bh < total
+    begin = tl.maximum(tl.load(start + b, mask=live, other=0), sink)
+    keys = tl.maximum(tl.load(retired + b, mask=live, other=0) - begin, 0)
+    keys = tl.where(tl.load(length + b, mask=live, other=0) > 0, keys, 0)
+    rest = keys % S
+    more = keys // S * (S // size) + tl.where(rest > 0, tl.maximum(rest // size, 1), 0)
+    tl.store(units + bh, tl.load(units + bh, mask=live, other=0) + more, mask=live)
+
+
+class _Run:
+    """The launches of one call: what they share, and where they leave what the next one reads."""
+
+    def __init__(self, k: Tensor, units: Tensor, centroid: Tensor, times, sink: int, size: int, stretch: int):
+        batch, heads, tokens, d = k.shape
+        self.slots, self.clusters = batch * heads * cdiv(tokens, stretch), stretch // size
+        new = lambda n, dtype: torch.empty(self.slots * n, dtype=dtype, device=k.device)  # noqa: E731
+        self.name, self.place = new(stretch, torch.int32), new(stretch, torch.int32)
+        self.far = torch.full((self.slots * stretch,), float("inf"), device=k.device)
+        self.half, self.count = new(self.clusters, torch.float32), new(self.clusters, torch.int32)
+        self.begin = (k, units, centroid, self.half)
+        self.at = (heads, tokens, centroid.shape[2], sink, size)
+        self.now = (*times, *k.stride()[:3], *self.at)
+        self.wide = next_power_of_2(d)
+        self.shape = dict(S=stretch, D=d, DP=self.wide)
+        row = self.wide * k.element_size()
+        self.keys, self.centres = min(128, KEYS // row), min(64, CENTRES // row)
+
+    def start(self, order: Tensor, draws: int, seed: int) -> None:
+        """The first centroids; and `order` of columns that nothing is done with."""
+        few = min(16, next_power_of_2(self.clusters))
+        shape = dict(**self.shape, DRAWS=draws, TILE=few)
+        grid = (self.slots, cdiv(self.clusters, few))
+        _draw[grid](*self.begin, order, *self.now, seed, C=self.clusters, **shape)
+        for draw in range(1, draws):
+            self.assign(draw=draw - 1, draws=draws)
+            _spread[(self.slots,)](
+                *self.begin, self.far, self.place, *self.now, seed, draw, **shape, WIDEST=WIDEST, num_warps=8
+            )
+
+    def assign(self, far: bool = False, draw: int = 0, draws: int = 0) -> None:
+        _assign[(self.slots, cdiv(self.shape["S"], self.keys))](
+            *self.begin, self.name, self.far, *self.now, draw, FAR=far, DRAWS=draws, TILE=self.keys,
+            CENTRES=min(16, self.centres) if draws else self.centres, **self.shape, num_warps=8,
+        )  # fmt: skip
+
+    def update(self, rank: bool) -> None:
+        _means[(self.slots, cdiv(self.clusters, self.centres))](
+            *self.begin, self.name, self.place, self.count, *self.now, RANK=rank, TILE=self.centres,
+            CENTRES=self.centres, **self.shape,
+        )  # fmt: skip
+
+
+def launch(
+    k: Tensor, units: Tensor, first: Tensor, centroid: Tensor, start: Tensor, length: Tensor, retired: Tensor,
+    sink: int, size: int, stretch: int, rounds: int, seed: int,
+) -> Tensor:  # fmt: skip
+    batch, heads, tokens, _ = k.shape
+    times = (start, length, retired)
+    run = _Run(k, units, centroid, times, sink, size, stretch)
+    order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
+    run.start(order, min(DRAWS, run.clusters), seed)
+    for i in range(rounds):
+        last = i == rounds - 1
+        run.assign(far=last)
+        run.update(last)
+    ends = dict(S=stretch, C=next_power_of_2(run.clusters), num_warps=8)
+    _repair[(run.slots,)](units, run.name, run.far, run.place, run.count, *times, heads, tokens, sink, size, **ends)
+    run.update(True)
+    _order[(run.slots,)](units, first, order, run.name, run.place, run.count, *times, *run.at, **ends)
+    _count[(1,)](units, *times, heads, sink, size, batch * heads, S=stretch, N=next_power_of_2(batch * heads))
+    return order

@@ -1,0 +1,144 @@
+"""K-means of cluster_keys: where it begins, how good it ends, and kernels at real sizes."""
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from world import DEVICE
+
+from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index.cluster_keys import cluster_keys
+
+KEYS, CLUSTERS, ROUNDS = 4096, 256, 4  # a whole stretch, as the methods have it
+
+
+def keys_of(kind: str) -> torch.Tensor:
+    """Keys of no structure; of 160 topics in turn; drifting; or most of 32 narrow topics, every 8th like no other."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(KEYS, 32, generator=g)
+    if kind == "topics":
+        return x * 0.7 + 3 * torch.randn(160, 32, generator=g)[torch.arange(KEYS) // 16 * 7 % 160]
+    if kind == "rare":
+        usual = x[:32].repeat(KEYS // 32, 1) + 0.2 * torch.randn(KEYS, 32, generator=g)
+        return torch.where((torch.arange(KEYS) % 8 == 7)[:, None], x, usual)
+    if kind == "drift":
+        for t in range(1, KEYS):
+            x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
+    return x
+
+
+def inertia(x: torch.Tensor, seed: int) -> float:
+    """Of the units that the op makes: squared distances of the keys from the mean of their unit."""
+    units, first = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, KEYS + 1, dtype=torch.int32)
+    centroid = torch.zeros(1, 1, KEYS, x.shape[1])
+    times = [torch.tensor([n], dtype=torch.int32) for n in (0, KEYS, KEYS)]
+    args = [t.to(DEVICE) for t in (x[None, None], units, first, centroid, *times)]
+    order = cluster_keys(*args, 0, KEYS // CLUSTERS, KEYS, ROUNDS, seed, True)[0, 0].long().cpu()
+    assert int(args[1]) == CLUSTERS
+    sizes = args[2][0, 0, : CLUSTERS + 1].diff().long().cpu()
+    return float((x[order] - args[3][0, 0, :CLUSTERS].cpu().repeat_interleave(sizes, 0)).square().sum())
+
+
+def plusplus(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """The start of k-means++: one key after another, with chances in proportion to the squared distance."""
+    picks = [int(torch.randint(0, len(x), (1,), generator=g))]
+    far = (x - x[picks[0]]).square().sum(1)
+    while len(picks) < CLUSTERS:
+        picks.append(int(torch.multinomial(far, 1, generator=g)))
+        far = torch.minimum(far, (x - x[picks[-1]]).square().sum(1))
+    return x[picks]
+
+
+def plain_inertia(x: torch.Tensor, seed: int, rounds: int) -> float:
+    """Of k-means as others have it: Lloyd's algorithm from the start of k-means++."""
+    centres = plusplus(x, torch.Generator().manual_seed(seed))
+    for _ in range(rounds):
+        member = torch.nn.functional.one_hot(torch.cdist(x, centres).argmin(1), CLUSTERS).float().T
+        count = member.sum(1, keepdim=True)
+        centres = torch.where(count > 0, member @ x / count.clamp(min=1), centres)
+    return float(torch.cdist(x, centres).amin(1).square().sum())
+
+
+@pytest.mark.parametrize("kind", ["none", "topics", "drift", "rare"])
+def test_inertia_is_that_of_plain_kmeans(kind):
+    """Within 2 % of k-means++ with as many rounds, means of 3 seeds, whatever the keys are like."""
+    x = keys_of(kind)
+    plain = sum(plain_inertia(x, seed, ROUNDS) for seed in range(3))
+    assert sum(inertia(x, seed) for seed in range(3)) <= 1.02 * plain
+
+
+def test_centroids_begin_where_plain_kmeans_would_see_more():
+    """One draw alone, by position, leaves what is rare in clusters of many: the bound above is not met by any start."""
+    x = keys_of("rare")
+    plain = plain_inertia(x, 0, ROUNDS)
+    got = []
+    for draws in (1, _kmeans.DRAWS):
+        centres, name = _kmeans.kmeans(x[None], CLUSTERS, draws, ROUNDS, 0)
+        got.append(float((x - centres[0, name[0]]).square().sum()) / plain)
+    assert got[0] > 1.15
+    assert got[1] < 1.05
+
+
+def test_the_start_follows_the_seed():
+    x = torch.randn(1, 200, 16, generator=torch.Generator().manual_seed(0))
+    runs = [_kmeans.kmeans(x, 20, 8, 4, seed)[0] for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    for seed in range(5):
+        assert (_kmeans.drawn(200, 10, seed) // 20).tolist() == list(range(10)), "one of each part"
+
+
+@given(keys=st.integers(1, 70), clusters=st.integers(1, 40), draws=st.integers(1, 16), seed=st.integers(0, 99))
+def test_as_many_begin_as_there_are_clusters(keys, clusters, draws, seed):
+    """All different, where keys are."""
+    clusters = min(keys, clusters)
+    x = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(seed))
+    begin = _kmeans.chosen(x, clusters, draws, seed)[0]
+    assert begin.shape == (clusters, 8)
+    assert len(begin.unique(dim=0)) == clusters
+    assert _kmeans.reached(clusters, draws)[-1] == clusters
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_key_begins_a_cluster_as_often_as_it_is_far(seed):
+    """Of 1000 keys, 100 ten times as far as the others: of 60 that are drawn, half are of those."""
+    far = torch.ones(1, 1000)
+    far[0, 3::10] = 10
+    taken = [_kmeans.spread(far, 60, draw, seed)[0].tolist() for draw in (1, 2)]
+    assert taken[0] != taken[1], "every draw has hashes of its own"
+    for some in taken:
+        assert some == sorted(set(some))
+        assert 18 <= sum(i % 10 == 3 for i in some) <= 42
+
+
+@given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
+def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, kinds, 8, generator=g)[:, torch.randint(0, kinds, (keys,), generator=g)]
+    clusters = min(clusters, keys)
+    centres, name = _kmeans.kmeans(x, clusters, 4, 3, seed)
+    for h in range(2):
+        assert torch.bincount(name[h], minlength=clusters).min() > 0
+        for c in range(clusters):
+            torch.testing.assert_close(centres[h, c], x[h, name[h] == c].mean(0))
+
+
+@pytest.mark.parametrize(("size", "stretch", "tokens"), [(8, 128, 300), (4, 64, 150), (2, 64, 70)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
+    """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
+    entry = load_all()["cluster_keys"]
+    g = torch.Generator().manual_seed(size)
+    k = torch.randn(2, tokens, 2, 32, generator=g)
+    if alike:
+        k = torch.randint(-1, 2, (2, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (tokens,), generator=g)]
+    k = k.transpose(1, 2)
+    times = [torch.tensor(t, dtype=torch.int32) for t in ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20])]
+    both = []
+    for run, device in ((entry.reference, "cpu"), (entry.cuda, DEVICE)):
+        units, first = torch.zeros(2, 2, dtype=torch.int32), torch.full((2, 2, tokens + 1), 4, dtype=torch.int32)
+        args = [t.to(device) for t in (k, units, first, torch.zeros(2, 2, tokens, 32), *times)]
+        order = run(*args, 4, size, stretch, 3, 5, True)
+        both.append([t.cpu() for t in (order, *args[1:4])])
+    for got, want in zip(both[1], both[0]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
