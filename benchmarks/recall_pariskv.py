@@ -1,7 +1,7 @@
 """Recall of ParisKV on structured keys: by context length and rule for the heads of a group, and under drift.
 
     python benchmarks/recall_pariskv.py lengths --contexts 8192 32768 131072
-    python benchmarks/recall_pariskv.py drift --prefill 4096 --steps 16384 --out drift.json
+    python benchmarks/recall_pariskv.py drift --prompt-topics 2 --prompt-noise 0.05 --drift 3 --out drift.json
     torchsparsekv report drift.json -o drift.html
 
 Keys are synthetic but shaped like those of a model: an offset with outlier channels, a decaying spectrum, topics that
@@ -12,7 +12,8 @@ same ones. Measures, over the retrievable tokens:
 - candidates: share of the exact top-k that stage I passes on.
 - mass: attention weight on what is chosen, as a share of what the exact top-k holds.
 The baseline of `drift` has k-means centroids per subspace of the raw keys, learned on the prompt only; it counts
-collisions the same way and then ranks its candidates exactly.
+collisions the same way and then ranks its candidates exactly. It falls where the prompt is narrow and the output not,
+as when a short problem is thought about at length; after a prompt of as many topics as the output it holds.
 """
 import argparse
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.zoo.pariskv import ParisKV
 
 STRETCH = 48  # tokens a topic lasts, on average
+NOISE = 0.7  # of a key around its topic, in norms of a topic
 
 
 def rope(x: Tensor, position: Tensor, theta: float = 5e5) -> Tensor:
@@ -52,6 +54,8 @@ class Stream:
     topics: int = 128
     offset: float = 8.0  # of four channels
     drift: float = 1.5  # how far the offset moves, in norms of a topic; 0: nothing drifts, not even the topics
+    prompt_topics: int | None = None  # those of the tokens before the drift; None: all
+    prompt_noise: float = NOISE  # of these tokens
     seed: int = 0
 
     def __post_init__(self):
@@ -64,12 +68,16 @@ class Stream:
             offset[h, 0, torch.randperm(self.d, generator=g)[:4]] += self.offset
         change = torch.rand(self.total, generator=g) < 1 / STRETCH
         named = torch.randint(self.topics, (self.total,), generator=g)
-        self.topic = named[(change.long() * torch.arange(self.total)).cummax(0).values]
-        age = (torch.arange(self.total) - self.drift_from).clamp(min=0) / max(1, self.total - self.drift_from)
+        token = torch.arange(self.total)
+        self.topic = named[(change.long() * token).cummax(0).values]
+        prompt = token < self.drift_from
+        self.topic[prompt] %= self.prompt_topics or self.topics
+        noise = torch.where(prompt, self.prompt_noise, NOISE)[:, None]
+        age = (token - self.drift_from).clamp(min=0) / max(1, self.total - self.drift_from)
         self.age = age[:, None] * (self.drift > 0)  # 0 before the drift, 1 at the end
         self.away = self.draw(1) * self.drift
-        keys = offset + self.age * self.away + self.centre(torch.arange(self.total)) + 0.7 * self.draw(self.total)
-        self.keys = rope(keys, torch.arange(self.total))
+        keys = offset + self.age * self.away + self.centre(token) + noise * self.draw(self.total)
+        self.keys = rope(keys, token)
 
     def draw(self, n: int) -> Tensor:
         return torch.randn(self.heads, n, self.d, generator=self.g) @ self.basis
@@ -200,12 +208,13 @@ def lengths(o) -> list[dict]:
 
 def drift(o) -> list[dict]:
     stream = Stream(
-        o.prefill + o.steps, o.prefill, heads=o.heads, group=o.group, offset=o.offset, drift=o.drift, seed=o.seed
-    )
+        o.prefill + o.steps, o.prefill, heads=o.heads, group=o.group, offset=o.offset, drift=o.drift,
+        prompt_topics=o.prompt_topics, prompt_noise=o.prompt_noise, seed=o.seed,
+    )  # fmt: skip
     index = Index(stream, o.dtype, o.device, budget=o.k, beta=o.beta, rho=o.rho)
     prompted = Prompted(stream, o.prefill)
     rows = []
-    for step in torch.linspace(0, o.steps, o.points).int().tolist():
+    for step in torch.linspace(o.first, o.steps, o.points).int().tolist():
         end = o.prefill + step
         index.grow(end)
         choosers = {"pariskv " + rule: (lambda q, rule=rule: index.choose(q, o.k, rule)) for rule in ("mean", "max")}
@@ -224,7 +233,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=("lengths", "drift"))
     p.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
-    p.add_argument("--prefill", type=int, default=4096)
+    p.add_argument("--prefill", type=int, default=2048)
     p.add_argument("--steps", type=int, default=16384)
     p.add_argument("--points", type=int, default=5)
     p.add_argument("--queries", type=int, default=8)
@@ -232,6 +241,9 @@ def main() -> None:
     p.add_argument("--group", type=int, default=4)
     p.add_argument("--offset", type=float, default=8.0, help="size of four outlier channels common to all keys")
     p.add_argument("--drift", type=float, default=1.5, help="how far that offset moves, in norms of a topic")
+    p.add_argument("--prompt-topics", type=int, help="topics of the prompt; all of them unless given")
+    p.add_argument("--prompt-noise", type=float, default=NOISE, help="how much keys of a topic differ in the prompt")
+    p.add_argument("--first", type=int, default=0, help="the step at which the curve begins")
     p.add_argument("--k", type=int, default=100)
     p.add_argument("--beta", type=float)
     p.add_argument("--rho", type=float)

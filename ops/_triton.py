@@ -19,7 +19,10 @@ except ImportError:
         def __getitem__(self, grid):
             raise RuntimeError(f"{self.fn.__name__} needs Triton on CUDA; `pip install triton` (Linux) provides it")
 
-    triton = SimpleNamespace(jit=_Absent, cdiv=lambda a, b: -(-a // b))
+    def _jit(fn=None, **options):
+        return _Absent(fn) if fn else _Absent
+
+    triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
 __all__ = ["cdiv", "chain", "chained", "compiles", "next_power_of_2", "sm_count", "tl", "triton"]
