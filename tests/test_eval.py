@@ -177,6 +177,7 @@ def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
         assert {**again[name], "seconds": 0} == {**row, "seconds": 0}
     assert evaluate(model, tmp_path, ("quest",), samples=3).keys() == whole.keys()
     assert len(calls) == 2
+    assert sum("benchmark" in r for r in read(path)[0]) == 1, "the same options are not written again"
 
 
 def test_other_options_add_to_the_file_and_a_wider_probe_measures_again(model, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index.cluster_keys import cluster_keys
 
-KEYS, CLUSTERS, ROUNDS = 4096, 256, 4  # a whole stretch, as the methods have it
+KEYS, CLUSTERS, ROUNDS = 4096, 256, 3  # a whole stretch, as the methods have it
 
 
 def keys_of(kind: str) -> torch.Tensor:

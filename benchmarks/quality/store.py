@@ -36,7 +36,7 @@ class Store:
             f.truncate(whole)  # a line that was cut off when the run was stopped
         for row in lines[1:]:
             self._take(row)
-        if heads(lines)[-1]["options"] != header["options"]:
+        if heads(lines)[-1]["options"] != json.loads(json.dumps(header["options"])):  # a tuple comes back as a list
             self._write(header)
 
     def _take(self, row: dict) -> None:
