@@ -16,7 +16,7 @@ SPAN = WARM + 3
 COMPILE = torch.compile
 PATTERNS = patterns.Options(
     **SMALL, patterns=("220+30", "120+50"), methods=("full", "arkvale", "louiskv"), batches=(1, 3, 0), most=2,
-    prompt_rows=1, points=3, steps=3, locality=0.5,
+    prompt_rows=1, points=3, steps=3, locality=0.5, hyper=("louiskv.tau=0.7",),
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_ratios_are_of_tokens_per_second():
 
 
 def test_a_run_that_was_stopped_goes_on(whole, watch, tmp_path):
-    o = dataclasses.replace(PATTERNS, methods=("full", "arkvale"), batches=(1, 0))
+    o = dataclasses.replace(PATTERNS, methods=("full", "arkvale"), batches=(1, 0), hyper=())
     out = tmp_path / "patterns.json"
     watch.stop_after = 3 * o.points + 1
     with pytest.raises(KeyboardInterrupt):
