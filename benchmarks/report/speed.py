@@ -72,8 +72,8 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
                           color=shade)  # fmt: skip
     if floor:
         axes.axhline(floor, color=style.SOFT, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
-        axes.annotate(f"floor: {FLOOR} tokens, {floor:.2f} ms", (min(every), floor), (0, -12), fontsize=8.5,
-                      textcoords="offset points", color=style.SOFT)  # fmt: skip
+        axes.annotate(f"floor: {FLOOR} tokens, {floor:.2f} ms", (max(every), floor), (0, -12), fontsize=8.5,
+                      textcoords="offset points", color=style.SOFT, ha="right")  # fmt: skip
     style.name_lines(axes, ends)
     return figure
 

@@ -175,9 +175,9 @@ def _collide(
     ids, table, scores, reach, totals, retired, heads, rows, stride, sink, F: tl.constexpr, W: tl.constexpr,
     B: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Score a span of keys, a chunk at a time; count how many of a chunk, and of all, reach each score."""
+    """Score a span of keys; count how many of them reach each score."""
     chain(PDL)
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
     span = _span(end, CHUNK)
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
@@ -185,7 +185,7 @@ def _collide(
     table += bh * (W * B * SIZE)
     entry = tl.arange(0, B * SIZE)
     points = tl.load(table + entry)
-    chunks, reached = tl.cdiv(rows, CHUNK), tl.zeros((BINS,), tl.int32)
+    count = tl.zeros((BINS,), tl.int32)
     for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
         row = first + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
@@ -203,46 +203,59 @@ def _collide(
             if F > 2:
                 best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
         tl.store(scores + bh * stride + row, best.to(tl.uint8), mask=live)
-        count = tl.where(bins <= 6 * B, tl.histogram(tl.where(live, best, BINS - 1), BINS), 0)
-        count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(reach + (bh * BINS + bins) * chunks + first // CHUNK, count)
-        reached += count
+        count += tl.histogram(tl.where(live, best, BINS - 1), BINS)
     if part * span < end:
-        tl.atomic_add(totals + bh * BINS + bins, reached, mask=bins <= 6 * B)
+        count = tl.where(bins <= 6 * B, count, 0)
+        count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+        tl.store(reach + (bh * BINS + bins) * parts + part, count)
+        tl.atomic_add(totals + bh * BINS + bins, count, mask=bins <= 6 * B)
 
 
 @triton.jit
 def _compact(
     scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0,
-    beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a chunk to where those of the chunks before it end."""
+    """Write the candidates of a span to where those of the spans before it end."""
     chain(PDL)
-    bh, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
+    span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
     beta = _by_length(n, below0, below1, below2, beta0, beta1, beta2, beta3)
     share = ((n.to(tl.int64) * beta + 999999) // 1000000).to(tl.int32)
     count = tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
     out += bh * capacity
-    row = chunk * CHUNK + tl.arange(0, CHUNK)
-    if (chunk * CHUNK < end) & (count > 0):
-        # 16 bytes at a time; what is not live is not looked at. It arrives while the threshold is found.
-        s = tl.load(scores + bh * stride + row, mask=row < tl.cdiv(end, 16) * 16, other=0).to(tl.int32)
-        bins, c = tl.arange(0, BINS), tl.arange(0, CP)
+    if (part * span < end) & (count > 0):
+        stop = tl.minimum(part * span + span, end)
+        row = part * span + tl.arange(0, CHUNK)
+        scores += bh * stride
+        whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
+        ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
+        bins, p = tl.arange(0, BINS), tl.arange(0, PP)
         total = tl.load(totals + bh * BINS + bins)
         threshold = tl.sum(((bins <= 6 * B) & (total >= count)).to(tl.int32), 0) - 1
         room = count - tl.sum(tl.where(bins == threshold + 1, total, 0), 0)  # for keys at the threshold
-        before = reach + (bh * BINS + threshold) * chunks + c
-        above = tl.sum(tl.load(before + chunks, mask=c < chunk, other=0), 0)
-        ties = tl.sum(tl.load(before, mask=c < chunk, other=0), 0) - above
-        live = (row >= sink) & (row < end)
-        more, tie = live & (s > threshold), live & (s == threshold)
-        upto = tl.cumsum(more.to(tl.int32) + (tie.to(tl.int32) << 16), 0)  # both: a chunk has fewer than 2^15 keys
-        ties_upto = ties + (upto >> 16)
-        place = above + (upto & 0xFFFF) + tl.minimum(ties_upto, room) - 1
-        tl.store(out + place, row, mask=more | (tie & (ties_upto <= room)))
-    for first in range(count + chunk * CHUNK, capacity, chunks * CHUNK):
+        before = reach + (bh * BINS + threshold) * parts + p
+        above = tl.sum(tl.load(before + parts, mask=p < part, other=0), 0)
+        ties = tl.sum(tl.load(before, mask=p < part, other=0), 0) - above
+        for first in range(part * span, stop, CHUNK):
+            row = first + tl.arange(0, CHUNK)
+            live = (row >= sink) & (row < stop)
+            s = ahead.to(tl.int32)
+            ahead = tl.load(scores + row + CHUNK, mask=row + CHUNK < whole, other=0)
+            more, tie = live & (s > threshold), live & (s == threshold)
+            # One scan and one sum for both: a tile has fewer than 2^15 keys.
+            both = more.to(tl.int32) + (tie.to(tl.int32) << 16)
+            upto = tl.cumsum(both, 0)
+            above_upto, ties_upto = above + (upto & 0xFFFF), ties + (upto >> 16)
+            place = above_upto + tl.minimum(ties_upto, room) - 1
+            tl.store(out + place, row, mask=more | (tie & (ties_upto <= room)))
+            found = tl.sum(both, 0)
+            above += found & 0xFFFF
+            ties += found >> 16
+    for first in range(count + part * CHUNK, capacity, parts * CHUNK):
         empty = first + tl.arange(0, CHUNK)
         tl.store(out + empty, tl.full((CHUNK,), -1, tl.int32), mask=empty < capacity)
 
@@ -253,15 +266,14 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     m = size.bit_length() - 1
     packs = cdiv(fields, PACKED)
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
-    chunks = cdiv(rows, chunk)
-    parts = max(1, min(chunks, cdiv(RESIDENT * sm_count(ids.device), batch * heads)))
+    parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), batch * heads)))
     bins = next_power_of_2(6 * spaces + 2)  # one beyond the best score, and the last for keys that do not count
     new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=ids.device)  # noqa: E731
     # The smaller the entries, the fewer bank conflicts of a lookup.
     pack = min(next_power_of_2(fields), PACKED)
     table = new((batch * heads, packs, spaces, size * pack), torch.uint8)
     entries = table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
-    totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, chunks), torch.int32)
+    totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, parts), torch.int32)
     stride = cdiv(rows, 16) * 16
     scores, out = new((batch, heads, stride), torch.uint8), new((batch, heads, capacity), torch.int32)
     below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
@@ -272,13 +284,13 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     )  # fmt: skip
     _collide[(batch * heads, parts)](
         ids, entries, scores, reach, totals, retired, heads, rows, stride, sink, F=fields, W=packs, B=spaces, SIZE=size,
-        BINS=bins, CHUNK=chunk, num_warps=max(4, chunk // 128), maxnreg=64,  # so that RESIDENT programs fit
+        BINS=bins, CHUNK=chunk, num_warps=max(4, chunk // 128),
         **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
-    _compact[(batch * heads, chunks)](
+    _compact[(batch * heads, parts)](
         scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, *below, *beta, B=spaces,
-        BINS=bins, CP=next_power_of_2(chunks), CHUNK=chunk, num_warps=max(4, chunk // 256),
-        **chained(ids.device, batch * heads * chunks),
+        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, num_warps=max(4, chunk // 256),
+        **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     return out
 
