@@ -13,7 +13,8 @@ same ones. Measures, over the retrievable tokens:
 - mass: attention weight on what is chosen, as a share of what the exact top-k holds.
 The baseline of `drift` has k-means centroids per subspace of the raw keys, learned on the prompt only; it counts
 collisions the same way and then ranks its candidates exactly. It falls where the prompt is narrow and the output not,
-as when a short problem is thought about at length; after a prompt of as many topics as the output no more than ParisKV.
+as when a short problem is thought about at length; after a prompt of as many topics as the output about as far as
+ParisKV.
 """
 import argparse
 from dataclasses import dataclass
