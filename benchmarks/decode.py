@@ -231,7 +231,9 @@ def collect() -> None:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(o.methods, o)
+    """Saved whenever a context is done, so that one too many does not cost the others; but not gone on with, since the
+    ratios are of one run."""
+    device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
     model = _common.build(o.shape, device)
     rows: list[dict] = []
     for batch in o.batches:
@@ -247,4 +249,5 @@ def run(o: Options, out: Path | None = None) -> dict:
                 r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": group[0]["tpot_ms"] / r["tpot_ms"]}
                 print(r, flush=True)
             rows += group
-    return _common.finish("decode", rows, dataclasses.asdict(o), out)
+            _common.save("decode", rows, options, out)
+    return _common.finish("decode", rows, options, out)

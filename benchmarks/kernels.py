@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks._options import option
 from torchsparsekv.method import Attention, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
@@ -36,6 +37,7 @@ class Options:
     kv_heads: int = 8
     head_dim: int = 128
     budget: int = 1024
+    tokens: int = option(100, "The budget of methods that retrieve single tokens.")
 
 
 class Bench:
@@ -43,7 +45,7 @@ class Bench:
 
     def __init__(self, name: str, o: Options, context: int, device):
         self.o, self.device, self.context = o, device, context
-        self.method: Any = make_method(name, **({} if name == "pariskv" else {"budget": o.budget}))
+        self.method: Any = make_method(name, budget=o.tokens if name == "pariskv" else o.budget)
         m = self.method
         g = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16)
         self.clock = Clock(m.timeline, 1, context, device)
