@@ -33,7 +33,10 @@ def test_methods_are_listed():
         assert word in done.stdout
 
 
-WRONG = [["methods", "--nope"], ["nope"], ["demo", "--budget", "33"], ["demo", "--questions", "x"]]
+WRONG = [
+    ["methods", "--nope"], ["nope"], ["demo", "--budget", "33"], ["demo", "--questions", "x"], ["bench", "nope"],
+    ["bench", "decode", "--nope", "3"], ["bench", "decode", "--methods", "nope"], ["bench", "kernels", "--tokens", "x"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("args", WRONG)

@@ -1,6 +1,7 @@
 """The handle: what it undoes, whom it affects, and whether its numbers are true."""
 import copy
 import gc
+import importlib.util
 import json
 import re
 
@@ -13,6 +14,8 @@ from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv import host
+from torchsparsekv.method import make_method
+from torchsparsekv.patches._seam import check_device
 
 SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
 IDS, MASK = prompts(2, 40)
@@ -313,6 +316,14 @@ def test_short_host_memory_is_refused_before_allocating(monkeypatch, when):
     with pytest.raises(MemoryError, match=says), patch(model, offload="host", **grows) as handle:
         handle.make_cache(2, 64) if when == "make_cache" else generate(model)
     assert snapshot(model) == before
+
+
+def test_cuda_without_triton_is_refused(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+    with pytest.raises(RuntimeError, match="the CUDA kernels need Triton: pip install triton"):
+        check_device(torch.device("cuda"), make_method("quest"))
+    check_device(torch.device("cpu"), make_method("quest"))  # the references need none
 
 
 # ---------------------------------------------------------------- methods()
