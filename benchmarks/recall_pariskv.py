@@ -11,13 +11,15 @@ same ones. Measures, over the retrievable tokens:
 - recall of the mean query: against the exact top-k of q.k with the mean query, what the authors' code ranks by.
 - candidates: share of the exact top-k that stage I passes on.
 - mass: attention weight on what is chosen, as a share of what the exact top-k holds.
-The baseline of `drift` has k-means centroids per subspace of the raw keys, learned on the prompt only; it counts
-collisions the same way and then ranks its candidates exactly. It falls where the prompt is narrow and the output not,
+The baselines of `drift` have k-means centroids per subspace of the raw keys, learned on the prompt only. One counts
+collisions the same way and then ranks its candidates exactly: it falls where the prompt is narrow and the output not,
 as when a short problem is thought about at length; after a prompt of as many topics as the output about as far as
-ParisKV.
+ParisKV. The other is product quantization as a cache of it works: what a key is to the query is what its centroids are.
+It collapses after either prompt, since nothing tells apart the new keys that share their nearest old centroids.
 """
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -140,7 +142,7 @@ class Index:
 
 
 class Prompted:
-    """The baseline: k-means centroids per subspace, learned once."""
+    """The baselines: k-means centroids per subspace, learned once."""
 
     def __init__(self, stream: Stream, prefill: int, m: int = 8, rounds: int = 6):
         self.stream, self.m = stream, m
@@ -156,10 +158,21 @@ class Prompted:
         chunks = parts.split(8192, 2)
         self.names = torch.cat([torch.cdist(c, self.centroids).argmin(-1) for c in chunks], 2)
 
-    def choose(self, q: Tensor, end: int, k: int, ratios: list[int]) -> tuple[Tensor, Tensor]:
+    def seen_by(self, q: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean query of each kv head, its product with every centroid, the centroids of the keys)."""
         mean = q.unflatten(0, (self.stream.heads, -1)).mean(1)
         proxy = torch.einsum("hbm,hbcm->hbc", mean.unflatten(-1, (-1, self.m)), self.centroids)
-        names = self.names[:, :, :end]
+        return mean, proxy, self.names[:, :, :end]
+
+    def quantized(self, q: Tensor, end: int, k: int, ratios: list[int]) -> tuple[Tensor, Tensor]:
+        """Both stages by the inner product of the query with the centroids of a key."""
+        _, proxy, names = self.seen_by(q, end)
+        order = proxy.gather(2, names).sum(1).topk(candidates_of(end, ratios, k, 0)).indices
+        return order, order[:, :k]
+
+    def colliding(self, q: Tensor, end: int, k: int, ratios: list[int]) -> tuple[Tensor, Tensor]:
+        """Candidates by collisions, ranked exactly."""
+        mean, proxy, names = self.seen_by(q, end)
         count = torch.zeros(proxy.shape, dtype=torch.int64).scatter_add_(2, names, torch.ones_like(names))
         score = points(proxy, count, end, pair(end, ratios)[1]).gather(2, names).sum(1)
         some = score.topk(candidates_of(end, ratios, k, 0)).indices
@@ -219,7 +232,9 @@ def drift(o) -> list[dict]:
         end = o.prefill + step
         index.grow(end)
         choosers = {"pariskv " + rule: (lambda q, rule=rule: index.choose(q, o.k, rule)) for rule in ("mean", "max")}
-        choosers["k-means of the prompt"] = lambda q, end=end: prompted.choose(q, end, o.k, index.method.ratios)
+        given = dict(end=end, k=o.k, ratios=index.method.ratios)
+        choosers["k-means of the prompt"] = partial(prompted.colliding, **given)
+        choosers["product quantization of the prompt"] = partial(prompted.quantized, **given)
         for name, result in measure(stream, end, o.k, o.queries, choosers).items():
             rows.append({"step": step, "method": name, **result})
             show(rows[-1])
