@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
-from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks import _common, _flashinfer
 from torchsparsekv.benchmarks._options import option
 from torchsparsekv.method import Attention, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
@@ -88,9 +88,14 @@ class Bench:
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.select(s, q[i], scale)),
             self.row("fetch, all hits", lambda i, s: get(chosen[i], s)),
-            self.row("attention", attend, (t.ring_rows + m.budget) * token),
+            self.row("attention", attend, self.near * token),
             self.row("fetch, nearly all misses", lambda i, s: get(new[i], s), m.budget * token, draw),
         ]
+
+    @property
+    def near(self) -> int:
+        """The tokens that a step attends to."""
+        return self.method.timeline.ring_rows + self.method.budget
 
     def random_blocks(self, n: int, places: int) -> torch.Tensor:
         """`n` blocks, the rest of the places empty."""
@@ -178,6 +183,18 @@ def dense_rows(o: Options, context: int, device) -> list[dict]:
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             add("torch", f"sdpa {name} (beside)", sdpa)
+    return rows + flashinfer_rows(o, context, context, len(pools), device)
+
+
+def flashinfer_rows(o: Options, context: int, tokens: int, copies: int, device) -> list[dict]:
+    """Its attention over so many tokens, by its two kernels; nothing where it is not installed."""
+    rows = []
+    for name, tensor_cores in (("", False), (" on tensor cores", True)) if _flashinfer.installed() else ():
+        calls = _flashinfer.paged_decode(o.q_heads, o.kv_heads, o.head_dim, tokens, device, tensor_cores, copies)
+        us = _common.time_graph(calls)
+        what = f"attention over {tokens} tokens{name} (beside)"
+        speed = tokens * o.kv_heads * o.head_dim * 4 / us / 1e3
+        rows.append({"context": context, "method": "flashinfer", "kernel": what, "us": us, "GB_per_s": speed})
     return rows
 
 
@@ -198,8 +215,14 @@ def run(o: Options, out: Path | None = None) -> dict:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
     rows = ceilings(device)
     for context in o.contexts:
+        near = set()
         for name in o.methods:
-            rows += Bench(name, o, context, device).rows()
+            bench = Bench(name, o, context, device)
+            rows += bench.rows()
+            near.add(bench.near)
+            del bench
+        for tokens in sorted(near):
+            rows += flashinfer_rows(o, context, tokens, CALLS, device)
         rows += dense_rows(o, context, device)
         torch.cuda.empty_cache()
     return _common.finish("kernels", rows, dataclasses.asdict(o), out)
