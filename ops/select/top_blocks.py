@@ -1,8 +1,9 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
-No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
-into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at
-the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
+No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are best
+given with their `peaks` (ops/_top.py): one launch takes k groups, then k of their scores. Without, they are cut into
+chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at the
+end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
 
 Rows of the batch for which `whole` holds return their first `width` ids instead, whatever the scores; the result is
 then `width` wide, at least k.
@@ -14,18 +15,23 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._top import take_top
+from torchsparsekv.ops._top import GROUP, ordered, range_of, take_top, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
-SCHEMA = "(Tensor scores, int k, Tensor? ids=None, Tensor? whole=None, int width=0) -> Tensor"
+SCHEMA = "(Tensor scores, int k, Tensor? peaks=None, Tensor? ids=None, Tensor? whole=None, int width=0) -> Tensor"
 WIDEST = 16384  # scores per program at most: 16 registers a thread
+WARPS = 8  # of the program of a row with peaks
 
 
-def check(scores, k, ids=None, whole=None, width=0) -> None:
+def check(scores, k, peaks=None, ids=None, whole=None, width=0) -> None:
     _check.dtype((torch.float32,), scores=scores)
     _check.contiguous(scores=scores)
     if k < 1 or scores.shape[-1] < 1:
         raise ValueError(f"need k >= 1 and at least one score, got k={k}, scores {tuple(scores.shape)}")
+    if peaks is not None:
+        _check.dtype((torch.float32,), peaks=peaks)
+        _check.contiguous(peaks=peaks)
+        _check.shape((*scores.shape[:-1], cdiv(scores.shape[-1], GROUP)), peaks=peaks)
     if ids is not None:
         _check.dtype((torch.int32,), ids=ids)
         _check.contiguous(ids=ids)
@@ -40,7 +46,7 @@ def check(scores, k, ids=None, whole=None, width=0) -> None:
             raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
 
 
-def reference(scores, k, ids=None, whole=None, width=0) -> Tensor:
+def reference(scores, k, peaks=None, ids=None, whole=None, width=0) -> Tensor:
     n = scores.shape[-1]
     scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
@@ -64,29 +70,81 @@ def _top(
     i = tl.arange(0, N)
     at = part * chunk + i
     x = tl.load(scores + row * n + at, mask=(i < chunk) & (at < n), other=float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # -0 ties with +0
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    key = tl.where((x == float("-inf")) | (x != x), 0, key)
     if WHOLE:
         k = tl.where(tl.load(whole + row // per) != 0, 0, k)
-    take = take_top(key, k, N, 16)
-    place = tl.cumsum(take.to(tl.int32), 0) - 1
+    take = take_top(ordered(x), k, N, 16)
     chosen = at
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=take, other=-1)
     base = (row * parts + part) * width
-    j = tl.arange(0, K)
+    place, empty = _put(out + base, take, chosen, all_ids + row * total, total, k, width, WHOLE, K)
+    if KEEP:
+        tl.store(best + base + tl.arange(0, K), tl.full((K,), float("-inf"), tl.float32), mask=empty)
+        tl.store(best + base + place, x, mask=take)
+
+
+@triton.jit
+def _put(out, take, chosen, all_ids, total, k, width, WHOLE: tl.constexpr, K: tl.constexpr):
+    """Write what was taken in front, and -1 behind it; in whole rows (k = 0) the first of all ids."""
+    place = tl.cumsum(take.to(tl.int32), 0) - 1
     filled = tl.sum(take.to(tl.int32), 0)
+    j = tl.arange(0, K)
     rest = tl.full((K,), -1, tl.int32)
     if WHOLE:
-        rest = tl.load(all_ids + row * total + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
+        rest = tl.load(all_ids + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
     empty = (j >= filled) & (j < width)
-    tl.store(out + base + j, rest, mask=empty)
-    tl.store(out + base + place, chosen, mask=take)
-    if KEEP:
-        tl.store(best + base + j, tl.full((K,), float("-inf"), tl.float32), mask=empty)
-        tl.store(best + base + place, x, mask=take)
+    tl.store(out + j, rest, mask=empty)
+    tl.store(out + place, chosen, mask=take & (place < width))
+    return place, empty
+
+
+@triton.jit
+def _top_of_peaks(
+    scores, peaks, ids, out, scratch, whole, per, n, groups, k, width, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, N)
+    key = ordered(tl.load(peaks + row * groups + i, mask=i < groups, other=float("-inf")))
+    if WHOLE:
+        k = tl.where(tl.load(whole + row // per) != 0, 0, k)
+    low, top = range_of(key)
+    take, least = take_within(key, k, L, low, top, 16)
+    taken = tl.sum(take.to(tl.int32), 0)
+    tl.store(scratch + row * L + tl.cumsum(take.to(tl.int32), 0) - 1, i, mask=take)
+    tl.debug_barrier()
+    e = tl.arange(0, L * GROUP)
+    group = tl.load(scratch + row * L + e // GROUP, mask=e // GROUP < taken, other=0)
+    at = group * GROUP + e % GROUP
+    live = (e // GROUP < taken) & (at < n)
+    chosen = at
+    x = tl.load(scores + row * n + at, mask=live, other=float("-inf"))
+    if MAPPED:
+        chosen = tl.load(ids + row * n + at, mask=live, other=-1)
+    key = ordered(x)
+    # Of k groups at least the peaks are not below `least`, so nothing is that is among the k best.
+    take, _ = take_within(tl.where(key >= least, key, 0).to(tl.uint32), k, k, least, top, 16)
+    _put(out + row * width, take, chosen, ids + row * n, n, k, width, WHOLE, K)
+
+
+def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last: tuple) -> Tensor:
+    (rows, n), groups = scores.shape, peaks.shape[-1]
+    whole, per, _, width = last
+    lanes = _lanes(k)
+    out = torch.empty((rows, width), dtype=torch.int32, device=scores.device)
+    scratch = torch.empty((rows, lanes), dtype=torch.int32, device=scores.device)
+    _top_of_peaks[(rows,)](
+        scores, peaks, out if ids is None else ids, out, scratch, out if whole is None else whole, per, n, groups, k,
+        width, MAPPED=ids is not None, WHOLE=whole is not None, GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
+        K=next_power_of_2(width), num_warps=WARPS, **chained(scores.device, rows),
+    )  # fmt: skip
+    return out
+
+
+def _lanes(k: int) -> int:
+    """Groups that are looked into: some more than k, so that the search for the k-th peak may stop short of it."""
+    return next_power_of_2(k + k // 8)
 
 
 def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, last: tuple | None = None) -> tuple[Tensor, Tensor]:
@@ -112,19 +170,22 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def cuda(scores, k, ids=None, whole=None, width=0) -> Tensor:
+def cuda(scores, k, peaks=None, ids=None, whole=None, width=0) -> Tensor:
     best, named, all_ids = scores.flatten(0, -2), None, None
     if ids is not None:
         named = all_ids = ids.flatten(0, -2)
     last = None if whole is None else (whole, best.shape[0] // whole.shape[0], all_ids, width)
+    shape = (*scores.shape[:-1], max(k, width))
     parts = _parts(best.shape[1], k)
+    if parts > 1 and peaks is not None and max(_lanes(k) * GROUP, peaks.shape[-1]) <= WIDEST:
+        return _from_peaks(best, peaks, named, k, last or (None, 1, None, k)).view(shape)
     while parts > 1:
         named, best = _launch(best, named, k, parts)
         parts = cdiv(best.shape[1], max(WIDEST, 2 * k))
-    return _launch(best, named, k, 1, last)[0].view(*scores.shape[:-1], max(k, width))
+    return _launch(best, named, k, 1, last)[0].view(shape)
 
 
-def fake(scores: Tensor, k: int, ids: Tensor | None = None, whole: Tensor | None = None, width: int = 0) -> Tensor:
+def fake(scores: Tensor, k: int, peaks=None, ids=None, whole=None, width: int = 0) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], max(k, width)), dtype=torch.int32)
 
 
