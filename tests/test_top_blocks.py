@@ -10,7 +10,9 @@ from world import DEVICE
 from torchsparsekv.ops._top import GROUP, peaks_of
 from torchsparsekv.ops.select import top_blocks as file
 
-KINDS = ("random", "few values", "all equal", "few live", "one group", "first of each group", "signs", "none")
+KINDS = (
+    "random", "few values", "all equal", "few live", "few groups", "one group", "first of each group", "signs", "none",
+)  # fmt: skip
 
 
 def scores_of(kind: str, n: int, k: int, g: torch.Generator) -> torch.Tensor:
@@ -21,6 +23,8 @@ def scores_of(kind: str, n: int, k: int, g: torch.Generator) -> torch.Tensor:
         x = torch.full((n,), -1.5)
     if kind == "few live":
         x[torch.randperm(n, generator=g)[max(1, k // 2) :]] = -math.inf
+    if kind == "few groups":  # fewer than k, with more than k scores: the k best reach below every peak
+        x[: n - GROUP * max(1, k // 2)] = -math.inf
     if kind == "one group":  # where as many of the best are as it holds
         x = torch.full((n,), -2.0)
         x[-GROUP - n % GROUP :] = 1.0

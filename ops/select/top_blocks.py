@@ -1,9 +1,10 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
-No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are best
-given with their `peaks` (ops/_top.py): one launch takes k groups, then k of their scores. Without, they are cut into
-chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at the
-end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
+No sort: `take_within` searches an order-preserving integer key for the k-th, then one compaction. Rows too long for one
+program are best given with their `peaks` (ops/_top.py): one launch takes k groups, then k of their scores. Without,
+they are cut into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1
+and stand at the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of
+each winner.
 
 Rows of the batch for which `whole` holds return their first `width` ids instead, whatever the scores; the result is
 then `width` wide, at least k.
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._top import GROUP, ordered, range_of, take_top, take_within
+from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
 SCHEMA = "(Tensor scores, int k, Tensor? peaks=None, Tensor? ids=None, Tensor? whole=None, int width=0) -> Tensor"
@@ -72,27 +73,28 @@ def _top(
     x = tl.load(scores + row * n + at, mask=(i < chunk) & (at < n), other=float("-inf"))
     if WHOLE:
         k = tl.where(tl.load(whole + row // per) != 0, 0, k)
-    take = take_top(ordered(x), k, N, 16)
+    key = ordered(x)
+    low, top = range_of(key)
+    take, taken, _ = take_within(key, k, k, low, top)
     chosen = at
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=take, other=-1)
     base = (row * parts + part) * width
-    place, empty = _put(out + base, take, chosen, all_ids + row * total, total, k, width, WHOLE, K)
+    place, empty = _put(out + base, take, taken, chosen, all_ids + row * total, total, k, width, WHOLE, K)
     if KEEP:
         tl.store(best + base + tl.arange(0, K), tl.full((K,), float("-inf"), tl.float32), mask=empty)
         tl.store(best + base + place, x, mask=take)
 
 
 @triton.jit
-def _put(out, take, chosen, all_ids, total, k, width, WHOLE: tl.constexpr, K: tl.constexpr):
+def _put(out, take, taken, chosen, all_ids, total, k, width, WHOLE: tl.constexpr, K: tl.constexpr):
     """Write what was taken in front, and -1 behind it; in whole rows (k = 0) the first of all ids."""
     place = tl.cumsum(take.to(tl.int32), 0) - 1
-    filled = tl.sum(take.to(tl.int32), 0)
     j = tl.arange(0, K)
     rest = tl.full((K,), -1, tl.int32)
     if WHOLE:
         rest = tl.load(all_ids + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
-    empty = (j >= filled) & (j < width)
+    empty = (j >= taken) & (j < width)
     tl.store(out + j, rest, mask=empty)
     tl.store(out + place, chosen, mask=take & (place < width))
     return place, empty
@@ -110,8 +112,7 @@ def _top_of_peaks(
     if WHOLE:
         k = tl.where(tl.load(whole + row // per) != 0, 0, k)
     low, top = range_of(key)
-    take, least = take_within(key, k, L, low, top, 16)
-    taken = tl.sum(take.to(tl.int32), 0)
+    take, taken, least = take_within(key, k, L, low, top)
     tl.store(scratch + row * L + tl.cumsum(take.to(tl.int32), 0) - 1, i, mask=take)
     tl.debug_barrier()
     e = tl.arange(0, L * GROUP)
@@ -123,15 +124,16 @@ def _top_of_peaks(
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=live, other=-1)
     key = ordered(x)
-    # Of k groups at least the peaks are not below `least`, so nothing is that is among the k best.
-    take, _ = take_within(tl.where(key >= least, key, 0).to(tl.uint32), k, k, least, top, 16)
-    _put(out + row * width, take, chosen, ids + row * n, n, k, width, WHOLE, K)
+    # Where k groups have a peak, none of the k best is below the least of these.
+    low = tl.where(taken < k, 1, least).to(tl.uint32)
+    take, taken, _ = take_within(tl.where(key >= low, key, 0).to(tl.uint32), k, k, low, top)
+    _put(out + row * width, take, taken, chosen, ids + row * n, n, k, width, WHOLE, K)
 
 
 def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last: tuple) -> Tensor:
     (rows, n), groups = scores.shape, peaks.shape[-1]
     whole, per, _, width = last
-    lanes = _lanes(k)
+    lanes = next_power_of_2(k)  # groups that are looked into
     out = torch.empty((rows, width), dtype=torch.int32, device=scores.device)
     scratch = torch.empty((rows, lanes), dtype=torch.int32, device=scores.device)
     _top_of_peaks[(rows,)](
@@ -140,11 +142,6 @@ def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last:
         K=next_power_of_2(width), num_warps=WARPS, **chained(scores.device, rows),
     )  # fmt: skip
     return out
-
-
-def _lanes(k: int) -> int:
-    """Groups that are looked into: some more than k, so that the search for the k-th peak may stop short of it."""
-    return next_power_of_2(k + k // 8)
 
 
 def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, last: tuple | None = None) -> tuple[Tensor, Tensor]:
@@ -177,7 +174,7 @@ def cuda(scores, k, peaks=None, ids=None, whole=None, width=0) -> Tensor:
     last = None if whole is None else (whole, best.shape[0] // whole.shape[0], all_ids, width)
     shape = (*scores.shape[:-1], max(k, width))
     parts = _parts(best.shape[1], k)
-    if parts > 1 and peaks is not None and max(_lanes(k) * GROUP, peaks.shape[-1]) <= WIDEST:
+    if parts > 1 and peaks is not None and max(next_power_of_2(k) * GROUP, peaks.shape[-1]) <= WIDEST:
         return _from_peaks(best, peaks, named, k, last or (None, 1, None, k)).view(shape)
     while parts > 1:
         named, best = _launch(best, named, k, parts)
