@@ -79,7 +79,7 @@ def _top_blocks(w: World):
     peaks = None if w.seed % 5 == 1 else peaks_of(scores)
     if ids is None or w.seed % 4 == 0:
         return (scores, k, peaks, ids)
-    return (scores, k, peaks, ids, torch.rand(w.batch, generator=w.g) < 0.5, k + w.seed % 7)
+    return (scores, k, peaks, ids, w.retired, int(w.retired.float().median()), k + w.seed % 7)
 
 
 def _integers(x: torch.Tensor) -> torch.Tensor:

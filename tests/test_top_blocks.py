@@ -75,7 +75,7 @@ def test_whole_rows_and_others_by_their_peaks(launches):
     x = torch.randn(3, 2, n, generator=g)
     ids = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
     ids[1, :, 250:], x[1, :, 250:] = -1, -math.inf
-    args = (x, k, peaks_of(x), ids, torch.tensor([False, True, True]), width)
+    args = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
     got = file.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)).cpu()
     assert launches
     assert torch.equal(got, file.reference(*args))

@@ -166,5 +166,5 @@ class ParisKV(Method):
         estimates, peaks = rerank(rotated, s.codes, s.weights, candidates)
         if dense <= keep:
             return top_blocks(estimates, keep, peaks, candidates)
-        few = s.clock.retired - self.sink <= dense  # there every retrievable token is a candidate: take them all
-        return top_blocks(estimates, keep, peaks, candidates, few, dense)
+        # Where there are few, every retrievable token is a candidate: take them all.
+        return top_blocks(estimates, keep, peaks, candidates, s.clock.retired, self.sink + dense, dense)
