@@ -5,7 +5,6 @@ import pytest
 import torch
 from cases import _integers
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.benchmarks import recall_pariskv
@@ -14,7 +13,6 @@ from torchsparsekv.ops._code import directions
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._srht import turned
 from torchsparsekv.ops.index.encode_keys import encode
-from torchsparsekv.ops.select import rerank as rerank_file
 from torchsparsekv.ops.select.collide import ONE, candidate_capacity, candidates_of, collide
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.rotate_query import rotate_query
@@ -145,23 +143,6 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
         ranked = plain[got[0, 0].argsort(descending=True)]
         torch.testing.assert_close(ranked, plain.sort(descending=True).values, atol=2 * room, rtol=0)
         assert room < 0.015 * float(plain.std())  # so the order is that of the plain sums but for near ties
-
-
-@pytest.mark.parametrize("stages", [1, 3])
-def test_programs_of_many_tiles(monkeypatch, stages):
-    """Some tiles full, one in part, some empty; more of them than there are programs."""
-    g = torch.Generator().manual_seed(7)
-    _, codes, weights = (t.view(1, 2, 900, -1) for t in encode(clustered(1800, 64, g), 8, 0))
-    rotated = torch.randn(1, 2, 3, 64, generator=g)
-    candidates = torch.full((1, 2, 1300), -1, dtype=torch.int32)
-    candidates[0, 0, :900], candidates[0, 1, :75] = torch.arange(900), torch.arange(5, 80)
-    monkeypatch.setattr(rerank_file, "RESIDENT", 1)
-    monkeypatch.setattr(rerank_file, "STAGES", stages)
-    monkeypatch.setattr(rerank_file, "sm_count", lambda _: 4)
-    args = rotated, codes, weights, candidates
-    want, got = rerank_file.reference(*args), rerank_file.cuda(*(a.to(DEVICE) for a in args))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x.cpu(), y, rtol=1e-4, atol=1e-3)
 
 
 # ---------------------------------------------------------------- stage I
