@@ -122,10 +122,10 @@ class PageStages:
         m, n, retired = b.method, b.method.budget // b.method.block_size, b.clock.retired
         digests = b.states[0].centre.nbytes + b.states[0].spread.nbytes
         score = lambda i, s: bound_scores(b.q[i], s.centre, s.spread, retired, m.sink, m.block_size)  # noqa: E731
-        scores = [score(i, s) for i, s in enumerate(b.states)]
+        scores, peaks = zip(*(score(i, s) for i, s in enumerate(b.states)))
         return [
             b.row("scores", score, digests),
-            b.row("top blocks", lambda i, s: top_blocks(scores[i], n)),
+            b.row("top blocks", lambda i, s: top_blocks(scores[i], n, peaks[i])),
             b.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
         ]
 
@@ -149,13 +149,13 @@ class ParisKVStages:
 
         candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
         stage_2 = lambda i, s: rerank(rotated[i], s.codes, s.weights, candidates[i])  # noqa: E731
-        scores = [stage_2(i, s) for i, s in enumerate(b.states)]
+        scores, peaks = zip(*(stage_2(i, s) for i, s in enumerate(b.states)))
         found = int((candidates[0] >= 0).sum())
         return [
             b.row("rotate query", rotate),
             b.row("collide", stage_1, b.states[0].ids.nbytes),
             b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * b.states[0].weights.shape[-1])),
-            b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, candidates[i])),
+            b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, peaks[i], candidates[i])),
             b.row("torch.topk (beside)", lambda i, s: scores[i].topk(m.budget)),
         ]
 

@@ -138,7 +138,8 @@ class Index:
         ids, codes, weights = (t[:, :, rows].contiguous() for t in (self.ids, self.codes, self.weights))
         ratios = self.method.ratios
         some = collide(rotated, ids, self.counts, retired, 0, ratios, k, 0, self.end)[..., :room].contiguous()
-        return some[0].cpu(), top_blocks(rerank(rotated, codes, weights, some), k, some)[0].cpu()
+        estimates, peaks = rerank(rotated, codes, weights, some)
+        return some[0].cpu(), top_blocks(estimates, k, peaks, some)[0].cpu()
 
 
 class Prompted:

@@ -4,6 +4,7 @@ import math
 import torch
 from world import World
 
+from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.encode_keys import encode
 from torchsparsekv.ops.select.collide import candidate_capacity
 from torchsparsekv.state import Timeline
@@ -68,15 +69,17 @@ def _bound_scores(w: World):
 
 
 def _top_blocks(w: World):
-    few = torch.randint(-2, 3, (w.batch, w.heads, w.rows), generator=w.g).float()  # many ties
+    n = w.rows * (1, 24)[w.seed // 2 % 2]  # for one program, or for several or the peaks
+    few = torch.randint(-2, 3, (w.batch, w.heads, n), generator=w.g).float()  # many ties
     few[torch.rand(few.shape, generator=w.g) < 0.3] = -math.inf
     few[torch.rand(few.shape, generator=w.g) < 0.1] = math.nan
     names = torch.rand(few.shape, generator=w.g).argsort(-1).sort(-1).values.to(torch.int32) * 3 + 1
     scores = few if w.seed % 2 else torch.randn(few.shape, generator=w.g)
-    k, ids = 1 + w.seed % (w.rows + 2), names if w.seed % 3 else None
+    k, ids = 1 + w.seed % (w.rows + 2), None if w.seed % 3 == 1 else names
+    peaks = None if w.seed % 5 == 1 else peaks_of(scores)
     if ids is None or w.seed % 4 == 0:
-        return (scores, k, ids)
-    return (scores, k, ids, torch.rand(w.batch, generator=w.g) < 0.5, k + w.seed % 7)
+        return (scores, k, peaks, ids)
+    return (scores, k, peaks, ids, w.retired, int(w.retired.float().median()), k + w.seed % 7)
 
 
 def _integers(x: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,7 @@ def bounds(name: str, digest: str, past: Past) -> torch.Tensor:
     """What the index says of every retrievable page, [row, head, page]."""
     layer = past.fill(make_method(name, **SMALL, budget=256, digest=digest))
     s = layer.state
-    scores = bound_scores(past.query.to(DEVICE), s.centre, s.spread, s.clock.retired, SINK, BLOCK)
+    scores, _ = bound_scores(past.query.to(DEVICE), s.centre, s.spread, s.clock.retired, SINK, BLOCK)
     return scores[..., SINK // BLOCK : frontier(past.length) // BLOCK].cpu().double()
 
 

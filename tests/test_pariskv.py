@@ -84,7 +84,7 @@ def test_metadata_is_112_bytes_a_token():
 def estimates(keys, q, m=8):
     _, codes, weights = (t[None, None] for t in encode(keys, m, seed=0))
     every = torch.arange(len(keys), dtype=torch.int32)[None, None]
-    return rerank(rotate_query(q[None, None, None], 1, True, 0), codes, weights, every)[0, 0]
+    return rerank(rotate_query(q[None, None, None], 1, True, 0), codes, weights, every)[0][0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,7 +136,7 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
                     total += float(weights[i, j // 8]) * sign * levels[nibble & 7] * coordinate
                 per_query.append(total)
             plain.append(max(per_query))
-        got = rerank(rotated, codes[None, None], weights[None, None], candidates[None, None].to(torch.int32))
+        got, _ = rerank(rotated, codes[None, None], weights[None, None], candidates[None, None].to(torch.int32))
         plain = torch.tensor(plain)
         room = 1.5e-4 * float(keys.norm(dim=-1).max() * q.norm(dim=-1).max())  # directions and queries are fp16
         torch.testing.assert_close(got[0, 0], plain, atol=room, rtol=0)

@@ -95,9 +95,9 @@ class Method:
 
     # ---- what it inherits
 
-    def best(self, scores: Tensor) -> Tensor:
+    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Tensor:
         """As many of the best blocks as the budget allows."""
-        return top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]))
+        return top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]), peaks)
 
     def frontier(self, s: LayerState) -> Tensor:
         """Where attention takes over from the retrieved tokens to the ring: [batch] or [batch, kv_heads]."""

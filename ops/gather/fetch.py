@@ -96,7 +96,7 @@ def _fetch(
     used = tl.load(flags + s) > 0
     rank = tl.where(have < 0, OLDEST, tl.minimum(old, OLDEST - 2) + 1)
     rank = tl.where(used | (s >= places), 0, rank).to(tl.uint32)
-    taken = take_top(rank, misses, C, 8)
+    taken = take_top(rank, misses)
     tl.store(victims + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
     tl.store(missing + order, want, mask=miss)
     tl.debug_barrier()

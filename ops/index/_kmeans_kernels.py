@@ -91,7 +91,7 @@ def _spread(
         at = slot.to(tl.int64) * S
         chance = ((_mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
         weight = tl.div_rn(tl.load(far + at + i, mask=i < keys, other=0.0), chance)
-        taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0), count, S, 16)
+        taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0), count)
         turn = tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(place + at + turn, i, mask=taken)
         tl.debug_barrier()
@@ -212,7 +212,7 @@ def _repair(
         away = tl.load(far + at, mask=i < keys, other=0.0)
         follows = tl.load(place + at, mask=i < keys, other=0) > 0
         key = tl.where(follows & (i < keys), away.to(tl.uint32, bitcast=True) + 1, 0)
-        taken = take_top(key, lacking, S, 16)
+        taken = take_top(key, lacking)
         tl.debug_barrier()
         tl.store(count + tl.cumsum(empty.to(tl.int32), 0) - 1, c, mask=empty)
         tl.debug_barrier()

@@ -2,7 +2,7 @@
 
 For a box (spread per channel) |q| is taken per channel, for a ball (one spread) it is the norm of q. Written this way
 both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
-(the sinks, and what has not left the ring) score -inf.
+(the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/_top.py).
 """
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED
 
-SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> Tensor"
+SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> (Tensor, Tensor)"
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
 
 
@@ -38,22 +39,23 @@ def widths(spread: Tensor) -> Tensor:
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
-def reference(q, centre, spread, retired, sink, block_size) -> Tensor:
+def reference(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
     x = _groups(q, centre).float()
     scores = x @ centre.float().transpose(-1, -2)
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
     scores = (scores + size @ widths(spread).transpose(-1, -2)).amax(2)
     block = torch.arange(centre.shape[2], device=q.device)
     live = (block >= sink // block_size) & (block < retired[:, None] // block_size)
-    return scores.masked_fill(~live[:, None], -torch.inf)
+    scores = scores.masked_fill(~live[:, None], -torch.inf)
+    return scores, peaks_of(scores)
 
 
 @triton.jit
 def _scores(
-    q, centre, spread, out, retired, q_b, q_h, heads, blocks, first,
+    q, centre, spread, out, peaks, retired, q_b, q_h, heads, blocks, groups, first,
     BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -81,6 +83,7 @@ def _scores(
         s = tl.where((g < G)[None, :] & ((block < end) & (block >= first))[:, None], s, float("-inf"))
         best = tl.max(s, 1)
     tl.store(out + bh * blocks + block, best, mask=block < blocks)
+    store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, blocks, BLOCKS, GROUP)
 
 
 def _dot_type(q: Tensor, centre: Tensor):
@@ -90,22 +93,24 @@ def _dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
-def cuda(q, centre, spread, retired, sink, block_size) -> Tensor:
+def cuda(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
     batch, heads, blocks, d = centre.shape
     out = torch.empty((batch, heads, blocks), dtype=torch.float32, device=q.device)
-    group = q.shape[1] // heads
+    group, groups = q.shape[1] // heads, cdiv(blocks, GROUP)
+    peaks = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, out, retired, q.stride(0), q.stride(1), heads, blocks, sink // block_size,
+        q, centre, spread, out, peaks, retired, q.stride(0), q.stride(1), heads, blocks, groups, sink // block_size,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
         P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
-        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, num_warps=2,
-        **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
+        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
+        num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip
-    return out
+    return out, peaks
 
 
-def fake(q: Tensor, centre: Tensor, *_) -> Tensor:
-    return q.new_empty(centre.shape[:3], dtype=torch.float32)
+def fake(q: Tensor, centre: Tensor, *_) -> tuple[Tensor, Tensor]:
+    *lead, blocks, _ = centre.shape
+    return tuple(q.new_empty((*lead, n), dtype=torch.float32) for n in (blocks, cdiv(blocks, GROUP)))
 
 
 bound_scores = register("bound_scores", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

@@ -1,6 +1,7 @@
 """Estimate <k, q> of the candidates from their 4-bit codes: the sum of weight * <direction, q part> over the subspaces.
 
 `rotated` holds one query per kv head, or several of which the largest estimate counts. Empty candidates (-1) get -inf.
+The second result are the peaks of the estimates (ops/_top.py).
 Fused: a word of codes per subspace is loaded, unpacked in registers and multiplied with the query; 96 bytes a
 candidate at head_dim 128, nothing in between is stored. Unpacked directions, weights and queries are fp16, so that the
 products are the tensor cores'; sums are fp32. The rounding is far below the error of 4-bit codes.
@@ -12,10 +13,12 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._code import directions, unpacked, unpacked_by, unpacking, words
 from torchsparsekv.ops._lloyd_max import polynomial
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
-SCHEMA = "(Tensor rotated, Tensor codes, Tensor weights, Tensor candidates) -> Tensor"
-TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.1 that is 1640 programs
+SCHEMA = "(Tensor rotated, Tensor codes, Tensor weights, Tensor candidates) -> (Tensor, Tensor)"
+TILE, WARPS, STAGES = 64, 4, 1  # candidates at a time, and how many loads of them overlap with the unpacking
+RESIDENT = 16  # programs per multiprocessor at most; a program goes through tiles that are as far apart
 
 
 def check(rotated, codes, weights, candidates) -> None:
@@ -30,59 +33,69 @@ def check(rotated, codes, weights, candidates) -> None:
         raise ValueError("queries {}, weights {} and candidates {} do not fit".format(*shapes))
 
 
-def reference(rotated, codes, weights, candidates) -> Tensor:
+def reference(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
     spaces = weights.shape[3]
     m = rotated.shape[3] // spaces
     at = candidates.clamp(min=0).long()[..., None]
     v = directions(codes.gather(2, at.expand(-1, -1, -1, codes.shape[3])), m).half()
     v = v * weights.gather(2, at.expand(-1, -1, -1, spaces))[..., None]
     estimate = v.flatten(-2).float() @ rotated.half().float().transpose(-1, -2)
-    return estimate.amax(-1).masked_fill(candidates < 0, -torch.inf)
+    estimate = estimate.amax(-1).masked_fill(candidates < 0, -torch.inf)
+    return estimate, peaks_of(estimate)
 
 
 @triton.jit
 def _rerank(
-    rotated, codes, weights, candidates, out, rows, total, c0, c1, c2, c3, c4, c5, c6, c7, F: tl.constexpr,
-    FP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
-    PDL: tl.constexpr,
+    rotated, codes, weights, candidates, out, peaks, rows, total, groups, c0, c1, c2, c3, c4, c5, c6, c7,
+    F: tl.constexpr, FP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    row = tl.load(candidates + bh * total + i, mask=i < total, other=-1)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    if tl.max(row, 0) >= 0:
-        live = (row >= 0)[:, None]
-        at = tl.maximum(row, 0)[:, None] * B + tl.arange(0, B)[None, :]
-        word = tl.load(codes + bh * rows * B + at, mask=live, other=0)
-        w = tl.load(weights + bh * rows * B + at, mask=live, other=0.0)
-        if UNPACK == "":
-            v = unpacked(word, c0, c1, c2, c3, c4, c5, c6, c7, M) * w[:, :, None]
-        else:
-            v = unpacked_by(UNPACK, word, w)
-        d, f = tl.arange(0, B * M), tl.arange(0, FP)
-        x = tl.load(rotated + (bh * F + f[None, :]) * (B * M) + d[:, None], mask=(f < F)[None, :], other=0.0)
-        estimate = tl.dot(tl.reshape(v, (TILE, B * M)), x.to(tl.float16))
-        best = tl.max(tl.where((f < F)[None, :], estimate, float("-inf")), 1)
-        best = tl.where(row >= 0, best, float("-inf"))
-    tl.store(out + bh * total + i, best, mask=i < total)
+    d, f, b = tl.arange(0, B * M), tl.arange(0, FP), tl.arange(0, B)
+    x = tl.load(rotated + (bh * F + f[None, :]) * (B * M) + d[:, None], mask=(f < F)[None, :], other=0.0)
+    x = x.to(tl.float16)
+    codes += bh * rows * B
+    weights += bh * rows * B
+    for tile in tl.range(tl.program_id(1), tl.cdiv(total, TILE), tl.num_programs(1), num_stages=STAGES):
+        i = tile * TILE + tl.arange(0, TILE)
+        row = tl.load(candidates + bh * total + i, mask=i < total, other=-1)
+        at = tl.maximum(row, 0)[:, None] * B + b[None, :]
+        word = tl.load(codes + at, mask=(row >= 0)[:, None], other=0)
+        w = tl.load(weights + at, mask=(row >= 0)[:, None], other=0.0)
+        best = tl.full((TILE,), float("-inf"), tl.float32)
+        if tl.max(row, 0) >= 0:
+            if UNPACK == "":
+                v = unpacked(word, c0, c1, c2, c3, c4, c5, c6, c7, M) * w[:, :, None]
+            else:
+                v = unpacked_by(UNPACK, word, w)
+            estimate = tl.dot(tl.reshape(v, (TILE, B * M)), x)
+            best = tl.max(tl.where((f < F)[None, :], estimate, float("-inf")), 1)
+            best = tl.where(row >= 0, best, float("-inf"))
+        tl.store(out + bh * total + i, best, mask=i < total)
+        store_peaks(peaks + bh * groups, best, tile * TILE, total, TILE, GROUP)
 
 
-def cuda(rotated, codes, weights, candidates) -> Tensor:
+def cuda(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
     batch, heads, rows, spaces = weights.shape
     total, fields = candidates.shape[2], rotated.shape[2]
     m = rotated.shape[3] // spaces
+    groups, lead = cdiv(total, GROUP), batch * heads
+    tiles = cdiv(total, TILE)  # each program takes as many, so that none is waited for
+    parts = cdiv(tiles, cdiv(tiles * lead, RESIDENT * sm_count(codes.device)))
     out = torch.empty(candidates.shape, dtype=torch.float32, device=codes.device)
-    _rerank[(batch * heads, cdiv(total, TILE))](
-        rotated, words(codes, m), weights, candidates, out, rows, total, *polynomial(m), F=fields,
-        FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device), num_warps=4,
-        **chained(codes.device, batch * heads * cdiv(total, TILE)),
+    peaks = torch.empty((batch, heads, groups), dtype=torch.float32, device=codes.device)
+    _rerank[(lead, parts)](
+        rotated, words(codes, m), weights, candidates, out, peaks, rows, total, groups, *polynomial(m), F=fields,
+        FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device),
+        GROUP=GROUP, STAGES=STAGES, num_warps=WARPS, **chained(codes.device, lead * parts),
     )  # fmt: skip
-    return out
+    return out, peaks
 
 
-def fake(rotated: Tensor, codes, weights, candidates: Tensor) -> Tensor:
-    return torch.empty_like(candidates, dtype=torch.float32)
+def fake(rotated: Tensor, codes, weights, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, total = candidates.shape
+    return torch.empty_like(candidates, dtype=torch.float32), rotated.new_empty((*lead, cdiv(total, GROUP)))
 
 
 rerank = register("rerank", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)

@@ -1,11 +1,13 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
-No sort: `take_top` bisects an order-preserving integer key, then one compaction. Rows too long for one program are cut
-into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1 and stand at
-the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of each winner.
+No sort: `take_within` searches an order-preserving integer key for the k-th, then one compaction. Rows too long for one
+program are best given with their `peaks` (ops/_top.py): one launch takes k groups, then k of their scores. Without,
+they are cut into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1
+and stand at the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of
+each winner.
 
-Rows of the batch for which `whole` holds return their first `width` ids instead, whatever the scores; the result is
-then `width` wide, at least k.
+Rows of the batch whose `retired` is at most `few` return their first `width` ids instead, whatever the scores; the
+result is then `width` wide, at least k.
 """
 import math
 
@@ -14,33 +16,39 @@ from torch import Tensor
 
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._top import take_top
+from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 
-SCHEMA = "(Tensor scores, int k, Tensor? ids=None, Tensor? whole=None, int width=0) -> Tensor"
+SCHEMA = (
+    "(Tensor scores, int k, Tensor? peaks=None, Tensor? ids=None, Tensor? retired=None, int few=0, int width=0)"
+    " -> Tensor"
+)
 WIDEST = 16384  # scores per program at most: 16 registers a thread
+WARPS = 8  # of the program of a row with peaks
 
 
-def check(scores, k, ids=None, whole=None, width=0) -> None:
+def check(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> None:
     _check.dtype((torch.float32,), scores=scores)
     _check.contiguous(scores=scores)
     if k < 1 or scores.shape[-1] < 1:
         raise ValueError(f"need k >= 1 and at least one score, got k={k}, scores {tuple(scores.shape)}")
+    if peaks is not None:
+        _check.dtype((torch.float32,), peaks=peaks)
+        _check.contiguous(peaks=peaks)
+        _check.shape((*scores.shape[:-1], cdiv(scores.shape[-1], GROUP)), peaks=peaks)
     if ids is not None:
         _check.dtype((torch.int32,), ids=ids)
         _check.contiguous(ids=ids)
         _check.shape(scores.shape, ids=ids)
-    if whole is None and width:
+    if retired is None and width:
         raise ValueError(f"width is that of whole rows; without them it is k, got {width}")
-    if whole is not None:
-        _check.dtype((torch.bool,), whole=whole)
-        _check.contiguous(whole=whole)
-        _check.shape(scores.shape[:1], whole=whole)
+    if retired is not None:
+        _check.counters(scores.shape[0], retired=retired)
         if ids is None or width < k:
             raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
 
 
-def reference(scores, k, ids=None, whole=None, width=0) -> Tensor:
+def reference(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
     n = scores.shape[-1]
     scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
@@ -48,15 +56,16 @@ def reference(scores, k, ids=None, whole=None, width=0) -> Tensor:
     named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
     out = torch.full((*scores.shape[:-1], max(k, width)), -1, dtype=torch.int32, device=scores.device)
     out[..., : chosen.shape[-1]] = torch.where(chosen == n, -1, named)
-    if whole is not None:
+    if retired is not None:
+        whole = retired <= few
         out[whole] = torch.nn.functional.pad(ids[whole][..., :width], (0, max(0, width - n)), value=-1)
     return out
 
 
 @triton.jit
 def _top(
-    scores, ids, out, best, whole, all_ids, per, n, chunk, k, total, width, KEEP: tl.constexpr, MAPPED: tl.constexpr,
-    WHOLE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    scores, ids, out, best, retired, all_ids, per, n, chunk, k, total, few, width, KEEP: tl.constexpr,
+    MAPPED: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -64,43 +73,91 @@ def _top(
     i = tl.arange(0, N)
     at = part * chunk + i
     x = tl.load(scores + row * n + at, mask=(i < chunk) & (at < n), other=float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # -0 ties with +0
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    key = tl.where((x == float("-inf")) | (x != x), 0, key)
     if WHOLE:
-        k = tl.where(tl.load(whole + row // per) != 0, 0, k)
-    take = take_top(key, k, N, 16)
-    place = tl.cumsum(take.to(tl.int32), 0) - 1
+        k = tl.where(tl.load(retired + row // per) <= few, 0, k)
+    key = ordered(x)
+    low, top = range_of(key)
+    take, taken, _ = take_within(key, k, k, low, top)
     chosen = at
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=take, other=-1)
     base = (row * parts + part) * width
-    j = tl.arange(0, K)
-    filled = tl.sum(take.to(tl.int32), 0)
-    rest = tl.full((K,), -1, tl.int32)
-    if WHOLE:
-        rest = tl.load(all_ids + row * total + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
-    empty = (j >= filled) & (j < width)
-    tl.store(out + base + j, rest, mask=empty)
-    tl.store(out + base + place, chosen, mask=take)
+    place, empty = _put(out + base, take, taken, chosen, all_ids + row * total, total, k, width, WHOLE, K)
     if KEEP:
-        tl.store(best + base + j, tl.full((K,), float("-inf"), tl.float32), mask=empty)
+        tl.store(best + base + tl.arange(0, K), tl.full((K,), float("-inf"), tl.float32), mask=empty)
         tl.store(best + base + place, x, mask=take)
 
 
+@triton.jit
+def _put(out, take, taken, chosen, all_ids, total, k, width, WHOLE: tl.constexpr, K: tl.constexpr):
+    """Write what was taken in front, and -1 behind it; in whole rows (k = 0) the first of all ids."""
+    place = tl.cumsum(take.to(tl.int32), 0) - 1
+    j = tl.arange(0, K)
+    rest = tl.full((K,), -1, tl.int32)
+    if WHOLE:
+        rest = tl.load(all_ids + j, mask=j < tl.where(k == 0, tl.minimum(total, width), 0), other=-1)
+    empty = (j >= taken) & (j < width)
+    tl.store(out + j, rest, mask=empty)
+    tl.store(out + place, chosen, mask=take & (place < width))
+    return place, empty
+
+
+@triton.jit
+def _top_of_peaks(
+    scores, peaks, ids, out, scratch, retired, per, n, groups, k, few, width, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, N)
+    key = ordered(tl.load(peaks + row * groups + i, mask=i < groups, other=float("-inf")))
+    if WHOLE:
+        k = tl.where(tl.load(retired + row // per) <= few, 0, k)
+    low, top = range_of(key)
+    take, taken, least = take_within(key, k, L, low, top)
+    tl.store(scratch + row * L + tl.cumsum(take.to(tl.int32), 0) - 1, i, mask=take)
+    tl.debug_barrier()
+    e = tl.arange(0, L * GROUP)
+    group = tl.load(scratch + row * L + e // GROUP, mask=e // GROUP < taken, other=0)
+    at = group * GROUP + e % GROUP
+    live = (e // GROUP < taken) & (at < n)
+    chosen = at
+    x = tl.load(scores + row * n + at, mask=live, other=float("-inf"))
+    if MAPPED:
+        chosen = tl.load(ids + row * n + at, mask=live, other=-1)
+    key = ordered(x)
+    # Where k groups have a peak, none of the k best is below the least of these.
+    low = tl.where(taken < k, 1, least).to(tl.uint32)
+    take, taken, _ = take_within(tl.where(key >= low, key, 0).to(tl.uint32), k, k, low, top)
+    _put(out + row * width, take, taken, chosen, ids + row * n, n, k, width, WHOLE, K)
+
+
+def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last: tuple) -> Tensor:
+    (rows, n), groups = scores.shape, peaks.shape[-1]
+    retired, per, _, few, width = last
+    lanes = next_power_of_2(k)  # groups that are looked into
+    out = torch.empty((rows, width), dtype=torch.int32, device=scores.device)
+    scratch = torch.empty((rows, lanes), dtype=torch.int32, device=scores.device)
+    _top_of_peaks[(rows,)](
+        scores, peaks, out if ids is None else ids, out, scratch, out if retired is None else retired, per, n,
+        groups, k, few, width, MAPPED=ids is not None, WHOLE=retired is not None, GROUP=GROUP,
+        N=next_power_of_2(groups), L=lanes, K=next_power_of_2(width), num_warps=WARPS, **chained(scores.device, rows),
+    )  # fmt: skip
+    return out
+
+
 def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, last: tuple | None = None) -> tuple[Tensor, Tensor]:
-    """`last`, at the end: whether rows are whole, how many rows share an answer to that, all ids, and the width."""
+    """`last`, at the end: `retired`, how many rows share one, all ids, `few` and the width."""
     rows, n = scores.shape
     chunk = cdiv(n, parts)
-    whole, per, all_ids, width = last or (None, 1, None, k)
+    retired, per, all_ids, few, width = last or (None, 1, None, 0, k)
     out = torch.empty((rows, parts * width), dtype=torch.int32, device=scores.device)
     best = torch.empty((rows, parts * k) if parts > 1 else (1,), dtype=torch.float32, device=scores.device)
     lanes = next_power_of_2(chunk)
     _top[(rows, parts)](
-        scores, out if ids is None else ids, out, best, out if whole is None else whole,
-        out if all_ids is None else all_ids, per, n, chunk, k, 0 if all_ids is None else all_ids.shape[1], width,
-        KEEP=parts > 1, MAPPED=ids is not None, WHOLE=whole is not None, N=lanes, K=next_power_of_2(width),
+        scores, out if ids is None else ids, out, best, out if retired is None else retired,
+        out if all_ids is None else all_ids, per, n, chunk, k, 0 if all_ids is None else all_ids.shape[1], few,
+        width, KEEP=parts > 1, MAPPED=ids is not None, WHOLE=retired is not None, N=lanes, K=next_power_of_2(width),
         num_warps=min(32, max(4, lanes // 512)), **chained(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
@@ -112,19 +169,22 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def cuda(scores, k, ids=None, whole=None, width=0) -> Tensor:
+def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
     best, named, all_ids = scores.flatten(0, -2), None, None
     if ids is not None:
         named = all_ids = ids.flatten(0, -2)
-    last = None if whole is None else (whole, best.shape[0] // whole.shape[0], all_ids, width)
+    last = None if retired is None else (retired, best.shape[0] // retired.shape[0], all_ids, few, width)
+    shape = (*scores.shape[:-1], max(k, width))
     parts = _parts(best.shape[1], k)
+    if parts > 1 and peaks is not None and max(next_power_of_2(k) * GROUP, peaks.shape[-1]) <= WIDEST:
+        return _from_peaks(best, peaks, named, k, last or (None, 1, None, 0, k)).view(shape)
     while parts > 1:
         named, best = _launch(best, named, k, parts)
         parts = cdiv(best.shape[1], max(WIDEST, 2 * k))
-    return _launch(best, named, k, 1, last)[0].view(*scores.shape[:-1], max(k, width))
+    return _launch(best, named, k, 1, last)[0].view(shape)
 
 
-def fake(scores: Tensor, k: int, ids: Tensor | None = None, whole: Tensor | None = None, width: int = 0) -> Tensor:
+def fake(scores: Tensor, k: int, peaks=None, ids=None, retired=None, few=0, width: int = 0) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], max(k, width)), dtype=torch.int32)
 
 

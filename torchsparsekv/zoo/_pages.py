@@ -48,4 +48,4 @@ class PageMethod(Method):
         )  # fmt: skip
 
     def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        return self.best(bound_scores(q, s.centre, s.spread, s.clock.retired, self.sink, self.block_size))
+        return self.best(*bound_scores(q, s.centre, s.spread, s.clock.retired, self.sink, self.block_size))

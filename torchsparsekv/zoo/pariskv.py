@@ -163,8 +163,8 @@ class ParisKV(Method):
             rotated, s.ids, s.counts, s.clock.retired, self.sink, self.ratios, self.budget, dense, capacity
         )
         keep = min(self.budget, capacity)
-        estimates = rerank(rotated, s.codes, s.weights, candidates)
+        estimates, peaks = rerank(rotated, s.codes, s.weights, candidates)
         if dense <= keep:
-            return top_blocks(estimates, keep, candidates)
-        few = s.clock.retired - self.sink <= dense  # there every retrievable token is a candidate: take them all
-        return top_blocks(estimates, keep, candidates, few, dense)
+            return top_blocks(estimates, keep, peaks, candidates)
+        # Where there are few, every retrievable token is a candidate: take them all.
+        return top_blocks(estimates, keep, peaks, candidates, s.clock.retired, self.sink + dense, dense)

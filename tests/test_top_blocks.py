@@ -1,0 +1,91 @@
+"""The k best of rows long enough for peaks, against a sort of (score, place) pairs."""
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from world import DEVICE
+
+from torchsparsekv.ops._top import GROUP, peaks_of
+from torchsparsekv.ops.select import top_blocks as file
+
+KINDS = (
+    "random", "few values", "all equal", "few live", "few groups", "one group", "first of each group", "signs", "none",
+)  # fmt: skip
+
+
+def scores_of(kind: str, n: int, k: int, g: torch.Generator) -> torch.Tensor:
+    x = torch.randn(n, generator=g)
+    if kind == "few values":  # ties within groups and across them
+        x = torch.randint(-2, 3, (n,), generator=g).float()
+    if kind == "all equal":
+        x = torch.full((n,), -1.5)
+    if kind == "few live":
+        x[torch.randperm(n, generator=g)[max(1, k // 2) :]] = -math.inf
+    if kind == "few groups":  # fewer than k, with more than k scores: the k best reach below every peak
+        x[: n - GROUP * max(1, k // 2)] = -math.inf
+    if kind == "one group":  # where as many of the best are as it holds
+        x = torch.full((n,), -2.0)
+        x[-GROUP - n % GROUP :] = 1.0
+    if kind == "first of each group":
+        x = -x.abs()
+        x[::GROUP] = 3.0
+    if kind == "signs":
+        x = torch.where(x < 0, -0.0, 0.0)
+    if kind == "none":
+        x = torch.full((n,), -math.inf)
+    x[torch.rand(n, generator=g) < 0.05] = math.nan
+    return x
+
+
+def plain(x: torch.Tensor, k: int) -> list[int]:
+    live = [(-score, i) for i, score in enumerate(x.tolist()) if score > -math.inf]
+    return sorted(i for _, i in sorted(live)[:k])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often rows were taken by their peaks."""
+    calls, through = [], file._from_peaks
+    monkeypatch.setattr(file, "_from_peaks", lambda *a: calls.append(1) or through(*a))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mapped", [False, True])
+@given(n=st.integers(1500, 5000), k=st.integers(1, 150), seed=st.integers(0, 1 << 20))
+def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.stack([scores_of(kind, n, k, g), scores_of("random", n, k, g)])
+    ids = torch.arange(2 * n, dtype=torch.int32).view(2, n) * 2 + 1 if mapped else None
+    on = lambda t: None if t is None else t.to(DEVICE)  # noqa: E731
+    want = [plain(row, k) for row in x]
+    for kernel in (file.cuda, file.reference):
+        got = kernel(on(x), k, on(peaks_of(x)), on(ids)).cpu()
+        for row, best in enumerate(want):
+            named = [int(ids[row, i]) for i in best] if mapped else best
+            assert got[row].tolist() == named + [-1] * (k - len(named))
+    assert launches
+
+
+def test_whole_rows_and_others_by_their_peaks(launches):
+    g = torch.Generator().manual_seed(0)
+    n, k, width = 1901, 70, 301
+    x = torch.randn(3, 2, n, generator=g)
+    ids = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
+    ids[1, :, 250:], x[1, :, 250:] = -1, -math.inf
+    args = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
+    got = file.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)).cpu()
+    assert launches
+    assert torch.equal(got, file.reference(*args))
+    assert got[1, 0].tolist() == list(range(2 * n, 2 * n + 250)) + [-1] * 51
+    assert got[2, 1].tolist() == list(range(5 * n, 5 * n + width))
+
+
+@pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
+def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
+    x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
+    got = file.cuda(x.to(DEVICE), k, peaks_of(x).to(DEVICE)).cpu()
+    assert not launches
+    assert torch.equal(got, file.reference(x, k))
