@@ -24,6 +24,7 @@ PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
 MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
 CHUNK = 2048  # keys at a time: 32 KiB of ids
+TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
 PACKED = 4  # query heads whose points share a table entry, a byte each
 
@@ -214,13 +215,20 @@ def _collide(
 @triton.jit
 def _compact(
     scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0,
-    beta1, beta2, beta3, B: tl.constexpr, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr,
+    beta1, beta2, beta3, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a span to where those of the spans before it end."""
+    """Write the candidates of a span to where those of the spans before it end.
+
+    Sums are taken two at a time, in the halves of a word: what counts here is not work but how many steps wait for
+    one another.
+    """
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
+    bins, p = tl.arange(0, BINS), tl.arange(0, PP)
+    total = tl.load(totals + bh * BINS + bins)  # of keys that reach a score: it falls, to 0 beyond the best
+    fall = total - tl.load(totals + bh * BINS + bins + 1, mask=bins + 1 < BINS, other=0)
     span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
     beta = _by_length(n, below0, below1, below2, beta0, beta1, beta2, beta3)
@@ -229,35 +237,37 @@ def _compact(
     out += bh * capacity
     if (part * span < end) & (count > 0):
         stop = tl.minimum(part * span + span, end)
-        row = part * span + tl.arange(0, CHUNK)
+        row = part * span + tl.arange(0, TILE)
         scores += bh * stride
         whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
         ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
-        bins, p = tl.arange(0, BINS), tl.arange(0, PP)
-        total = tl.load(totals + bh * BINS + bins)
-        threshold = tl.sum(((bins <= 6 * B) & (total >= count)).to(tl.int32), 0) - 1
-        room = count - tl.sum(tl.where(bins == threshold + 1, total, 0), 0)  # for keys at the threshold
+        sums = tl.sum(tl.where(total >= count, tl.full((BINS,), 1, tl.int64) << 32, fall.to(tl.int64)), 0)
+        threshold = (sums >> 32).to(tl.int32) - 1
+        room = count - sums.to(tl.int32)  # for keys at the threshold, after those above it
         before = reach + (bh * BINS + threshold) * parts + p
-        above = tl.sum(tl.load(before + parts, mask=p < part, other=0), 0)
-        ties = tl.sum(tl.load(before, mask=p < part, other=0), 0) - above
-        for first in range(part * span, stop, CHUNK):
-            row = first + tl.arange(0, CHUNK)
+        over = tl.load(before + parts, mask=p < part, other=0)
+        at = tl.load(before, mask=p < part, other=0) - over
+        sums = tl.sum(over.to(tl.int64) + (at.to(tl.int64) << 32), 0)
+        above, ties = sums.to(tl.int32), (sums >> 32).to(tl.int32)
+        for first in range(part * span, stop, TILE):
+            row = first + tl.arange(0, TILE)
             live = (row >= sink) & (row < stop)
             s = ahead.to(tl.int32)
-            ahead = tl.load(scores + row + CHUNK, mask=row + CHUNK < whole, other=0)
+            ahead = tl.load(scores + row + TILE, mask=row + TILE < whole, other=0)
             more, tie = live & (s > threshold), live & (s == threshold)
-            # One scan and one sum for both: a tile has fewer than 2^15 keys.
-            both = more.to(tl.int32) + (tie.to(tl.int32) << 16)
+            both = more.to(tl.int32) + (tie.to(tl.int32) << 16)  # a tile has fewer than 2^15 keys
             upto = tl.cumsum(both, 0)
             above_upto, ties_upto = above + (upto & 0xFFFF), ties + (upto >> 16)
             place = above_upto + tl.minimum(ties_upto, room) - 1
-            tl.store(out + place, row, mask=more | (tie & (ties_upto <= room)))
+            # What decides about the store in one number, widened last: that is what threads exchange before it.
+            place = tl.where(more | (tie & (ties_upto <= room)), place, -1).to(tl.int64)
+            tl.store(out + place, row, mask=place >= 0)
             found = tl.sum(both, 0)
             above += found & 0xFFFF
             ties += found >> 16
-    for first in range(count + part * CHUNK, capacity, parts * CHUNK):
-        empty = first + tl.arange(0, CHUNK)
-        tl.store(out + empty, tl.full((CHUNK,), -1, tl.int32), mask=empty < capacity)
+    for first in range(count + part * TILE, capacity, parts * TILE):
+        empty = first + tl.arange(0, TILE)
+        tl.store(out + empty, tl.full((TILE,), -1, tl.int32), mask=empty < capacity)
 
 
 def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
@@ -267,6 +277,7 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
     packs = cdiv(fields, PACKED)
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
     parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), batch * heads)))
+    tile = min(TILE, next_power_of_2(cdiv(cdiv(rows, parts), chunk) * chunk))
     bins = next_power_of_2(6 * spaces + 2)  # one beyond the best score, and the last for keys that do not count
     new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=ids.device)  # noqa: E731
     # The smaller the entries, the fewer bank conflicts of a lookup.
@@ -288,8 +299,8 @@ def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) ->
         **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     _compact[(batch * heads, parts)](
-        scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, *below, *beta, B=spaces,
-        BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, num_warps=max(4, chunk // 256),
+        scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, *below, *beta, BINS=bins,
+        PP=next_power_of_2(parts), CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
         **chained(ids.device, batch * heads * parts),
     )  # fmt: skip
     return out
