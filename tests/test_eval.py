@@ -194,6 +194,32 @@ def test_other_options_add_to_the_file_and_a_wider_probe_measures_again(model, t
     assert [h["options"]["window"] for h in heads] == [16, 16, 32]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finer(Quest):
+    """Quest after its default has changed."""
+
+    digest: str = "float32"
+
+
+def test_a_changed_default_measures_again(model, tmp_path, monkeypatch):
+    """What `patch` is told is the same; the later rows count. So in a file from before rows said what a default is."""
+    path = tmp_path / "eval.jsonl"
+    evaluate(model, tmp_path, ("quest",), samples=2)
+    calls = []
+    generate = quality.Runner._generate
+    monkeypatch.setattr(quality.Runner, "_generate", lambda *a, **k: calls.append(1) or generate(*a, **k))
+    stand_in_for(monkeypatch, "quest", Finer)
+    for _ in range(2):
+        evaluate(model, tmp_path, ("quest",), samples=2)
+        assert len(calls) == 2, "not the dense ones, and not a second time"
+    told = {r["index"]: r["hyper"]["digest"] for r in read(path)[0] if r.get("method") == "quest"}
+    assert told == {0: "float32", 1: "float32"}
+    lines = [{k: v for k, v in r.items() if k != "hyper"} for r in read(path)[0]]
+    path.write_text("".join(json.dumps(r) + "\n" for r in lines))
+    evaluate(model, tmp_path, ("quest",), samples=2)
+    assert len(calls) == 4
+
+
 def test_results_of_another_model_are_not_mixed_in(model, tmp_path):
     evaluate(model, tmp_path, ("quest",), samples=1)
     other = source()
@@ -325,6 +351,8 @@ def test_settings_of_a_run():
     assert [s.patch["window"] for s in made[2:]] == [48, 80, 16, 16]
     assert made[-1].patch["digest"] == "float32"
     assert all(s.patch["skip_layers"] == o.skip_layers for s in made[1:])
+    small, large = (s.hyper for s in settings(Options(methods=("louiskv",), budgets=(64, 1024)))[1:])
+    assert (small["cluster_size"], large["cluster_size"]) == (4, 16), "a default that depends on the budget"
 
 
 # ---------------------------------------------------------------- what it refuses
