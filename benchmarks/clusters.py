@@ -51,10 +51,10 @@ class Bench:
         shape = (1, 1, o.q_heads, o.head_dim)
         self.q = [torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(CALLS)]
         self.k = torch.randn(1, 1, o.kv_heads, o.head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-        self.units = int(self.clock.retired[0] - m.sink) // m.cluster_size
+        self.units = int(self.clock.retired[0] - m.sink) // m.per_cluster
         for s, q in zip(self.states, self.q):
             s.centroid.normal_()
-            s.first.copy_((torch.arange(s.first.shape[2], device=device) * m.cluster_size + m.sink).expand_as(s.first))
+            s.first.copy_((torch.arange(s.first.shape[2], device=device) * m.per_cluster + m.sink).expand_as(s.first))
             s.previous.copy_(q[:, None, :, 0])
         self.off()
 
@@ -69,12 +69,12 @@ class Bench:
         self.off()
         for s in self.states:
             s.seen.zero_()
-            s.cuts[..., :: self.method.cluster_size] = 1
+            s.cuts[..., :: self.method.per_cluster] = 1
             self.enter(s, self.units - 2)
 
     def enter(self, s: LayerState, units: int) -> None:
         s.units.fill_(units)
-        s.frontier.fill_(self.method.sink + units * self.method.cluster_size)
+        s.frontier.fill_(self.method.sink + units * self.method.per_cluster)
 
     def row(self, what: str, f, nbytes: int = 0, refresh=lambda: None) -> dict:
         us = _common.time_graph([partial(f, i, s) for i, s in enumerate(self.states)], refresh)
@@ -132,7 +132,7 @@ class Bench:
 
     def random_rows(self) -> torch.Tensor:
         """The rows of random units, as many as the budget holds."""
-        size = self.method.cluster_size
+        size = self.method.per_cluster
         picks = [torch.randperm(self.units)[: self.o.budget // size].sort().values for _ in range(self.o.kv_heads)]
         rows = (torch.stack(picks)[..., None] * size + torch.arange(size)).flatten(1) + self.method.sink
         return rows[None].to(torch.int32).to(self.device)
@@ -151,10 +151,10 @@ def clustering(o: Options, tokens: int, device) -> dict:
     now = (clock.start, clock.length, clock.retired)
 
     def call():
-        launch(k, units, first, centroid, *now, m.sink, m.cluster_size, m.stretch, m.rounds, m.seed)
+        launch(k, units, first, centroid, *now, m.sink, m.per_cluster, m.stretch, m.rounds, m.seed)
 
     us = _common.time_graph([call], units.zero_)
-    flops = 4 * tokens * (m.stretch // m.cluster_size) * o.kv_heads * o.head_dim * m.rounds
+    flops = 4 * tokens * (m.stretch // m.per_cluster) * o.kv_heads * o.head_dim * m.rounds
     row = {"context": tokens, "kernel": "k-means", "us": us, "TFLOP_per_s": flops / us / 1e6}
     return row | {"all_layers_ms": us * o.layers / 1e3}
 

@@ -178,6 +178,29 @@ def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
     assert layer.state.retrievals.tolist() == [[len(forced)] * 2]
 
 
+# ---------------------------------------------------------------- clusters
+
+
+@pytest.mark.parametrize("name", ["louiskv", "clusterkv"])
+@pytest.mark.parametrize(
+    ("budget", "size"), [(32, 2), (63, 2), (64, 4), (100, 4), (128, 8), (255, 8), (256, 16), (1024, 16), (1 << 20, 16)]
+)
+def test_a_small_budget_holds_16_clusters(name, budget, size):
+    hyper = dict(budget=budget, sink=8, window=6, block_size=1)
+    assert make_method(name, **hyper).per_cluster == size
+    for told in (4, 16):
+        assert make_method(name, **hyper, cluster_size=told).per_cluster == told
+
+
+def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
+    for more, size in (({}, 4), (dict(cluster_size=2), 2), (dict(cluster_size=32), 32)):
+        layer = Layer(make_method("clusterkv", budget=64, sink=8, window=6, **more), batch=1, heads=1, group=1)
+        k = torch.randn(1, 1, LENGTH, layer.state.ring.shape[-1], generator=torch.Generator().manual_seed(0))
+        layer.feed(k, k, k)
+        inside = int(layer.clock.retired[0]) - 8
+        assert int(layer.state.units[0, 0]) == inside // size
+
+
 # ---------------------------------------------------------------- segments
 
 

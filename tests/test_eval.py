@@ -1,4 +1,4 @@
-"""The evaluation itself: it tells methods apart that differ, and those alike that do not; it resumes; it refuses."""
+"""The evaluation itself: it tells methods apart that differ, and those alike that do not; it refuses."""
 import csv
 import dataclasses
 import json
@@ -159,59 +159,6 @@ def test_a_batch_answers_as_its_samples_do_alone(model, tmp_path):
     assert outputs[0] == outputs[1]
 
 
-# ---------------------------------------------------------------- it goes on where it stopped
-
-
-def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
-    path = tmp_path / "eval.jsonl"
-    whole = evaluate(model, tmp_path, ("quest",), samples=3)
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 1 + 2 * 3
-    path.write_text("".join(lines[:5]) + lines[5][:40])  # killed while it wrote
-    calls = []
-    generate = quality.Runner._generate
-    monkeypatch.setattr(quality.Runner, "_generate", lambda *a, **k: calls.append(1) or generate(*a, **k))
-    again = evaluate(model, tmp_path, ("quest",), samples=3)
-    assert len(calls) == 2
-    for name, row in whole.items():
-        assert {**again[name], "seconds": 0} == {**row, "seconds": 0}
-    assert evaluate(model, tmp_path, ("quest",), samples=3).keys() == whole.keys()
-    assert len(calls) == 2
-    assert sum("benchmark" in r for r in read(path)[0]) == 1, "the same options are not written again"
-
-
-def test_other_options_add_to_the_file_and_a_wider_probe_measures_again(model, tmp_path, monkeypatch):
-    evaluate(model, tmp_path, ("quest",), samples=2, probe=0)
-    calls = []
-    generate = quality.Runner._generate
-    monkeypatch.setattr(quality.Runner, "_generate", lambda *a, **k: calls.append(1) or generate(*a, **k))
-    table = evaluate(model, tmp_path, ("quest",), samples=2, probe=1)
-    assert len(calls) == 1
-    assert table["chain quest"]["mass"] > 0.9
-    evaluate(model, tmp_path, ("quest",), samples=2, probe=1, window=32)
-    assert len(calls) == 3, "another window is another setting"
-    heads = [r for r in read(tmp_path / "eval.jsonl")[0] if "benchmark" in r]
-    assert [h["options"]["window"] for h in heads] == [16, 16, 32]
-
-
-def test_results_of_another_model_are_not_mixed_in(model, tmp_path):
-    evaluate(model, tmp_path, ("quest",), samples=1)
-    other = source()
-    with torch.no_grad():
-        other.model.lm_head.weight[0, 0] += 1
-    with pytest.raises(ValueError, match=r"eval\.jsonl was made with \{'weights': .* choose another file"):
-        evaluate(other, tmp_path, ("quest",), samples=1)
-
-
-@pytest.mark.parametrize("text", ["{}\n", '{"benchmark": "decode"}\n', "[1]\n", "x\n"])
-def test_a_file_of_something_else_is_left_alone(model, tmp_path, text):
-    path = tmp_path / "eval.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"eval\.jsonl"):
-        evaluate(model, tmp_path, ("quest",), samples=1)
-    assert path.read_text() == text
-
-
 # ---------------------------------------------------------------- what it writes
 
 
@@ -325,6 +272,8 @@ def test_settings_of_a_run():
     assert [s.patch["window"] for s in made[2:]] == [48, 80, 16, 16]
     assert made[-1].patch["digest"] == "float32"
     assert all(s.patch["skip_layers"] == o.skip_layers for s in made[1:])
+    small, large = (s.hyper for s in settings(Options(methods=("louiskv",), budgets=(64, 1024)))[1:])
+    assert (small["cluster_size"], large["cluster_size"]) == (4, 16), "a default that depends on the budget"
 
 
 # ---------------------------------------------------------------- what it refuses

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index import _kmeans, _kmeans_kernels
 from torchsparsekv.ops.index.cluster_keys import cluster_keys
 
 KEYS, CLUSTERS, ROUNDS = 4096, 256, 3  # a whole stretch, as the methods have it
@@ -127,18 +127,31 @@ def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
 @pytest.mark.parametrize("alike", [False, True])
 def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
-    entry = load_all()["cluster_keys"]
     g = torch.Generator().manual_seed(size)
     k = torch.randn(2, tokens, 2, 32, generator=g)
     if alike:
         k = torch.randint(-1, 2, (2, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (tokens,), generator=g)]
-    k = k.transpose(1, 2)
-    times = [torch.tensor(t, dtype=torch.int32) for t in ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20])]
+    both_ways(k.transpose(1, 2), ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20]), size, stretch)
+
+
+def test_a_draw_of_more_than_one_tile(monkeypatch):
+    """32 centroids a draw, where a tile has room for 16 keys of this width."""
+    for module in (_kmeans, _kmeans_kernels):
+        monkeypatch.setattr(module, "DRAWS", 2)
+    k = torch.randn(1, 1, 128, 256, generator=torch.Generator().manual_seed(0))
+    both_ways(k, ([0], [128], [128]), 2, 128, sink=0)
+
+
+def both_ways(k: torch.Tensor, times, size: int, stretch: int, sink: int = 4) -> None:
+    entry = load_all()["cluster_keys"]
+    batch, heads, tokens, dim = k.shape
+    times = [torch.tensor(t, dtype=torch.int32) for t in times]
     both = []
     for run, device in ((entry.reference, "cpu"), (entry.cuda, DEVICE)):
-        units, first = torch.zeros(2, 2, dtype=torch.int32), torch.full((2, 2, tokens + 1), 4, dtype=torch.int32)
-        args = [t.to(device) for t in (k, units, first, torch.zeros(2, 2, tokens, 32), *times)]
-        order = run(*args, 4, size, stretch, 3, 5, True)
+        units = torch.zeros(batch, heads, dtype=torch.int32)
+        first = torch.full((batch, heads, tokens + 1), sink, dtype=torch.int32)
+        args = [t.to(device) for t in (k, units, first, torch.zeros(batch, heads, tokens, dim), *times)]
+        order = run(*args, sink, size, stretch, 3, 5, True)
         both.append([t.cpu() for t in (order, *args[1:4])])
     for got, want in zip(both[1], both[0]):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -373,7 +373,7 @@ def test_recall_on_structured_keys():
         (dict(group="sum"), "group must be one of mean, max"),
         (dict(block_size=4, sink=64, budget=100), "block_size must be 1"),
         (dict(full_threshold=-1), "full_threshold must be at least 0"),
-        (dict(seed=1 << 20), "seed must be below"),
+        (dict(seed=1 << 20), "seed must be from 0 to 1048575, got 1048576"),
     ],
 )
 def test_refusals(hyper, reason):

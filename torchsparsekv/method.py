@@ -54,21 +54,30 @@ class Method:
         _METHODS[cls.name] = cls
 
     def __post_init__(self) -> None:
-        for field in ("budget", "sink", "window", "block_size"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"{self.name}: block_size must be a power of two, got {self.block_size}")
+        self.check_int("block_size", power=True)
         for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{self.name}: {field} must be at least {least}, got {getattr(self, field)}")
+            self.check_int(field, least)
         for field in ("budget", "sink"):
             value = getattr(self, field)
             if value % self.block_size:
                 raise ValueError(
                     f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
+
+    def check_int(self, field: str, least: int = 1, most: int | None = None, *, power: bool = False) -> None:
+        """Refuse a hyper-parameter that is no int, beyond these bounds, or with `power` no power of two."""
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
+        if power and (value < 1 or value & (value - 1)):
+            raise ValueError(f"{self.name}: {field} must be a power of two, got {value}")
+        if value < least or (most is not None and value > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
+
+    def settled(self) -> dict[str, object]:
+        """The hyper-parameters as they act, which a default alone may not say."""
+        return dataclasses.asdict(self)
 
     # ---- what a method declares
 

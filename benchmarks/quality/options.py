@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchsparsekv.benchmarks._options import option, parse
-from torchsparsekv.method import all_methods
+from torchsparsekv.method import all_methods, make_method
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"
@@ -69,11 +69,15 @@ def check(o: Options) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the comparison: a method at a budget, with all that `patch` is told; both None for the dense model."""
+    """One row of the comparison: a method at a budget, what `patch` is told, and which hyper-parameters that means.
+
+    All but the method are None for the dense model.
+    """
 
     method: str
     budget: int | None
     patch: dict[str, Any] | None
+    hyper: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
@@ -89,5 +93,7 @@ def settings(o: Options) -> list[Setting]:
             patch = {"budget": budget, "sink": o.sink, "window": o.window, **hyper.get(method, {})}
             if not cls.retrieves and not cls.dense:
                 patch["window"] += budget  # so that it attends to as many tokens as the others
-            out.append(Setting(method, None if cls.dense else budget, {"skip_layers": o.skip_layers, **patch}))
+            means = make_method(method, **patch).settled()
+            patch["skip_layers"] = o.skip_layers
+            out.append(Setting(method, None if cls.dense else budget, patch, means))
     return out

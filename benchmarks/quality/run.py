@@ -150,7 +150,7 @@ def chunks(source: Source, rows: list[dict], o: Options, store: Store) -> Iterat
     are as long as one another (no padding, so nothing depends on what else is in the batch)."""
     alike: dict[tuple[int, int], list[Work]] = {}
     for row in rows:
-        had, probed = store.rows.get(key(row)), row["index"] < o.probe and row["patch"] is not None
+        had, probed = store.had(row), row["index"] < o.probe and row["patch"] is not None
         if had and (not probed or had["mass"] is not None or had["density"] is None):
             continue
         sample = source.sample(row["task"], row["length"], row["index"])

@@ -6,7 +6,7 @@ KEY = ("task", "length", "index", "method", "budget", "patch")
 
 
 def key(row: dict) -> str:
-    """What makes two rows the same sample under the same setting."""
+    """What makes two rows the same sample under the same setting, as far as it was given: defaults change."""
     return json.dumps([row[k] for k in KEY], sort_keys=True)
 
 
@@ -42,6 +42,12 @@ class Store:
     def _take(self, row: dict) -> None:
         if "benchmark" not in row:
             self.rows[key(row)] = row
+
+    def had(self, row: dict) -> dict | None:
+        """This sample, where it was measured with the hyper-parameters that the same setting means today."""
+        found = self.rows.get(key(row))
+        means = [json.dumps(r.get("hyper"), sort_keys=True) for r in (found or {}, row)]
+        return found if means[0] == means[1] else None
 
     def add(self, row: dict) -> None:
         self._write(row)

@@ -43,92 +43,104 @@ def _reached(clusters, draw, DRAWS: tl.constexpr):
 
 @triton.jit
 def _seat(
-    k, units, centroid, half, pick, c, live, slot, bh, unit, k_b, k_h, k_s, heads, most, clusters, D: tl.constexpr,
-    DP: tl.constexpr,
+    k, centroid, half, far, square, place, best, slot, bh, column, keys, unit, have, count, k_s, clusters, most,
+    SQUARE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The keys in columns `pick` become the centroids c."""
-    d = tl.arange(0, DP)
-    m = live[:, None] & (d < D)[None, :]
-    k += bh // heads * k_b + bh % heads * k_h
-    row = tl.load(k + pick.to(tl.int64)[:, None] * k_s + d[None, :], mask=m, other=0.0)
-    tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], row, mask=m)
-    _halve(half, slot, c, live, row, clusters)
+    """The `count` keys listed in `place` become centroids, after the `have` there are. With them `best`, of every key.
+
+    `far` passes the scores of a tile on to the whole stretch. With SQUARE also the square of every key. With no `keys`
+    nothing is done but to seat.
+    """
+    i, t, d, j = tl.arange(0, S), tl.arange(0, TILE), tl.arange(0, DP), tl.arange(0, FEW)
+    for at in range(0, count, FEW):
+        live = at + j < count
+        m = live[:, None] & (d < D)[None, :]
+        pick = (column + tl.load(place + at + j, mask=live, other=0)).to(tl.int64)
+        c = tl.load(k + pick[:, None] * k_s + d[None, :], mask=m, other=0.0)
+        tl.store(centroid + (bh * most + unit + have + at + j[:, None]) * D + d[None, :], c, mask=m)
+        own = tl.where(live, _halve(half, slot, have + at + j, live, c, clusters), float("inf"))
+        c = tl.trans(c)
+        for row in range(0, keys, TILE):
+            near = row + t < keys
+            x = tl.load(
+                k + (column + row + t).to(tl.int64)[:, None] * k_s + d[None, :], mask=near[:, None] & (d < D)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            score = tl.dot(x, c, input_precision="ieee") - own[None, :]
+            tl.store(far + row + t, tl.max(score, 1), mask=near)
+            if SQUARE:
+                x = x.to(tl.float32)
+                tl.store(square + row + t, tl.sum(x * x, 1), mask=near)
+        tl.debug_barrier()
+        best = tl.maximum(best, tl.load(far + i, mask=i < keys, other=float("-inf")))
+        tl.debug_barrier()
+    return best
 
 
 @triton.jit
-def _draw(
-    k, units, centroid, half, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
-    S: tl.constexpr, C: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+def _begin(
+    k, units, centroid, half, far, square, place, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most,
+    sink, size, seed, S: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDEST: tl.constexpr,
+    TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The first draw; and the order of columns, for those that nothing is done with."""
+    """All the draws of a stretch: a draw waits for the one before, so a program keeps what is known of every key.
+
+    And the order of columns, for those that nothing is done with.
+    """
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
-    at = slot % tl.cdiv(tokens, S) * S + tl.program_id(1) * (S // C * TILE) + tl.arange(0, S // C * TILE)
+    i = tl.arange(0, S)
+    at = slot % tl.cdiv(tokens, S) * S + i
     tl.store(order + bh * tokens + at, at, mask=at < tokens)
-    count = _reached(clusters, 0, DRAWS)
-    c = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    if (keys > 0) & (tl.program_id(1) * TILE < count):
-        begin, end = c * keys // count, (c + 1) * keys // count
-        pick = column + begin + _mix(c, seed) % tl.maximum(end - begin, 1)
-        _seat(
-            k, units, centroid, half, pick, c, c < count, slot, bh, unit, k_b, k_h, k_s, heads, most, S // size, D, DP
-        )
-
-
-@triton.jit(do_not_specialize=["draw"])
-def _spread(
-    k, units, centroid, half, far, place, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
-    draw, S: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDEST: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """A later draw, by distance; `place` serves to list the keys that are chosen."""
-    slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
-    have = _reached(clusters, draw - 1, DRAWS)
-    count = _reached(clusters, draw, DRAWS) - have
-    if (keys > 0) & (count > 0):
-        i, j = tl.arange(0, S), tl.arange(0, TILE)
-        at = slot.to(tl.int64) * S
-        chance = ((_mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
-        weight = tl.div_rn(tl.load(far + at + i, mask=i < keys, other=0.0), chance)
-        taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0), count)
-        turn = tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(place + at + turn, i, mask=taken)
+    if keys > 0:
+        k += bh // heads * k_b + bh % heads * k_h
+        far, square, place = far + slot.to(tl.int64) * S, square + slot.to(tl.int64) * S, place + slot.to(tl.int64) * S
+        have = _reached(clusters, 0, DRAWS)
+        begin, end = i * keys // have, (i + 1) * keys // have
+        tl.store(place + i, begin + _mix(i, seed) % tl.maximum(end - begin, 1), mask=i < have)
         tl.debug_barrier()
-        for first in range(0, count, TILE):
-            live = first + j < count
-            pick = column + tl.load(place + at + first + j, mask=live, other=0)
-            _seat(
-                k, units, centroid, half, pick, have + first + j, live, slot, bh, unit, k_b, k_h, k_s, heads, most,
-                S // size, D, DP,
-            )  # fmt: skip
+        best = tl.full((S,), float("-inf"), tl.float32)
+        best = _seat(
+            k, centroid, half, far, square, place, best, slot, bh, column, tl.where(DRAWS > 1, keys, 0), unit, 0, have,
+            k_s, S // size, most, True, S, D, DP, TILE, FEW,
+        )  # fmt: skip
+        for draw in range(1, DRAWS):
+            count = _reached(clusters, draw, DRAWS) - have
+            if count > 0:
+                chance = ((_mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
+                away = tl.maximum(tl.load(square + i, mask=i < keys, other=0.0) - 2 * best, 0.0)
+                weight = tl.div_rn(away, chance)
+                taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0).to(tl.uint32), count)
+                tl.store(place + tl.cumsum(taken.to(tl.int32), 0) - 1, i, mask=taken)
+                tl.debug_barrier()
+                best = _seat(
+                    k, centroid, half, far, square, place, best, slot, bh, column, tl.where(draw + 1 < DRAWS, keys, 0),
+                    unit, have, count, k_s, S // size, most, False, S, D, DP, TILE, FEW,
+                )  # fmt: skip
+            have += count
 
 
 @triton.jit
 def _halve(half, slot, c, live, row, clusters):
     """Half the square of centroids, for the assignment: it would have to go through registers for it there."""
     wide = row.to(tl.float32)
-    tl.store(half + slot.to(tl.int64) * clusters + c, tl.sum(wide * wide, 1) * 0.5, mask=live)
+    own = tl.sum(wide * wide, 1) * 0.5
+    tl.store(half + slot.to(tl.int64) * clusters + c, own, mask=live)
+    return own
 
 
-@triton.jit(do_not_specialize=["draw"])
+@triton.jit
 def _assign(
-    k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size, draw,
-    S: tl.constexpr, FAR: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    CENTRES: tl.constexpr,
+    k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
+    S: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """Every key to its nearest centroid. Best scores are kept per column of the tile and compared once, at the end.
+    """Every key to its nearest centroid; with FAR also the squared distance.
 
-    With FAR also the squared distance. With DRAWS only that, to the nearest of those of this draw and before, for which
-    it is known.
+    Best scores are kept per column of the tile and compared once, at the end.
     """
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
-    first = 0
-    if DRAWS > 0:
-        first = tl.where(draw > 0, _reached(clusters, draw - 1, DRAWS), 0)
-        clusters = _reached(clusters, draw, DRAWS)
-    if (tl.program_id(1) * TILE < keys) & (first < clusters):
+    if tl.program_id(1) * TILE < keys:
         i = tl.program_id(1) * TILE + tl.arange(0, TILE)
         d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
         m = (i < keys)[:, None] & (d < D)[None, :]
@@ -138,7 +150,7 @@ def _assign(
         tile = tl.zeros((TILE, CENTRES), tl.int32)
         centroid += (bh * most + unit) * D
         half += slot.to(tl.int64) * (S // size)
-        for at in range(first, clusters, CENTRES):
+        for at in range(0, clusters, CENTRES):
             live = at + j < clusters
             at_c = centroid + (at + j)[None, :] * D + d[:, None]
             c = tl.load(at_c, mask=live[None, :] & (d < D)[:, None], other=0.0)
@@ -148,28 +160,24 @@ def _assign(
             best, tile = tl.where(better, score, best), tl.where(better, at, tile)
         top = tl.max(best, 1)
         to = slot.to(tl.int64) * S + i
-        if DRAWS == 0:
-            chosen = tl.min(tl.where(best == top[:, None], tile + j[None, :], S), 1)
-            tl.store(name + to, chosen, mask=i < keys)
-        if FAR or DRAWS > 0:
+        tl.store(name + to, tl.min(tl.where(best == top[:, None], tile + j[None, :], S), 1), mask=i < keys)
+        if FAR:
             x = x.to(tl.float32)
-            away = tl.maximum(tl.sum(x * x, 1) - 2 * top, 0.0)
-            if DRAWS > 0:
-                away = tl.minimum(away, tl.load(far + to, mask=i < keys, other=0.0))
-            tl.store(far + to, away, mask=i < keys)
+            tl.store(far + to, tl.maximum(tl.sum(x * x, 1) - 2 * top, 0.0), mask=i < keys)
 
 
 @triton.jit
 def _means(
-    k, units, centroid, half, name, place, count, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink,
-    size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    k, units, centroid, half, name, place, count, stale, start, length, retired, k_b, k_h, k_s, heads, tokens, most,
+    sink, size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """The mean of every cluster. With RANK also how many keys it has, and of every key how many of it come before."""
+    """The mean of every cluster, where it is `stale`. With RANK also how many keys it has, and of every key how many of
+    it come before."""
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
     c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
-    if (keys > 0) & (tl.program_id(1) * CENTRES < clusters):
+    if (keys > 0) & (tl.program_id(1) * CENTRES < clusters) & (tl.load(stale + slot) != 0):
         i, d = tl.arange(0, TILE), tl.arange(0, DP)
         k += bh // heads * k_b + bh % heads * k_h
         total, members = tl.zeros((CENTRES, DP), tl.float32), tl.zeros((CENTRES,), tl.int32)
@@ -197,16 +205,18 @@ def _means(
 
 @triton.jit
 def _repair(
-    units, name, far, place, count, start, length, retired, heads, tokens, sink, size, S: tl.constexpr,
+    units, name, far, place, count, stale, start, length, retired, heads, tokens, sink, size, S: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Every empty cluster takes a key; `count` then serves to list the empty ones."""
+    """Every empty cluster takes a key; `count` then serves to list the empty ones. Where there is none, none is
+    `stale`."""
     slot = tl.program_id(0)
     _, _, keys, _, _, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
     c, i = tl.arange(0, C), tl.arange(0, S)
     count += slot.to(tl.int64) * (S // size)
     empty = tl.load(count + c, mask=c < tl.where(keys > 0, clusters, 0), other=1) == 0
     lacking = tl.sum(empty.to(tl.int32), 0)
+    tl.store(stale + slot, lacking)
     if lacking > 0:
         at = slot.to(tl.int64) * S + i
         away = tl.load(far + at, mask=i < keys, other=0.0)
@@ -267,8 +277,9 @@ class _Run:
         self.slots, self.clusters = batch * heads * cdiv(tokens, stretch), stretch // size
         new = lambda n, dtype: torch.empty(self.slots * n, dtype=dtype, device=k.device)  # noqa: E731
         self.name, self.place = new(stretch, torch.int32), new(stretch, torch.int32)
-        self.far = torch.full((self.slots * stretch,), float("inf"), device=k.device)
+        self.far, self.square = new(stretch, torch.float32), new(stretch, torch.float32)
         self.half, self.count = new(self.clusters, torch.float32), new(self.clusters, torch.int32)
+        self.stale = torch.ones(self.slots, dtype=torch.int32, device=k.device)
         self.begin = (k, units, centroid, self.half)
         self.at = (heads, tokens, centroid.shape[2], sink, size)
         self.now = (*times, *k.stride()[:3], *self.at)
@@ -279,25 +290,21 @@ class _Run:
 
     def start(self, order: Tensor, draws: int, seed: int) -> None:
         """The first centroids; and `order` of columns that nothing is done with."""
-        few = min(16, next_power_of_2(self.clusters))
-        shape = dict(**self.shape, DRAWS=draws, TILE=few)
-        grid = (self.slots, cdiv(self.clusters, few))
-        _draw[grid](*self.begin, order, *self.now, seed, C=self.clusters, **shape)
-        for draw in range(1, draws):
-            self.assign(draw=draw - 1, draws=draws)
-            _spread[(self.slots,)](
-                *self.begin, self.far, self.place, *self.now, seed, draw, **shape, WIDEST=WIDEST, num_warps=8
-            )
+        few = min(max(16, next_power_of_2(cdiv(self.clusters, draws))), self.centres)
+        _begin[(self.slots,)](
+            *self.begin, self.far, self.square, self.place, order, *self.now, seed, DRAWS=draws, WIDEST=WIDEST,
+            TILE=self.keys // 2, FEW=few, **self.shape, num_warps=8, num_stages=5,
+        )  # fmt: skip
 
-    def assign(self, far: bool = False, draw: int = 0, draws: int = 0) -> None:
+    def assign(self, far: bool) -> None:
         _assign[(self.slots, cdiv(self.shape["S"], self.keys))](
-            *self.begin, self.name, self.far, *self.now, draw, FAR=far, DRAWS=draws, TILE=self.keys,
-            CENTRES=min(16, self.centres) if draws else self.centres, **self.shape, num_warps=8,
+            *self.begin, self.name, self.far, *self.now, FAR=far, TILE=self.keys, CENTRES=self.centres, **self.shape,
+            num_warps=8,
         )  # fmt: skip
 
     def update(self, rank: bool) -> None:
         _means[(self.slots, cdiv(self.clusters, self.centres))](
-            *self.begin, self.name, self.place, self.count, *self.now, RANK=rank, TILE=self.centres,
+            *self.begin, self.name, self.place, self.count, self.stale, *self.now, RANK=rank, TILE=self.centres,
             CENTRES=self.centres, **self.shape,
         )  # fmt: skip
 
@@ -313,10 +320,12 @@ def launch(
     run.start(order, min(DRAWS, run.clusters), seed)
     for i in range(rounds):
         last = i == rounds - 1
-        run.assign(far=last)
+        run.assign(last)
         run.update(last)
     ends = dict(S=stretch, C=next_power_of_2(run.clusters), num_warps=8)
-    _repair[(run.slots,)](units, run.name, run.far, run.place, run.count, *times, heads, tokens, sink, size, **ends)
+    _repair[(run.slots,)](
+        units, run.name, run.far, run.place, run.count, run.stale, *times, heads, tokens, sink, size, **ends
+    )
     run.update(True)
     _order[(run.slots,)](units, first, order, run.name, run.place, run.count, *times, *run.at, **ends)
     _count[(1,)](units, *times, heads, sink, size, batch * heads, S=stretch, N=next_power_of_2(batch * heads))

@@ -1,6 +1,7 @@
 """ClusterKV: clusters of the prompt's keys, retrieved at every step (arXiv 2412.03213)."""
 from dataclasses import dataclass
 
+from torchsparsekv.ops.index._kmeans import WIDEST
 from torchsparsekv.state import Timeline
 from torchsparsekv.zoo._clusters import ClusterMethod
 
@@ -21,8 +22,7 @@ class ClusterKV(ClusterMethod):
     run: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.run, bool) or not isinstance(self.run, int):
-            raise TypeError(f"{self.name}: run must be an int, got {self.run!r}")
+        self.check_int("run", most=WIDEST)
         super().__post_init__()
 
     @property

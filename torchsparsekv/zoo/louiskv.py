@@ -3,6 +3,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchsparsekv.ops.index._kmeans import WIDEST
 from torchsparsekv.zoo._clusters import ClusterMethod
 
 
@@ -35,9 +36,7 @@ class LouisKV(ClusterMethod):
         if not isinstance(self.per_head, bool):
             raise TypeError(f"{self.name}: per_head must be a bool, got {self.per_head!r}")
         for field in ("segment_min", "segment_max"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
+            self.check_int(field, most=WIDEST)
         super().__post_init__()
 
     @property

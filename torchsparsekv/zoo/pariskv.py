@@ -53,12 +53,10 @@ class ParisKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, least in (("update_interval", 1), ("full_threshold", 0), ("seed", 0)):
-            value = self.interval if field == "update_interval" else getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
-            if value < least:
-                raise ValueError(f"{self.name}: {field} must be at least {least}, got {value}")
+        if self.update_interval is not None:
+            self.check_int("update_interval")
+        self.check_int("full_threshold", 0)
+        self.check_int("seed", 0, SEEDS - 1)
         if self.block_size != 1:
             raise ValueError(f"{self.name} retrieves single tokens: block_size must be 1, got {self.block_size}")
         if self.interval > self.window:
@@ -73,8 +71,6 @@ class ParisKV(Method):
             )
         if self.group not in self.GROUPS:
             raise ValueError(f"{self.name}: group must be one of {', '.join(self.GROUPS)}, got {self.group!r}")
-        if self.seed >= SEEDS:
-            raise ValueError(f"{self.name}: seed must be below {SEEDS}, got {self.seed}")
         self._check_shares()
 
     def _check_shares(self) -> None:
@@ -99,6 +95,9 @@ class ParisKV(Method):
         """`_by_length` as the op wants it: in millionths."""
         flat = [(below, round(beta * ONE), round(rho * ONE)) for below, beta, rho in self._by_length()]
         return [x for row in flat for x in row if x is not None]
+
+    def settled(self) -> dict[str, object]:
+        return super().settled() | {"update_interval": self.interval, "ratios": self.ratios}
 
     # ---- what it declares
 

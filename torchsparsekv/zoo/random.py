@@ -18,10 +18,7 @@ class Random(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"{self.name}: seed must be an int, got {self.seed!r}")
-        if not 0 <= self.seed <= LOW:
-            raise ValueError(f"{self.name}: seed must be in 0..{LOW}, got {self.seed}")
+        self.check_int("seed", 0, LOW)
 
     def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
         heads, rows = s.pool.shape[1:3]
