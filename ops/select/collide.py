@@ -213,16 +213,26 @@ def _collide(
 
 
 @triton.jit
+def _candidates(n, beta, least, dense):
+    """As `candidates_of`."""
+    share = ((n.to(tl.int64) * beta + 999999) // 1000000).to(tl.int32)
+    return tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
+
+
+@triton.jit
+def _sums(a, b):
+    """Of both, in the halves of a word: what counts is not work but how many steps wait for one another."""
+    both = tl.sum((a.to(tl.int64) << 32) + b.to(tl.int64), 0)
+    return (both >> 32).to(tl.int32), both.to(tl.int32)
+
+
+@triton.jit
 def _compact(
     scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0,
     beta1, beta2, beta3, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a span to where those of the spans before it end.
-
-    Sums are taken two at a time, in the halves of a word: what counts here is not work but how many steps wait for
-    one another.
-    """
+    """Write the candidates of a span to where those of the spans before it end."""
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
@@ -232,23 +242,18 @@ def _compact(
     span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
     beta = _by_length(n, below0, below1, below2, beta0, beta1, beta2, beta3)
-    share = ((n.to(tl.int64) * beta + 999999) // 1000000).to(tl.int32)
-    count = tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
-    out += bh * capacity
+    count = _candidates(n, beta, least, dense)
+    out, scores = out + bh * capacity, scores + bh * stride
     if (part * span < end) & (count > 0):
         stop = tl.minimum(part * span + span, end)
         row = part * span + tl.arange(0, TILE)
-        scores += bh * stride
         whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
         ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
-        sums = tl.sum(tl.where(total >= count, tl.full((BINS,), 1, tl.int64) << 32, fall.to(tl.int64)), 0)
-        threshold = (sums >> 32).to(tl.int32) - 1
-        room = count - sums.to(tl.int32)  # for keys at the threshold, after those above it
+        reached, beyond = _sums(total >= count, tl.where(total >= count, 0, fall))
+        threshold, room = reached - 1, count - beyond  # for keys at the threshold, after those above it
         before = reach + (bh * BINS + threshold) * parts + p
         over = tl.load(before + parts, mask=p < part, other=0)
-        at = tl.load(before, mask=p < part, other=0) - over
-        sums = tl.sum(over.to(tl.int64) + (at.to(tl.int64) << 32), 0)
-        above, ties = sums.to(tl.int32), (sums >> 32).to(tl.int32)
+        ties, above = _sums(tl.load(before, mask=p < part, other=0) - over, over)
         for first in range(part * span, stop, TILE):
             row = first + tl.arange(0, TILE)
             live = (row >= sink) & (row < stop)
