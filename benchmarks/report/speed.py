@@ -212,10 +212,11 @@ def _stages(plt, source: Result) -> Drawn:
     keys = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades.values()]
     figure.legend(keys, names, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8.5,
                   handlelength=1)  # fmt: skip
+    budget, tokens = source.options["budget"], source.options.get("tokens", 100)
     note = (
         "Median of 9 replays; every call has inputs of its own, so nothing is cached from the call before. Hatched: "
-        "what the fetch takes longer if nearly every block is new. Budget: "
-        f"{source.options['budget']} tokens per kv head and step, beside sink and window."
+        f"what the fetch takes longer if nearly every block is new. Budget: {budget} tokens per kv head and step, "
+        f"{tokens} where single tokens are retrieved, beside sink and window."
     )
     return Drawn(figure, note, (source,))
 
