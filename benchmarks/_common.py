@@ -60,7 +60,7 @@ def build(shape: str, device: torch.device):
 def environment() -> dict:
     """Versions and hardware; what is not installed is not named."""
     out = {"python": platform.python_version(), "torchsparsekv": torchsparsekv.__version__, "torch": torch.__version__}
-    for name in ("triton", "transformers", "flashinfer"):
+    for name in ("triton", "transformers"):
         with contextlib.suppress(ImportError):
             out[name] = importlib.import_module(name).__version__
     if torch.cuda.is_available():

@@ -1,4 +1,5 @@
 """FlashInfer's paged decode attention, to stand beside ours where it is installed."""
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,10 @@ WORKSPACE = 128 << 20  # bytes, as its documentation has it
 
 def installed() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
+
+
+def version() -> str:
+    return importlib.metadata.version("flashinfer-python")
 
 
 def paged_decode(

@@ -194,7 +194,8 @@ def flashinfer_rows(o: Options, context: int, tokens: int, copies: int, device) 
         us = _common.time_graph(calls)
         what = f"attention over {tokens} tokens{name} (beside)"
         speed = tokens * o.kv_heads * o.head_dim * 4 / us / 1e3
-        rows.append({"context": context, "method": "flashinfer", "kernel": what, "us": us, "GB_per_s": speed})
+        row = {"context": context, "method": "flashinfer", "version": _flashinfer.version(), "kernel": what}
+        rows.append({**row, "us": us, "GB_per_s": speed})
     return rows
 
 

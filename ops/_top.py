@@ -1,4 +1,4 @@
-"""The k largest of a row of keys held in registers: shared by page selection and by cache replacement.
+"""The k largest of a row of keys held in registers: shared by selection, cache replacement and k-means.
 
 Rows too long for that have peaks, written along with their scores: the best of every GROUP of them. The k best scores
 lie in the k groups of the highest peaks, of equal ones the lower: were one in another group, each of those k would

@@ -30,17 +30,19 @@ def groups(results: list[Result]) -> list[tuple[list[Result], list[dict]]]:
 
 
 def _one_setting(sources: list[Result], rows: list[dict]) -> None:
-    """A figure cannot tell apart a method under two windows, say: better none than a mean of both."""
-    first: dict[str, dict] = {}
+    """A figure cannot tell apart a method under two windows, say, or before and after a default has changed: better
+    none than a mean of both."""
+    first: dict[tuple, dict | None] = {}
     for r in rows:
         if r["patch"] is None:
             continue
         setting = {k: v for k, v in r["patch"].items() if k != "budget"}
         if r["method"] == STREAMING:
             setting["window"] -= r["budget"]
-        if first.setdefault(r["method"], setting) != setting:
-            names = ", ".join(s.path.name for s in sources)
-            raise ValueError(f"{names}: {r['method']} with {first[r['method']]} and {setting}; report them separately")
+        for of_what, means in (((r["method"],), setting), ((r["method"], r["budget"]), r.get("hyper"))):
+            if first.setdefault(of_what, means) != means:
+                names = ", ".join(s.path.name for s in sources)
+                raise ValueError(f"{names}: {r['method']} with {first[of_what]} and {means}; report them separately")
 
 
 def ordered(values: Iterable) -> list:

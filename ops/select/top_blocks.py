@@ -23,7 +23,7 @@ SCHEMA = (
     "(Tensor scores, int k, Tensor? peaks=None, Tensor? ids=None, Tensor? retired=None, int few=0, int width=0)"
     " -> Tensor"
 )
-WIDEST = 16384  # scores per program at most: 16 registers a thread
+WIDEST = 16384  # scores per program at most: 16 registers a thread without peaks, 64 with them
 WARPS = 8  # of the program of a row with peaks
 
 
@@ -40,8 +40,8 @@ def check(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> None
         _check.dtype((torch.int32,), ids=ids)
         _check.contiguous(ids=ids)
         _check.shape(scores.shape, ids=ids)
-    if retired is None and width:
-        raise ValueError(f"width is that of whole rows; without them it is k, got {width}")
+    if retired is None and (few or width):
+        raise ValueError(f"few and width are of whole rows; without them they are 0, got {few} and {width}")
     if retired is not None:
         _check.counters(scores.shape[0], retired=retired)
         if ids is None or width < k:
