@@ -150,6 +150,7 @@ def test_a_batch_answers_as_its_samples_do_alone(model, tmp_path):
     batched = evaluate(model, tmp_path / "4", methods, samples=6, batch=4)
     assert batched["chain dense"]["score"] == alone["chain dense"]["score"]
     for name in ("chain quest", "chain random", "chain pariskv"):
+        assert batched[name]["retrieval_rate"] == 1
         for what in ("score", "density", "mass", "error", "bytes_per_token"):
             assert batched[name][what] == pytest.approx(alone[name][what])
     outputs = [

@@ -29,7 +29,7 @@ class Runner:
 
     def answer(self, samples: Sequence[Sample], *, probed: bool) -> list[dict]:
         """Everything measured on samples with prompts of one length; what was read is the mean over them."""
-        row: dict[str, Any] = dict.fromkeys(("density", "bytes_per_token", "hit_rate", "mass", "error"))
+        row: dict[str, Any] = dict.fromkeys((*summary.COST, "mass", "error"))
         if not self.handle:
             return [row | x for x in self._generate(samples)]
         self._make_room(len(samples))
@@ -96,6 +96,7 @@ def cost(report, rows: int) -> dict:
         "density": sum(r.attended_per_step for r in sparse) / sum(r.context_per_step for r in sparse),
         "bytes_per_token": sum(r.pool_bytes_read / r.steps for r in sparse) / rows,
         "hit_rate": 1 - fetched / selected if selected else None,
+        "retrieval_rate": sum(r.retrieval_rate for r in sparse) / len(sparse),
     }
 
 

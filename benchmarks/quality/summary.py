@@ -9,11 +9,13 @@ from pathlib import Path
 Z = 1.96  # of a two-sided interval of 95 %
 RESAMPLES = 2000
 CELL = ("task", "length", "method", "budget")
+COST = ("density", "bytes_per_token", "hit_rate", "retrieval_rate")
 ABOUT = (
     "score: mean share of the answers found, with the Wilson 95 % interval (wider than need be where samples score in "
-    "parts). loss: dense minus this, over the same samples, with the bootstrap 95 % interval. density, hits, mass, "
-    "error, and KB read from the pool per token: of the layers that are not dense. mass: attention weight kept; p5: "
-    "mean over samples of the 5th percentile over steps, layers and heads; worst: the smallest of the heads' means."
+    "parts). loss: dense minus this, over the same samples, with the bootstrap 95 % interval. density, hits, retrieves "
+    "(share of the steps that choose anew), mass, error, and KB read from the pool per token: of the layers that are "
+    "not dense. mass: attention weight kept; p5: mean over samples of the 5th percentile over steps, layers and heads; "
+    "worst: the smallest of the heads' means."
 )
 
 
@@ -69,8 +71,8 @@ def _cell(out: dict, rows: list[dict], right: dict, dense: str) -> dict:
     if losses:
         loss_low, loss_high = bootstrap(losses)
         out |= {"loss": statistics.fmean(losses), "loss_low": loss_low, "loss_high": loss_high}
-    for name in ("density", "bytes_per_token", "hit_rate", "seconds"):
-        out[name] = _mean(rows, lambda r, name=name: r[name])  # type: ignore[misc]
+    for name in (*COST, "seconds"):
+        out[name] = _mean(rows, lambda r, name=name: r.get(name))  # type: ignore[misc]
     out["mass"] = _mean(rows, lambda r: r["mass"] and r["mass"]["mean"])
     out["mass_p5"] = _mean(rows, lambda r: r["mass"] and r["mass"]["p5"])
     out["mass_worst"] = _worst(rows)
@@ -100,6 +102,7 @@ def shown(row: dict) -> dict:
         "task": row["task"], "length": row["length"], "method": row["method"], "budget": text(row["budget"], "d"),
         "n": row["samples"], "score": interval("score"), "loss": interval("loss") if "loss" in row else "-",
         "density": text(row["density"], ".3f"), "hits": text(row["hit_rate"], ".2f"),
+        "retrieves": text(row["retrieval_rate"], ".2f"),
         "KB/token": text(row["bytes_per_token"] and row["bytes_per_token"] / 1e3, ".0f"),
         "mass": text(row["mass"], ".3f"), "p5": text(row["mass_p5"], ".3f"), "worst": text(row["mass_worst"], ".3f"),
         "error": text(row["error"], ".3f"), "s": text(row["seconds"], ".1f"),
