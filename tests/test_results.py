@@ -15,6 +15,7 @@ from torchsparsekv.zoo.louiskv import LouisKV
 QUALITY = ROOT / "benchmarks/results/quality"
 FILES = sorted(QUALITY.glob("*.jsonl"))
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
+RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
 
@@ -76,7 +77,14 @@ def test_the_thresholds_of_louiskv():
     assert want in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS], ids=lambda p: p.name)
+def test_the_retrieval_rates_of_louiskv():
+    rates = [[r["retrieval_rate"] for r in read(p)[0] if r.get("method") == "louiskv"] for p in RATES]
+    want = ["retrieval rate", *(f"{statistics.fmean(x):.2f}" for x in rates)]
+    assert [len(x) for x in rates] == [8] * 5
+    assert [want] in tables(ROOT / "benchmarks/results/README.md")
+
+
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
