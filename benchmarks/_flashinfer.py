@@ -6,6 +6,8 @@ from functools import partial
 
 import torch
 
+from torchsparsekv.ops._triton import cdiv
+
 PAGE = 16
 WORKSPACE = 128 << 20  # bytes, as its documentation has it
 
@@ -25,7 +27,7 @@ def paged_decode(
     as in a CUDA graph."""
     import flashinfer
 
-    pages, last = -(-tokens // PAGE), (tokens - 1) % PAGE + 1
+    pages, last = cdiv(tokens, PAGE), (tokens - 1) % PAGE + 1
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     table = torch.randperm(pages, device=device).to(torch.int32)
     ends, lasts = ints(0, pages), ints(last)

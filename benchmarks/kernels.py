@@ -183,10 +183,10 @@ def dense_rows(o: Options, context: int, device) -> list[dict]:
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             add("torch", f"sdpa {name} (beside)", sdpa)
-    return rows + flashinfer_rows(o, context, context, len(pools), device)
+    return rows + [{"context": context, **row} for row in flashinfer_rows(o, context, len(pools), device)]
 
 
-def flashinfer_rows(o: Options, context: int, tokens: int, copies: int, device) -> list[dict]:
+def flashinfer_rows(o: Options, tokens: int, copies: int, device) -> list[dict]:
     """Its attention over so many tokens, by its two kernels; nothing where it is not installed."""
     rows = []
     for name, tensor_cores in (("", False), (" on tensor cores", True)) if _flashinfer.installed() else ():
@@ -194,8 +194,8 @@ def flashinfer_rows(o: Options, context: int, tokens: int, copies: int, device) 
         us = _common.time_graph(calls)
         what = f"attention over {tokens} tokens{name} (beside)"
         speed = tokens * o.kv_heads * o.head_dim * 4 / us / 1e3
-        row = {"context": context, "method": "flashinfer", "version": _flashinfer.version(), "kernel": what}
-        rows.append({**row, "us": us, "GB_per_s": speed})
+        row = {"method": "flashinfer", "version": _flashinfer.version(), "kernel": what, "us": us, "GB_per_s": speed}
+        rows.append(row)
     return rows
 
 
@@ -215,15 +215,15 @@ def run(o: Options, out: Path | None = None) -> dict:
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
     rows = ceilings(device)
+    near = set()
     for context in o.contexts:
-        near = set()
         for name in o.methods:
             bench = Bench(name, o, context, device)
             rows += bench.rows()
             near.add(bench.near)
             del bench
-        for tokens in sorted(near):
-            rows += flashinfer_rows(o, context, tokens, CALLS, device)
         rows += dense_rows(o, context, device)
         torch.cuda.empty_cache()
+    for tokens in sorted(near):  # the same at every context
+        rows += flashinfer_rows(o, tokens, CALLS, device)
     return _common.finish("kernels", rows, dataclasses.asdict(o), out)

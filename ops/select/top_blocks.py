@@ -10,6 +10,7 @@ Rows of the batch whose `retired` is at most `few` return their first `width` id
 result is then `width` wide, at least k.
 """
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,9 +133,19 @@ def _top_of_peaks(
     _put(out + row * width, take, taken, chosen, ids + row * n, n, k, width, WHOLE, K)
 
 
-def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last: tuple) -> Tensor:
+class _Answer(NamedTuple):
+    """How wide it is, and which rows return their first `ids` instead: `per` of them share a counter in `retired`."""
+
+    width: int
+    retired: Tensor | None = None
+    per: int = 1
+    ids: Tensor | None = None
+    few: int = 0
+
+
+def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, answer: _Answer) -> Tensor:
     (rows, n), groups = scores.shape, peaks.shape[-1]
-    retired, per, _, few, width = last
+    width, retired, per, _, few = answer
     lanes = next_power_of_2(k)  # groups that are looked into
     out = torch.empty((rows, width), dtype=torch.int32, device=scores.device)
     scratch = torch.empty((rows, lanes), dtype=torch.int32, device=scores.device)
@@ -146,11 +157,10 @@ def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, last:
     return out
 
 
-def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, last: tuple | None = None) -> tuple[Tensor, Tensor]:
-    """`last`, at the end: `retired`, how many rows share one, all ids, `few` and the width."""
+def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, answer: _Answer) -> tuple[Tensor, Tensor]:
     rows, n = scores.shape
     chunk = cdiv(n, parts)
-    retired, per, all_ids, few, width = last or (None, 1, None, 0, k)
+    width, retired, per, all_ids, few = answer
     out = torch.empty((rows, parts * width), dtype=torch.int32, device=scores.device)
     best = torch.empty((rows, parts * k) if parts > 1 else (1,), dtype=torch.float32, device=scores.device)
     lanes = next_power_of_2(chunk)
@@ -170,18 +180,19 @@ def _parts(n: int, k: int) -> int:
 
 
 def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
-    best, named, all_ids = scores.flatten(0, -2), None, None
+    best, named, answer = scores.flatten(0, -2), None, _Answer(k)
     if ids is not None:
-        named = all_ids = ids.flatten(0, -2)
-    last = None if retired is None else (retired, best.shape[0] // retired.shape[0], all_ids, few, width)
-    shape = (*scores.shape[:-1], max(k, width))
+        named = ids.flatten(0, -2)
+    if retired is not None:
+        answer = _Answer(width, retired, best.shape[0] // retired.shape[0], named, few)
+    shape = (*scores.shape[:-1], answer.width)
     parts = _parts(best.shape[1], k)
     if parts > 1 and peaks is not None and max(next_power_of_2(k) * GROUP, peaks.shape[-1]) <= WIDEST:
-        return _from_peaks(best, peaks, named, k, last or (None, 1, None, 0, k)).view(shape)
+        return _from_peaks(best, peaks, named, k, answer).view(shape)
     while parts > 1:
-        named, best = _launch(best, named, k, parts)
+        named, best = _launch(best, named, k, parts, _Answer(k))
         parts = cdiv(best.shape[1], max(WIDEST, 2 * k))
-    return _launch(best, named, k, 1, last)[0].view(shape)
+    return _launch(best, named, k, 1, answer)[0].view(shape)
 
 
 def fake(scores: Tensor, k: int, peaks=None, ids=None, retired=None, few=0, width: int = 0) -> Tensor:
