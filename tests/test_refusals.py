@@ -295,6 +295,7 @@ ROWS = [
     Row("top_blocks: scores strided", op("top_blocks", scores=strided), ValueError, r"scores must be contiguous"),
     Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"need k >= 1"),
     Row("top_blocks: width", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, None, 0, 9), ValueError, r"few and width are of whole rows"),
+    Row("top_blocks: few", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
     Row("top_blocks: whole without ids", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
     Row("fetch: blocks in int64", op("fetch", blocks=torch.Tensor.long), TypeError, r"blocks must be torch.int32"),
     Row("fetch: more than fit", op("fetch", blocks=lambda b: b.repeat(1, 1, 9)), ValueError, r"blocks do not fit a hot buffer"),

@@ -213,9 +213,11 @@ def test_maps_hold_the_means(plt, evaluated):
     assert image.tolist() == probed[0]["mass"]["heads"]
 
 
-def test_two_settings_are_not_averaged(evaluated, tmp_path):
+@pytest.mark.parametrize("what", ["patch", "hyper"])
+def test_two_settings_are_not_averaged(evaluated, tmp_path, what):
+    """Of what `patch` was told, or of what a default meant."""
     lines = evaluated.read_text().splitlines()
-    other = [json.dumps({**json.loads(x), "patch": {**json.loads(x)["patch"], "sink": 0}}) for x in lines[-1:]]
+    other = [json.dumps({**json.loads(x), what: {**json.loads(x)[what], "sink": 0}}) for x in lines[-1:]]
     path = tmp_path / "two.jsonl"
     path.write_text("\n".join([*lines, *other]) + "\n")
     with pytest.raises(ValueError, match=r"two\.jsonl: random with .* and .*; report them separately"):
