@@ -13,10 +13,10 @@ COLLIDE = importlib.import_module("torchsparsekv.ops.select.collide")
 ENTRY = load_all()["collide"]
 
 
-def arguments(rows: int, ends: list[int], fields: int, alike: bool, seed: int) -> tuple:
+def arguments(rows: int, ends: list[int], fields: int, alike: bool, seed: int, spaces: int = 4) -> tuple:
     """Small integers, so that no sum rounds; `alike`: few kinds of keys, so that most scores are ties."""
     g = torch.Generator().manual_seed(seed)
-    heads, spaces, sink = 2, 4, 3
+    heads, sink = 2, 3
     rotated = torch.randint(-4, 5, (len(ends), heads, fields, spaces * 8), generator=g).float()
     ids = torch.randint(0, 256, (len(ends), heads, rows, spaces), generator=g, dtype=torch.uint8)
     if alike:
@@ -44,3 +44,21 @@ def test_many_chunks_and_spans(resident, rows, share, fields, alike, seed):
         m.setattr(COLLIDE, "RESIDENT", resident)
         got = ENTRY.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args))
     assert torch.equal(got.cpu(), ENTRY.reference(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", [1, 64])
+@pytest.mark.parametrize("spaces", COLLIDE.NATIVE_SPACES)
+@given(
+    rows=st.sampled_from([64, 65, 511, 2049, 9001]), share=st.tuples(*[st.floats(0, 1)] * 2), fields=st.integers(1, 13),
+    alike=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_native(resident, spaces, rows, share, fields, alike, seed):
+    """csrc/collide.cu, and Triton's kernels at the same shapes. Nothing may be left of what the buffers held before."""
+    args = arguments(rows, [round(x * rows) for x in share], fields, alike, seed, spaces)
+    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
+    expected = ENTRY.reference(*args)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(COLLIDE, "RESIDENT", resident)
+        assert torch.equal(ENTRY.cuda(*there).cpu(), expected)
+    assert torch.equal(COLLIDE._by_triton(*there).cpu(), expected)

@@ -12,7 +12,7 @@ import pytest
 import torchsparsekv
 
 ROOT = Path(__file__).resolve().parents[1]
-MAPPED = ("ops", "patches", "benchmarks")
+MAPPED = ("ops", "patches", "benchmarks", "csrc")
 FOLDERS = {"torchsparsekv": "torchsparsekv", **{d: f"torchsparsekv/{d}" for d in MAPPED}}
 NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
@@ -21,7 +21,7 @@ def sources() -> set[str]:
     """Files that belong into a package, named as in the checkout (its links are other names for the same files)."""
     links = {p for p in (ROOT / "torchsparsekv").iterdir() if p.is_symlink()}
     found = {p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") if not links & set(p.parents)}
-    found |= set((ROOT / "benchmarks/recall_model/weights").glob("*"))
+    found |= set((ROOT / "benchmarks/recall_model/weights").glob("*")) | set((ROOT / "csrc").glob("*.cu*"))
     return {p.relative_to(ROOT).as_posix() for p in found} | {"torchsparsekv/py.typed"}
 
 
@@ -52,7 +52,8 @@ def test_sdist_holds_every_module_and_what_building_needs(built):
     with tarfile.open(sdist) as t:
         names = {n.split("/", 1)[1] for n in t.getnames() if "/" in n}
     inside = {n for n in names if n.split("/")[0] in FOLDERS}
-    assert {n for n in inside if Path(n).suffix in (".py", ".typed") or Path(n).parent.name == "weights"} == sources()
+    kinds = (".py", ".typed", ".cu", ".cuh")
+    assert {n for n in inside if Path(n).suffix in kinds or Path(n).parent.name == "weights"} == sources()
     assert names >= {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 

@@ -9,10 +9,12 @@ The best ceil(beta * n) keys are returned in ascending order, ties to the lower 
 (or all, if they are fewer), and all n of them where n <= `dense`. `ratios` says beta and rho for a row of n keys, in
 millionths: (below, beta, rho) three times, for n < below, then (beta, rho) for the rest.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
@@ -27,6 +29,10 @@ CHUNK = 2048  # keys at a time: 32 KiB of ids
 TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
 PACKED = 4  # query heads whose points share a table entry, a byte each
+# What csrc/collide.cu is for; other shapes are left to Triton.
+NATIVE_SPACES = (8, 16, 32)
+NATIVE_PACKS = 3  # tables of 32 KiB in the shared memory of a program
+NATIVE_STEP = 512  # keys at a time
 
 
 def check(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> None:
@@ -276,39 +282,94 @@ def _compact(
 
 
 def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
+    args = rotated, ids, counts, retired, sink, ratios, least, dense, capacity
+    spaces, packs = ids.shape[3], cdiv(rotated.shape[2], PACKED)
+    kernels = None
+    if counts.shape[3] == 256 and spaces in NATIVE_SPACES and packs <= NATIVE_PACKS:
+        kernels = _cuda.load("collide", ids.device, B=spaces, F=rotated.shape[2], BINS=_bins(spaces))
+    return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
+
+
+def _bins(spaces: int) -> int:
+    """One beyond the best score, and the last for keys that do not count."""
+    return next_power_of_2(len(PERCENT) * spaces + 2)
+
+
+class _Scratch(NamedTuple):
+    """What the kernels leave to one another, for `parts` programs a head."""
+
+    table: Tensor
+    scores: Tensor
+    reach: Tensor
+    totals: Tensor
+    out: Tensor
+
+
+def _scratch(ids: Tensor, parts: int, entry: int, centroids: int, packs: int, capacity: int) -> _Scratch:
+    lead, (rows, spaces) = ids.shape[:2], ids.shape[2:]
+    new = lambda shape, dtype: torch.empty((*lead, *shape), dtype=dtype, device=ids.device)  # noqa: E731
+    return _Scratch(
+        new((packs, spaces, centroids * entry), torch.uint8), new((cdiv(rows, 16) * 16,), torch.uint8),
+        new((_bins(spaces), parts), torch.int32), new((_bins(spaces),), torch.int32), new((capacity,), torch.int32),
+    )  # fmt: skip
+
+
+def _by_length_arguments(ratios: list[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Below which numbers of keys, and beta and rho there and beyond."""
+    return tuple(ratios[:9:3]), (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
+
+
+def _by_cuda(kernels, rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
+    """csrc/collide.cu"""
+    batch, heads, rows, spaces = ids.shape
+    fields = rotated.shape[2]
+    packs, all_heads = cdiv(fields, PACKED), batch * heads
+    parts = max(1, min(cdiv(rows, NATIVE_STEP), RESIDENT * sm_count(ids.device) // all_heads))
+    s = _scratch(ids, parts, PACKED, 256, packs, capacity)
+    below, beta, rho = _by_length_arguments(ratios)
+    kernels.launch(
+        "points", (all_heads, spaces, packs), 128 * min(fields, PACKED), rotated, counts, s.table, s.totals, retired,
+        heads, sink, below + rho,
+    )  # fmt: skip
+    kernels.launch(
+        "scores", (all_heads, parts, 1), 512, ids, s.table, s.scores, s.reach, s.totals, retired, heads, rows,
+        s.scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
+    )  # fmt: skip
+    kernels.launch(
+        "compact", (all_heads, parts, 1), 256, s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2],
+        sink, least, dense, capacity, below + beta,
+    )  # fmt: skip
+    return s.out
+
+
+def _by_triton(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
     batch, heads, rows, spaces = ids.shape
     fields, size = rotated.shape[2], counts.shape[3]
-    m = size.bit_length() - 1
-    packs = cdiv(fields, PACKED)
+    packs, all_heads, bins = cdiv(fields, PACKED), batch * heads, _bins(spaces)
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
-    parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), batch * heads)))
+    parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), all_heads)))
     tile = min(TILE, next_power_of_2(cdiv(cdiv(rows, parts), chunk) * chunk))
-    bins = next_power_of_2(6 * spaces + 2)  # one beyond the best score, and the last for keys that do not count
-    new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=ids.device)  # noqa: E731
     # The smaller the entries, the fewer bank conflicts of a lookup.
     pack = min(next_power_of_2(fields), PACKED)
-    table = new((batch * heads, packs, spaces, size * pack), torch.uint8)
-    entries = table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
-    totals, reach = new((batch * heads, bins), torch.int32), new((batch * heads, bins, parts), torch.int32)
-    stride = cdiv(rows, 16) * 16
-    scores, out = new((batch, heads, stride), torch.uint8), new((batch, heads, capacity), torch.int32)
-    below, beta, rho = ratios[:9:3], (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
-    _points[(batch * heads, spaces, packs * pack)](
-        rotated, counts, table, totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces, M=m,
-        BINS=bins, PACK=pack, num_warps=4 if size == 256 else 1,
-        **chained(ids.device, batch * heads * spaces * packs * pack),
+    s = _scratch(ids, parts, pack, size, packs, capacity)
+    entries = s.table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
+    below, beta, rho = _by_length_arguments(ratios)
+    _points[(all_heads, spaces, packs * pack)](
+        rotated, counts, s.table, s.totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces,
+        M=size.bit_length() - 1, BINS=bins, PACK=pack, num_warps=4 if size == 256 else 1,
+        **chained(ids.device, all_heads * spaces * packs * pack),
     )  # fmt: skip
-    _collide[(batch * heads, parts)](
-        ids, entries, scores, reach, totals, retired, heads, rows, stride, sink, F=fields, W=packs, B=spaces, SIZE=size,
-        BINS=bins, CHUNK=chunk, num_warps=max(4, chunk // 128),
-        **chained(ids.device, batch * heads * parts),
+    _collide[(all_heads, parts)](
+        ids, entries, s.scores, s.reach, s.totals, retired, heads, rows, s.scores.shape[2], sink, F=fields, W=packs,
+        B=spaces, SIZE=size, BINS=bins, CHUNK=chunk, num_warps=max(4, chunk // 128),
+        **chained(ids.device, all_heads * parts),
     )  # fmt: skip
-    _compact[(batch * heads, parts)](
-        scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, *below, *beta, BINS=bins,
-        PP=next_power_of_2(parts), CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
-        **chained(ids.device, batch * heads * parts),
+    _compact[(all_heads, parts)](
+        s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2], sink, least, dense, capacity, *below,
+        *beta, BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
+        **chained(ids.device, all_heads * parts),
     )  # fmt: skip
-    return out
+    return s.out
 
 
 def fake(rotated: Tensor, ids: Tensor, counts, retired, sink, ratios, least, dense, capacity: int) -> Tensor:

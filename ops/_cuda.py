@@ -1,0 +1,139 @@
+"""CUDA C++ of csrc/, for what Triton cannot say: compiled when first used, as Triton's kernels are.
+
+By the NVRTC that CUDA builds of torch bring along, and launched through the driver: both have C interfaces, so an
+install needs no compiler and nothing is tied to the binary interface of one torch. Where NVRTC cannot be had, `load`
+returns None, and the op takes its Triton kernels, which give the same results.
+"""
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._triton import chained
+
+_MAX_SHARED, _EARLY = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+_NO_CONTEXT = 201
+SOURCES = files("torchsparsekv") / "csrc"
+# Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
+Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", c_void_p), ("count", c_uint)]  # fmt: skip
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
+    """NVRTC, which torch's own library of that name is linked against and so finds, and the driver."""
+    if not torch.version.cuda:
+        return None
+    major = torch.version.cuda.split(".")[0]
+    for name in (Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so", f"libnvrtc.so.{major}"):
+        try:
+            nvrtc = ctypes.CDLL(str(name))
+            nvrtc.nvrtcCreateProgram  # noqa: B018
+            return nvrtc, ctypes.CDLL("libcuda.so.1")
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def available() -> bool:
+    return _libraries() is not None
+
+
+@functools.cache
+def _headers() -> dict[bytes, bytes]:
+    return {h.name.encode(): h.read_bytes() for h in SOURCES.iterdir() if h.name.endswith(".cuh")}
+
+
+def compiled(nvrtc: ctypes.CDLL, name: str, arch: str, **defines: int) -> bytes:
+    """The machine code of csrc/`name`.cu."""
+    program, size = c_void_p(), c_size_t()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
+    strings = lambda x: (c_char_p * len(x))(*x)  # noqa: E731
+    file, headers = f"{name}.cu", _headers()
+    nvrtc.nvrtcCreateProgram(
+        byref(program), (SOURCES / file).read_bytes(), file.encode(), len(headers), strings(headers.values()),
+        strings(headers.keys()),
+    )  # fmt: skip
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), strings([o.encode() for o in options]))
+    what = "ProgramLog" if failed else "CUBIN"
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, byref(size))
+    answer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, answer)
+    nvrtc.nvrtcDestroyProgram(byref(program))
+    if failed:
+        raise RuntimeError(f"csrc/{name}.cu does not compile for {arch} with {defines}:\n{answer.value.decode()}")
+    return answer.raw
+
+
+class Module:
+    """The kernels of one file, loaded on one device."""
+
+    def __init__(self, driver: ctypes.CDLL, image: bytes, device: torch.device):
+        self.driver, self.device, self.module = driver, device, c_void_p()
+        self.kernels: dict[tuple[str, int], c_void_p] = {}
+        self._do("cuModuleLoadData", byref(self.module), image)
+
+    def launch(
+        self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0
+    ) -> None:
+        """On the current stream, with `shared` bytes of dynamic shared memory."""
+        values = [_argument(a) for a in args]
+        pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        early = _Attribute(_EARLY, 0, (c_int * 16)(1))
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        chain = int(chained(self.device, grid[0] * grid[1] * grid[2])["PDL"])
+        block = (c_uint * 3)(threads, 1, 1)
+        config = _Config((c_uint * 3)(*grid), block, shared, stream, ctypes.addressof(early), chain)
+        self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)
+
+    def _kernel(self, name: str, shared: int) -> c_void_p:
+        if (name, shared) not in self.kernels:
+            kernel = c_void_p()
+            self._do("cuModuleGetFunction", byref(kernel), self.module, name.encode())
+            self._do("cuFuncSetAttribute", kernel, _MAX_SHARED, shared)
+            self.kernels[name, shared] = kernel
+        return self.kernels[name, shared]
+
+    def _do(self, call: str, *args) -> None:
+        error = getattr(self.driver, call)(*args)
+        if error == _NO_CONTEXT:  # a thread that has not used CUDA yet
+            context = c_void_p()
+            self.driver.cuDevicePrimaryCtxRetain(byref(context), torch.cuda.current_device())
+            self.driver.cuCtxSetCurrent(context)
+            error = getattr(self.driver, call)(*args)
+        if error:
+            text = c_char_p()
+            self.driver.cuGetErrorString(error, byref(text))
+            raise RuntimeError(f"{call}: {(text.value or b'unknown error').decode()} ({error})")
+
+
+def _argument(x: Argument):
+    if x is None or isinstance(x, Tensor):
+        return c_void_p(None if x is None else x.data_ptr())
+    if isinstance(x, Sequence):
+        return (c_int * len(x))(*x)
+    return c_float(x) if isinstance(x, float) else c_int(x)
+
+
+@functools.cache
+def load(name: str, device: torch.device, **defines: int) -> Module | None:
+    """The kernels of csrc/`name`.cu for that device, or None where only Triton's can be had."""
+    libraries = _libraries() if device.type == "cuda" else None
+    if libraries is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return Module(libraries[1], compiled(libraries[0], name, f"sm_{major}{minor}", **defines), device)
