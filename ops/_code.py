@@ -38,6 +38,17 @@ def unpacked(word, c0, c1, c2, c3, c4, c5, c6, c7, M: tl.constexpr):
 
 
 @functools.cache
+def level_bytes(m: int) -> tuple[int, ...]:
+    """The fp16 levels of 8 magnitudes for lookups by byte: two words of their low bytes, and two of their high ones."""
+    levels = torch.tensor(quantiser(m)[1]).half().view(torch.int16).tolist()
+    return tuple(
+        sum((x >> shift & 255) << 8 * i for i, x in enumerate(levels[half : half + 4]))
+        for shift in (0, 8)
+        for half in (0, 4)
+    )
+
+
+@functools.cache
 def unpacking(m: int, device: torch.device) -> str:
     """PTX that unpacks a word of 8 codes into 8 fp16 directions; empty where only `unpacked` can.
 
@@ -46,8 +57,6 @@ def unpacking(m: int, device: torch.device) -> str:
     """
     if m != 8 or not compiles(device):
         return ""
-    levels = torch.tensor(quantiser(m)[1]).half().view(torch.int16).tolist()
-    low, high = (sum((x >> shift & 255) << 8 * i for i, x in enumerate(levels)) for shift in (0, 8))
 
     def four(signs: int, out: int) -> str:
         return f"""
@@ -60,11 +69,7 @@ def unpacking(m: int, device: torch.device) -> str:
         prmt.b32 c, a, b, 0x7362;
         mov.b32 {{${out + 2}, ${out + 3}}}, c;"""
 
-    halves = "".join(
-        f"mov.b32 {name}{i}, {(table >> 32 * i) & 0xFFFFFFFF:#x};"
-        for name, table in (("l", low), ("h", high))
-        for i in (0, 1)
-    )
+    halves = "".join(f"mov.b32 {name}, {word:#x};" for name, word in zip(("l0", "l1", "h0", "h1"), level_bytes(m)))
     return f"""{{
         .reg .b32 s, n, a, b, c, g, l0, l1, h0, h1;
         {halves}

@@ -9,9 +9,14 @@ from world import DEVICE
 
 from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops._top import GROUP
 
-COLLIDE = importlib.import_module("torchsparsekv.ops.select.collide")
+COLLIDE, RERANK = (importlib.import_module(f"torchsparsekv.ops.select.{name}") for name in ("collide", "rerank"))
 VARIANTS = {
+    "rerank": [
+        dict(B=b, F=f, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
+        for b in RERANK.NATIVE_SPACES for f in (1, 4, RERANK.NATIVE_FIELDS)
+    ],
     "collide": [dict(B=b, F=f, BINS=COLLIDE._bins(b)) for b in COLLIDE.NATIVE_SPACES for f in (1, 4, 7)],
 }
 

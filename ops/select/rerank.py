@@ -9,8 +9,8 @@ products are the tensor cores'; sums are fp32. The rounding is far below the err
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._code import directions, unpacked, unpacked_by, unpacking, words
+from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops._code import directions, level_bytes, unpacked, unpacked_by, unpacking, words
 from torchsparsekv.ops._lloyd_max import polynomial
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
@@ -18,6 +18,8 @@ from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl,
 
 SCHEMA = "(Tensor rotated, Tensor codes, Tensor weights, Tensor candidates) -> (Tensor, Tensor)"
 TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs
+# What csrc/rerank.cu is for; other shapes are left to Triton. Its programs have a thread for each candidate.
+NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = (8, 16, 32), 8, 128
 
 
 def check(rotated, codes, weights, candidates) -> None:
@@ -73,18 +75,33 @@ def _rerank(
 
 
 def cuda(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
+    lead, total, spaces = candidates.shape[:2], candidates.shape[2], weights.shape[3]
+    fields = rotated.shape[2]
+    out = torch.empty(candidates.shape, dtype=torch.float32, device=codes.device)
+    peaks = torch.empty((*lead, cdiv(total, GROUP)), dtype=torch.float32, device=codes.device)
+    kernels = None
+    if rotated.shape[3] == 8 * spaces and spaces in NATIVE_SPACES and fields <= NATIVE_FIELDS:
+        levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
+        kernels = _cuda.load("rerank", codes.device, B=spaces, F=fields, GROUP=GROUP, **levels)
+    if kernels:
+        rows, all_heads = weights.shape[2], lead[0] * lead[1]
+        grid = (all_heads, cdiv(total, NATIVE_TILE), 1)
+        kernels.launch("rerank", grid, NATIVE_TILE, rotated, codes, weights, candidates, out, peaks, rows, total,
+                       peaks.shape[2])  # fmt: skip
+    else:
+        _by_triton(rotated, codes, weights, candidates, out, peaks)
+    return out, peaks
+
+
+def _by_triton(rotated, codes, weights, candidates, out, peaks) -> None:
     batch, heads, rows, spaces = weights.shape
     total, fields = candidates.shape[2], rotated.shape[2]
     m = rotated.shape[3] // spaces
-    groups = cdiv(total, GROUP)
-    out = torch.empty(candidates.shape, dtype=torch.float32, device=codes.device)
-    peaks = torch.empty((batch, heads, groups), dtype=torch.float32, device=codes.device)
     _rerank[(batch * heads, cdiv(total, TILE))](
-        rotated, words(codes, m), weights, candidates, out, peaks, rows, total, groups, *polynomial(m), F=fields,
-        FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device),
+        rotated, words(codes, m), weights, candidates, out, peaks, rows, total, peaks.shape[2], *polynomial(m),
+        F=fields, FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device),
         GROUP=GROUP, num_warps=4, **chained(codes.device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
-    return out, peaks
 
 
 def fake(rotated: Tensor, codes, weights, candidates: Tensor) -> tuple[Tensor, Tensor]:

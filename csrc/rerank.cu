@@ -1,0 +1,135 @@
+// Stage II of ParisKV, as ops/select/rerank.py specifies it, for subspaces of 8 dimensions and up to 8 query heads.
+//
+// Why not Triton: a dot product does not care in which order it takes the channels. So each thread of four takes a
+// quarter of a candidate's codes, 16 bytes of the usual 64, and they are unpacked right where the tensor cores want
+// them; Triton moves them there through shared memory, and its programs are too large to hide that the rows are
+// scattered all over memory.
+//
+// Set by the compilation: B subspaces (8, 16 or 32), F query heads, GROUP scores that share a peak, and the fp16 bits
+// of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
+
+#include "common.cuh"
+
+constexpr int WARPS = 4, PER_WARP = 32;
+constexpr int WORDS = B / 4;  // of codes, a subspace each, and of weights, that a thread has of a candidate
+constexpr int TILES = PER_WARP / 16, ROWS = 2 * TILES;  // a product is of 16 candidates; those a thread has codes of
+
+#define NOTHING __int_as_float(0xFF800000)  // -inf
+
+static_assert(GROUP == 16, "a product, a peak");
+
+__device__ unsigned lookup(unsigned low, unsigned high, unsigned at) {
+  unsigned x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(low), "r"(high), "r"(at));
+  return x;
+}
+
+__device__ unsigned times(unsigned x, unsigned y) {
+  unsigned z;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+__device__ unsigned halves(float low, float high) {
+  unsigned x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+__device__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The 8 directions behind a word of codes, in pairs, times the weight of their subspace. A code is a sign (1: positive)
+// and a magnitude; `prmt` looks up four of these at a time, and spreads four signs.
+__device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
+  const unsigned at = word & 0x77777777, signs = word << 4;
+  for (int half = 0; half < 2; half++) {
+    const unsigned low = lookup(LOW0, LOW1, at >> 16 * half);
+    const unsigned positive = lookup(signs, word, half ? 0xFBEA : 0xD9C8);
+    const unsigned high = lookup(HIGH0, HIGH1, at >> 16 * half) ^ (~positive & 0x80808080);
+    pairs[2 * half] = times(lookup(low, high, 0x5140), weight);
+    pairs[2 * half + 1] = times(lookup(low, high, 0x7362), weight);
+  }
+}
+
+template <int N>
+struct Words { unsigned at[N]; };
+
+template <int N>  // of 2-byte values, all in one load where that can be
+__device__ Words<N / 2> load(const void* from) {
+  Words<N / 2> x;
+  if constexpr (N == 2) {
+    x.at[0] = *static_cast<const unsigned*>(from);
+  } else if constexpr (N == 4) {
+    const uint2 v = *static_cast<const uint2*>(from);
+    x.at[0] = v.x, x.at[1] = v.y;
+  } else {
+    for (int i = 0; i < N / 8; i++) {
+      const uint4 v = static_cast<const uint4*>(from)[i];
+      x.at[4 * i] = v.x, x.at[4 * i + 1] = v.y, x.at[4 * i + 2] = v.z, x.at[4 * i + 3] = v.w;
+    }
+  }
+  return x;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
+    const float* rotated, const unsigned* codes, const unsigned short* weights, const int* candidates, float* out,
+    float* peaks, int rows, int total, int groups) {
+  const long long bh = blockIdx.x;
+  const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+  const int first = (blockIdx.y * WARPS + threadIdx.x / 32) * PER_WARP;
+  chain();
+  if (first >= total) return;
+  candidates += bh * total, out += bh * total, peaks += bh * groups;
+  codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
+  const int mine = first + lane < total ? candidates[first + lane] : -1;
+  Words<WORDS> word[ROWS] = {};
+  Words<WORDS / 2> weight[ROWS] = {};
+  for (int r = 0; r < ROWS; r++) {
+    const int at = __shfl_sync(ALL, mine, row + 8 * r);
+    if (at >= 0) {
+      word[r] = load<2 * WORDS>(codes + (long long)at * B);
+      weight[r] = load<WORDS>(weights + (long long)at * B);
+    }
+  }
+  unsigned query[B] = {};  // of head number `row`, as the second factor wants it: a word's four pairs in turn
+  if (row < F) {
+    const float4* x = reinterpret_cast<const float4*>(rotated + ((bh * F + row) * B + quarter * WORDS) * 8);
+    for (int i = 0; i < 2 * WORDS; i++) {
+      const float4 v = x[i];
+      query[2 * i] = halves(v.x, v.y), query[2 * i + 1] = halves(v.z, v.w);
+    }
+  }
+  float best[ROWS];
+  for (int tile = 0; tile < TILES; tile++) {
+    float sum[4] = {};
+    for (int w = 0; w < WORDS; w++) {
+      unsigned upper[4], lower[4];
+      const int splat = w % 2 ? 0x3232 : 0x1010;
+      unpack(upper, word[2 * tile].at[w], __byte_perm(weight[2 * tile].at[w / 2], 0, splat));
+      unpack(lower, word[2 * tile + 1].at[w], __byte_perm(weight[2 * tile + 1].at[w / 2], 0, splat));
+      for (int half = 0; half < 2; half++)
+        multiply(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
+                 query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
+    }
+    for (int r = 0; r < 2; r++) {
+      float x = 2 * quarter < F ? sum[2 * r] : NOTHING;
+      if (2 * quarter + 1 < F) x = fmaxf(x, sum[2 * r + 1]);
+      x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+      best[2 * tile + r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+    }
+  }
+  float estimate = best[0];  // of candidate number `row` + 8 * `quarter`
+  for (int r = 1; r < ROWS; r++) estimate = quarter == r ? best[r] : estimate;
+  const int at = row + 8 * quarter;
+  if (__shfl_sync(ALL, mine, at) < 0) estimate = NOTHING;
+  if (first + at < total) out[first + at] = estimate;
+  float peak = fmaxf(estimate, NOTHING);  // NaN is nobody's best
+  for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
+  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+  const int group = first / GROUP + quarter / 2;
+  if (row == 0 && quarter % 2 == 0 && group < groups) peaks[group] = peak;
+}
