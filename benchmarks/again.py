@@ -111,7 +111,7 @@ class Work:
 
     def __init__(self, file: File, results: Path):
         self.file = file
-        self.folder = results / WORK / file.name.replace("/", "-")
+        self.folder = results / WORK / file.name
         self.note = self.folder / "ended.json"
 
     @property
@@ -128,7 +128,10 @@ class Work:
         return None
 
     def clear(self) -> None:
+        """Away with the folder, and with those around it that held nothing else."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.removedirs(self.folder.parent)
 
     def run(self) -> None:
         """Go on with it, to the end; raises where a command fails, the old file then being as it was."""
@@ -193,8 +196,6 @@ def run(results: Path, patterns: Sequence[str] = (), *, dry_run: bool = False, f
     for w in works if fresh else ():
         w.clear()
     failed = make(works)
-    with contextlib.suppress(OSError):  # not there, or others are in the making
-        (results / WORK).rmdir()
     lines = [f"left alone: {name}: {why}" for name, why in left.items()]
     lines += [f"FAILED: {name}: {why}" for name, why in failed.items()]
     print(*lines, f"{len(works) - len(failed)} of {len(files)} made again", sep="\n")

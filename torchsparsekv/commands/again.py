@@ -10,7 +10,7 @@ from torchsparsekv.commands._options import TOLD
 
 NAMES = typer.Argument(None, help="Files to make again, as patterns of their paths in the folder; all unless given.")
 RESULTS = typer.Option(Path("benchmarks/results"), help="The folder of results.")
-DRY_RUN = typer.Option(False, "--dry-run", help="Only tell, a line per file, what would run, go on, be put into place or be left.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Only tell, a line per file, what would become of it.")
 FRESH = typer.Option(False, "--fresh", help="Begin anew, not where an earlier call was stopped or failed.")
 
 
