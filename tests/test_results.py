@@ -1,15 +1,28 @@
-"""What is committed as measured: the files can be read and drawn, and the tables in the READMEs are theirs."""
+"""What is committed as measured: the files hold what their commands ask for and can be drawn, and the tables in the
+READMEs are theirs."""
+import dataclasses
+import html
+import importlib
+import json
 import re
 import shlex
 import statistics
+import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+import typer
 from test_cli import ROOT
 
-from torchsparsekv.benchmarks.quality.store import heads, read
+from torchsparsekv import commands
+from torchsparsekv.benchmarks import _common, recall_pariskv
+from torchsparsekv.benchmarks.quality import run as quality
+from torchsparsekv.benchmarks.quality.options import settings
+from torchsparsekv.benchmarks.quality.store import heads, key, read
 from torchsparsekv.benchmarks.report import scores
 from torchsparsekv.benchmarks.report.load import load
+from torchsparsekv.commands._options import made
 from torchsparsekv.zoo.louiskv import LouisKV
 
 QUALITY = ROOT / "benchmarks/results/quality"
@@ -88,19 +101,95 @@ def test_the_retrieval_rates_of_louiskv():
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
-    (head,) = heads(lines)
-    words = shlex.split(head["command"])
-    assert words[:2] == ["torchsparsekv", "eval"]
-    assert words[words.index("--out") + 1] == path.name
-    assert "/" not in head["command"]
+    for head in heads(lines):
+        words = shlex.split(head["command"])
+        assert words[:2] == ["torchsparsekv", "eval"]
+        assert words[words.index("--out") + 1] == path.name
+        assert "/" not in head["command"]
+
+
+def means(command: str):
+    """The options that a command line gives to its benchmark."""
+    words, at, name = shlex.split(command)[1:], typer.main.get_command(commands.load()), ""
+    while hasattr(at, "commands"):
+        name = words.pop(0)
+        at = at.commands[name]
+    given = at.make_context(name, words).params
+    where = quality if name == "eval" else importlib.import_module(f"torchsparsekv.benchmarks.{name}")
+    return made(where.Options, {k: v for k, v in given.items() if k != "out"})
+
+
+def holds(head: dict, options: dict) -> None:
+    """A head has the options of its command; one that came later is not in an old head, and was not needed."""
+    options = json.loads(json.dumps(options))
+    assert options | head["options"] == head["options"] | options
+
+
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES], ids=lambda p: p.name)
+def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
+    lines, _ = read(path)
+    asked = set()
+    for head in heads(lines):
+        o = means(head["command"])
+        holds(head, dataclasses.asdict(o))
+        cells = product(o.tasks, o.lengths, range(o.samples), settings(o))
+        asked |= {key({"task": t, "length": n, "index": i, **dataclasses.asdict(s)}) for t, n, i, s in cells}
+    found = [key(row) for row in lines if "benchmark" not in row]
+    assert len(found) == len(set(found))
+    assert set(found) == asked
+
+
+# By benchmark: what tells its rows apart, and the values of these that its options ask for.
+CELLS = {
+    "decode": (("method", "context"), lambda o: {
+        ("hf-static", 256), *product(("full", *o.methods), o.contexts),
+        *(("hf-static", n) for n in o.contexts if o.hf_static and n <= 131072),
+    }),
+    "prefill": (("method", "context"), lambda o: {*product(("dense", *o.methods), o.contexts)}),
+    "throughput": (("method", "cap_GiB"), lambda o: {*product(("full", *o.methods), o.caps_gib)}),
+    "patterns": (("method", "pattern", "asked"), lambda o: {
+        *product(o.methods, o.patterns, [str(b or "largest") for b in o.batches])
+    }),
+    "clusters": (("context",), lambda o: {*product({*o.contexts, *o.prompts})}),
+    "kernels": (("method", "context"), lambda o: {  # FlashInfer stands beside where it is installed
+        ("torch", None), *product(("full", "torch", *o.methods), o.contexts)
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(QUALITY.parent.glob("h200_*.json")), ids=lambda p: p.name)
+def test_the_command_of_a_benchmark_asks_for_what_the_file_holds(path):
+    result = json.loads(path.read_text())
+    o = means(result["command"])
+    holds(result, dataclasses.asdict(o))
+    assert shlex.split(result["command"])[-2:] == ["--out", f"benchmarks/results/{path.name}"]
+    columns, asked = CELLS[result["benchmark"]]
+    found = {tuple(r.get(c) for c in columns) for r in result["rows"] if r.get("method") != "flashinfer"}
+    assert found == asked(o)
+
+
+def test_the_command_of_the_drift_asks_for_what_the_file_holds(monkeypatch):
+    result = json.loads((QUALITY.parent / "cpu_drift.json").read_text())
+    words, told = shlex.split(result["command"]), []
+    assert words[:2] == ["python", "benchmarks/recall_pariskv.py"]
+    monkeypatch.setattr(sys, "argv", words[1:])
+    monkeypatch.setattr(recall_pariskv, "drift", lambda o: [])
+    monkeypatch.setattr(_common, "finish", lambda *a: told.append(a))
+    recall_pariskv.main()
+    ((name, _, options, out),) = told
+    assert name == result["benchmark"]
+    assert {**options, "device": "cpu"} == result["options"]
+    assert str(out) == "benchmarks/results/cpu_drift.json"
+    steps = {r["step"] for r in result["rows"]}
+    assert (min(steps), max(steps), len(steps)) == (options["first"], options["steps"], options["points"])
 
 
 def test_the_committed_page_is_of_the_committed_files():
     """Pictures differ with matplotlib's version; the numbers do not."""
     page = (ROOT / "benchmarks/results/report/report.html").read_text()
     assert scores.section(load(FILES)) in page
-    for path in (*FILES, *sorted(FILES[0].parents[1].glob("*.json"))):
-        assert f"<td>{path.name}</td>" in page, "run `make report`"
+    for r in load([*FILES, *QUALITY.parent.glob("*.json")]):
+        assert f"<td>{r.path.name}</td><td>{html.escape('; '.join(r.commands))}</td>" in page, "run `make report`"
 
 
 def test_they_can_be_drawn(tmp_path):

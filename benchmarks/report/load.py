@@ -16,7 +16,7 @@ KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, CLUSTERS, PATTERNS)
 class Result:
     path: Path
     benchmark: str
-    command: str
+    commands: tuple[str, ...]  # one, but where `eval` was told to add to the file
     environment: dict[str, Any]
     options: dict[str, Any]
     rows: list[dict[str, Any]] = field(repr=False)
@@ -68,8 +68,9 @@ def _load(path: Path) -> Result:
     rows = [x for x in lines if "benchmark" not in x] if benchmark == EVAL else head["rows"]
     if not rows:
         raise ValueError(f"{path} has no rows")
-    last = store.heads(lines)[-1]
-    return Result(path, benchmark, last["command"], head["environment"], last["options"], rows, head.get("model", {}))
+    heads = store.heads(lines)
+    commands, options = tuple(dict.fromkeys(h["command"] for h in heads)), heads[-1]["options"]
+    return Result(path, benchmark, commands, head["environment"], options, rows, head.get("model", {}))
 
 
 def _object(path: Path) -> dict:

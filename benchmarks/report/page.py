@@ -64,9 +64,10 @@ def table(rows: list[dict[str, object]], left: int) -> str:
 
 def _sources(results: list[Result]) -> str:
     rows: list[dict[str, object]] = [
-        {"file": r.path.name, "made by": r.command, "model": r.about_model, "on": r.hardware, "with": r.versions}
+        {"file": r.path.name, "made by": "; ".join(r.commands), "model": r.about_model, "on": r.hardware,
+         "with": r.versions}
         for r in results
-    ]
+    ]  # fmt: skip
     return f'<section id="sources"><h2>Sources</h2>{table(rows, left=5)}</section>'
 
 

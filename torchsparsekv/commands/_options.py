@@ -4,6 +4,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -22,6 +23,12 @@ def _parse(name: str, hint: object, given):
         raise ValueError(f"{name} takes {kind.__name__} values with commas between them, got {given!r}") from e
 
 
+def made(options: type, given: dict[str, Any]) -> Any:
+    """The options that a command line means."""
+    hints = typing.get_type_hints(options)
+    return options(**{k: _parse(k, hints[k], v) for k, v in given.items()})
+
+
 def _option(field: dataclasses.Field, hint: object) -> inspect.Parameter:
     many = typing.get_origin(hint) is tuple
     default = ",".join(map(str, field.default)) if many else field.default  # type: ignore[arg-type]
@@ -37,7 +44,7 @@ def add(app: typer.Typer, name: str, options: type, run: Callable, about: str | 
     def command(**given) -> None:
         path = given.pop("out")
         try:
-            run(options(**{k: _parse(k, hints[k], v) for k, v in given.items()}), path)
+            run(made(options, given), path)
         except TOLD as e:
             typer.echo(f"{name}: {e}", err=True)
             raise typer.Exit(2) from e
