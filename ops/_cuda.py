@@ -84,12 +84,10 @@ class Module:
 
     def __init__(self, driver: ctypes.CDLL, image: bytes, device: torch.device):
         self.driver, self.device, self.module = driver, device, c_void_p()
-        self.kernels: dict[tuple[str, int], c_void_p] = {}
+        self.kernels: dict[str, tuple[c_void_p, int]] = {}
         self._do("cuModuleLoadData", byref(self.module), image)
 
-    def launch(
-        self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0
-    ) -> None:
+    def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
         """On the current stream, with `shared` bytes of dynamic shared memory."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
@@ -101,12 +99,14 @@ class Module:
         self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)
 
     def _kernel(self, name: str, shared: int) -> c_void_p:
-        if (name, shared) not in self.kernels:
-            kernel = c_void_p()
+        """Allowed as much dynamic shared memory as any launch has asked for."""
+        kernel, allowed = self.kernels.get(name, (c_void_p(), -1))
+        if allowed < 0:
             self._do("cuModuleGetFunction", byref(kernel), self.module, name.encode())
+        if shared > allowed:
             self._do("cuFuncSetAttribute", kernel, _MAX_SHARED, shared)
-            self.kernels[name, shared] = kernel
-        return self.kernels[name, shared]
+            self.kernels[name] = kernel, shared
+        return kernel
 
     def _do(self, call: str, *args) -> None:
         error = getattr(self.driver, call)(*args)
