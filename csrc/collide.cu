@@ -12,7 +12,7 @@
 constexpr int SIZE = 256, HALF = SIZE / 2, PACK = 4, BANKS = 32;
 constexpr int PACKS = (F + PACK - 1) / PACK, FIELDS = F < PACK ? F : PACK;
 constexpr int BATCH = 4;  // keys of a thread on their way at a time
-constexpr int POINTS_THREADS = HALF * FIELDS, SCORES_THREADS = 512, COMPACT_THREADS = 256;
+constexpr int POINTS_THREADS = HALF * FIELDS, SCORES_THREADS = 512, COMPACT_THREADS = 512;
 constexpr int STEP = SCORES_THREADS;  // spans are multiples of it
 __constant__ int PERCENT[6] = {5, 15, 30, 50, 75, 100};
 
@@ -53,11 +53,12 @@ extern "C" __global__ void __launch_bounds__(POINTS_THREADS) points(
   int c = pair;
   if (field < F) {
     const float* x = rotated + ((bh * F + field) * B + space) * 8;
+    const int* count = counts + (bh * B + space) * SIZE;
+    const int up = count[pair], down = count[SIZE - 1 - pair];
     for (int j = 0; j < 8; j++) s += pair >> j & 1 ? x[j] : -x[j];
     if (s < 0) c = SIZE - 1 - pair;
+    scores[f][pair] = fabsf(s), better[f][pair] = s < 0 ? down : up, worse[f][pair] = s < 0 ? up : down;
     s = fabsf(s);
-    const int* count = counts + (bh * B + space) * SIZE;
-    scores[f][pair] = s, better[f][pair] = count[c], worse[f][pair] = count[SIZE - 1 - c];
   }
   __syncthreads();
   if (field < F) {
@@ -191,26 +192,23 @@ __device__ int scan(int x, int* warps, int& all) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int upto = x;
   for (int d = 1; d < 32; d *= 2) {
-    int before = __shfl_up_sync(ALL, upto, d);
+    const int before = __shfl_up_sync(ALL, upto, d);
     if (lane >= d) upto += before;
   }
   __syncthreads();  // `warps` is free
   if (lane == 31) warps[warp] = upto;
   __syncthreads();
-  int before = 0;
-  all = 0;
-  for (int i = 0; i < COMPACT_THREADS / 32; i++) {
-    if (i < warp) before += warps[i];
-    all += warps[i];
-  }
-  return before + upto - x;
+  const int others = lane < COMPACT_THREADS / 32 ? warps[lane] : 0;
+  all = __reduce_add_sync(ALL, others);
+  return __reduce_add_sync(ALL, lane < warp ? others : 0) + upto - x;
 }
 
 // Bit i: whether byte i of the 16 is above the threshold, or at it.
 __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
-  unsigned four = threshold * 0x01010101, word[4] = {bytes.x, bytes.y, bytes.z, bytes.w}, all = 0;
+  const unsigned four = threshold * 0x01010101, word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  unsigned all = 0;
   for (int i = 0; i < 4; i++) {
-    unsigned hit = at ? __vcmpeq4(word[i], four) : __vcmpgtu4(word[i], four);
+    const unsigned hit = at ? __vcmpeq4(word[i], four) : __vcmpgtu4(word[i], four);
     all |= (hit & 0x01010101) * 0x10204080 >> 28 << 4 * i;
   }
   return all;
@@ -221,41 +219,49 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) compact(
     const unsigned char* scores, const int* reach, const int* totals, int* out, const int* retired, int heads,
     int stride, int sink, int least, int dense, int capacity, Lengths beta) {
   constexpr int TILE = 16 * COMPACT_THREADS;
-  __shared__ int warps[COMPACT_THREADS / 32];
+  __shared__ int warps[COMPACT_THREADS / 32], room_of, above_of, ties_of;
   const long long bh = blockIdx.x;
   const int tid = threadIdx.x, part = blockIdx.y, end = retired[bh / heads], span = span_of(end);
   const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
   const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
   out += bh * capacity, scores += bh * stride, totals += bh * BINS, reach += bh * gridDim.y * BINS;
+  if (tid == 0) above_of = ties_of = 0;
   chain();
   if (part * span < end && count > 0) {
     auto load = [&](int row) {
       return row < stop ? *reinterpret_cast<const uint4*>(scores + row) : make_uint4(0, 0, 0, 0);
     };
-    uint4 ahead = load(part * span + 16 * tid);
-    const int reached = __syncthreads_count(tid < BINS && totals[tid] >= count);  // they fall, to 0 beyond the best score
-    const int threshold = reached - 1, room = count - totals[reached];  // for keys at the threshold, after those above
-    int above = 0, ties = 0, all;
+    uint4 next = load(part * span + 16 * tid);
+    const int total = tid < BINS ? totals[tid] : 0;  // they fall, to 0 beyond the best score
+    const int reached = __syncthreads_count(tid < BINS && total >= count), threshold = reached - 1;
+    if (tid == reached) room_of = count - total;  // for keys at the threshold, after those above it
+    int above = 0, ties = 0;
     for (int p = tid; p < part; p += COMPACT_THREADS) {
-      int over = reach[p * BINS + reached];
+      const int over = reach[p * BINS + reached];
       above += over, ties += reach[p * BINS + threshold] - over;
     }
-    scan(above, warps, all), above = all;
-    scan(ties, warps, all), ties = all;
+    if (tid / 32 * 32 < part) {
+      above = __reduce_add_sync(ALL, above), ties = __reduce_add_sync(ALL, ties);
+      if (tid % 32 == 0) atomicAdd(&above_of, above), atomicAdd(&ties_of, ties);
+    }
+    __syncthreads();
+    above = above_of, ties = ties_of;
+    const int room = room_of;
     for (int first = part * span; first < stop; first += TILE) {
       const int row = first + 16 * tid;
-      const uint4 s = ahead;
-      ahead = load(row + TILE);
+      const uint4 s = next;
+      next = load(row + TILE);
       const unsigned from = min(max(sink - row, 0), 16), to = min(max(stop - row, 0), 16);
       const unsigned live = (1u << to) - 1 & ~((1u << from) - 1);
       const unsigned more = bits(s, threshold, false) & live, tie = bits(s, threshold, true) & live;
+      int all;
       const int before = scan(__popc(more) + (__popc(tie) << 16), warps, all);  // a tile has fewer than 2^15 keys
-      int over = above + (before & 0xFFFF), at = ties + (before >> 16);
+      int over = above + (before & 0xFFFF), level = ties + (before >> 16);
       for (unsigned left = more | tie; left; left &= left - 1) {
         const int i = __ffs(left) - 1;
         const bool is_tie = tie >> i & 1;
-        if (!is_tie || at < room) out[over + min(at, room)] = row + i;
-        is_tie ? at++ : over++;
+        if (!is_tie || level < room) out[over + min(level, room)] = row + i;
+        is_tie ? level++ : over++;
       }
       above += all & 0xFFFF, ties += all >> 16;
     }

@@ -336,7 +336,7 @@ def _by_cuda(kernels, rotated, ids, counts, retired, sink, ratios, least, dense,
         s.scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
     )  # fmt: skip
     kernels.launch(
-        "compact", (all_heads, parts, 1), 256, s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2],
+        "compact", (all_heads, parts, 1), 512, s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2],
         sink, least, dense, capacity, below + beta,
     )  # fmt: skip
     return s.out
