@@ -2,8 +2,8 @@
 //
 // Why not Triton: all that counts is that every byte is asked for early and once. Here a warp takes 16 blocks at a
 // time, and their digests go from memory straight to where the tensor cores want them: a product does not mind in which
-// order it takes the channels, so a thread loads 16 of them that lie side by side, and the queries are laid out to match.
-// No shared memory, no barrier, nothing to wait for but the memory; and that is set to work before the wait for earlier
+// order it takes the channels, so a thread loads 16 that lie side by side, and the queries are laid out to match. No
+// shared memory, no barrier, nothing to wait for but the memory; and that is set to work before the wait for earlier
 // kernels is over, though they may still write some of the digests: the L2 cache is where they write them.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads per kv head, BOX (a spread per channel in fp8,
