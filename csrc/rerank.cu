@@ -9,6 +9,7 @@
 // of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
 
 #include "common.cuh"
+#include "tensor.cuh"
 
 constexpr int WARPS = 4, PER_WARP = 32;
 constexpr int WORDS = B / 4;  // of codes, a subspace each, and of weights, that a thread has of a candidate
@@ -30,18 +31,6 @@ __device__ unsigned times(unsigned x, unsigned y) {
   return z;
 }
 
-__device__ unsigned halves(float low, float high) {
-  unsigned x;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-}
-
-__device__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // The 8 directions behind a word of codes, in pairs, times the weight of their subspace. A code is a sign (1: positive)
 // and a magnitude; `prmt` looks up four of these at a time, and spreads four signs.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
@@ -56,11 +45,11 @@ __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
 }
 
 template <int N>
-struct Words { unsigned at[N]; };
+struct Run { unsigned at[N]; };
 
 template <int N>  // of 2-byte values, all in one load where that can be
-__device__ Words<N / 2> load(const void* from) {
-  Words<N / 2> x;
+__device__ Run<N / 2> load(const void* from) {
+  Run<N / 2> x;
   if constexpr (N == 2) {
     x.at[0] = *static_cast<const unsigned*>(from);
   } else if constexpr (N == 4) {
@@ -86,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
   candidates += bh * total, out += bh * total, peaks += bh * groups;
   codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
   const int mine = first + lane < total ? candidates[first + lane] : -1;
-  Words<WORDS> word[ROWS] = {};
-  Words<WORDS / 2> weight[ROWS] = {};
+  Run<WORDS> word[ROWS] = {};
+  Run<WORDS / 2> weight[ROWS] = {};
   for (int r = 0; r < ROWS; r++) {
     const int at = __shfl_sync(ALL, mine, row + 8 * r);
     if (at >= 0) {
@@ -112,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
       unpack(upper, word[2 * tile].at[w], __byte_perm(weight[2 * tile].at[w / 2], 0, splat));
       unpack(lower, word[2 * tile + 1].at[w], __byte_perm(weight[2 * tile + 1].at[w / 2], 0, splat));
       for (int half = 0; half < 2; half++)
-        multiply(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
-                 query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
+        multiply_add(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
+                     query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
     }
     for (int r = 0; r < 2; r++) {
       float x = 2 * quarter < F ? sum[2 * r] : NOTHING;

@@ -11,14 +11,21 @@ from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
 
-COLLIDE, RERANK = (importlib.import_module(f"torchsparsekv.ops.select.{name}") for name in ("collide", "rerank"))
+BOUNDS, COLLIDE, RERANK = (
+    importlib.import_module(f"torchsparsekv.ops.select.{name}") for name in ("bound_scores", "collide", "rerank")
+)
 VARIANTS = {
+    "bound_scores": [
+        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS)
+        for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
+    ],
     "rerank": [
         dict(B=b, F=f, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
         for b in RERANK.NATIVE_SPACES for f in (1, 4, RERANK.NATIVE_FIELDS)
     ],
     "collide": [dict(B=b, F=f, BINS=COLLIDE._bins(b)) for b in COLLIDE.NATIVE_SPACES for f in (1, 4, 7)],
-}
+}  # fmt: skip
+OLDEST = {"bound_scores": "sm_{}{}".format(*BOUNDS.NATIVE_CAPABILITY)}  # others from the oldest on that is supported
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +44,10 @@ def test_every_source_has_its_variants():
     assert {p.name.removesuffix(".cu") for p in _cuda.SOURCES.iterdir() if p.name.endswith(".cu")} == set(VARIANTS)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_sources_compile(nvrtc, name, arch):
+def test_sources_compile(nvrtc, name, newest):
+    arch = "sm_90" if newest else OLDEST.get(name, "sm_80")
     for defines in VARIANTS[name]:
         assert _cuda.compiled(nvrtc, name, arch, **defines)[:4] == b"\x7fELF"
 

@@ -7,15 +7,22 @@ both are matrix products, which the tensor cores do while the digests stream by.
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED
 
 SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> (Tensor, Tensor)"
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
+# What csrc/bound_scores.cu is for, on GPUs that convert fp8; other shapes are left to Triton.
+NATIVE_CAPABILITY = (8, 9)
+NATIVE_DIMS = (64, 128, 256)
+NATIVE_QUERIES = 2048  # channels of all query heads of a kv head, what registers have room for, and ...
+NATIVE_GROUP = 16  # ... query heads
+NATIVE_WARPS = 8  # per program, each with 16 blocks (a GROUP) at a time
+RESIDENT = 2  # programs per multiprocessor: with more of them they could not be launched early
 
 
 def check(q, centre, spread, retired, sink, block_size) -> None:
@@ -93,15 +100,52 @@ def _dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
+def _native(q: Tensor, centre: Tensor, spread: Tensor) -> _cuda.Module | None:
+    """The kernels of csrc/bound_scores.cu, where these arguments are what it is for."""
+    d, group, box = centre.shape[-1], q.shape[1] // centre.shape[1], spread.shape[-1] > 1
+    halves = q.dtype in (torch.float16, torch.bfloat16)
+    typed = halves and centre.dtype == FP8 and spread.dtype == (FP8 if box else torch.float32)
+    fits = d in NATIVE_DIMS and group <= min(NATIVE_GROUP, NATIVE_QUERIES // d)
+    aligned = not any(t.data_ptr() % 16 for t in (q, centre, spread)) and not any(x % 8 for x in q.stride()[:2])
+    if not (typed and fits and aligned and q.is_cuda):
+        return None
+    if torch.cuda.get_device_capability(q.device) < NATIVE_CAPABILITY:
+        return None
+    types = dict(BOX=int(box), BF16=int(q.dtype == torch.bfloat16))
+    return _cuda.load("bound_scores", q.device, D=d, G=group, WARPS=NATIVE_WARPS, **types)
+
+
+def _results(centre: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, blocks, _ = centre.shape
+    return tuple(centre.new_empty((*lead, n), dtype=torch.float32) for n in (blocks, cdiv(blocks, GROUP)))
+
+
 def cuda(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
+    args = q, centre, spread, retired, sink, block_size
+    kernels = _native(q, centre, spread)
+    return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
+
+
+def _by_cuda(kernels, q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
+    """csrc/bound_scores.cu"""
+    batch, heads, blocks, _ = centre.shape
+    out, peaks = _results(centre)
+    parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
+    kernels.launch(
+        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, out, peaks, retired, q.stride(0),
+        q.stride(1), heads, blocks, sink // block_size, block_size,
+    )  # fmt: skip
+    return out, peaks
+
+
+def _by_triton(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
     batch, heads, blocks, d = centre.shape
-    out = torch.empty((batch, heads, blocks), dtype=torch.float32, device=q.device)
-    group, groups = q.shape[1] // heads, cdiv(blocks, GROUP)
-    peaks = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
+    out, peaks = _results(centre)
+    group = q.shape[1] // heads
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, out, peaks, retired, q.stride(0), q.stride(1), heads, blocks, groups, sink // block_size,
-        BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d),
-        P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
+        q, centre, spread, out, peaks, retired, q.stride(0), q.stride(1), heads, blocks, peaks.shape[2],
+        sink // block_size, BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
         LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
         num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip
@@ -109,8 +153,7 @@ def cuda(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
 
 
 def fake(q: Tensor, centre: Tensor, *_) -> tuple[Tensor, Tensor]:
-    *lead, blocks, _ = centre.shape
-    return tuple(q.new_empty((*lead, n), dtype=torch.float32) for n in (blocks, cdiv(blocks, GROUP)))
+    return _results(centre)
 
 
 bound_scores = register("bound_scores", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
