@@ -21,8 +21,8 @@ from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.index.append import append
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.collide import collide
+from torchsparsekv.ops.select.earn_points import earn_points
 from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.ops.select.rotate_query import rotate_query
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.state import Clock, Geometry, LayerState
 
@@ -139,20 +139,23 @@ class ParisKVStages:
 
     @staticmethod
     def select(b: Bench) -> list[dict]:
-        m, retired, heads = b.method, b.clock.retired, b.o.kv_heads
+        m, retired = b.method, b.clock.retired
         capacity, dense = m.sizes(b.context)
-        rotate = lambda i, s: rotate_query(b.q[i], heads, m.group == "mean", m.seed)  # noqa: E731
-        rotated = [rotate(i, s) for i, s in enumerate(b.states)]
+
+        def points(i, s):
+            return earn_points(b.q[i], s.counts, retired, m.sink, m.ratios, m.group == "mean", m.seed)
+
+        rotated, earned = zip(*(points(i, s) for i, s in enumerate(b.states)))
 
         def stage_1(i, s):
-            return collide(rotated[i], s.ids, s.counts, retired, m.sink, m.ratios, m.budget, dense, capacity)
+            return collide(earned[i], s.ids, retired, m.sink, m.ratios, m.budget, dense, capacity)
 
         candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
         stage_2 = lambda i, s: rerank(rotated[i], s.codes, s.weights, candidates[i])  # noqa: E731
         scores, peaks = zip(*(stage_2(i, s) for i, s in enumerate(b.states)))
         found = int((candidates[0] >= 0).sum())
         return [
-            b.row("rotate query", rotate),
+            b.row("points", points),
             b.row("collide", stage_1, b.states[0].ids.nbytes),
             b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * b.states[0].weights.shape[-1])),
             b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, peaks[i], candidates[i])),

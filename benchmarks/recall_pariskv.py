@@ -27,9 +27,9 @@ from torch import Tensor
 
 from torchsparsekv.benchmarks import _common
 from torchsparsekv.ops.index.encode_keys import encode_keys
-from torchsparsekv.ops.select.collide import candidates_of, collide, pair, points
+from torchsparsekv.ops.select.collide import candidates_of, collide
+from torchsparsekv.ops.select.earn_points import earn_points, pair, points
 from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.ops.select.rotate_query import rotate_query
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.zoo.pariskv import ParisKV
 
@@ -131,13 +131,13 @@ class Index:
     def choose(self, q: Tensor, k: int, group: str) -> tuple[Tensor, Tensor]:
         """(candidates, chosen) ids of one step; q [heads * group, d]."""
         x = q.to(self.pool)[None, :, None]
-        rotated = rotate_query(x, self.pool.shape[1], group == "mean", self.method.seed)
         retired = torch.tensor([self.end], dtype=torch.int32, device=x.device)
-        room = candidates_of(self.end, self.method.ratios, k, 0)
+        ratios, seed = self.method.ratios, self.method.seed
+        rotated, earned = earn_points(x, self.counts, retired, 0, ratios, group == "mean", seed)
+        room = candidates_of(self.end, ratios, k, 0)
         rows = slice(0, self.end)
         ids, codes, weights = (t[:, :, rows].contiguous() for t in (self.ids, self.codes, self.weights))
-        ratios = self.method.ratios
-        some = collide(rotated, ids, self.counts, retired, 0, ratios, k, 0, self.end)[..., :room].contiguous()
+        some = collide(earned, ids, retired, 0, ratios, k, 0, self.end)[..., :room].contiguous()
         estimates, peaks = rerank(rotated, codes, weights, some)
         return some[0].cpu(), top_blocks(estimates, k, peaks, some)[0].cpu()
 

@@ -2,11 +2,18 @@
 
 constexpr unsigned ALL = 0xFFFFFFFF;  // threads of a warp
 
-// Programmatic dependent launch: the kernels before this one are done; the next one may come. Whatever a kernel reads
-// ahead of this must be older than the kernel before it, which waited in the same way.
+// Programmatic dependent launch: the kernels before this one are done; the next one may come. What a kernel reads
+// ahead of this must be older than the kernel before it, if that one waited in the same way; so only what comes from
+// before an earlier kernel of the same op may be.
 __device__ inline void chain() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+struct Lengths { int below[3], share[4]; };  // a share of a row, in millionths, by its number of keys
+
+__device__ inline long long by_length(const Lengths& x, int n) {
+  return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }

@@ -98,10 +98,6 @@ def _encode_keys(w: World):
     return (_integers(w.k), pool, ids, codes, weights, counts, *times, w.interval, m, w.seed)
 
 
-def _rotate_query(w: World):
-    return (w.q[:, :, :1], w.heads, w.seed % 2 == 0, w.seed)
-
-
 def _encoded(w: World, m: int):
     """Ids, codes and weights of all rows, and how often each id occurs among the retrievable ones."""
     ids, codes, weights = encode(w.truth[:, :, :, 0], m, w.seed)
@@ -112,17 +108,24 @@ def _encoded(w: World, m: int):
     return ids, codes, weights, counts
 
 
+def _earn_points(w: World):
+    _, _, _, counts = _encoded(w, (8, 4, 2)[w.seed % 3])
+    group = (1, w.group, 5, 11)[w.seed // 3 % 4]
+    q = _integers(torch.randn(w.batch, w.heads * group, 1, w.dim, generator=w.g)).to(w.dtype)
+    ratios = [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, 0, (400_000, 1_000_000)[w.seed // 5 % 2]]
+    return (q, counts, w.retired, w.sink, ratios, w.seed % 2 == 0, w.seed)
+
+
 def _collide(w: World):
     m = max((8, 4, 2)[w.seed % 3], 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
-    ids, _, _, counts = _encoded(w, m)
-    fields = (1, w.group, 5, 11)[w.seed // 3 % 4]
-    size = 1 << (w.dim - 1).bit_length()
-    rotated = _integers(torch.randn(w.batch, w.heads, fields, size, generator=w.g))
+    ids = _encoded(w, m)[0]
+    packs = 1 + w.seed // 3 % 3
+    earned = torch.randint(0, 7, (w.batch, w.heads, packs, 1 << m, ids.shape[3], 4), generator=w.g, dtype=torch.uint8)
     beta, rho = (100_000, 333_333, 1_000_000)[w.seed // 2 % 3], (400_000, 1_000_000)[w.seed // 5 % 2]
     ratios = [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, beta, rho]
     least, dense = w.seed % 7, (0, w.rows // 2)[w.seed // 7 % 2]
     capacity = candidate_capacity(w.rows, ratios, least, dense) + w.seed % 2
-    return (rotated, ids, counts, w.retired, w.sink, ratios, least, dense, capacity)
+    return (earned, ids, w.retired, w.sink, ratios, least, dense, capacity)
 
 
 def _rerank(w: World):
@@ -266,7 +269,7 @@ OPS = {
     "bound_scores": _bound_scores,
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
-    "rotate_query": _rotate_query,
+    "earn_points": _earn_points,
     "collide": _collide,
     "rerank": _rerank,
     "attention_mass": _attention_mass,

@@ -23,7 +23,11 @@ VARIANTS = {
         dict(B=b, F=f, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
         for b in RERANK.NATIVE_SPACES for f in (1, 4, RERANK.NATIVE_FIELDS)
     ],
-    "collide": [dict(B=b, F=f, BINS=COLLIDE._bins(b)) for b in COLLIDE.NATIVE_SPACES for f in (1, 4, 7)],
+    "earn_points": [
+        dict(B=b, F=f, G=g, D=d, KIND=kind)
+        for b, d in ((8, 48), (16, 128), (32, 256)) for f, g in ((1, 4), (4, 1), (7, 1)) for kind in (0, 1, 2)
+    ],
+    "collide": [dict(B=b, PACKS=p, BINS=COLLIDE._bins(b)) for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)],
 }  # fmt: skip
 OLDEST = {"bound_scores": "sm_{}{}".format(*BOUNDS.NATIVE_CAPABILITY)}  # others from the oldest on that is supported
 
@@ -58,11 +62,11 @@ def test_a_source_that_does_not_compile_says_so(nvrtc):
 
 
 def test_without_a_cuda_device_triton_is_left():
-    assert _cuda.load("collide", torch.device("cpu"), B=16, F=4, BINS=128) is None
+    assert _cuda.load("collide", torch.device("cpu"), B=16, PACKS=1, BINS=128) is None
 
 
 @pytest.mark.gpu
 def test_ops_take_their_native_kernels():
     """So that a library that cannot be loaded is not mistaken for one that is slow."""
     assert load_all()
-    assert _cuda.load("collide", DEVICE, B=16, F=4, BINS=128) is not None
+    assert _cuda.load("collide", DEVICE, B=16, PACKS=1, BINS=128) is not None

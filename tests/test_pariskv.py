@@ -13,9 +13,9 @@ from torchsparsekv.ops._code import directions
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._srht import turned
 from torchsparsekv.ops.index.encode_keys import encode
-from torchsparsekv.ops.select.collide import ONE, candidate_capacity, candidates_of, collide
+from torchsparsekv.ops.select.collide import candidate_capacity, candidates_of, collide
+from torchsparsekv.ops.select.earn_points import ONE, earn_points, rotated_query
 from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.ops.select.rotate_query import rotate_query
 from torchsparsekv.state import Clock, Geometry, LayerState
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_metadata_is_112_bytes_a_token():
 def estimates(keys, q, m=8):
     _, codes, weights = (t[None, None] for t in encode(keys, m, seed=0))
     every = torch.arange(len(keys), dtype=torch.int32)[None, None]
-    return rerank(rotate_query(q[None, None, None], 1, True, 0), codes, weights, every)[0][0, 0]
+    return rerank(rotated_query(q[None, None, None], 1, True, 0), codes, weights, every)[0][0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,9 +95,8 @@ def test_estimator_follows_the_inner_product(kind, dim, dtype):
     keys = (torch.randn(4096, dim, generator=g) if kind == "random" else clustered(4096, dim, g)).to(dtype)
     correlations, errors, biases = [], [], []
     for i in range(8):
-        q = keys[i].float() + torch.randn(dim, generator=g)
-        true = keys.float() @ q.to(dtype).float()
-        got = estimates(keys, q.to(dtype))
+        q = (keys[i].float() + torch.randn(dim, generator=g)).to(dtype)
+        true, got = keys.float() @ q.float(), estimates(keys, q)
         correlations.append(float(torch.corrcoef(torch.stack([got, true]))[0, 1]))
         errors.append(float((got - true).abs().mean() / true.abs().mean()))
         biases.append(float((got - true).mean() / true.abs().mean()))
@@ -124,7 +123,7 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
     levels = quantiser(8)[1]
     candidates = torch.randperm(300, generator=g)[:90].sort().values
     for mean in (True, False):
-        rotated = rotate_query(q, 1, mean, 0)
+        rotated = rotated_query(q, 1, mean, 0)
         plain = []
         for i in candidates.tolist():
             per_query = []
@@ -181,7 +180,7 @@ def test_stage_one_is_equation_15(beta, rho, queries, m):
     retired = torch.tensor([200, 131, 4, 3, 3 + 64], dtype=torch.int32)
     keys = torch.stack([clustered(heads * rows, dim, g).view(heads, rows, dim) for _ in retired])
     ids, _, _ = encode(keys, m, 0)
-    rotated = _integers(torch.randn(len(retired), heads, queries, dim, generator=g))
+    q = _integers(torch.randn(len(retired), heads * queries, 1, dim, generator=g))
     counts = torch.zeros(len(retired), heads, dim // m, 1 << m, dtype=torch.int32)
     for b, end in enumerate(retired.tolist()):
         for i in range(sink, end):
@@ -190,7 +189,9 @@ def test_stage_one_is_equation_15(beta, rho, queries, m):
     ratios = [10, ONE, ONE, 20, ONE, ONE, 70, 500_000, 500_000, beta, rho]
     for least, dense in ((0, 0), (20, 0), (5, 64)):
         capacity = candidate_capacity(rows, ratios, least, dense)
-        got = collide(rotated, ids, counts, retired, sink, ratios, least, dense, capacity)
+        rotated, earned = earn_points(q, counts, retired, sink, ratios, False, 0)
+        got = collide(earned, ids, retired, sink, ratios, least, dense, capacity)
+        rotated = (rotated * dim**0.5).round()  # sums of integers, scaled
         for b, end in enumerate(retired.tolist()):
             n = end - sink
             share = (beta, rho) if n >= 70 else (500_000, 500_000) if n >= 20 else (ONE, ONE)
@@ -267,7 +268,7 @@ def test_index_is_that_of_the_retired_keys_at_every_step(lengths, dim):
 def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
     method = make_method("pariskv", **SMALL, beta=0.5, rho=0.6, group=group)
     for s, _, q, chosen in driven(method, [80, 47], 3):
-        rotated = rotate_query(q, 2, group == "mean", 0)
+        rotated = rotated_query(q, 2, group == "mean", 0)
         for b in range(2):
             end = int(s.clock.retired[b])
             for h in range(2):

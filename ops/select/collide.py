@@ -1,64 +1,44 @@
 """The keys whose subspaces collide most with the query: a fixed share of them, found without sorting (ParisKV, eq. 15).
 
-In every subspace the keys are ranked by the score of their centroid against the query. A key gets 6, 5, 4, 3, 2 or 1
-points if the keys of strictly better centroids are fewer than 5, 15, 30, 50, 75 or 100 % of the first `rho` of all n
-retrievable keys (rounded up); buckets are never split, so equal centroid scores earn the same. Its score is the sum
-over the subspaces, or the largest such sum of the query heads where `rotated` has several.
+The score of a key is the sum of what its centroids earn (`earned`, of earn_points), or the largest such sum of the
+query heads where these choose apart.
 
 The best ceil(beta * n) keys are returned in ascending order, ties to the lower index, -1 behind them: at least `least`
 (or all, if they are fewer), and all n of them where n <= `dense`. `ratios` says beta and rho for a row of n keys, in
 millionths: (below, beta, rho) three times, for n < below, then (beta, rho) for the rest.
 """
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops.select import earn_points as _points
+from torchsparsekv.ops.select.earn_points import ONE, PACKED, by_length, by_length_of, pair
 
 SCHEMA = (
-    "(Tensor rotated, Tensor ids, Tensor counts, Tensor retired, int sink, int[] ratios, int least, int dense, "
-    "int capacity) -> Tensor"
+    "(Tensor earned, Tensor ids, Tensor retired, int sink, int[] ratios, int least, int dense, int capacity) -> Tensor"
 )
-PERCENT = (5, 15, 30, 50, 75, 100)
-ONE = 1_000_000
-MOST_SPACES = 254 // len(PERCENT)  # scores are one byte, and one value is kept for keys that do not count
+MOST_SPACES = 254 // len(_points.PERCENT)  # scores are one byte, and one value is kept for keys that do not count
 CHUNK = 2048  # keys at a time: 32 KiB of ids
 TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
-PACKED = 4  # query heads whose points share a table entry, a byte each
 # What csrc/collide.cu is for; other shapes are left to Triton.
-NATIVE_SPACES = (8, 16, 32)
 NATIVE_PACKS = 3  # tables of 32 KiB in the shared memory of a program
 NATIVE_STEP = 512  # keys at a time
 
 
-def check(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> None:
-    _check.dtype((torch.float32,), rotated=rotated)
-    _check.dtype((torch.uint8,), ids=ids)
-    _check.dtype((torch.int32,), counts=counts)
-    _check.contiguous(rotated=rotated, ids=ids, counts=counts)
+def check(earned, ids, retired, sink, ratios, least, dense, capacity) -> None:
+    _check.dtype((torch.uint8,), earned=earned, ids=ids)
+    _check.contiguous(earned=earned, ids=ids)
     _check.counters(ids.shape[0], retired=retired)
-    spaces = ids.shape[3]
-    m = rotated.shape[3] // spaces
-    _check.shape((*ids.shape[:2], spaces, 1 << m), counts=counts)
-    _check.shape((*ids.shape[:2], rotated.shape[2], spaces * m), rotated=rotated)
-    if len(ratios) != 11 or min(ratios) < 0 or max(*ratios[1:9:3], *ratios[2:9:3], *ratios[9:]) > ONE:
-        raise ValueError(f"ratios must be three of (below, beta, rho) and (beta, rho), in millionths, got {ratios}")
+    if earned.dim() != 6 or (*earned.shape[:2], *earned.shape[4:]) != (*ids.shape[:2], ids.shape[3], PACKED):
+        raise ValueError(f"earned {tuple(earned.shape)} does not fit ids {tuple(ids.shape)}")
+    _points.check_ratios(ratios)
     if capacity < candidate_capacity(ids.shape[2], ratios, least, dense):
         raise ValueError(f"{capacity} candidates do not hold what {ids.shape[2]} rows can give")
-    if spaces > MOST_SPACES:
-        raise ValueError(f"{spaces} subspaces are too many for scores of one byte")
-
-
-def pair(n: int, ratios: list[int]) -> tuple[int, int]:
-    """(beta, rho) of a row of n keys."""
-    for below, beta, rho in zip(ratios[:9:3], ratios[1:9:3], ratios[2:9:3]):
-        if n < below:
-            return beta, rho
-    return ratios[9], ratios[10]
+    if ids.shape[3] > MOST_SPACES:
+        raise ValueError(f"{ids.shape[3]} subspaces are too many for scores of one byte")
 
 
 def candidates_of(n: int, ratios: list[int], least: int, dense: int) -> int:
@@ -71,104 +51,21 @@ def candidate_capacity(rows: int, ratios: list[int], least: int, dense: int) -> 
     return max(1, *(candidates_of(min(n, rows), ratios, least, dense) for n in ends if n >= 0))
 
 
-def proxies(rotated: Tensor, spaces: int, centroids: int) -> Tensor:
-    """The score of every sign pattern in every subspace: rotated [..., spaces * m] -> [..., spaces, 2^m]."""
-    x = rotated.unflatten(-1, (spaces, -1))
-    bits = torch.arange(centroids, device=x.device)[:, None] >> torch.arange(x.shape[-1], device=x.device) & 1
-    return x @ (2.0 * bits - 1).T
-
-
-def points(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
-    """What each centroid earns, given its score and the number of its keys (both [..., spaces, centroids])."""
-    score, order = proxy.sort(-1, descending=True)
-    before = counts.expand_as(order).gather(-1, order).cumsum(-1)
-    before = torch.nn.functional.pad(before, (1, 0))[..., :-1]
-    first = torch.searchsorted(-score, -score)  # of a run of equal scores
-    before = torch.empty_like(before).scatter_(-1, order, before.gather(-1, first))
-    limits = torch.tensor([cdiv(n * rho * p, 100 * ONE) for p in PERCENT], device=proxy.device)
-    return (before[..., None] < limits).sum(-1)
-
-
-def reference(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
-    batch, heads, _, spaces = ids.shape
+def reference(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
+    batch, heads = ids.shape[:2]
     out = torch.full((batch, heads, capacity), -1, dtype=torch.int32)
     for b in range(batch):
         end = int(retired[b])
         n = max(end - sink, 0)
         if n == 0:
             continue
-        tally = counts[b][:, None]
-        earned = points(proxies(rotated[b], spaces, tally.shape[-1]), tally, n, pair(n, ratios)[1])
+        table = earned[b].permute(0, 1, 4, 3, 2).flatten(1, 2).long()  # [heads, fields, spaces, centroids]
         names = ids[b, :, sink:end].transpose(1, 2).long()
-        names = names[:, None].expand(-1, earned.shape[1], -1, -1)
-        score = earned.gather(-1, names).sum(2).amax(1)
+        names = names[:, None].expand(-1, table.shape[1], -1, -1)
+        score = table.gather(-1, names).sum(2).amax(1)
         best = score.argsort(dim=-1, descending=True, stable=True)[:, : candidates_of(n, ratios, least, dense)]
         out[b, :, : best.shape[1]] = sink + best.sort(-1).values
     return out
-
-
-@triton.jit
-def _by_length(n, below0, below1, below2, at0, at1, at2, at3):
-    return tl.where(n < below0, at0, tl.where(n < below1, at1, tl.where(n < below2, at2, at3))).to(tl.int64)
-
-
-@triton.jit
-def _limit(n, rho, percent):
-    return ((n.to(tl.int64) * rho * percent + 99999999) // 100000000).to(tl.int32)
-
-
-@triton.jit
-def _score(rotated, c, M: tl.constexpr):
-    s = tl.zeros(c.shape, tl.float32)
-    for j in tl.static_range(M):
-        x = tl.load(rotated + j)
-        s += tl.where(((c >> j) & 1) != 0, x, -x)
-    return s
-
-
-@triton.jit
-def _earned(before, n, rho):
-    """Points of centroids by the number of keys that strictly better ones have."""
-    earned = (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
-    earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
-    return earned + (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
-
-
-@triton.jit
-def _points(
-    rotated, counts, table, totals, retired, heads, sink, below0, below1, below2, rho0, rho1, rho2, rho3,
-    F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, BINS: tl.constexpr, PACK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One subspace of one query head: what each centroid earns, a byte of its table entry.
-
-    Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all: a quarter of
-    the comparisons. And where the better ones of all pairs have keys enough, the others earn nothing.
-    """
-    chain(PDL)
-    bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    size: tl.constexpr = 1 << M
-    half: tl.constexpr = 1 << (M - 1)
-    if (space == 0) & (f == 0):
-        tl.store(totals + bh * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-    c = tl.arange(0, half)
-    up, down = tl.zeros((half,), tl.int32), tl.zeros((half,), tl.int32)
-    if f < F:  # beyond it is padding of the entry
-        counts += (bh * B + space) * size
-        s = _score(rotated + ((bh * F + f) * B + space) * M, c, M)
-        c = tl.where(s < 0, size - 1 - c, c)
-        s = tl.abs(s)
-        better, worse = tl.load(counts + c), tl.load(counts + size - 1 - c)
-        n = tl.maximum(tl.load(retired + bh // heads) - sink, 0)
-        rho = _by_length(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-        up += _earned(tl.sum(tl.where(s[:, None] > s[None, :], better[:, None], 0), 0), n, rho)
-        whole = tl.sum(better, 0)
-        if whole < _limit(n, rho, 100):
-            down += _earned(whole + tl.sum(tl.where(s[:, None] < s[None, :], worse[:, None], 0), 0), n, rho)
-        down = tl.where(s == 0, up, down)
-    table += ((bh * W + f // PACK) * B + space) * size * PACK + f % PACK
-    tl.store(table + c * PACK, up.to(tl.uint8))
-    tl.store(table + (size - 1 - c) * PACK, down.to(tl.uint8))
 
 
 @triton.jit
@@ -179,8 +76,8 @@ def _span(end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _collide(
-    ids, table, scores, reach, totals, retired, heads, rows, stride, sink, F: tl.constexpr, W: tl.constexpr,
-    B: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ids, table, scores, reach, retired, heads, rows, stride, sink, W: tl.constexpr, B: tl.constexpr,
+    SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score a span of keys; count how many of them reach each score."""
     chain(PDL)
@@ -197,25 +94,21 @@ def _collide(
         row = first + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
         name = tl.load(ids + row[:, None] * B + b[None, :], mask=live[:, None], other=0)
-        at = tl.reshape(name.to(tl.int32) + b[None, :] * SIZE, (CHUNK * B,))
+        at = tl.reshape(name.to(tl.int32) * B + b[None, :], (CHUNK * B,))
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
             if W > 1:
                 points = tl.load(table + w * B * SIZE + entry)
             earned = tl.gather(points, at, 0)  # from shared memory
             total = tl.sum(tl.reshape(earned, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
-            best = tl.maximum(best, total & 255)
-            if F > 1:
-                best = tl.maximum(best, (total >> 8) & 255)
-            if F > 2:
-                best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
+            best = tl.maximum(best, tl.maximum(total & 255, (total >> 8) & 255))
+            best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
         tl.store(scores + bh * stride + row, best.to(tl.uint8), mask=live)
         count += tl.histogram(tl.where(live, best, BINS - 1), BINS)
     if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
         count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(reach + (bh * BINS + bins) * parts + part, count)
-        tl.atomic_add(totals + bh * BINS + bins, count, mask=bins <= 6 * B)
+        tl.store(reach + (bh * parts + part) * BINS + bins, count)
 
 
 @triton.jit
@@ -233,21 +126,32 @@ def _sums(a, b):
 
 
 @triton.jit
+def _meeting(reach, part, parts, count, BINS: tl.constexpr, PARTS: tl.constexpr):
+    """The score at which `count` keys are reached, how many at it fit in, and those above and at it before a part."""
+    bins = tl.arange(0, BINS)
+    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for p in range(0, parts, PARTS):
+        of = (p + tl.arange(0, PARTS))[:, None]
+        keys = tl.load(reach + of * BINS + bins[None, :], mask=of < parts, other=0)
+        total += tl.sum(keys, 0)
+        before += tl.sum(tl.where(of < part, keys, 0), 0)
+    reached = tl.sum((total >= count).to(tl.int32), 0)  # totals fall, to 0 beyond the best score
+    beyond, above = _sums(tl.where(bins == reached, total, 0), tl.where(bins == reached, before, 0))
+    return reached - 1, count - beyond, above, tl.sum(tl.where(bins == reached - 1, before, 0), 0) - above
+
+
+@triton.jit
 def _compact(
-    scores, reach, totals, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0,
-    beta1, beta2, beta3, BINS: tl.constexpr, PP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    scores, reach, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0, beta1,
+    beta2, beta3, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a span to where those of the spans before it end."""
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(retired + bh // heads)
-    bins, p = tl.arange(0, BINS), tl.arange(0, PP)
-    total = tl.load(totals + bh * BINS + bins)  # of keys that reach a score: it falls, to 0 beyond the best
-    fall = total - tl.load(totals + bh * BINS + bins + 1, mask=bins + 1 < BINS, other=0)
     span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
-    beta = _by_length(n, below0, below1, below2, beta0, beta1, beta2, beta3)
+    beta = by_length_of(n, below0, below1, below2, beta0, beta1, beta2, beta3)
     count = _candidates(n, beta, least, dense)
     out, scores = out + bh * capacity, scores + bh * stride
     if (part * span < end) & (count > 0):
@@ -255,11 +159,7 @@ def _compact(
         row = part * span + tl.arange(0, TILE)
         whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
         ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
-        reached, beyond = _sums(total >= count, tl.where(total >= count, 0, fall))
-        threshold, room = reached - 1, count - beyond  # for keys at the threshold, after those above it
-        before = reach + (bh * BINS + threshold) * parts + p
-        over = tl.load(before + parts, mask=p < part, other=0)
-        ties, above = _sums(tl.load(before, mask=p < part, other=0) - over, over)
+        threshold, room, above, ties = _meeting(reach + bh * parts * BINS, part, tl.cdiv(end, span), count, BINS, PARTS)
         for first in range(part * span, stop, TILE):
             row = first + tl.arange(0, TILE)
             live = (row >= sink) & (row < stop)
@@ -281,98 +181,67 @@ def _compact(
         tl.store(out + empty, tl.full((TILE,), -1, tl.int32), mask=empty < capacity)
 
 
-def cuda(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
-    args = rotated, ids, counts, retired, sink, ratios, least, dense, capacity
-    spaces, packs = ids.shape[3], cdiv(rotated.shape[2], PACKED)
+def cuda(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
+    args = earned, ids, retired, sink, ratios, least, dense, capacity
+    packs, size, spaces = earned.shape[2:5]
     kernels = None
-    if counts.shape[3] == 256 and spaces in NATIVE_SPACES and packs <= NATIVE_PACKS:
-        kernels = _cuda.load("collide", ids.device, B=spaces, F=rotated.shape[2], BINS=_bins(spaces))
+    if size == 256 and spaces in _points.NATIVE_SPACES and packs <= NATIVE_PACKS:
+        kernels = _cuda.load("collide", ids.device, B=spaces, PACKS=packs, BINS=_bins(spaces))
     return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
 
 
 def _bins(spaces: int) -> int:
     """One beyond the best score, and the last for keys that do not count."""
-    return next_power_of_2(len(PERCENT) * spaces + 2)
+    return next_power_of_2(len(_points.PERCENT) * spaces + 2)
 
 
-class _Scratch(NamedTuple):
-    """What the kernels leave to one another, for `parts` programs a head."""
-
-    table: Tensor
-    scores: Tensor
-    reach: Tensor
-    totals: Tensor
-    out: Tensor
+def _empty(ids: Tensor, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For the scores of the keys, for how many of each part's reach a score, and for the candidates."""
+    new = lambda *shape, dtype: ids.new_empty((*ids.shape[:2], *shape), dtype=dtype)  # noqa: E731
+    rows, bins = cdiv(ids.shape[2], 16) * 16, _bins(ids.shape[3])
+    return new(rows, dtype=torch.uint8), new(parts, bins, dtype=torch.int32), new(capacity, dtype=torch.int32)
 
 
-def _scratch(ids: Tensor, parts: int, entry: int, centroids: int, packs: int, capacity: int) -> _Scratch:
-    lead, (rows, spaces) = ids.shape[:2], ids.shape[2:]
-    new = lambda shape, dtype: torch.empty((*lead, *shape), dtype=dtype, device=ids.device)  # noqa: E731
-    return _Scratch(
-        new((packs, spaces, centroids * entry), torch.uint8), new((cdiv(rows, 16) * 16,), torch.uint8),
-        new((_bins(spaces), parts), torch.int32), new((_bins(spaces),), torch.int32), new((capacity,), torch.int32),
-    )  # fmt: skip
-
-
-def _by_length_arguments(ratios: list[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Below which numbers of keys, and beta and rho there and beyond."""
-    return tuple(ratios[:9:3]), (*ratios[1:9:3], ratios[9]), (*ratios[2:9:3], ratios[10])
-
-
-def _by_cuda(kernels, rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
+def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
     """csrc/collide.cu"""
-    batch, heads, rows, spaces = ids.shape
-    fields = rotated.shape[2]
-    packs, all_heads = cdiv(fields, PACKED), batch * heads
+    batch, heads, rows, _ = ids.shape
+    all_heads, packs = batch * heads, earned.shape[2]
     parts = max(1, min(cdiv(rows, NATIVE_STEP), RESIDENT * sm_count(ids.device) // all_heads))
-    s = _scratch(ids, parts, PACKED, 256, packs, capacity)
-    below, beta, rho = _by_length_arguments(ratios)
+    scores, reach, out = _empty(ids, parts, capacity)
+    below, beta, _ = by_length(ratios)
     kernels.launch(
-        "points", (all_heads, spaces, packs), 128 * min(fields, PACKED), rotated, counts, s.table, s.totals, retired,
-        heads, sink, below + rho,
+        "scores", (all_heads, parts, 1), 512, ids, earned, scores, reach, retired, heads, rows,
+        scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
     )  # fmt: skip
     kernels.launch(
-        "scores", (all_heads, parts, 1), 512, ids, s.table, s.scores, s.reach, s.totals, retired, heads, rows,
-        s.scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
+        "compact", (all_heads, parts, 1), 512, scores, reach, out, retired, heads, scores.shape[2], sink, least,
+        dense, capacity, below + beta,
     )  # fmt: skip
-    kernels.launch(
-        "compact", (all_heads, parts, 1), 512, s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2],
-        sink, least, dense, capacity, below + beta,
-    )  # fmt: skip
-    return s.out
+    return out
 
 
-def _by_triton(rotated, ids, counts, retired, sink, ratios, least, dense, capacity) -> Tensor:
+def _by_triton(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
     batch, heads, rows, spaces = ids.shape
-    fields, size = rotated.shape[2], counts.shape[3]
-    packs, all_heads, bins = cdiv(fields, PACKED), batch * heads, _bins(spaces)
+    all_heads, (packs, size) = batch * heads, earned.shape[2:4]
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
     parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), all_heads)))
     tile = min(TILE, next_power_of_2(cdiv(cdiv(rows, parts), chunk) * chunk))
-    # The smaller the entries, the fewer bank conflicts of a lookup.
-    pack = min(next_power_of_2(fields), PACKED)
-    s = _scratch(ids, parts, pack, size, packs, capacity)
-    entries = s.table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pack])
-    below, beta, rho = _by_length_arguments(ratios)
-    _points[(all_heads, spaces, packs * pack)](
-        rotated, counts, s.table, s.totals, retired, heads, sink, *below, *rho, F=fields, W=packs, B=spaces,
-        M=size.bit_length() - 1, BINS=bins, PACK=pack, num_warps=4 if size == 256 else 1,
-        **chained(ids.device, all_heads * spaces * packs * pack),
-    )  # fmt: skip
+    scores, reach, out = _empty(ids, parts, capacity)
+    below, beta, _ = by_length(ratios)
     _collide[(all_heads, parts)](
-        ids, entries, s.scores, s.reach, s.totals, retired, heads, rows, s.scores.shape[2], sink, F=fields, W=packs,
-        B=spaces, SIZE=size, BINS=bins, CHUNK=chunk, num_warps=max(4, chunk // 128),
+        ids, earned.view(torch.int32), scores, reach, retired, heads, rows, scores.shape[2], sink, W=packs,
+        B=spaces, SIZE=size, BINS=_bins(spaces), CHUNK=chunk, num_warps=max(4, chunk // 128),
         **chained(ids.device, all_heads * parts),
     )  # fmt: skip
     _compact[(all_heads, parts)](
-        s.scores, s.reach, s.totals, s.out, retired, heads, s.scores.shape[2], sink, least, dense, capacity, *below,
-        *beta, BINS=bins, PP=next_power_of_2(parts), CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
+        scores, reach, out, retired, heads, scores.shape[2], sink, least, dense, capacity, *below, *beta,
+        BINS=_bins(spaces), PARTS=32, CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
         **chained(ids.device, all_heads * parts),
     )  # fmt: skip
-    return s.out
+    return out
 
 
-def fake(rotated: Tensor, ids: Tensor, counts, retired, sink, ratios, least, dense, capacity: int) -> Tensor:
+def fake(earned, ids: Tensor, retired, sink, ratios, least, dense, capacity: int) -> Tensor:
     return ids.new_empty((*ids.shape[:2], capacity), dtype=torch.int32)
 
 

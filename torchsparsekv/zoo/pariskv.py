@@ -10,9 +10,9 @@ from torchsparsekv.ops._code import WORDS
 from torchsparsekv.ops._srht import SEEDS
 from torchsparsekv.ops._triton import next_power_of_2
 from torchsparsekv.ops.index.encode_keys import encode_keys
-from torchsparsekv.ops.select.collide import MOST_SPACES, ONE, candidate_capacity, candidates_of, collide
+from torchsparsekv.ops.select.collide import MOST_SPACES, candidate_capacity, candidates_of, collide
+from torchsparsekv.ops.select.earn_points import ONE, earn_points
 from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.ops.select.rotate_query import rotate_query
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline, hot_buffers
 
@@ -160,13 +160,12 @@ class ParisKV(Method):
 
     def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
         capacity, dense = self.sizes(s.pool.shape[2])
-        rotated = rotate_query(q, s.pool.shape[1], self.group == "mean", self.seed)
-        candidates = collide(
-            rotated, s.ids, s.counts, s.clock.retired, self.sink, self.ratios, self.budget, dense, capacity
-        )
+        retired, ratios = s.clock.retired, self.ratios
+        rotated, earned = earn_points(q, s.counts, retired, self.sink, ratios, self.group == "mean", self.seed)
+        candidates = collide(earned, s.ids, retired, self.sink, ratios, self.budget, dense, capacity)
         keep = min(self.budget, capacity)
         estimates, peaks = rerank(rotated, s.codes, s.weights, candidates)
         if dense <= keep:
             return top_blocks(estimates, keep, peaks, candidates)
         # Where there are few, every retrievable token is a candidate: take them all.
-        return top_blocks(estimates, keep, peaks, candidates, s.clock.retired, self.sink + dense, dense)
+        return top_blocks(estimates, keep, peaks, candidates, retired, self.sink + dense, dense)

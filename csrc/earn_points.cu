@@ -1,0 +1,114 @@
+// What each centroid earns from a query, and the rotated query, as ops/select/earn_points.py specifies them, for
+// subspaces of 8 dimensions (256 centroids). A program has one subspace of up to four query heads.
+//
+// Set by the compilation: B subspaces (8, 16 or 32), F queries of a kv head, each the sum of G heads of D channels of a
+// type (KIND: 0 float, 1 half, 2 bfloat16).
+
+#include "common.cuh"
+#include "tensor.cuh"
+
+constexpr int SIZE = 256, HALF = SIZE / 2, PACK = 4;
+constexpr int FIELDS = F < PACK ? F : PACK, THREADS = HALF * FIELDS;
+constexpr int LANES = 16;  // that add up a coordinate
+constexpr unsigned long long WALSH = 0x963C5AF066CCAA00;  // byte j: the signs of row j of the 8 x 8 Hadamard matrix
+__constant__ int PERCENT[6] = {5, 15, 30, 50, 75, 100};
+
+struct Flips { unsigned at[8]; };  // the channels that change their sign, a bit each
+
+// Eight channels of a query from number `first` on; those that there are not are 0.
+__device__ void add(float (&x)[8], const void* q, int first) {
+  if constexpr (KIND == 0) {
+    for (int i = 0; i < 8; i++)
+      if (first + i < D) x[i] += static_cast<const float*>(q)[first + i];
+    return;
+  }
+  const unsigned short* at = static_cast<const unsigned short*>(q) + first;
+  uint4 v = {};
+  if (first + 8 <= D && reinterpret_cast<unsigned long long>(at) % 16 == 0) {
+    v = *reinterpret_cast<const uint4*>(at);
+  } else {
+    unsigned* word = &v.x;
+    for (int i = 0; i < 8; i++)
+      if (first + i < D) word[i / 2] |= (unsigned)at[i] << 16 * (i % 2);
+  }
+  const unsigned word[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 8; i++) {
+    const unsigned half = word[i / 2] >> 16 * (i % 2) & 0xFFFF;
+    x[i] += KIND == 1 ? number(half) : __uint_as_float(half << 16);
+  }
+}
+
+// A coordinate of the query, rotated but not scaled; by LANES threads, of which each gets it.
+__device__ float rotate(const char* q, int stride, int coordinate, const Flips& flips) {
+  constexpr int BYTES = KIND ? 2 : 4;
+  float y = 0;
+  for (int eight = threadIdx.x % LANES; eight < B; eight += LANES) {
+    float x[8] = {};
+    for (int g = 0; g < G; g++) add(x, q + (long long)g * stride * BYTES, 8 * eight);
+    unsigned minus = flips.at[eight / 4] >> eight % 4 * 8 ^ (unsigned)(WALSH >> coordinate % 8 * 8);
+    if (__popc(coordinate & 8 * eight) % 2) minus = ~minus;
+    for (int i = 0; i < 8; i++) y += minus >> i & 1 ? -x[i] : x[i];
+  }
+  for (int d = LANES / 2; d; d /= 2) y += __shfl_xor_sync(ALL, y, d);
+  return y;
+}
+
+// Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all.
+extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
+    const char* q, const int* counts, float* rotated, unsigned* table, const int* retired, int q_b, int q_h, int heads,
+    int sink, float scale, Lengths rho, Flips flips) {
+  __shared__ __align__(16) float scores[FIELDS][HALF];
+  __shared__ __align__(16) float better[FIELDS][HALF], worse[FIELDS][HALF];  // numbers of keys, exact below 2^24
+  __shared__ float x[FIELDS][8];
+  __shared__ int whole[FIELDS], limits[6];
+  __shared__ unsigned char earned[SIZE][PACK];
+  const long long bh = blockIdx.x, b = bh / heads, h = bh % heads;
+  const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
+  const int field = pack * PACK + f;
+  chain();
+  int up = 0, down = 0;
+  if (field < F) {
+    const int* count = counts + (bh * B + space) * SIZE;
+    up = count[pair], down = count[SIZE - 1 - pair];
+    const int j = pair / LANES, coordinate = space * 8 + j;
+    const float y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, coordinate, flips);
+    if (pair % LANES == 0) x[f][j] = y, rotated[(bh * F + field) * B * 8 + coordinate] = y * scale;
+  }
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(earned)[i] = 0;
+  if (threadIdx.x < 6) {
+    const int n = max(retired[b] - sink, 0);
+    limits[threadIdx.x] = (int)((n * by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
+  }
+  if (threadIdx.x < FIELDS) whole[threadIdx.x] = 0;
+  __syncthreads();
+  float s = 0;
+  for (int j = 0; j < 8; j++) s += pair >> j & 1 ? x[f][j] : -x[f][j];
+  const int c = s < 0 ? SIZE - 1 - pair : pair, keys = s < 0 ? down : up;
+  scores[f][pair] = fabsf(s), better[f][pair] = keys, worse[f][pair] = s < 0 ? up : down;
+  s = fabsf(s);
+  const int of_warp = __reduce_add_sync(ALL, keys);
+  if (pair % 32 == 0) atomicAdd(&whole[f], of_warp);
+  __syncthreads();
+  if (field < F) {
+    float above = 0, below = whole[f];
+    for (int i = 0; i < HALF; i += 4) {
+      const float4 t = *reinterpret_cast<float4*>(&scores[f][i]), more = *reinterpret_cast<float4*>(&better[f][i]);
+      const float4 less = *reinterpret_cast<float4*>(&worse[f][i]);
+      if (t.x > s) above += more.x;
+      if (t.y > s) above += more.y;
+      if (t.z > s) above += more.z;
+      if (t.w > s) above += more.w;
+      if (t.x < s) below += less.x;
+      if (t.y < s) below += less.y;
+      if (t.z < s) below += less.z;
+      if (t.w < s) below += less.w;
+    }
+    int high = 0, low = 0;
+    for (int i = 0; i < 6; i++) high += (int)above < limits[i], low += (int)below < limits[i];
+    earned[c][f] = high;
+    earned[SIZE - 1 - c][f] = s == 0 ? high : low;
+  }
+  __syncthreads();
+  table += (bh * gridDim.z + pack) * SIZE * B + space;
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) table[i * B] = reinterpret_cast<unsigned*>(earned)[i];
+}
