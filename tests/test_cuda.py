@@ -11,8 +11,13 @@ from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._registry import load_all
 
 COLLIDE = importlib.import_module("torchsparsekv.ops.select.collide")
+TOP_BLOCKS = importlib.import_module("torchsparsekv.ops.select.top_blocks")
 VARIANTS = {
     "collide": [dict(B=b, F=f, BINS=COLLIDE._bins(b)) for b in COLLIDE.NATIVE_SPACES for f in (1, 4, 7)],
+    "top_blocks": [
+        TOP_BLOCKS._native(n, k, True)
+        for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (16384, 2048), (131072, 800))
+    ],
 }
 
 
@@ -53,3 +58,4 @@ def test_ops_take_their_native_kernels():
     """So that a library that cannot be loaded is not mistaken for one that is slow."""
     assert load_all()
     assert _cuda.load("collide", DEVICE, B=16, F=4, BINS=128) is not None
+    assert _cuda.load("top_blocks", DEVICE, **TOP_BLOCKS._native(8192, 64, True)) is not None
