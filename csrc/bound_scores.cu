@@ -139,21 +139,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   const long long bh = blockIdx.x;
   const int b = blockIdx.x / heads, h = blockIdx.x % heads, warp = blockIdx.y * WARPS + threadIdx.x / 32;
   const int lane = threadIdx.x % 32, place = lane / 4 + lane % 2 * 8;  // in a tile
-  const int tiles = (blocks + TILE - 1) / TILE, step = gridDim.y * WARPS, end = min(retired[b] / block_size, blocks);
-  const int begin = first / TILE, stop = (end + TILE - 1) / TILE, from = begin + warp;  // tiles with live blocks
+  const int tiles = (blocks + TILE - 1) / TILE, step = gridDim.y * WARPS, begin = first / TILE, from = begin + warp;
   const float* radius = reinterpret_cast<const float*>(spread) + bh * blocks;
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
-  for (int tile = from; lane == 0 && tile < min(stop, from + AHEAD * step); tile += step) {
+  for (int tile = from; lane == 0 && tile < min(tiles, from + AHEAD * step); tile += step) {
     const int bytes = min(TILE, blocks - tile * TILE) * D;
     fetch(centre + (long long)tile * TILE * D, bytes);
     if (BOX) fetch(spread + (long long)tile * TILE * D, bytes);
   }
-  chain();  // `retired` is of the clock, older than the kernel before this one; the digests and the queries need not be
+  chain();
+  const int end = min(retired[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};
   Tile ahead[AHEAD];
 #pragma unroll
   for (int k = 0; k < AHEAD; k++)
-    if (from + k * step < stop) digests.load(from + k * step, ahead[k]);
+    if (from + k * step < tiles) digests.load(from + k * step, ahead[k]);  // while `end` is on its way
   const Queries queries(load(q + (long long)b * q_b + (long long)h * G * q_h, q_h));
   auto store = [&](int tile, float score) {
     if (lane % 4 < 2 && tile * TILE + place < blocks) out[tile * TILE] = score;

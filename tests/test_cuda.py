@@ -11,8 +11,9 @@ from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
 
-BOUNDS, COLLIDE, RERANK = (
-    importlib.import_module(f"torchsparsekv.ops.select.{name}") for name in ("bound_scores", "collide", "rerank")
+BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
+    importlib.import_module(f"torchsparsekv.ops.select.{name}")
+    for name in ("bound_scores", "collide", "rerank", "top_blocks")
 )
 VARIANTS = {
     "bound_scores": [
@@ -28,6 +29,10 @@ VARIANTS = {
         for b, d in ((8, 48), (16, 128), (32, 256)) for f, g in ((1, 4), (4, 1), (7, 1)) for kind in (0, 1, 2)
     ],
     "collide": [dict(B=b, PACKS=p, BINS=COLLIDE._bins(b)) for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)],
+    "top_blocks": [
+        TOP_BLOCKS._native(n, k, True)
+        for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (16384, 2048), (131072, 800))
+    ],
 }  # fmt: skip
 OLDEST = {"bound_scores": "sm_{}{}".format(*BOUNDS.NATIVE_CAPABILITY)}  # others from the oldest on that is supported
 
@@ -70,3 +75,4 @@ def test_ops_take_their_native_kernels():
     """So that a library that cannot be loaded is not mistaken for one that is slow."""
     assert load_all()
     assert _cuda.load("collide", DEVICE, B=16, PACKS=1, BINS=128) is not None
+    assert _cuda.load("top_blocks", DEVICE, **TOP_BLOCKS._native(8192, 64, True)) is not None

@@ -14,6 +14,8 @@ KINDS = (
     "random", "few values", "all equal", "few live", "few groups", "one group", "first of each group", "signs", "none",
 )  # fmt: skip
 
+LENGTHS = (2048, 8192, 16384, 26214, 32768, 131072)
+
 
 def scores_of(kind: str, n: int, k: int, g: torch.Generator) -> torch.Tensor:
     x = torch.randn(n, generator=g)
@@ -61,7 +63,7 @@ def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
     ids = torch.arange(2 * n, dtype=torch.int32).view(2, n) * 2 + 1 if mapped else None
     on = lambda t: None if t is None else t.to(DEVICE)  # noqa: E731
     want = [plain(row, k) for row in x]
-    for kernel in (file.cuda, file.reference):
+    for kernel in (file._by_triton, file.reference):
         got = kernel(on(x), k, on(peaks_of(x)), on(ids)).cpu()
         for row, best in enumerate(want):
             named = [int(ids[row, i]) for i in best] if mapped else best
@@ -76,7 +78,7 @@ def test_whole_rows_and_others_by_their_peaks(launches):
     ids = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
     ids[1, :, 250:], x[1, :, 250:] = -1, -math.inf
     args = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
-    got = file.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)).cpu()
+    got = file._by_triton(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)).cpu()
     assert launches
     assert torch.equal(got, file.reference(*args))
     assert got[1, 0].tolist() == list(range(2 * n, 2 * n + 250)) + [-1] * 51
@@ -86,6 +88,44 @@ def test_whole_rows_and_others_by_their_peaks(launches):
 @pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
 def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
-    got = file.cuda(x.to(DEVICE), k, peaks_of(x).to(DEVICE)).cpu()
+    got = file._by_triton(x.to(DEVICE), k, peaks_of(x).to(DEVICE)).cpu()
     assert not launches
     assert torch.equal(got, file.reference(x, k))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "peaks", "shape"),
+    [
+        (8192, 64, True, (256, 2, 8192)), (6554, 100, True, (256, 2, 8192)), (26214, 100, True, (256, 8, 0)),
+        (32768, 64, True, (256, 8, 0)), (2048, 2000, False, (256, 0, 0)), (2049, 5, False, (1024, 0, 0)),
+        (6554, 1024, True, (1024, 0, 0)), (131072, 512, True, (1024, 8, 0)), (131073, 64, True, None),
+        (16385, 64, False, None), (16385, 1000, True, None),
+    ],
+)  # fmt: skip
+def test_what_is_native(n, k, peaks, shape):
+    """Threads, peaks of a thread, scores staged."""
+    got = file._native(n, k, peaks)
+    assert (got and (got["THREADS"], got["PEAKS"], got["STAGED"])) == shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    n=st.one_of(st.integers(1, 17000), st.sampled_from(LENGTHS)), share=st.floats(0, 1),
+    most=st.sampled_from([100, 700]), width=st.sampled_from([0, 3, 588]), peaks=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)  # fmt: skip
+def test_native(kind, n, share, most, width, peaks, seed):
+    """csrc/top_blocks.cu: rows of a batch of which some are whole, with and without peaks and ids, from any address."""
+    g = torch.Generator().manual_seed(seed)
+    k = 1 + round(share * (n if n <= 17000 and most == 700 else most))
+    x = torch.stack([scores_of(kind, n, k, g), scores_of("random", n, k, g)] * 2).view(2, 2, n)
+    ids = torch.randint(1, 4, x.shape, generator=g).cumsum(-1).int() if seed % 3 else None
+    retired = torch.tensor([3, 9], dtype=torch.int32) if seed % 3 == 1 else None
+    args = (x, k, peaks_of(x) if peaks else None, ids, retired, *((5, k + width) if retired is not None else ()))
+    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
+    there[0] = torch.empty(x.numel() + seed % 4, device=DEVICE)[seed % 4 :].view(x.shape).copy_(x)
+    expected = file.reference(*args)
+    assert torch.equal(file.cuda(*there).cpu(), expected)
+    if n in LENGTHS and 64 < k <= 128:  # few, as each size is compiled apart
+        assert torch.equal(file._by_triton(*there).cpu(), expected)

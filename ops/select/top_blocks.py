@@ -8,6 +8,8 @@ each winner.
 
 Rows of the batch whose `retired` is at most `few` return their first `width` ids instead, whatever the scores; the
 result is then `width` wide, at least k.
+
+csrc/top_blocks.cu takes a row in one program, with its peaks or, where it is short, without.
 """
 import math
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
@@ -26,6 +28,11 @@ SCHEMA = (
 )
 WIDEST = 16384  # scores per program at most: 16 registers a thread without peaks, 64 with them
 WARPS = 8  # of the program of a row with peaks
+# What csrc/top_blocks.cu is for; other shapes are left to Triton. Of a program: threads, and scores that each looks at.
+NATIVE = ((256, 8), (1024, 16))
+NATIVE_PEAKS = 8  # that a thread looks at before, at most
+NATIVE_SPARE = 4  # at least one group in excess for so many of the k, so that the search for theirs may end early
+NATIVE_STAGED = 16384  # scores that have come to shared memory by the time that the best groups are known
 
 
 def check(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> None:
@@ -179,7 +186,7 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+def _by_triton(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
     best, named, answer = scores.flatten(0, -2), None, _Answer(k)
     if ids is not None:
         named = ids.flatten(0, -2)
@@ -193,6 +200,40 @@ def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tenso
         named, best = _launch(best, named, k, parts, _Answer(k))
         parts = cdiv(best.shape[1], max(WIDEST, 2 * k))
     return _launch(best, named, k, 1, answer)[0].view(shape)
+
+
+def _native(n: int, k: int, peaks: bool) -> dict[str, int] | None:
+    """How csrc/top_blocks.cu is compiled for rows like these, if it is for them."""
+    groups = cdiv(n, GROUP)
+    for threads, each in NATIVE:
+        most = threads * each // GROUP  # groups whose scores can be looked at
+        if groups <= most:
+            return dict(THREADS=threads, SCORES=each, PEAKS=0, STAGED=0)
+        mine = next_power_of_2(cdiv(groups, threads))
+        if peaks and k + k // NATIVE_SPARE <= most and mine <= NATIVE_PEAKS:
+            row = threads * mine * GROUP
+            return dict(THREADS=threads, SCORES=each, PEAKS=mine, STAGED=row if row <= NATIVE_STAGED else 0)
+    return None
+
+
+def _by_cuda(kernels, shape, scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+    """csrc/top_blocks.cu"""
+    n, width = scores.shape[-1], max(k, width)
+    rows = scores.numel() // n
+    out = torch.empty((*scores.shape[:-1], width), dtype=torch.int32, device=scores.device)
+    per = 1 if retired is None else rows // retired.shape[0]
+    shared = 4 * (shape["STAGED"] + 4) if shape["STAGED"] else 0  # rows begin where they like
+    kernels.launch(
+        "top", (rows, 1, 1), shape["THREADS"], scores, peaks, ids, out, retired, per, n, k, few, width, shared=shared
+    )
+    return out
+
+
+def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+    args = scores, k, peaks, ids, retired, few, width
+    shape = _native(scores.shape[-1], k, peaks is not None)
+    kernels = _cuda.load("top_blocks", scores.device, **shape) if shape else None
+    return _by_cuda(kernels, shape, *args) if kernels else _by_triton(*args)
 
 
 def fake(scores: Tensor, k: int, peaks=None, ids=None, retired=None, few=0, width: int = 0) -> Tensor:
