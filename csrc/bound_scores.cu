@@ -3,8 +3,7 @@
 // Why not Triton: all that counts is that every byte is asked for early and once. Here a warp takes 16 blocks at a
 // time, and their digests go from memory straight to where the tensor cores want them: a product does not mind in which
 // order it takes the channels, so a thread loads 16 that lie side by side, and the queries are laid out to match. No
-// shared memory, no barrier, nothing to wait for but the memory; and that is set to work before the wait for earlier
-// kernels is over, though they may still write some of the digests: the L2 cache is where they write them.
+// shared memory, no barrier, nothing to wait for but the memory.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads per kv head, BOX (a spread per channel in fp8,
 // or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program.
@@ -14,7 +13,7 @@
 
 constexpr int TILE = 16;
 constexpr int CHUNKS = D / 64, KINDS = BOX ? 2 : 1, COLUMNS = (G + 7) / 8;
-constexpr int LOADS = KINDS * CHUNKS, ROOM = COLUMNS == 1 ? 8 : 4;  // pairs of 16 bytes that registers have room for
+constexpr int LOADS = KINDS * CHUNKS, ROOM = 4;  // pairs of 16 bytes on their way: more take the room of the next kernel
 constexpr int AHEAD = LOADS > ROOM ? 1 : ROOM / LOADS > 4 ? 4 : ROOM / LOADS;  // tiles of a warp on their way
 constexpr unsigned LARGEST = 0x5F00, UNBOUNDED = 0x7BFF;  // 448, where e4m3 ends, and what it counts as: 65504, in fp16
 constexpr int NONE = 0xFF800000;  // -inf
@@ -142,11 +141,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   const int tiles = (blocks + TILE - 1) / TILE, step = gridDim.y * WARPS, begin = first / TILE, from = begin + warp;
   const float* radius = reinterpret_cast<const float*>(spread) + bh * blocks;
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
-  for (int tile = from; lane == 0 && tile < min(tiles, from + AHEAD * step); tile += step) {
-    const int bytes = min(TILE, blocks - tile * TILE) * D;
-    fetch(centre + (long long)tile * TILE * D, bytes);
-    if (BOX) fetch(spread + (long long)tile * TILE * D, bytes);
-  }
   chain();
   const int end = min(retired[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};

@@ -10,7 +10,8 @@
 #include "common.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
-constexpr int BATCH = 4;  // keys of a thread on their way at a time
+constexpr int LINE = 128, FETCHED = 8192;  // bytes of a cache line, and keys of a span that are brought ahead
+constexpr int BATCH = 2;  // keys of a thread on their way at a time
 constexpr int SCORES_THREADS = 512, COMPACT_THREADS = 512;
 static_assert(COMPACT_THREADS % BINS == 0);
 constexpr int STEP = SCORES_THREADS;  // spans are multiples of it
@@ -79,6 +80,12 @@ extern "C" __global__ void __launch_bounds__(SCORES_THREADS, 2) scores(
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += SCORES_THREADS) tally[i] = 0;
+  // Bring ids into the L2 cache while the kernel before this one computes: of this span, and of one whose program has
+  // no room yet. If `retired` is still to change, some of this is in vain.
+  const int soon = span_of(min(max(*(const volatile int*)(retired + bh / heads), 0), rows)), half = (gridDim.y + 1) / 2;
+  for (int y = blockIdx.y; y < gridDim.y; y += half)
+    for (int i = tid; i < min(soon, FETCHED) * B / LINE && (y * soon + i * LINE / B) < rows; i += SCORES_THREADS)
+      fetch(ids + (bh * rows + y * soon) * B + i * LINE);
   chain();
   const int end = retired[bh / heads];
   table += bh * PACKS * SIZE * B / 4;
@@ -164,7 +171,9 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) compact(
     };
     uint4 next = load(part * span + 16 * tid);
     int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
-    for (int p = tid / BINS; p * span < end; p += COMPACT_THREADS / BINS) {
+    const int parts = (end + span - 1) / span;
+#pragma unroll 8  // loads on their way at a time
+    for (int p = tid / BINS; p < parts; p += COMPACT_THREADS / BINS) {
       const int keys = reach[p * BINS + tid % BINS];
       total += keys, ahead += p < part ? keys : 0;
     }

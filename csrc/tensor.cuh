@@ -11,14 +11,6 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
-// Have so many bytes, a multiple of 16, brought to the L2 cache. That is where kernels before this one may still write
-// them, and nothing is read yet.
-__device__ inline void fetch(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-#endif
-}
-
 // Two halves, the first in the lower bits.
 __device__ inline unsigned halves(float first, float second) {
   unsigned x;

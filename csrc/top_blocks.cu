@@ -6,8 +6,7 @@
 // leaves so few that they are compared with one another.
 //
 // Set by the compilation: THREADS; SCORES that each can look at; PEAKS that each looks at before, to find the groups
-// that have them (0: the row has no more scores than can be looked at); STAGED, the scores of a row that is brought
-// to shared memory meanwhile (0: it is too long, and the groups are read where it lies).
+// that have them (0: the row has no more scores than can be looked at).
 
 #include "common.cuh"
 
@@ -171,25 +170,6 @@ template <int N, class Put> __device__ int compact(const unsigned (&key)[N], uns
   return __reduce_add_sync(ALL, total);
 }
 
-// 16 bytes to shared memory; only the first `bytes` are read.
-__device__ void copy_ahead(uint4* to, const float* from, int bytes = 16) {
-  const unsigned at = __cvta_generic_to_shared(to);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// The row, as soon as `await_copies` and a barrier are past.
-__device__ const float* staged(uint4* to, const float* row, int n) {
-  const int skip = (size_t)row / sizeof(float) % 4;  // rows begin where they like
-  const float* from = row - skip + 4 * threadIdx.x;
-  uint4* at = to + threadIdx.x;
-  int left = skip + n - 4 * threadIdx.x;
-  for (; left >= 4; left -= 4 * THREADS, from += 4 * THREADS, at += THREADS) copy_ahead(at, from);
-  if (left > 0) copy_ahead(at, from, 4 * left);
-  return reinterpret_cast<const float*>(to) + skip;
-}
-
 // What a program reads and writes of its row.
 struct Row {
   const float *scores, *peaks;
@@ -242,7 +222,6 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
 extern "C" __global__ void __launch_bounds__(THREADS, 1) top(
     const float* scores, const float* peaks, const int* ids, int* out, const int* retired, int per, int n, int k,
     int few, int width) {
-  extern __shared__ uint4 stage[];
   __shared__ Shared s;
   const long long at = blockIdx.x;
   const int groups = (n + GROUP - 1) / GROUP;
@@ -262,10 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) top(
   if constexpr (PEAKS > 0) {
     float peak[PEAKS ? PEAKS : 1];
     for (int i = 0; i < PEAKS; i++) peak[i] = span.place(i) < span.stop ? mine[32 * i] : none();
-    if (STAGED) row.scores = staged(stage, row.scores, n);
     if (whole(row, retired, gone, few)) return;
     count = GROUP * choose(peak, span, groups, k, lanes, r, s);
-    if (STAGED) await_copies();
     __syncthreads();
   } else if (whole(row, retired, gone, few)) {
     return;

@@ -96,16 +96,16 @@ def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
 @pytest.mark.parametrize(
     ("n", "k", "peaks", "shape"),
     [
-        (8192, 64, True, (256, 2, 8192)), (6554, 100, True, (256, 2, 8192)), (26214, 100, True, (256, 8, 0)),
-        (32768, 64, True, (256, 8, 0)), (2048, 2000, False, (256, 0, 0)), (2049, 5, False, (1024, 0, 0)),
-        (6554, 1024, True, (1024, 0, 0)), (131072, 512, True, (1024, 8, 0)), (131073, 64, True, None),
+        (8192, 64, True, (256, 2)), (6554, 100, True, (256, 2)), (26214, 100, True, (256, 8)),
+        (32768, 64, True, (256, 8)), (2048, 2000, False, (256, 0)), (2049, 5, False, (1024, 0)),
+        (6554, 1024, True, (1024, 0)), (131072, 512, True, (1024, 8)), (131073, 64, True, None),
         (16385, 64, False, None), (16385, 1000, True, None),
     ],
 )  # fmt: skip
 def test_what_is_native(n, k, peaks, shape):
-    """Threads, peaks of a thread, scores staged."""
+    """Threads, and peaks of each."""
     got = file._native(n, k, peaks)
-    assert (got and (got["THREADS"], got["PEAKS"], got["STAGED"])) == shape
+    assert (got and (got["THREADS"], got["PEAKS"])) == shape
 
 
 @pytest.mark.gpu

@@ -32,7 +32,6 @@ WARPS = 8  # of the program of a row with peaks
 NATIVE = ((256, 8), (1024, 16))
 NATIVE_PEAKS = 8  # that a thread looks at before, at most
 NATIVE_SPARE = 4  # at least one group in excess for so many of the k, so that the search for theirs may end early
-NATIVE_STAGED = 16384  # scores that have come to shared memory by the time that the best groups are known
 
 
 def check(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> None:
@@ -208,11 +207,10 @@ def _native(n: int, k: int, peaks: bool) -> dict[str, int] | None:
     for threads, each in NATIVE:
         most = threads * each // GROUP  # groups whose scores can be looked at
         if groups <= most:
-            return dict(THREADS=threads, SCORES=each, PEAKS=0, STAGED=0)
+            return dict(THREADS=threads, SCORES=each, PEAKS=0)
         mine = next_power_of_2(cdiv(groups, threads))
         if peaks and k + k // NATIVE_SPARE <= most and mine <= NATIVE_PEAKS:
-            row = threads * mine * GROUP
-            return dict(THREADS=threads, SCORES=each, PEAKS=mine, STAGED=row if row <= NATIVE_STAGED else 0)
+            return dict(THREADS=threads, SCORES=each, PEAKS=mine)
     return None
 
 
@@ -222,10 +220,7 @@ def _by_cuda(kernels, shape, scores, k, peaks=None, ids=None, retired=None, few=
     rows = scores.numel() // n
     out = torch.empty((*scores.shape[:-1], width), dtype=torch.int32, device=scores.device)
     per = 1 if retired is None else rows // retired.shape[0]
-    shared = 4 * (shape["STAGED"] + 4) if shape["STAGED"] else 0  # rows begin where they like
-    kernels.launch(
-        "top", (rows, 1, 1), shape["THREADS"], scores, peaks, ids, out, retired, per, n, k, few, width, shared=shared
-    )
+    kernels.launch("top", (rows, 1, 1), shape["THREADS"], scores, peaks, ids, out, retired, per, n, k, few, width)
     return out
 
 
