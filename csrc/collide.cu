@@ -10,7 +10,7 @@
 #include "common.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
-constexpr int LINE = 128, FETCHED = 8192;  // bytes of a cache line, and keys of a span that are brought ahead
+constexpr int LINE = 128, FETCHED = 4096;  // bytes of a cache line, and keys of a span that are brought ahead
 constexpr int BATCH = 2;  // keys of a thread on their way at a time
 constexpr int SCORES_THREADS = 512, COMPACT_THREADS = 512;
 static_assert(COMPACT_THREADS % BINS == 0);
@@ -63,7 +63,7 @@ __device__ int score(const Ids& names, const unsigned (&row)[B]) {
   for (int w = 0; w < PACKS; w++) {
     unsigned sum = 0;
     for (int i = 0; i < B; i++)
-      sum += load_shared(row[i] + (w * SIZE + __byte_perm(names.word[i / 4], 0, 0x4440 + i % 4)) * (4 * BANKS));
+      sum += load_shared(__dp4a(names.word[i / 4], 4u * BANKS << 8 * (i % 4), row[i]) + w * SIZE * 4 * BANKS);
     best = __vmaxu2(best, __vmaxu2(sum & 0x00FF00FF, sum >> 8 & 0x00FF00FF));
   }
   return max(best & 0xFFFF, best >> 16);
@@ -80,12 +80,10 @@ extern "C" __global__ void __launch_bounds__(SCORES_THREADS, 2) scores(
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += SCORES_THREADS) tally[i] = 0;
-  // Bring ids into the L2 cache while the kernel before this one computes: of this span, and of one whose program has
-  // no room yet. If `retired` is still to change, some of this is in vain.
-  const int soon = span_of(min(max(*(const volatile int*)(retired + bh / heads), 0), rows)), half = (gridDim.y + 1) / 2;
-  for (int y = blockIdx.y; y < gridDim.y; y += half)
-    for (int i = tid; i < min(soon, FETCHED) * B / LINE && (y * soon + i * LINE / B) < rows; i += SCORES_THREADS)
-      fetch(ids + (bh * rows + y * soon) * B + i * LINE);
+  // Bring ids into the L2 cache while the kernel before this one computes. Should `retired` still change, in vain.
+  const int soon = span_of(min(max(*(const volatile int*)(retired + bh / heads), 0), rows)), from = blockIdx.y * soon;
+  for (int i = LINE / B * tid; i < min(soon, FETCHED) && from + i < rows; i += LINE / B * SCORES_THREADS)
+    fetch(ids + (bh * rows + from + i) * B);
   chain();
   const int end = retired[bh / heads];
   table += bh * PACKS * SIZE * B / 4;
@@ -104,13 +102,14 @@ extern "C" __global__ void __launch_bounds__(SCORES_THREADS, 2) scores(
     for (int k = 0; k < BATCH; k++) now[k] = ahead[k];
     for (int k = 0; k < BATCH; k++)
       if (at + (BATCH + k) * STEP < stop) ahead[k] = load(ids + (BATCH + k) * STEP * B);
-    for (int k = 0; k < BATCH; k++) {
-      const int best = score(turned(now[k], lane % B), row);
-      if (at + k * STEP >= sink && at + k * STEP < stop) {
-        atomicAdd(&tally[best], 1);
-        out[k * STEP] = best;
+    int best[BATCH];
+    for (int k = 0; k < BATCH; k++) best[k] = score(turned(now[k], lane % B), row);
+    const bool all = at - lane >= sink && at - lane + 31 + (BATCH - 1) * STEP < stop;  // of this warp's
+    for (int k = 0; k < BATCH; k++)
+      if (all || at + k * STEP >= sink && at + k * STEP < stop) {
+        atomicAdd(&tally[best[k]], 1);
+        out[k * STEP] = best[k];
       }
-    }
   }
   __syncthreads();
   if (tid < BINS) {  // of keys that reach a score: in this warp's 32, and in those beyond

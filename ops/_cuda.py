@@ -20,8 +20,8 @@ from torchsparsekv.ops._triton import chained
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and _PREFERRED_SHARED_MEMORY_CARVEOUT; CU_LAUNCH_ATTRIBUTE_
 # PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
-# Of a multiprocessor's memory. The driver would choose for each kernel, but one that wants another share than the kernel
-# before it cannot start beside it, and changing the share takes time: a select of ParisKV 27.0 instead of 29.3 us.
+# Of a multiprocessor's memory. The driver would choose for each kernel, but one that wants another share than the one
+# before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 SOURCES = files("torchsparsekv") / "csrc"
