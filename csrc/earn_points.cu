@@ -23,15 +23,15 @@ __device__ void add(float (&x)[8], const void* q, int first) {
     return;
   }
   const unsigned short* at = static_cast<const unsigned short*>(q) + first;
-  uint4 v = {};
+  unsigned word[4] = {};
   if (first + 8 <= D && reinterpret_cast<unsigned long long>(at) % 16 == 0) {
-    v = *reinterpret_cast<const uint4*>(at);
+    const uint4 v = *reinterpret_cast<const uint4*>(at);
+    word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
   } else {
-    unsigned* word = &v.x;
+#pragma unroll
     for (int i = 0; i < 8; i++)
       if (first + i < D) word[i / 2] |= (unsigned)at[i] << 16 * (i % 2);
   }
-  const unsigned word[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 8; i++) {
     const unsigned half = word[i / 2] >> 16 * (i % 2) & 0xFFFF;
     x[i] += KIND == 1 ? number(half) : __uint_as_float(half << 16);
@@ -53,18 +53,37 @@ __device__ float rotate(const char* q, int stride, int coordinate, const Flips& 
   return y;
 }
 
-// Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all.
+// Sums of two numbers over the threads of a team up to this one, and over all of them; `warps` is of the team.
+__device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % HALF / 32;
+  for (int d = 1; d < 32; d *= 2) {
+    const int x = __shfl_up_sync(ALL, upto.x, d), y = __shfl_up_sync(ALL, upto.y, d);
+    if (lane >= d) upto.x += x, upto.y += y;
+  }
+  if (lane == 31) warps[warp] = upto;
+  __syncthreads();
+  all = {0, 0};
+  for (int i = 0; i < HALF / 32; i++) {
+    if (i == warp) upto.x += all.x, upto.y += all.y;
+    all.x += warps[i].x, all.y += warps[i].y;
+  }
+}
+
+// Opposite patterns have opposite scores, so ranking the absolute scores of the pairs says all. A pair's rank is how many
+// are above it; equal ones share it, and so their numbers of keys add up at one place of `keys`.
 extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* retired, int q_b, int q_h, int heads,
-    int sink, float scale, Lengths rho, Flips flips) {
+    int sink, float scale, Lengths rho, const __grid_constant__ Flips flips) {
   __shared__ __align__(16) float scores[FIELDS][HALF];
-  __shared__ __align__(16) float better[FIELDS][HALF], worse[FIELDS][HALF];  // numbers of keys, exact below 2^24
+  __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
   __shared__ float x[FIELDS][8];
-  __shared__ int whole[FIELDS], limits[6];
+  __shared__ int limits[6];
   __shared__ unsigned char earned[SIZE][PACK];
   const long long bh = blockIdx.x, b = bh / heads, h = bh % heads;
   const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
   const int field = pack * PACK + f;
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(earned)[i] = 0;
+  keys[f][pair] = {0, 0};
   chain();
   int up = 0, down = 0;
   if (field < F) {
@@ -74,37 +93,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
     const float y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, coordinate, flips);
     if (pair % LANES == 0) x[f][j] = y, rotated[(bh * F + field) * B * 8 + coordinate] = y * scale;
   }
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(earned)[i] = 0;
   if (threadIdx.x < 6) {
     const int n = max(retired[b] - sink, 0);
     limits[threadIdx.x] = (int)((n * by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
   }
-  if (threadIdx.x < FIELDS) whole[threadIdx.x] = 0;
   __syncthreads();
   float s = 0;
   for (int j = 0; j < 8; j++) s += pair >> j & 1 ? x[f][j] : -x[f][j];
-  const int c = s < 0 ? SIZE - 1 - pair : pair, keys = s < 0 ? down : up;
-  scores[f][pair] = fabsf(s), better[f][pair] = keys, worse[f][pair] = s < 0 ? up : down;
-  s = fabsf(s);
-  const int of_warp = __reduce_add_sync(ALL, keys);
-  if (pair % 32 == 0) atomicAdd(&whole[f], of_warp);
+  const bool turned = s < 0;
+  s = fabsf(s), scores[f][pair] = s;
+  __syncthreads();
+  float above = 0;
+  for (int i = 0; i < HALF; i += 4) {
+    const float4 t = *reinterpret_cast<float4*>(&scores[f][i]);
+    if (t.x > s) above += 1;
+    if (t.y > s) above += 1;
+    if (t.z > s) above += 1;
+    if (t.w > s) above += 1;
+  }
+  const int rank = above;
+  atomicAdd(&keys[f][rank].x, turned ? down : up), atomicAdd(&keys[f][rank].y, turned ? up : down);
+  __syncthreads();
+  const int2 here = keys[f][pair];  // of the rank number `pair`: above zero, and below
+  int2 upto = here, all;
+  scan(upto, all, warps[f]);
+  keys[f][pair] = {upto.x - here.x, all.x + all.y - upto.y};  // keys of strictly better centroids
   __syncthreads();
   if (field < F) {
-    float above = 0, below = whole[f];
-    for (int i = 0; i < HALF; i += 4) {
-      const float4 t = *reinterpret_cast<float4*>(&scores[f][i]), more = *reinterpret_cast<float4*>(&better[f][i]);
-      const float4 less = *reinterpret_cast<float4*>(&worse[f][i]);
-      if (t.x > s) above += more.x;
-      if (t.y > s) above += more.y;
-      if (t.z > s) above += more.z;
-      if (t.w > s) above += more.w;
-      if (t.x < s) below += less.x;
-      if (t.y < s) below += less.y;
-      if (t.z < s) below += less.z;
-      if (t.w < s) below += less.w;
-    }
+    const int2 before = keys[f][rank];
     int high = 0, low = 0;
-    for (int i = 0; i < 6; i++) high += (int)above < limits[i], low += (int)below < limits[i];
+    for (int i = 0; i < 6; i++) high += before.x < limits[i], low += before.y < limits[i];
+    const int c = turned ? SIZE - 1 - pair : pair;
     earned[c][f] = high;
     earned[SIZE - 1 - c][f] = s == 0 ? high : low;
   }

@@ -213,9 +213,9 @@ def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity
         "scores", (all_heads, parts, 1), 512, ids, earned, scores, reach, retired, heads, rows,
         scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
     )  # fmt: skip
-    kernels.launch(
+    kernels.launch(  # not early: it would wait for room anyhow, and that took up to 2 us longer
         "compact", (all_heads, parts, 1), 512, scores, reach, out, retired, heads, scores.shape[2], sink, least,
-        dense, capacity, below + beta,
+        dense, capacity, below + beta, early=False,
     )  # fmt: skip
     return out
 
