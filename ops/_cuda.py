@@ -6,6 +6,7 @@ returns None, and the op takes its Triton kernels, which give the same results.
 """
 import ctypes
 import functools
+import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from importlib.resources import files
@@ -51,6 +52,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
             return nvrtc, ctypes.CDLL("libcuda.so.1")
         except (OSError, AttributeError):
             continue
+    warnings.warn("torchsparsekv: no NVRTC: select runs on Triton kernels, with the same results, slower", stacklevel=2)
     return None
 
 

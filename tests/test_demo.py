@@ -93,7 +93,7 @@ def test_without_matplotlib_it_says_so_and_the_answers_stand(shown):
     assert [p.name for p in folder.iterdir()] == ["answers.jsonl"]
     (result,) = load([folder / "answers.jsonl"])
     assert len(result.rows) == 6 * QUESTIONS
-    assert result.command.startswith("torchsparsekv demo --tokens 1024")
+    assert result.commands[0].startswith("torchsparsekv demo --tokens 1024")
     p = passkeys(TOKENS, QUESTIONS)
     for r in result.rows:
         assert r["score"] == (r["output"] == p.values[r["index"]].tolist())

@@ -103,15 +103,16 @@ def texts(figure) -> list[str]:
 
 def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
-    assert len(found) == 3, "two shapes, and a run of other versions of one of them"
+    assert len(found) == 4, "three shapes, and a run of other versions of one of them"
     axes = found[0].figure.axes[0]
     for method in ("full", "quest", "arkvale"):
         want = [(r["context"], r["tpot_ms"]) for r in rows("h200_decode.json") if r["method"] == method]
         assert line(axes, style.colour(method), 3) == want
-    said, shape, before = (set(texts(f.figure)) for f in found)
+    said, shape, before, qwen3 = (set(texts(f.figure)) for f in found)
     assert {"quest", "dense", "arkvale", "pariskv, budget 100", "quest, 0 dense layers"} <= said
     assert {"HF static cache: 53 ms", "quest, locality 0"} <= before
     assert "17.59" in shape, "of one context, bars with their values"
+    assert "6.03" in qwen3
 
 
 def test_other_hyper_parameters_are_another_line(tmp_path):
@@ -129,7 +130,7 @@ def test_stages_add_up(plt):
     hits, new = mine.pop("fetch, all hits"), mine.pop("fetch, nearly all misses")
     others = sum(us for kernel, us in mine.items() if "beside" not in kernel)
     assert f"  {others + hits:.0f} us, with new blocks {others + new:.0f}" in said
-    assert "  139 us" in said, "dense attention"
+    assert "  131 us" in said, "dense attention"
 
 
 def test_throughput_and_memory(plt):

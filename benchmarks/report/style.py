@@ -23,6 +23,7 @@ RC = {
     "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8, "text.color": INK,
     "xtick.color": SOFT, "ytick.color": SOFT, "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0,
     "lines.linewidth": 2.0, "lines.markersize": 5, "figure.facecolor": "white", "legend.frameon": False,
+    "figure.max_open_warning": 0,
 }  # fmt: skip
 
 
