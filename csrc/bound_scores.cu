@@ -6,17 +6,17 @@
 // shared memory, no barrier, nothing to wait for but the memory.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads per kv head, BOX (a spread per channel in fp8,
-// or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program.
+// or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program, GROUP scores that share a peak.
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16;
+static_assert(TILE == GROUP);
 constexpr int CHUNKS = D / 64, KINDS = BOX ? 2 : 1, COLUMNS = (G + 7) / 8;
 constexpr int LOADS = KINDS * CHUNKS, ROOM = 4;  // pairs of 16 bytes on their way: more take the room of the next kernel
 constexpr int AHEAD = LOADS > ROOM ? 1 : ROOM / LOADS > 4 ? 4 : ROOM / LOADS;  // tiles of a warp on their way
 constexpr unsigned LARGEST = 0x5F00, UNBOUNDED = 0x7BFF;  // 448, where e4m3 ends, and what it counts as: 65504, in fp16
-constexpr int NONE = 0xFF800000;  // -inf
 
 // What a thread has of 16 blocks: of rows g and g + 8, 16 channels of every 64.
 struct Tile {
@@ -122,7 +122,7 @@ struct Sums {
   // The largest of row g of the tile, or in odd threads of row g + 8.
   __device__ float best() const {
     const int t = threadIdx.x % 4;
-    float most[2] = {__int_as_float(NONE), __int_as_float(NONE)};
+    float most[2] = {none(), none()};
     for (int n = 0; n < COLUMNS; n++)
       for (int i = 0; i < 4; i++)
         if (8 * n + 2 * t + i % 2 < G) most[i / 2] = fmaxf(most[i / 2], part[0][n][i]);
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
     if (lane == 0) peaks[tile] = score;
   };
   for (int tile = warp; tile < tiles; tile += step)
-    if (tile < begin || tile >= stop) store(tile, __int_as_float(NONE));
+    if (tile < begin || tile >= stop) store(tile, none());
   for (int at = from; at < stop; at += AHEAD * step)
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
@@ -164,6 +164,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
       const Sums sums(ahead[k], queries);
       if (next < stop) digests.load(next, ahead[k]);
       const float best = sums.best();
-      store(tile, row >= first && row < end ? best : __int_as_float(NONE));
+      store(tile, row >= first && row < end ? best : none());
     }
 }

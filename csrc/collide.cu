@@ -5,16 +5,16 @@
 // c earns in every subspace, B words, repeated to fill all 32 banks, and the threads of a warp begin at different
 // subspaces. Points are words of four bytes, one per query head, and sums of them stay below 256.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), PACKS of four query heads, BINS (a power of two above 6 B + 1).
+// Set by the compilation: B subspaces (8, 16 or 32), PACKS of four query heads, BINS (a power of two above 6 B + 1),
+// THREADS of a program.
 
 #include "common.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
 constexpr int LINE = 128, FETCHED = 4096;  // bytes of a cache line, and keys of a span that are brought ahead
 constexpr int BATCH = 2;  // keys of a thread on their way at a time
-constexpr int SCORES_THREADS = 512, COMPACT_THREADS = 512;
-static_assert(COMPACT_THREADS % BINS == 0);
-constexpr int STEP = SCORES_THREADS;  // spans are multiples of it
+constexpr int STEP = THREADS;  // keys at a time; spans are multiples of it
+static_assert(THREADS % BINS == 0);
 
 // Keys per program: the rows in use, not the capacity, are dealt out.
 __device__ int span_of(int end) {
@@ -70,7 +70,7 @@ __device__ int score(const Ids& names, const unsigned (&row)[B]) {
 }
 
 // Score a span of keys; count how many of them reach each score.
-extern "C" __global__ void __launch_bounds__(SCORES_THREADS, 2) scores(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) scores(
     const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* retired, int heads,
     int rows, int stride, int sink) {
   extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
@@ -79,15 +79,15 @@ extern "C" __global__ void __launch_bounds__(SCORES_THREADS, 2) scores(
   const int tid = threadIdx.x, lane = tid % 32;
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
-  for (int i = tid; i < BINS; i += SCORES_THREADS) tally[i] = 0;
+  for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   // Bring ids into the L2 cache while the kernel before this one computes. Should `retired` still change, in vain.
   const int soon = span_of(min(max(*(const volatile int*)(retired + bh / heads), 0), rows)), from = blockIdx.y * soon;
-  for (int i = LINE / B * tid; i < min(soon, FETCHED) && from + i < rows; i += LINE / B * SCORES_THREADS)
+  for (int i = LINE / B * tid; i < min(soon, FETCHED) && from + i < rows; i += LINE / B * THREADS)
     fetch(ids + (bh * rows + from + i) * B);
   chain();
   const int end = retired[bh / heads];
   table += bh * PACKS * SIZE * B / 4;
-  for (int i = tid; i < PACKS * SIZE * B / 4; i += SCORES_THREADS)
+  for (int i = tid; i < PACKS * SIZE * B / 4; i += THREADS)
     for (int copy = 0; copy < BANKS / B; copy++)
       lookup[i / (B / 4) * (BANKS / 4) + copy * (B / 4) + i % (B / 4)] = table[i];
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
@@ -134,7 +134,7 @@ __device__ int scan(int x, int* warps, int& all) {
   __syncthreads();  // `warps` is free
   if (lane == 31) warps[warp] = upto;
   __syncthreads();
-  const int others = lane < COMPACT_THREADS / 32 ? warps[lane] : 0;
+  const int others = lane < THREADS / 32 ? warps[lane] : 0;
   all = __reduce_add_sync(ALL, others);
   return __reduce_add_sync(ALL, lane < warp ? others : 0) + upto - x;
 }
@@ -151,11 +151,11 @@ __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
 }
 
 // Write the candidates of a span to where those of the spans before it end.
-extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) compact(
+extern "C" __global__ void __launch_bounds__(THREADS) compact(
     const unsigned char* scores, const int* reach, int* out, const int* retired, int heads, int stride, int sink,
     int least, int dense, int capacity, Lengths beta) {
-  constexpr int TILE = 16 * COMPACT_THREADS;
-  __shared__ int warps[COMPACT_THREADS / 32], totals[BINS], before[BINS];
+  constexpr int TILE = 16 * THREADS;
+  __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;
   const int tid = threadIdx.x, part = blockIdx.y, end = retired[bh / heads], span = span_of(end);
   const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) compact(
     int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
     const int parts = (end + span - 1) / span;
 #pragma unroll 8  // loads on their way at a time
-    for (int p = tid / BINS; p < parts; p += COMPACT_THREADS / BINS) {
+    for (int p = tid / BINS; p < parts; p += THREADS / BINS) {
       const int keys = reach[p * BINS + tid % BINS];
       total += keys, ahead += p < part ? keys : 0;
     }
@@ -201,5 +201,5 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) compact(
       above += all & 0xFFFF, ties += all >> 16;
     }
   }
-  for (int i = count + part * COMPACT_THREADS + tid; i < capacity; i += gridDim.y * COMPACT_THREADS) out[i] = -1;
+  for (int i = count + part * THREADS + tid; i < capacity; i += gridDim.y * THREADS) out[i] = -1;
 }

@@ -2,6 +2,8 @@
 
 constexpr unsigned ALL = 0xFFFFFFFF;  // threads of a warp
 
+__device__ inline float none() { return __int_as_float(0xFF800000); }  // -inf
+
 // Programmatic dependent launch: the kernels before this one are done; the next one may come. What a kernel reads
 // ahead of this must be older than the kernel before it, if that one waited in the same way; so only what comes from
 // before an earlier kernel of the same op may be.

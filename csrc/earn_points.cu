@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
   __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
   __shared__ float x[FIELDS][8];
   __shared__ int limits[6];
-  __shared__ unsigned char earned[SIZE][PACK];
+  __shared__ __align__(4) unsigned char earned[SIZE][PACK];
   const long long bh = blockIdx.x, b = bh / heads, h = bh % heads;
   const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
   const int field = pack * PACK + f;

@@ -5,17 +5,15 @@
 // them; Triton moves them there through shared memory, and its programs are too large to hide that the rows are
 // scattered all over memory.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), F query heads, GROUP scores that share a peak, and the fp16 bits
-// of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
+// Set by the compilation: B subspaces (8, 16 or 32), F query heads, WARPS of a program, GROUP scores that share a peak,
+// and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
 
 #include "common.cuh"
 #include "tensor.cuh"
 
-constexpr int WARPS = 4, PER_WARP = 32;
+constexpr int PER_WARP = 32;
 constexpr int WORDS = B / 4;  // of codes, a subspace each, and of weights, that a thread has of a candidate
 constexpr int TILES = PER_WARP / 16, ROWS = 2 * TILES;  // a product is of 16 candidates; those a thread has codes of
-
-#define NOTHING __int_as_float(0xFF800000)  // -inf
 
 static_assert(GROUP == 16, "a product, a peak");
 
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
                      query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
     }
     for (int r = 0; r < 2; r++) {
-      float x = 2 * quarter < F ? sum[2 * r] : NOTHING;
+      float x = 2 * quarter < F ? sum[2 * r] : none();
       if (2 * quarter + 1 < F) x = fmaxf(x, sum[2 * r + 1]);
       x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
       best[2 * tile + r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
@@ -114,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
   float estimate = best[0];  // of candidate number `row` + 8 * `quarter`
   for (int r = 1; r < ROWS; r++) estimate = quarter == r ? best[r] : estimate;
   const int at = row + 8 * quarter;
-  if (__shfl_sync(ALL, mine, at) < 0) estimate = NOTHING;
+  if (__shfl_sync(ALL, mine, at) < 0) estimate = none();
   if (first + at < total) out[first + at] = estimate;
-  float peak = fmaxf(estimate, NOTHING);  // NaN is nobody's best
+  float peak = fmaxf(estimate, none());  // NaN is nobody's best
   for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
   peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
   const int group = first / GROUP + quarter / 2;

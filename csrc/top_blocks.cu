@@ -6,22 +6,20 @@
 // leaves so few that they are compared with one another.
 //
 // Set by the compilation: THREADS; SCORES that each can look at; PEAKS that each looks at before, to find the groups
-// that have them (0: the row has no more scores than can be looked at).
+// that have them (0: the row has no more scores than can be looked at); GROUP scores that share a peak.
 
 #include "common.cuh"
 
-constexpr int GROUP = 16, WARPS = THREADS / 32, MOST = THREADS * SCORES / GROUP;  // groups that can be looked into
+constexpr int WARPS = THREADS / 32, MOST = THREADS * SCORES / GROUP;  // groups that can be looked into
 constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // 5 for keys, 3 for places among equals; of peaks, and of scores
 constexpr int FEW = 32;
 constexpr unsigned LEAST = 0x00800000;  // the key of the lowest finite score
-
-__device__ float none() { return __int_as_float(0xFF800000); }  // -inf
 
 struct Pair { unsigned key, place; };
 
 using Bins = int[BINS + 32];  // and one that is not looked at for each lane
 
-struct Shared {
+struct __align__(16) Shared {
   Bins bins[ROUNDS];
   unsigned low[WARPS], high[WARPS];
   int totals[2][WARPS];

@@ -25,6 +25,7 @@ _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
+OLDEST = (8, 0)  # the first with products of 16 places and reductions of a warp; what is older is left to Triton
 SOURCES = files("torchsparsekv") / "csrc"
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
@@ -51,13 +52,9 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
             nvrtc.nvrtcCreateProgram  # noqa: B018
             return nvrtc, ctypes.CDLL("libcuda.so.1")
         except (OSError, AttributeError):
-            continue
+            pass
     warnings.warn("torchsparsekv: no NVRTC: select runs on Triton kernels, with the same results, slower", stacklevel=2)
     return None
-
-
-def available() -> bool:
-    return _libraries() is not None
 
 
 @functools.cache
@@ -122,7 +119,7 @@ class Module:
         error = getattr(self.driver, call)(*args)
         if error == _NO_CONTEXT:  # a thread that has not used CUDA yet
             context = c_void_p()
-            self.driver.cuDevicePrimaryCtxRetain(byref(context), torch.cuda.current_device())
+            self.driver.cuDevicePrimaryCtxRetain(byref(context), self.device.index)
             self.driver.cuCtxSetCurrent(context)
             error = getattr(self.driver, call)(*args)
         if error:
@@ -136,14 +133,29 @@ def _argument(x: Argument):
         return c_void_p(None if x is None else x.data_ptr())
     if isinstance(x, Sequence):
         return (c_int * len(x))(*x)
-    return c_float(x) if isinstance(x, float) else c_int(x)
+    if isinstance(x, float):
+        return c_float(x)
+    if not -(2**31) <= x < 2**31:
+        raise ValueError(f"kernels take 32-bit numbers, got {x}")
+    return c_int(x)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Kernels load up to 16 bytes at a time; a contiguous view may begin anywhere."""
+    return not any(t.data_ptr() % 16 for t in tensors)
+
+
+def load(name: str, device: torch.device, **defines: int) -> Module | None:
+    """The kernels of csrc/`name`.cu for that device, or None where only Triton's can be had."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _load(name, torch.device("cuda", index), **defines)
 
 
 @functools.cache
-def load(name: str, device: torch.device, **defines: int) -> Module | None:
-    """The kernels of csrc/`name`.cu for that device, or None where only Triton's can be had."""
-    libraries = _libraries() if device.type == "cuda" else None
-    if libraries is None:
+def _load(name: str, device: torch.device, **defines: int) -> Module | None:
+    libraries, capability = _libraries(), torch.cuda.get_device_capability(device)
+    if libraries is None or capability < OLDEST:
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return Module(libraries[1], compiled(libraries[0], name, f"sm_{major}{minor}", **defines), device)
+    return Module(libraries[1], compiled(libraries[0], name, "sm_{}{}".format(*capability), **defines), device)

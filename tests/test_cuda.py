@@ -17,20 +17,23 @@ BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
 )
 VARIANTS = {
     "bound_scores": [
-        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS)
+        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
         for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
     ],
     "rerank": [
-        dict(B=b, F=f, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
+        dict(B=b, F=f, WARPS=4, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
         for b in RERANK.NATIVE_SPACES for f in (1, 4, RERANK.NATIVE_FIELDS)
     ],
     "earn_points": [
         dict(B=b, F=f, G=g, D=d, KIND=kind)
         for b, d in ((8, 48), (16, 128), (32, 256)) for f, g in ((1, 4), (4, 1), (7, 1)) for kind in (0, 1, 2)
     ],
-    "collide": [dict(B=b, PACKS=p, BINS=COLLIDE._bins(b)) for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)],
+    "collide": [
+        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP)
+        for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
+    ],
     "top_blocks": [
-        TOP_BLOCKS._native(n, k, True)
+        TOP_BLOCKS._native(n, k, True) | {"GROUP": GROUP}
         for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (16384, 2048), (131072, 800))
     ],
 }  # fmt: skip
@@ -67,12 +70,12 @@ def test_a_source_that_does_not_compile_says_so(nvrtc):
 
 
 def test_without_a_cuda_device_triton_is_left():
-    assert _cuda.load("collide", torch.device("cpu"), B=16, PACKS=1, BINS=128) is None
+    assert _cuda.load("collide", torch.device("cpu"), **VARIANTS["collide"][0]) is None
 
 
 @pytest.mark.gpu
 def test_ops_take_their_native_kernels():
     """So that a library that cannot be loaded is not mistaken for one that is slow."""
     assert load_all()
-    assert _cuda.load("collide", DEVICE, B=16, PACKS=1, BINS=128) is not None
-    assert _cuda.load("top_blocks", DEVICE, **TOP_BLOCKS._native(8192, 64, True)) is not None
+    assert _cuda.load("collide", DEVICE, **VARIANTS["collide"][0]) is not None
+    assert _cuda.load("top_blocks", DEVICE, **VARIANTS["top_blocks"][0]) is not None

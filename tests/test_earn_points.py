@@ -33,7 +33,10 @@ def test_native(dtype, spaces, short, group, mean, alike, sliced, seed):
     by_triton = POINTS._empty(there[0], there[1], mean)
     for t in by_triton:
         t.view(torch.uint8).fill_(255)
-    POINTS._by_triton(None, *there[:2], *by_triton, *there[2:])
-    for got in POINTS.cuda(*there), by_triton:
+    POINTS._by_triton(*there[:2], *by_triton, *there[2:])
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(POINTS, "_by_triton", None)  # not taken
+        native = POINTS.cuda(*there)
+    for got in native, by_triton:
         torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-6, atol=1e-6)
         assert torch.equal(got[1].cpu(), want[1])

@@ -106,13 +106,13 @@ def _native(q: Tensor, centre: Tensor, spread: Tensor) -> _cuda.Module | None:
     halves = q.dtype in (torch.float16, torch.bfloat16)
     typed = halves and centre.dtype == FP8 and spread.dtype == (FP8 if box else torch.float32)
     fits = d in NATIVE_DIMS and group <= min(NATIVE_GROUP, NATIVE_QUERIES // d)
-    aligned = not any(t.data_ptr() % 16 for t in (q, centre, spread)) and not any(x % 8 for x in q.stride()[:2])
+    aligned = _cuda.aligned(q, centre, spread) and not any(x % 8 for x in q.stride()[:2])
     if not (typed and fits and aligned and q.is_cuda):
         return None
     if torch.cuda.get_device_capability(q.device) < NATIVE_CAPABILITY:
         return None
     types = dict(BOX=int(box), BF16=int(q.dtype == torch.bfloat16))
-    return _cuda.load("bound_scores", q.device, D=d, G=group, WARPS=NATIVE_WARPS, **types)
+    return _cuda.load("bound_scores", q.device, D=d, G=group, WARPS=NATIVE_WARPS, GROUP=GROUP, **types)
 
 
 def _results(centre: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
 # What csrc/collide.cu is for; other shapes are left to Triton.
 NATIVE_PACKS = 3  # tables of 32 KiB in the shared memory of a program
-NATIVE_STEP = 512  # keys at a time
+NATIVE_STEP = 512  # threads of a program, and keys at a time
 
 
 def check(earned, ids, retired, sink, ratios, least, dense, capacity) -> None:
@@ -185,8 +185,9 @@ def cuda(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
     args = earned, ids, retired, sink, ratios, least, dense, capacity
     packs, size, spaces = earned.shape[2:5]
     kernels = None
-    if size == 256 and spaces in _points.NATIVE_SPACES and packs <= NATIVE_PACKS:
-        kernels = _cuda.load("collide", ids.device, B=spaces, PACKS=packs, BINS=_bins(spaces))
+    if size == 256 and spaces in _points.NATIVE_SPACES and packs <= NATIVE_PACKS and _cuda.aligned(earned, ids):
+        shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=NATIVE_STEP)
+        kernels = _cuda.load("collide", ids.device, **shape)
     return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
 
 
@@ -210,12 +211,12 @@ def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity
     scores, reach, out = _empty(ids, parts, capacity)
     below, beta, _ = by_length(ratios)
     kernels.launch(
-        "scores", (all_heads, parts, 1), 512, ids, earned, scores, reach, retired, heads, rows,
+        "scores", (all_heads, parts, 1), NATIVE_STEP, ids, earned, scores, reach, retired, heads, rows,
         scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
     )  # fmt: skip
     kernels.launch(  # not early: it would wait for room anyhow, and that took up to 2 us longer
-        "compact", (all_heads, parts, 1), 512, scores, reach, out, retired, heads, scores.shape[2], sink, least,
-        dense, capacity, below + beta, early=False,
+        "compact", (all_heads, parts, 1), NATIVE_STEP, scores, reach, out, retired, heads, scores.shape[2], sink,
+        least, dense, capacity, below + beta, early=False,
     )  # fmt: skip
     return out
 

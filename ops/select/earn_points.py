@@ -194,8 +194,8 @@ def cuda(q, counts, retired, sink, ratios, mean, seed) -> tuple[Tensor, Tensor]:
         kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[q.dtype]
         sums = group if mean else 1
         kernels = _cuda.load("earn_points", q.device, B=spaces, F=rotated.shape[2], G=sums, D=d, KIND=kind)
-    by = _by_cuda if kernels else _by_triton
-    by(kernels, q, counts, rotated, earned, retired, sink, ratios, mean, seed)
+    args = q, counts, rotated, earned, retired, sink, ratios, mean, seed
+    _by_cuda(kernels, *args) if kernels else _by_triton(*args)
     return rotated, earned
 
 
@@ -218,7 +218,7 @@ def _by_cuda(kernels, q, counts, rotated, earned, retired, sink, ratios, mean, s
     )  # fmt: skip
 
 
-def _by_triton(_, q, counts, rotated, earned, retired, sink, ratios, mean, seed) -> None:
+def _by_triton(q, counts, rotated, earned, retired, sink, ratios, mean, seed) -> None:
     batch, heads, spaces, size = counts.shape
     fields, packs = rotated.shape[2], earned.shape[2]
     below, _, rho = by_length(ratios)

@@ -80,9 +80,10 @@ def cuda(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
     out = torch.empty(candidates.shape, dtype=torch.float32, device=codes.device)
     peaks = torch.empty((*lead, cdiv(total, GROUP)), dtype=torch.float32, device=codes.device)
     kernels = None
-    if rotated.shape[3] == 8 * spaces and spaces in NATIVE_SPACES and fields <= NATIVE_FIELDS:
+    fits = rotated.shape[3] == 8 * spaces and spaces in NATIVE_SPACES and fields <= NATIVE_FIELDS
+    if fits and _cuda.aligned(rotated, codes, weights):
         levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
-        kernels = _cuda.load("rerank", codes.device, B=spaces, F=fields, GROUP=GROUP, **levels)
+        kernels = _cuda.load("rerank", codes.device, B=spaces, F=fields, WARPS=NATIVE_TILE // 32, GROUP=GROUP, **levels)
     if kernels:
         rows, all_heads = weights.shape[2], lead[0] * lead[1]
         grid = (all_heads, cdiv(total, NATIVE_TILE), 1)

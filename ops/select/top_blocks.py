@@ -227,7 +227,7 @@ def _by_cuda(kernels, shape, scores, k, peaks=None, ids=None, retired=None, few=
 def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
     args = scores, k, peaks, ids, retired, few, width
     shape = _native(scores.shape[-1], k, peaks is not None)
-    kernels = _cuda.load("top_blocks", scores.device, **shape) if shape else None
+    kernels = _cuda.load("top_blocks", scores.device, GROUP=GROUP, **shape) if shape else None
     return _by_cuda(kernels, shape, *args) if kernels else _by_triton(*args)
 
 
