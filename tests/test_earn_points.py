@@ -40,3 +40,16 @@ def test_native(dtype, spaces, short, group, mean, alike, sliced, seed):
     for got in native, by_triton:
         torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-6, atol=1e-6)
         assert torch.equal(got[1].cpu(), want[1])
+
+
+def test_a_query_of_nan_breaks_nothing():
+    """A row whose mask is wrong is NaN all over; the others of its batch are to be right."""
+    q, counts = torch.ones(2, 2, 1, 16), torch.ones(2, 2, 2, 256, dtype=torch.int32)
+    args = counts, torch.tensor([256, 256], dtype=torch.int32), 0, [0, 0, 0] * 3 + [0, 700_000], False, 0
+    want = POINTS.reference(q, *args)
+    q[0] = torch.nan
+    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in (q, *args)]
+    for got in POINTS.reference(q, *args), POINTS.cuda(*there):
+        assert got[0][0].isnan().all()
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x[1].cpu(), y[1])

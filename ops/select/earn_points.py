@@ -92,7 +92,7 @@ def points(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
     score, order = proxy.sort(-1, descending=True)
     before = counts.expand_as(order).gather(-1, order).cumsum(-1)
     before = torch.nn.functional.pad(before, (1, 0))[..., :-1]
-    first = torch.searchsorted(-score, -score)  # of a run of equal scores
+    first = torch.searchsorted(-score, -score).clamp(max=score.shape[-1] - 1)  # of a run of equal scores; NaN has none
     before = torch.empty_like(before).scatter_(-1, order, before.gather(-1, first))
     limits = torch.tensor([cdiv(n * rho * p, 100 * ONE) for p in PERCENT], device=proxy.device)
     return (before[..., None] < limits).sum(-1)
