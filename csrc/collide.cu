@@ -11,7 +11,6 @@
 #include "common.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
-constexpr int LINE = 128, FETCHED = 4096;  // bytes of a cache line, and keys of a span that are brought ahead
 constexpr int BATCH = 2;  // keys of a thread on their way at a time
 constexpr int STEP = THREADS;  // keys at a time; spans are multiples of it
 static_assert(THREADS % BINS == 0);
@@ -70,7 +69,7 @@ __device__ int score(const Ids& names, const unsigned (&row)[B]) {
 }
 
 // Score a span of keys; count how many of them reach each score.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) scores(
+extern "C" __global__ void __launch_bounds__(THREADS) scores(
     const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* retired, int heads,
     int rows, int stride, int sink) {
   extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
@@ -80,10 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scores(
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
-  // Bring ids into the L2 cache while the kernel before this one computes. Should `retired` still change, in vain.
-  const int soon = span_of(min(max(*(const volatile int*)(retired + bh / heads), 0), rows)), from = blockIdx.y * soon;
-  for (int i = LINE / B * tid; i < min(soon, FETCHED) && from + i < rows; i += LINE / B * THREADS)
-    fetch(ids + (bh * rows + from + i) * B);
   chain();
   const int end = retired[bh / heads];
   table += bh * PACKS * SIZE * B / 4;

@@ -19,6 +19,3 @@ struct Lengths { int below[3], share[4]; };  // a share of a row, in millionths,
 __device__ inline long long by_length(const Lengths& x, int n) {
   return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }
-
-// Into the L2 cache: a hint, which may come too early for the data to be there.
-__device__ inline void fetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }

@@ -91,15 +91,13 @@ class Module:
         self.kernels: dict[str, tuple[c_void_p, int]] = {}
         self._do("cuModuleLoadData", byref(self.module), image)
 
-    def launch(
-        self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0, early: bool = True
-    ) -> None:
-        """On the current stream, with `shared` bytes of dynamic shared memory; `early` if that may help."""
+    def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
+        """On the current stream, with `shared` bytes of dynamic shared memory; small grids early, as Triton's are."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        chain = int(early and chained(self.device, grid[0] * grid[1] * grid[2])["PDL"])
+        chain = int(chained(self.device, grid[0] * grid[1] * grid[2])["PDL"])
         block = (c_uint * 3)(threads, 1, 1)
         config = _Config((c_uint * 3)(*grid), block, shared, stream, ctypes.addressof(attribute), chain)
         self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)

@@ -46,7 +46,7 @@ def test_many_chunks_and_spans(resident, rows, share, packs, alike, seed):
 @pytest.mark.parametrize("resident", [1, 64])
 @pytest.mark.parametrize("spaces", [8, 16, 32])
 @given(
-    rows=st.sampled_from([64, 65, 511, 2049, 9001]), share=st.tuples(*[st.floats(0, 1)] * 2), packs=st.integers(1, 4),
+    rows=st.sampled_from([64, 65, 511, 2049, 9001, 20_000]), share=st.tuples(*[st.floats(0, 1)] * 2), packs=st.integers(1, 4),
     alike=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_native(resident, spaces, rows, share, packs, alike, seed):
@@ -58,7 +58,20 @@ def test_native(resident, spaces, rows, share, packs, alike, seed):
         m.setattr(COLLIDE, "RESIDENT", resident)
         by_triton = COLLIDE._by_triton(*there)
     with pytest.MonkeyPatch.context() as m:
+        m.setattr(COLLIDE, "native_parts", lambda *_: min(resident, -(-rows // COLLIDE.NATIVE_STEP)))
         if packs <= COLLIDE.NATIVE_PACKS:
             m.setattr(COLLIDE, "_by_triton", None)  # not taken
         assert torch.equal(ENTRY.cuda(*there).cpu(), expected)
     assert torch.equal(by_triton.cpu(), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 24, 40, 72, 128, 136, 1000])
+@pytest.mark.parametrize("rows", [1000, 8192, 131_072, 524_288])
+def test_native_programs_keep_the_multiprocessors_busy(heads, rows):
+    parts = COLLIDE.native_parts(heads, rows, 132)
+    assert 1 <= parts <= -(-rows // COLLIDE.NATIVE_STEP)
+    rounds = -(-heads * parts // 132)
+    if rows >= 131_072:
+        assert heads * parts > 0.85 * 132 * rounds or rounds > 7
+    if heads == 8 and rows >= 131_072:
+        assert (parts, rounds) == (16, 1)

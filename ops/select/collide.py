@@ -7,6 +7,8 @@ The best ceil(beta * n) keys are returned in ascending order, ties to the lower 
 (or all, if they are fewer), and all n of them where n <= `dense`. `ratios` says beta and rho for a row of n keys, in
 millionths: (below, beta, rho) three times, for n < below, then (beta, rho) for the rest.
 """
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,11 @@ TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
 # What csrc/collide.cu is for; other shapes are left to Triton.
 NATIVE_PACKS = 3  # tables of 32 KiB in the shared memory of a program
-NATIVE_STEP = 512  # threads of a program, and keys at a time
+NATIVE_STEP = 1024  # threads of a program, which share a table, and keys at a time
+NATIVE_FIXED = 4096  # keys in whose time a program starts and ends
+# Bytes of shared memory, so that a multiprocessor has no room for a second program: programs launched early crowd where
+# the kernel before them ends first.
+ALONE = 60_000
 
 
 def check(earned, ids, retired, sink, ratios, least, dense, capacity) -> None:
@@ -75,6 +81,14 @@ def _span(end, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _by_space(table, B: tl.constexpr, SIZE: tl.constexpr):
+    """What the centroids earn in subspace 0, then in 1 and so on. Threads look up one subspace at a time: in the order
+    of the table, by centroid, all that they ask for would be in two banks of shared memory."""
+    entry = tl.arange(0, SIZE)[:, None] * B + tl.arange(0, B)[None, :]
+    return tl.reshape(tl.trans(tl.load(table + entry)), (B * SIZE,))
+
+
+@triton.jit
 def _collide(
     ids, table, scores, reach, retired, heads, rows, stride, sink, W: tl.constexpr, B: tl.constexpr,
     SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -87,18 +101,17 @@ def _collide(
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
     ids += bh * rows * B  # 64-bit arithmetic on scalars only
     table += bh * (W * B * SIZE)
-    entry = tl.arange(0, B * SIZE)
-    points = tl.load(table + entry)
+    points = _by_space(table, B, SIZE)
     count = tl.zeros((BINS,), tl.int32)
     for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
         row = first + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
         name = tl.load(ids + row[:, None] * B + b[None, :], mask=live[:, None], other=0)
-        at = tl.reshape(name.to(tl.int32) * B + b[None, :], (CHUNK * B,))
+        at = tl.reshape(name.to(tl.int32) + b[None, :] * SIZE, (CHUNK * B,))
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
             if W > 1:
-                points = tl.load(table + w * B * SIZE + entry)
+                points = _by_space(table + w * B * SIZE, B, SIZE)
             earned = tl.gather(points, at, 0)  # from shared memory
             total = tl.sum(tl.reshape(earned, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
             best = tl.maximum(best, tl.maximum(total & 255, (total >> 8) & 255))
@@ -108,7 +121,7 @@ def _collide(
     if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
         count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(reach + (bh * parts + part) * BINS + bins, count)
+        tl.store(reach + (bh * BINS + bins) * parts + part, count)  # in a row what is added up
 
 
 @triton.jit
@@ -131,10 +144,10 @@ def _meeting(reach, part, parts, count, BINS: tl.constexpr, PARTS: tl.constexpr)
     bins = tl.arange(0, BINS)
     total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
     for p in range(0, parts, PARTS):
-        of = (p + tl.arange(0, PARTS))[:, None]
-        keys = tl.load(reach + of * BINS + bins[None, :], mask=of < parts, other=0)
-        total += tl.sum(keys, 0)
-        before += tl.sum(tl.where(of < part, keys, 0), 0)
+        of = (p + tl.arange(0, PARTS))[None, :]
+        keys = tl.load(reach + bins[:, None] * tl.num_programs(1) + of, mask=of < parts, other=0)
+        total += tl.sum(keys, 1)
+        before += tl.sum(tl.where(of < part, keys, 0), 1)
     reached = tl.sum((total >= count).to(tl.int32), 0)  # totals fall, to 0 beyond the best score
     beyond, above = _sums(tl.where(bins == reached, total, 0), tl.where(bins == reached, before, 0))
     return reached - 1, count - beyond, above, tl.sum(tl.where(bins == reached - 1, before, 0), 0) - above
@@ -159,7 +172,7 @@ def _compact(
         row = part * span + tl.arange(0, TILE)
         whole = tl.cdiv(stop, 16) * 16  # 16 bytes at a time; what is not live is not looked at
         ahead = tl.load(scores + row, mask=row < whole, other=0)  # while the threshold is found
-        threshold, room, above, ties = _meeting(reach + bh * parts * BINS, part, tl.cdiv(end, span), count, BINS, PARTS)
+        threshold, room, above, ties = _meeting(reach + bh * BINS * parts, part, tl.cdiv(end, span), count, BINS, PARTS)
         for first in range(part * span, stop, TILE):
             row = first + tl.arange(0, TILE)
             live = (row >= sink) & (row < stop)
@@ -203,20 +216,28 @@ def _empty(ids: Tensor, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tens
     return new(rows, dtype=torch.uint8), new(parts, bins, dtype=torch.int32), new(capacity, dtype=torch.int32)
 
 
+@functools.cache
+def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
+    """Programs per head, a multiprocessor each: those that are done first, in as many rounds as that takes."""
+    rounds = lambda parts: cdiv(all_heads * parts, multiprocessors)  # noqa: E731
+    most = max(1, min(cdiv(rows, NATIVE_STEP), multiprocessors))
+    return min(range(1, most + 1), key=lambda parts: rounds(parts) * (cdiv(rows, parts) + NATIVE_FIXED))
+
+
 def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
     """csrc/collide.cu"""
     batch, heads, rows, _ = ids.shape
     all_heads, packs = batch * heads, earned.shape[2]
-    parts = max(1, min(cdiv(rows, NATIVE_STEP), RESIDENT * sm_count(ids.device) // all_heads))
+    parts = native_parts(all_heads, rows, sm_count(ids.device))
     scores, reach, out = _empty(ids, parts, capacity)
     below, beta, _ = by_length(ratios)
     kernels.launch(
         "scores", (all_heads, parts, 1), NATIVE_STEP, ids, earned, scores, reach, retired, heads, rows,
         scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
     )  # fmt: skip
-    kernels.launch(  # not early: it would wait for room anyhow, and that took up to 2 us longer
+    kernels.launch(
         "compact", (all_heads, parts, 1), NATIVE_STEP, scores, reach, out, retired, heads, scores.shape[2], sink,
-        least, dense, capacity, below + beta, early=False,
+        least, dense, capacity, below + beta, shared=ALONE,
     )  # fmt: skip
     return out
 
