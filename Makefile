@@ -24,10 +24,10 @@ results: $(READY)
 	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

@@ -15,6 +15,13 @@ settings.register_profile("gpu", deadline=None, max_examples=60, suppress_health
 settings.load_profile("gpu" if torch.cuda.is_available() else "default")
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: one for each core that may be used, up to eight. With a GPU none: some tests measure its memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() else min(cores, 8)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
