@@ -91,7 +91,9 @@ def test_host_and_device_pools_hold_the_same(method):
 
 def test_pinned_memory_is_exact_shared_and_released():
     device, gib = torch.device("cuda"), 1 << 30
-    host.pinned((1 << 20,), torch.uint8, device)  # what the first call needs for good
+    small = host.pinned((3, 1 << 20), torch.bfloat16, device)[1:, ::2]  # what the first calls need for good
+    assert bool((small.fill_(3.0) == 3).all())
+    del small
     gc.collect()
     before = host.available()
     t = host.pinned((3, gib // 2), torch.bfloat16, device)
