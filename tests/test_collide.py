@@ -46,8 +46,8 @@ def test_many_chunks_and_spans(resident, rows, share, packs, alike, seed):
 @pytest.mark.parametrize("resident", [1, 64])
 @pytest.mark.parametrize("spaces", [8, 16, 32])
 @given(
-    rows=st.sampled_from([64, 65, 511, 2049, 9001, 20_000]), share=st.tuples(*[st.floats(0, 1)] * 2), packs=st.integers(1, 4),
-    alike=st.booleans(), seed=st.integers(0, 99),
+    rows=st.sampled_from([64, 65, 511, 2049, 9001, 20_000]), share=st.tuples(*[st.floats(0, 1)] * 2),
+    packs=st.integers(1, 4), alike=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_native(resident, spaces, rows, share, packs, alike, seed):
     """csrc/collide.cu, and Triton's kernels at the same shapes. Nothing may be left of what the buffers held before."""

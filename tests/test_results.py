@@ -72,6 +72,23 @@ def test_what_is_said_of_the_journal_is_so():
     assert f"`streaming` {found['streaming']}; dense {found['dense']}" in said
 
 
+def test_the_table_of_time_per_token_is_that_of_the_files():
+    files = {
+        "h200_decode": ("128K", "256K", "512K"), "h200_decode_skip0": ("512K, no dense layers",),
+        "h200_decode_1m": ("1M (shape of Qwen2.5-7B-1M)",),
+        "h200_decode_worst": ("128K, every block new at every step",),
+    }  # fmt: skip
+    want = []
+    for name, labels in files.items():
+        rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+        floor = next(r["tpot_ms"] for r in rows if r["context"] <= 1024)
+        for label, context in zip(labels, sorted({r["context"] for r in rows if r["context"] > 1024})):
+            at = {r["method"]: r["tpot_ms"] for r in rows if r["context"] == context}
+            cells = [at["full"], at["quest"], at["arkvale"], at["quest"] / floor]
+            want.append([label, *(f"{x:.2f}" for x in cells), f"{at['full'] / at['quest']:.2f}x"])
+    assert want in tables(ROOT / "README.md")
+
+
 def test_the_thresholds_of_louiskv():
     """The rows are thresholds by budget: score, then KB per token."""
     measured = {float(p.stem.removeprefix("tau_")): load([p]) for p in TAUS} | {LouisKV().tau: load(FILES)}
