@@ -68,6 +68,26 @@ __device__ int score(const Ids& names, const unsigned (&row)[B]) {
   return max(best & 0xFFFF, best >> 16);
 }
 
+// What the centroids earn, [PACKS, SIZE, B], as lookups want it: each row as often as the banks hold it.
+__device__ void lay_out(uint4* lookup, const uint4* table) {
+  for (int i = threadIdx.x; i < PACKS * SIZE * B / 4; i += THREADS)
+    for (int copy = 0; copy < BANKS / B; copy++)
+      lookup[i / (B / 4) * (BANKS / 4) + copy * (B / 4) + i % (B / 4)] = table[i];
+}
+
+// How many keys of a span reach each score, from how many have it.
+__device__ void add_up(const int* tally, int* reach) {
+  const int tid = threadIdx.x, lane = tid % 32;
+  if (tid >= BINS) return;
+  int upto = tally[tid];  // in this warp's 32, and in those beyond
+  for (int d = 1; d < 32; d *= 2) {
+    const int beyond = __shfl_down_sync(ALL, upto, d);
+    if (lane + d < 32) upto += beyond;
+  }
+  for (int i = (tid / 32 + 1) * 32 + lane; i < BINS; i += 32) upto += __reduce_add_sync(ALL, tally[i]);
+  reach[tid] = upto;
+}
+
 // Score a span of keys; count how many of them reach each score.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(
     const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* retired, int heads,
@@ -81,10 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   chain();
   const int end = retired[bh / heads];
-  table += bh * PACKS * SIZE * B / 4;
-  for (int i = tid; i < PACKS * SIZE * B / 4; i += THREADS)
-    for (int copy = 0; copy < BANKS / B; copy++)
-      lookup[i / (B / 4) * (BANKS / 4) + copy * (B / 4) + i % (B / 4)] = table[i];
+  lay_out(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
   if (first >= end) return;
   ids += (bh * rows + first + tid) * B, out += bh * stride + first + tid;
@@ -107,25 +124,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
       }
   }
   __syncthreads();
-  if (tid < BINS) {  // of keys that reach a score: in this warp's 32, and in those beyond
-    int upto = tally[tid];
-    for (int d = 1; d < 32; d *= 2) {
-      const int beyond = __shfl_down_sync(ALL, upto, d);
-      if (lane + d < 32) upto += beyond;
-    }
-    for (int i = (tid / 32 + 1) * 32 + lane; i < BINS; i += 32) upto += __reduce_add_sync(ALL, tally[i]);
-    reach[(bh * gridDim.y + blockIdx.y) * BINS + tid] = upto;
-  }
+  add_up(tally, reach + (bh * gridDim.y + blockIdx.y) * BINS);
 }
 
 // Sums over the threads before this one, and over all.
 __device__ int scan(int x, int* warps, int& all) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int upto = x;
-  for (int d = 1; d < 32; d *= 2) {
-    const int before = __shfl_up_sync(ALL, upto, d);
-    if (lane >= d) upto += before;
-  }
+  const int upto = sum_upto(x);
   __syncthreads();  // `warps` is free
   if (lane == 31) warps[warp] = upto;
   __syncthreads();
@@ -143,6 +148,26 @@ __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
     all |= (hit & 0x01010101) * 0x10204080 >> 28 << 4 * i;
   }
   return all;
+}
+
+// The score at which `count` keys are reached, how many of those at it fit in, and those of the spans before `part` that
+// are above it, and at it.
+struct Meeting { int threshold, room, above, ties; };
+
+__device__ Meeting meeting(
+    const int* reach, int part, int parts, int count, int (&totals)[BINS], int (&before)[BINS]) {  // both 0
+  const int tid = threadIdx.x;
+  int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
+#pragma unroll 8  // loads on their way at a time
+  for (int p = tid / BINS; p < parts; p += THREADS / BINS) {
+    const int keys = reach[p * BINS + tid % BINS];
+    total += keys, ahead += p < part ? keys : 0;
+  }
+  atomicAdd(&totals[tid % BINS], total), atomicAdd(&before[tid % BINS], ahead);
+  __syncthreads();
+  // They fall, to 0 beyond the best score.
+  const int reached = __syncthreads_count(tid < BINS && totals[tid % BINS] >= count), above = before[reached];
+  return {reached - 1, count - totals[reached], above, before[reached - 1] - above};
 }
 
 // Write the candidates of a span to where those of the spans before it end.
@@ -164,19 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact(
       return row < stop ? *reinterpret_cast<const uint4*>(scores + row) : make_uint4(0, 0, 0, 0);
     };
     uint4 next = load(part * span + 16 * tid);
-    int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
-    const int parts = (end + span - 1) / span;
-#pragma unroll 8  // loads on their way at a time
-    for (int p = tid / BINS; p < parts; p += THREADS / BINS) {
-      const int keys = reach[p * BINS + tid % BINS];
-      total += keys, ahead += p < part ? keys : 0;
-    }
-    atomicAdd(&totals[tid % BINS], total), atomicAdd(&before[tid % BINS], ahead);
-    __syncthreads();
-    // They fall, to 0 beyond the best score.
-    const int reached = __syncthreads_count(tid < BINS && totals[tid % BINS] >= count), threshold = reached - 1;
-    const int room = count - totals[reached];  // for keys at the threshold, after those above it
-    int above = before[reached], ties = before[threshold] - above;
+    auto [threshold, room, above, ties] = meeting(reach, part, (end + span - 1) / span, count, totals, before);
     for (int first = part * span; first < stop; first += TILE) {
       const int row = first + 16 * tid;
       const uint4 s = next;

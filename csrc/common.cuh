@@ -4,6 +4,15 @@ constexpr unsigned ALL = 0xFFFFFFFF;  // threads of a warp
 
 __device__ inline float none() { return __int_as_float(0xFF800000); }  // -inf
 
+// The sum over the threads of a warp up to this one.
+__device__ inline int sum_upto(int x) {
+  for (int d = 1; d < 32; d *= 2) {
+    const int before = __shfl_up_sync(ALL, x, d);
+    if (threadIdx.x % 32 >= d) x += before;
+  }
+  return x;
+}
+
 // Programmatic dependent launch: the kernels before this one are done; the next one may come. What a kernel reads
 // ahead of this must be older than the kernel before it, if that one waited in the same way; so only what comes from
 // before an earlier kernel of the same op may be.

@@ -56,7 +56,7 @@ __device__ float rotate(const char* q, int stride, int coordinate, const Flips& 
 // Sums of two numbers over the threads of a team up to this one, and over all of them; `warps` is of the team.
 __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % HALF / 32;
-  for (int d = 1; d < 32; d *= 2) {
+  for (int d = 1; d < 32; d *= 2) {  // as `sum_upto`, both at a time
     const int x = __shfl_up_sync(ALL, upto.x, d), y = __shfl_up_sync(ALL, upto.y, d);
     if (lane >= d) upto.x += x, upto.y += y;
   }
@@ -67,6 +67,19 @@ __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
     if (i == warp) upto.x += all.x, upto.y += all.y;
     all.x += warps[i].x, all.y += warps[i].y;
   }
+}
+
+// How many of the scores of a query are above one.
+__device__ int above(const float (&scores)[HALF], float s) {
+  float count = 0;
+  for (int i = 0; i < HALF; i += 4) {
+    const float4 t = *reinterpret_cast<const float4*>(&scores[i]);
+    if (t.x > s) count += 1;
+    if (t.y > s) count += 1;
+    if (t.z > s) count += 1;
+    if (t.w > s) count += 1;
+  }
+  return count;
 }
 
 // Opposite patterns have opposite scores, so ranking the absolute scores of the pairs says all. A pair's rank is how many
@@ -103,15 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
   const bool turned = s < 0;
   s = fabsf(s), scores[f][pair] = s;
   __syncthreads();
-  float above = 0;
-  for (int i = 0; i < HALF; i += 4) {
-    const float4 t = *reinterpret_cast<float4*>(&scores[f][i]);
-    if (t.x > s) above += 1;
-    if (t.y > s) above += 1;
-    if (t.z > s) above += 1;
-    if (t.w > s) above += 1;
-  }
-  const int rank = above;
+  const int rank = above(scores[f], s);
   atomicAdd(&keys[f][rank].x, turned ? down : up), atomicAdd(&keys[f][rank].y, turned ? up : down);
   __syncthreads();
   const int2 here = keys[f][pair];  // of the rank number `pair`: above zero, and below

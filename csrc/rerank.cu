@@ -62,6 +62,31 @@ __device__ Run<N / 2> load(const void* from) {
   return x;
 }
 
+// The best estimate of a candidate over the query heads, for all four threads.
+__device__ void estimate(
+    float (&best)[ROWS], const Run<WORDS> (&word)[ROWS], const Run<WORDS / 2> (&weight)[ROWS],
+    const unsigned (&query)[B]) {
+  const int quarter = threadIdx.x % 4;
+  for (int tile = 0; tile < TILES; tile++) {
+    float sum[4] = {};
+    for (int w = 0; w < WORDS; w++) {
+      unsigned upper[4], lower[4];
+      const int splat = w % 2 ? 0x3232 : 0x1010;
+      unpack(upper, word[2 * tile].at[w], __byte_perm(weight[2 * tile].at[w / 2], 0, splat));
+      unpack(lower, word[2 * tile + 1].at[w], __byte_perm(weight[2 * tile + 1].at[w / 2], 0, splat));
+      for (int half = 0; half < 2; half++)
+        multiply_add(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
+                     query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
+    }
+    for (int r = 0; r < 2; r++) {
+      float most = 2 * quarter < F ? sum[2 * r] : none();
+      if (2 * quarter + 1 < F) most = fmaxf(most, sum[2 * r + 1]);
+      most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
+      best[2 * tile + r] = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
     const float* rotated, const unsigned* codes, const unsigned short* weights, const int* candidates, float* out,
     float* peaks, int rows, int total, int groups) {
@@ -84,37 +109,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
   }
   unsigned query[B] = {};  // of head number `row`, as the second factor wants it: a word's four pairs in turn
   if (row < F) {
-    const float4* x = reinterpret_cast<const float4*>(rotated + ((bh * F + row) * B + quarter * WORDS) * 8);
+    const float4* from = reinterpret_cast<const float4*>(rotated + ((bh * F + row) * B + quarter * WORDS) * 8);
     for (int i = 0; i < 2 * WORDS; i++) {
-      const float4 v = x[i];
+      const float4 v = from[i];
       query[2 * i] = halves(v.x, v.y), query[2 * i + 1] = halves(v.z, v.w);
     }
   }
   float best[ROWS];
-  for (int tile = 0; tile < TILES; tile++) {
-    float sum[4] = {};
-    for (int w = 0; w < WORDS; w++) {
-      unsigned upper[4], lower[4];
-      const int splat = w % 2 ? 0x3232 : 0x1010;
-      unpack(upper, word[2 * tile].at[w], __byte_perm(weight[2 * tile].at[w / 2], 0, splat));
-      unpack(lower, word[2 * tile + 1].at[w], __byte_perm(weight[2 * tile + 1].at[w / 2], 0, splat));
-      for (int half = 0; half < 2; half++)
-        multiply_add(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
-                     query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
-    }
-    for (int r = 0; r < 2; r++) {
-      float x = 2 * quarter < F ? sum[2 * r] : none();
-      if (2 * quarter + 1 < F) x = fmaxf(x, sum[2 * r + 1]);
-      x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
-      best[2 * tile + r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
-    }
-  }
-  float estimate = best[0];  // of candidate number `row` + 8 * `quarter`
-  for (int r = 1; r < ROWS; r++) estimate = quarter == r ? best[r] : estimate;
+  estimate(best, word, weight, query);
+  float score = best[0];  // of candidate number `row` + 8 * `quarter`
+  for (int r = 1; r < ROWS; r++) score = quarter == r ? best[r] : score;
   const int at = row + 8 * quarter;
-  if (__shfl_sync(ALL, mine, at) < 0) estimate = none();
-  if (first + at < total) out[first + at] = estimate;
-  float peak = fmaxf(estimate, none());  // NaN is nobody's best
+  if (__shfl_sync(ALL, mine, at) < 0) score = none();
+  if (first + at < total) out[first + at] = score;
+  float peak = fmaxf(score, none());  // NaN is nobody's best
   for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
   peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
   const int group = first / GROUP + quarter / 2;

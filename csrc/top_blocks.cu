@@ -77,12 +77,7 @@ __device__ Found find(const int* bins, int wanted) {
   static_assert(BINS == 4 * 32);
   const int4 four = reinterpret_cast<const int4*>(bins)[lane()];
   const int a = four.x, ab = a + four.y, abc = ab + four.z, all = abc + four.w;
-  int upto = all;
-  for (int d = 1; d < 32; d *= 2) {
-    const int beyond = __shfl_up_sync(ALL, upto, d);
-    if (lane() >= d) upto += beyond;
-  }
-  const int before = upto - all, left = wanted - before;
+  const int upto = sum_upto(all), before = upto - all, left = wanted - before;
   const unsigned reached = __ballot_sync(ALL, left <= all);
   if (reached == 0) return {-1, 0, __shfl_sync(ALL, upto, 31)};
   const int from = __ffs(reached) - 1, bin = 4 * lane() + (a < left) + (ab < left) + (abc < left);

@@ -25,7 +25,9 @@ _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
-OLDEST = (8, 0)  # the first with products of 16 places and reductions of a warp; what is older is left to Triton
+# The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 where that is
+# asked for. What is older is left to Triton.
+OLDEST = {"bound_scores": (8, 9)} | dict.fromkeys(("collide", "earn_points", "rerank", "top_blocks"), (8, 0))
 SOURCES = files("torchsparsekv") / "csrc"
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
@@ -154,6 +156,6 @@ def load(name: str, device: torch.device, **defines: int) -> Module | None:
 @functools.cache
 def _load(name: str, device: torch.device, **defines: int) -> Module | None:
     libraries, capability = _libraries(), torch.cuda.get_device_capability(device)
-    if libraries is None or capability < OLDEST:
+    if libraries is None or capability < OLDEST[name]:
         return None
     return Module(libraries[1], compiled(libraries[0], name, "sm_{}{}".format(*capability), **defines), device)

@@ -37,7 +37,6 @@ VARIANTS = {
         for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (16384, 2048), (131072, 800))
     ],
 }  # fmt: skip
-OLDEST = {"bound_scores": "sm_{}{}".format(*BOUNDS.NATIVE_CAPABILITY)}  # others from the oldest on that is supported
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def test_every_source_has_its_variants():
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sources_compile(nvrtc, name, newest):
-    arch = "sm_90" if newest else OLDEST.get(name, "sm_80")
+    arch = "sm_90" if newest else "sm_{}{}".format(*_cuda.OLDEST[name])
     for defines in VARIANTS[name]:
         assert _cuda.compiled(nvrtc, name, arch, **defines)[:4] == b"\x7fELF"
 

@@ -16,8 +16,7 @@ from torchsparsekv.ops.index.block_bounds import UNBOUNDED
 
 SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> (Tensor, Tensor)"
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
-# What csrc/bound_scores.cu is for, on GPUs that convert fp8; other shapes are left to Triton.
-NATIVE_CAPABILITY = (8, 9)
+# What csrc/bound_scores.cu is for; other shapes are left to Triton.
 NATIVE_DIMS = (64, 128, 256)
 NATIVE_QUERIES = 2048  # channels of all query heads of a kv head, what registers have room for, and ...
 NATIVE_GROUP = 16  # ... query heads
@@ -107,12 +106,10 @@ def _native(q: Tensor, centre: Tensor, spread: Tensor) -> _cuda.Module | None:
     typed = halves and centre.dtype == FP8 and spread.dtype == (FP8 if box else torch.float32)
     fits = d in NATIVE_DIMS and group <= min(NATIVE_GROUP, NATIVE_QUERIES // d)
     aligned = _cuda.aligned(q, centre, spread) and not any(x % 8 for x in q.stride()[:2])
-    if not (typed and fits and aligned and q.is_cuda):
+    if not (typed and fits and aligned):
         return None
-    if torch.cuda.get_device_capability(q.device) < NATIVE_CAPABILITY:
-        return None
-    types = dict(BOX=int(box), BF16=int(q.dtype == torch.bfloat16))
-    return _cuda.load("bound_scores", q.device, D=d, G=group, WARPS=NATIVE_WARPS, GROUP=GROUP, **types)
+    shape = dict(D=d, G=group, BOX=int(box), BF16=int(q.dtype == torch.bfloat16), WARPS=NATIVE_WARPS, GROUP=GROUP)
+    return _cuda.load("bound_scores", q.device, **shape)
 
 
 def _results(centre: Tensor) -> tuple[Tensor, Tensor]:
