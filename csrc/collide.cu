@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   chain();
-  const int end = retired[bh / heads];
+  const int end = retired[blockIdx.x / heads];
   lay_out(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
   if (first >= end) return;
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact(
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;
-  const int tid = threadIdx.x, part = blockIdx.y, end = retired[bh / heads], span = span_of(end);
+  const int tid = threadIdx.x, part = blockIdx.y, end = retired[blockIdx.x / heads], span = span_of(end);
   const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
   const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
   out += bh * capacity, scores += bh * stride, reach += bh * gridDim.y * BINS;

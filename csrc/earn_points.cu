@@ -69,7 +69,7 @@ __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
   }
 }
 
-// How many of the scores of a query are above one.
+// How many of the scores of a query are above `s`.
 __device__ int above(const float (&scores)[HALF], float s) {
   float count = 0;
   for (int i = 0; i < HALF; i += 4) {
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
   __shared__ float x[FIELDS][8];
   __shared__ int limits[6];
   __shared__ __align__(4) unsigned char earned[SIZE][PACK];
-  const long long bh = blockIdx.x, b = bh / heads, h = bh % heads;
+  const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // divided in 32 bits
   const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
   const int field = pack * PACK + f;
   for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(earned)[i] = 0;

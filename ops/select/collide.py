@@ -28,9 +28,9 @@ RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what star
 # What csrc/collide.cu is for; other shapes are left to Triton.
 NATIVE_PACKS = 3  # tables of 32 KiB in the shared memory of a program
 NATIVE_STEP = 1024  # threads of a program, which share a table, and keys at a time
-NATIVE_FIXED = 4096  # keys in whose time a program starts and ends
-# Bytes of shared memory, so that a multiprocessor has no room for a second program: programs launched early crowd where
-# the kernel before them ends first.
+NATIVE_FIXED = 4096  # as many keys as could be scored while a program starts and ends
+# Bytes of shared memory that leave a multiprocessor no room for a second program, with the share of its memory that
+# ops/_cuda.py asks for: of a grid of one round, launched early, programs crowd where the kernel before ends first.
 ALONE = 60_000
 
 
@@ -83,7 +83,7 @@ def _span(end, CHUNK: tl.constexpr):
 @triton.jit
 def _by_space(table, B: tl.constexpr, SIZE: tl.constexpr):
     """What the centroids earn in subspace 0, then in 1 and so on. Threads look up one subspace at a time: in the order
-    of the table, by centroid, all that they ask for would be in two banks of shared memory."""
+    of the table, by centroid, all that they ask for would be in two banks of shared memory (16 subspaces)."""
     entry = tl.arange(0, SIZE)[:, None] * B + tl.arange(0, B)[None, :]
     return tl.reshape(tl.trans(tl.load(table + entry)), (B * SIZE,))
 
@@ -218,7 +218,7 @@ def _empty(ids: Tensor, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tens
 
 @functools.cache
 def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
-    """Programs per head, a multiprocessor each: those that are done first, in as many rounds as that takes."""
+    """Programs per head, a multiprocessor each, in rounds if need be: the number that should be done first."""
     rounds = lambda parts: cdiv(all_heads * parts, multiprocessors)  # noqa: E731
     most = max(1, min(cdiv(rows, NATIVE_STEP), multiprocessors))
     return min(range(1, most + 1), key=lambda parts: rounds(parts) * (cdiv(rows, parts) + NATIVE_FIXED))
@@ -228,7 +228,8 @@ def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity
     """csrc/collide.cu"""
     batch, heads, rows, _ = ids.shape
     all_heads, packs = batch * heads, earned.shape[2]
-    parts = native_parts(all_heads, rows, sm_count(ids.device))
+    multiprocessors = sm_count(ids.device)
+    parts = native_parts(all_heads, rows, multiprocessors)
     scores, reach, out = _empty(ids, parts, capacity)
     below, beta, _ = by_length(ratios)
     kernels.launch(
@@ -237,7 +238,7 @@ def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity
     )  # fmt: skip
     kernels.launch(
         "compact", (all_heads, parts, 1), NATIVE_STEP, scores, reach, out, retired, heads, scores.shape[2], sink,
-        least, dense, capacity, below + beta, shared=ALONE,
+        least, dense, capacity, below + beta, shared=ALONE if all_heads * parts <= multiprocessors else 0,
     )  # fmt: skip
     return out
 
