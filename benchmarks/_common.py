@@ -19,15 +19,15 @@ from torchsparsekv.commands._table import table
 SHAPES: dict[str, dict] = {
     "llama-3.1-8b": dict(
         model_type="llama", num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=1 << 20,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=1 << 21,
     ),
     "qwen3-8b": dict(
         model_type="qwen3", num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=1 << 20,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=1 << 21,
     ),
     "qwen2.5-7b-1m": dict(
         model_type="qwen2", num_hidden_layers=28, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=1 << 20,
+        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=1 << 21,
     ),
     "tiny": dict(
         model_type="llama", num_hidden_layers=4, hidden_size=256, intermediate_size=512, num_attention_heads=8,
@@ -36,20 +36,32 @@ SHAPES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def prepare(methods: Sequence[str], setup: Setup | None = None) -> torch.device:
-    """The device to measure on; raises at once, and not after minutes, where there is none or a method is refused."""
-    (setup or Setup()).check(methods)
+def prepare(methods: Sequence[str], options: object = None) -> torch.device:
+    """The device to measure on; raises at once, and not after minutes, where there is none or an option is refused."""
+    check(methods, options)
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
     return torch.device("cuda")
+
+
+def check(methods: Sequence[str], options: object = None) -> None:
+    """Raises where a method is refused, a shape unknown, or a number makes no sense, of the options that these have."""
+    (options if isinstance(options, Setup) else Setup()).check(methods)
+    shape, locality = getattr(options, "shape", None), getattr(options, "locality", 1)
+    if shape is not None and shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
+    if not 0 <= locality <= 1:
+        raise ValueError(f"locality must be between 0 and 1, got {locality}")
+    for name in ("contexts", "steps", "repeats", "points"):
+        value = getattr(options, name, 1)
+        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def build(shape: str, device: torch.device):
     """A model of that shape with random weights, made on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if shape not in SHAPES:
-        raise ValueError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
     fields = dict(SHAPES[shape])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
     torch.manual_seed(0)

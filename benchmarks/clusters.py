@@ -160,7 +160,7 @@ def clustering(o: Options, tokens: int, device) -> dict:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(("louiskv",))
+    device = _common.prepare(("louiskv",), o)
     rows = [clustering(o, n, device) for n in o.prompts]
     for context in o.contexts:
         rows += Bench(o, context, device).rows()

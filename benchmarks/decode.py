@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
 CHUNK = 16384
 HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
+BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
 
 
@@ -35,6 +37,20 @@ class Options(Setup):
     steps: int = 100
     hf_static: bool = True
     through_generate: bool = False
+
+    @property
+    def grows(self) -> int:
+        """Tokens that a run adds to a context."""
+        return (2 if self.through_generate else 1) * (WARM + 3 * self.steps) + 8
+
+    def check(self, methods: Sequence[str]) -> None:
+        super().check(methods)
+        most = _common.SHAPES.get(self.shape, {}).get("max_position_embeddings", 0)
+        if most and max(self.contexts, default=0) + self.grows > most:
+            raise ValueError(
+                f"contexts may have {most - self.grows} tokens at most ({self.shape} has {most} positions, a run adds "
+                f"{self.grows}), got {max(self.contexts)}"
+            )
 
 
 class Steered:
@@ -165,13 +181,15 @@ def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
 def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
     config, device = model.config, model.device
     topics = topics_of(config, context, o.budget)
-    rounds = 2 if o.through_generate else 1
-    length = context + rounds * (WARM + 3 * o.steps) + 8
-    with torchsparsekv.patch(model, name, max_length=length, **o.patch(name)) as handle:
+    length = context + o.grows
+    told = o.patch(name)
+    # In contexts shorter than the budget all of them, as far as blocks go; the row says so.
+    small = {"budget": max(BLOCK, context // BLOCK * BLOCK)} if name != "full" and context < o.budget else {}
+    with torchsparsekv.patch(model, name, max_length=length, **told | small) as handle:
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
         steer(cache, bank_of(config, topics, o.locality, device))
-        row = {"method": name, **o.told(name), "context": context, "batch": batch}
+        row = {"method": name, **o.told(name), **small, "context": context, "batch": batch}
         row |= bare_tpot(model, cache, batch, context, o.steps)
         if o.through_generate:
             row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)

@@ -213,7 +213,7 @@ def ceilings(device) -> list[dict]:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(o.methods)
+    device = _common.prepare(o.methods, o)
     unknown = [name for name in o.methods if name not in STAGES]
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")

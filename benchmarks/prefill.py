@@ -45,7 +45,7 @@ def time_prompts(model, length: int, new_cache, repeats: int) -> tuple[float, fl
 def run(o: Options, out: Path | None = None) -> dict:
     from transformers import DynamicCache
 
-    device = _common.prepare(o.methods)
+    device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     rows = []
     for length in o.contexts:

@@ -37,7 +37,7 @@ def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> in
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(o.methods)
+    device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
     d, rows = DecodeOptions(steps=o.steps, locality=o.locality, skip_layers=o.skip_layers), []

@@ -7,7 +7,6 @@ import torch
 from test_cli import refused
 
 from torchsparsekv.benchmarks import _common, decode, patterns, prefill
-from torchsparsekv.benchmarks._options import Setup
 from torchsparsekv.benchmarks.throughput import SPARE_GIB
 
 PROMPT_MS, WARM = 50.0, 1
@@ -46,8 +45,8 @@ class Watch:
         return f
 
 
-def prepare(methods, setup=None) -> torch.device:
-    (setup or Setup()).check(methods)
+def prepare(methods, options=None) -> torch.device:
+    _common.check(methods, options)
     return torch.device("cpu")
 
 
@@ -199,6 +198,28 @@ def test_wrong_options_are_refused(arg):
 
 
 # ---------------------------------------------------------------- decode and prefill
+
+
+WRONG_ELSEWHERE = {
+    "decode --locality=1.5": "locality must be between 0 and 1, got 1.5", "decode --steps=0": "steps must be at",
+    "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
+    "decode --contexts=256,3000000": "contexts may have 2096836 tokens at most (llama-3.1-8b has 2097152 positions",
+    "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
+    "throughput --locality=-1": "locality must be between 0", "kernels --contexts=-1": "contexts must be at least 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("args", WRONG_ELSEWHERE)
+def test_wrong_options_are_refused_before_anything_is_built(args):
+    assert WRONG_ELSEWHERE[args] in refused("bench", *args.split())
+
+
+def test_contexts_shorter_than_the_budget(watch):
+    o = decode.Options(**SMALL | {"budget": 64}, contexts=(40, 100), methods=("quest",), steps=2, hf_static=False)
+    rows = {(r["method"], r["context"]): r.get("budget") for r in decode.run(o)["rows"]}
+    assert rows == {
+        ("hf-static", 256): None, ("full", 40): None, ("full", 100): None, ("quest", 40): 32, ("quest", 100): None,
+    }  # fmt: skip
 
 
 def test_decode_takes_hyper_parameters(watch):
