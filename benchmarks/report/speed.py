@@ -79,11 +79,12 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
 
 
 def _tpot_note(sources: list[Result]) -> str:
-    o = sources[0].options
+    o, steps = sources[0].options, sorted({s.options["steps"] for s in sources})
     return (
         f"One compiled decode step at batch {min(o['batches'])}; {', '.join(setup(o))}, where the name does not say "
         "otherwise. dense: our dense attention, its pool in GPU memory. Locality: how slowly queries move (1: not at "
-        f"all, 0: every block new at every step). Median of 3 runs of {o['steps']} steps. {counted(sources)}"
+        "all, 0: every block new at every step). Median of 3 runs of "
+        f"{' or '.join(map(str, steps))} steps. {counted(sources)}"
     )
 
 
@@ -92,18 +93,19 @@ def _floor(sources: list[Result]) -> float | None:
     return found[0] if found else None
 
 
-def lines(sources: list[Result]) -> list[Line]:
-    """The first file's setup is the plain one; what others do differently is in the label."""
+def lines(sources: list[Result], column: str = "tpot_ms", aside: Sequence[str] = ()) -> list[Line]:
+    """The first file's setup is the plain one; what others do differently is in the label, but for what is `aside`."""
     first = sources[0].options
     out: dict[tuple[str, str], dict[int, float]] = {}
     for s in sources:
         batch = min(r["batch"] for r in s.rows)
         for r in s.rows:
-            if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR):
+            if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR) or not r.get(column):
                 continue
-            other = "" if r["method"] in NAMES else _difference(first, s.options)
+            said = {k: v for k, v in s.options.items() if k not in aside}
+            other = "" if r["method"] in NAMES else _difference(first, said)
             own = f", {r['hyper']}" if "hyper" in r else ""
-            out.setdefault((name(r["method"]) + own + other, r["method"]), {}).setdefault(r["context"], r["tpot_ms"])
+            out.setdefault((name(r["method"]) + own + other, r["method"]), {}).setdefault(r["context"], r[column])
     return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
 
 
@@ -154,31 +156,32 @@ def throughput(plt, results: list[Result]) -> list[Drawn]:
 def memory(plt, results: list[Result]) -> list[Drawn]:
     out = []
     for sources in by_model(of(results, DECODE)):
-        plain = [s for s in sources if not _difference(sources[0].options, s.options)]
-        rows = [r for s in plain for r in s.rows if "device_GiB" in r and r["batch"] == 1]
-        if not rows:
+        single = [s for s in sources if min(r["batch"] for r in s.rows) == 1]
+        series = {where: lines(single, f"{where}_GiB", ("locality",)) for where in ("device", "host")}
+        every = sorted({x for _, _, points in series["device"] for x, _ in points})
+        if not every:
             continue
-        several = len({r["context"] for r in rows}) > 1
-        figure, panels = plt.subplots(1, 2, figsize=(8.6, 3.4 if several else 0.9 + 0.35 * len(rows)))
-        figure.subplots_adjust(wspace=0.55)
-        for axes, where in zip(panels, ("device", "host")):
-            _memory_panel(axes, [r for r in rows if r[f"{where}_GiB"]], f"{where}_GiB", lines=several)
+        height = 3.8 if len(every) > 1 else 0.9 + 0.35 * len(series["device"])
+        figure, panels = plt.subplots(1, 2, figsize=(8.6, height))
+        figure.subplots_adjust(wspace=0.75)
+        for axes, (where, found) in zip(panels, series.items()):
+            _memory_panel(axes, found, every)
             axes.set_title({"device": "GPU memory", "host": "pinned host memory"}[where])
-        note = f"The cache of one row, read off its tensors; weights and activations are not in it. {counted(plain)}"
-        out.append(Drawn(figure, note, tuple(plain), str(sources[0].options.get("shape"))))
+        note = f"The cache of one row, read off its tensors; weights and activations are not in it. {counted(single)}"
+        out.append(Drawn(figure, note, tuple(single), str(sources[0].options.get("shape"))))
     return out
 
 
-def _memory_panel(axes, rows: list[dict], column: str, *, lines: bool) -> None:
-    if not lines:
-        shown = [(name(r["method"]), r[column], style.colour(r["method"])) for r in rows]
-        return style.bars(axes, shown, f"GiB at {style.tokens(rows[0]['context'])}", ".1f")
+def _memory_panel(axes, series: Sequence[Line], contexts: Sequence[int]) -> None:
+    if len(contexts) == 1:
+        shown = [(label, points[0][1], style.colour(method)) for label, method, points in series]
+        return style.bars(axes, shown, f"GiB at {style.tokens(contexts[0])}", ".1f")
     ends = []
-    for method in dict.fromkeys(r["method"] for r in rows):
-        points = sorted({r["context"]: r[column] for r in rows if r["method"] == method}.items())
-        axes.plot(*zip(*points), marker="o", color=style.colour(method))
-        ends.append((*points[-1], name(method), style.colour(method)))
-    style.token_axis(axes, sorted({r["context"] for r in rows}), "context")
+    for label, method, points in series:
+        plain, shade = label == name(method), style.colour(method)
+        axes.plot(*zip(*points), marker="o" if plain else "D", linestyle="-" if plain else ":", color=shade)
+        ends.append((*points[-1], label, shade))
+    style.token_axis(axes, contexts, "context")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GiB")
     style.name_lines(axes, ends)

@@ -75,6 +75,8 @@ def png(figure) -> bytes:
 
 def name_lines(ax, ends: Sequence[tuple[float, float, str, str]], size: float = 9) -> None:
     """Names beside the last points: (x, y, name, colour) each, moved apart where they would lie on one another."""
+    from matplotlib.patheffects import withStroke
+
     ax.figure.canvas.draw()  # so that data coordinates have their place
     columns: dict[float, list] = {}
     for x, y, name, shade in ends:
@@ -86,7 +88,8 @@ def name_lines(ax, ends: Sequence[tuple[float, float, str, str]], size: float = 
         heights = spread([y for y, _, _ in column], size * 1.25 * ax.figure.dpi / 72, ax.bbox.y0, ax.bbox.y1)
         for height, (_, name, shade) in zip(heights, column):
             x, y = back.transform((right + 8, height))
-            ax.text(x, y, name, color=shade, fontsize=size, va="center", ha="left", clip_on=False)
+            text = ax.text(x, y, name, color=shade, fontsize=size, va="center", ha="left", clip_on=False, zorder=5)
+            text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # lines of others may pass under it
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
