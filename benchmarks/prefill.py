@@ -10,6 +10,7 @@ from torch import Tensor
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks._options import option
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Options:
     methods: tuple[str, ...] = ("quest", "arkvale")
     offload: Literal["auto", "host", "device"] = "host"
     repeats: int = 3
+    chunk: int = option(0, "Tokens of a prompt in one forward, so that its activations stay small; 0: all of them.")
 
 
 def prompt(model, rows: int, length: int) -> Tensor:
@@ -26,18 +28,23 @@ def prompt(model, rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def time_prompt(model, ids: Tensor, cache) -> float:
+def time_prompt(model, ids: Tensor, cache, chunk: int = 0) -> float:
     """Milliseconds to the first token's logits."""
-    return _common.time_loop(lambda _: model(ids, past_key_values=cache, logits_to_keep=1), 1, 1)
+
+    def forward(_) -> None:
+        for part in ids.split(chunk or ids.shape[1], 1):
+            model(part, past_key_values=cache, logits_to_keep=1)
+
+    return _common.time_loop(forward, 1, 1)
 
 
-def time_prompts(model, length: int, new_cache, repeats: int) -> tuple[float, float]:
+def time_prompts(model, length: int, new_cache, o: Options) -> tuple[float, float]:
     """(milliseconds to the first token's logits, peak GiB), the cache made beforehand; the first one loads kernels."""
     ids, times = prompt(model, 1, length), []
-    for _ in range(repeats + 1):
+    for _ in range(o.repeats + 1):
         cache = new_cache()
         torch.cuda.reset_peak_memory_stats()
-        times.append(time_prompt(model, ids, cache))
+        times.append(time_prompt(model, ids, cache, o.chunk))
         del cache
     return statistics.median(times[1:]), torch.cuda.max_memory_allocated() / 2**30
 
@@ -45,11 +52,13 @@ def time_prompts(model, length: int, new_cache, repeats: int) -> tuple[float, fl
 def run(o: Options, out: Path | None = None) -> dict:
     from transformers import DynamicCache
 
+    if o.chunk < 0:
+        raise ValueError(f"chunk must not be negative, got {o.chunk}")
     device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     rows = []
     for length in o.contexts:
-        dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o.repeats)
+        dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
         for name in o.methods:
             with torchsparsekv.patch(model, name, max_length=length + 64, offload=o.offload) as handle:
@@ -59,7 +68,7 @@ def run(o: Options, out: Path | None = None) -> dict:
                     cache.reset()
                     return cache
 
-                ms, peak = time_prompts(model, length, fresh, o.repeats)
+                ms, peak = time_prompts(model, length, fresh, o)
                 del cache, fresh
             rows.append({"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak})
             torch.cuda.empty_cache()

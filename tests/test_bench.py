@@ -7,6 +7,7 @@ import torch
 from test_cli import refused
 
 from torchsparsekv.benchmarks import _common, decode, patterns, prefill
+from torchsparsekv.benchmarks.synthetic import SINKS, Topics
 from torchsparsekv.benchmarks.throughput import SPARE_GIB
 
 PROMPT_MS, WARM = 50.0, 1
@@ -205,6 +206,7 @@ WRONG_ELSEWHERE = {
     "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
     "decode --contexts=256,3000000": "contexts may have 2096836 tokens at most (llama-3.1-8b has 2097152 positions",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
+    "prefill --chunk=-1": "chunk must not be negative, got -1",
     "throughput --locality=-1": "locality must be between 0", "kernels --contexts=-1": "contexts must be at least 1",
 }  # fmt: skip
 
@@ -212,6 +214,19 @@ WRONG_ELSEWHERE = {
 @pytest.mark.parametrize("args", WRONG_ELSEWHERE)
 def test_wrong_options_are_refused_before_anything_is_built(args):
     assert WRONG_ELSEWHERE[args] in refused("bench", *args.split())
+
+
+def test_keys_have_topics_sinks_and_outliers_from_any_chunk():
+    topics = Topics(heads=2, dim=64, topics=8)
+    keys = topics.keys(1, 0, 512, "cpu", torch.float32)[0]  # [heads, tokens, dim]
+    q = topics.queries(64, 1, 0.5, "cpu", torch.float32)
+    scores = torch.einsum("shd,htd->sht", q, keys - topics.outliers("cpu")[:, None])
+    sinks, others = scores[..., :SINKS].mean(-1), scores[..., SINKS:]
+    assert float((sinks[..., None] > others).float().mean()) > 0.8, "most queries want the sinks more than most tokens"
+    best = others.argmax(-1) // topics.run * 2_654_435_761 % 4_294_967_291 % topics.topics
+    assert len(best.unique()) > 4, "and beside them tokens of a topic"
+    later = topics.keys(1, 2, 512, "cpu", torch.float32)[0]
+    assert float((later[:, :2] - keys[:, 2:4]).norm() / keys[:, 2:4].norm()) < 0.8, "but for the noise"
 
 
 def test_contexts_shorter_than_the_budget(watch):
@@ -240,3 +255,11 @@ def test_prompts_of_every_kind_of_index_are_timed(watch):
     rows = prefill.run(o)["rows"]
     assert [(r["method"], r["ttft_ms"]) for r in rows] == [(m, PROMPT_MS) for m in ("dense", *o.methods)]
     assert watch.prompts == 2 * 4
+
+
+def test_prompts_go_in_chunks(watch):
+    lengths: list[int] = []
+    model = lambda ids, **_: lengths.append(ids.shape[1])  # noqa: E731
+    assert prefill.time_prompt(model, torch.zeros(1, 100), None, chunk=48) == PROMPT_MS
+    assert prefill.time_prompt(model, torch.zeros(1, 100), None) == PROMPT_MS
+    assert lengths == [48, 48, 4, 100]

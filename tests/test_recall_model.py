@@ -244,7 +244,10 @@ def test_training_learns_and_its_folder_loads(tmp_path):
     first, last = (line["by_length"]["128"] for line in (lines[0], lines[-1]))
     assert last["loss"] < first["loss"] - 0.7
     assert last["other"] < first["other"]
-    assert json.loads((tmp_path / "accuracy.json").read_text())["greedy"][0]["task"] == "single"
+    found = json.loads((tmp_path / "accuracy.json").read_text())
+    assert found["greedy"][0]["task"] == "single"
+    assert found["options"]["seed"] == 0
+    assert "torch" in found["environment"]
     folder_works(AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
 
 

@@ -89,6 +89,12 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
     assert want in tables(ROOT / "README.md")
 
 
+def test_the_table_of_dense_answers_is_that_of_the_training():
+    rows = json.loads((ROOT / "benchmarks/recall_model/weights/accuracy.json").read_text())["greedy"]
+    want = [[r["task"], *(f"{r[n]:.2f}" for n in ("1024", "4096", "16384", "32768", "65536"))] for r in rows]
+    assert want in tables(ROOT / "README.md")
+
+
 def test_the_thresholds_of_louiskv():
     """The rows are thresholds by budget: score, then KB per token."""
     measured = {float(p.stem.removeprefix("tau_")): load([p]) for p in TAUS} | {LouisKV().tau: load(FILES)}

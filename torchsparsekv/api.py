@@ -25,7 +25,8 @@ def patch(
         needs it (powers of two, up to the model's own limit).
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest tokens.
         None, for each of the three: the method's default.
-    offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory while it fits comfortably.
+    offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory if the cache takes at most half
+        of what is free there.
     skip_layers: the first layers, which attend densely (their pool stays on the device).
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}

@@ -16,6 +16,7 @@ What was tried, on CPU in a small world (48 key words, length 128, 4096 tokens a
 """
 import argparse
 import contextlib
+import dataclasses
 import json
 import random
 import time
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchsparsekv.benchmarks import _common
 from torchsparsekv.benchmarks.recall_model import accuracy, documents, flat, optimizer
 from torchsparsekv.benchmarks.recall_model import model as shipped
 from torchsparsekv.benchmarks.recall_model.tasks import CODES
@@ -232,6 +234,8 @@ def finish(o: Options, model, began: float) -> None:
     local = accuracy.locality(loaded, length, max(1, 8 * 4096 // length) if o.workers else 4, length // 8)
     seconds = round(time.monotonic() - began, 1)
     found = {"greedy": rows, "samples": o.samples, "locality": {"length": length, **local}, "seconds": seconds}
+    options = {k: v for k, v in dataclasses.asdict(o).items() if k != "out"}
+    found |= {"options": options, "environment": _common.environment()}
     (o.out / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n")
     for row in rows:
         print("  ".join(f"{k}: {v}" if k == "task" else f"{k} {v:.3f}" for k, v in row.items()), flush=True)
