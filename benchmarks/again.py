@@ -101,7 +101,8 @@ def find(results: Path, patterns: Sequence[str] = ()) -> list[File]:
     found = {p.relative_to(results).as_posix(): p for p in every}
     unknown = [x for x in patterns if not fnmatch.filter(found, x)]
     if not found or unknown:
-        raise ValueError(f"no file of results in {results} is {' or '.join(unknown) or 'there'}; --dry-run lists them")
+        what = f"is {' or '.join(unknown)}; --dry-run lists them" if found else "; say with --results where there are"
+        raise ValueError(f"no file of results in {results} {what}")
     wanted = {n for x in patterns for n in fnmatch.filter(found, x)} if patterns else set(found)
     return [read(found[n], results) for n in sorted(wanted)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_cli import refused
 
-from torchsparsekv.benchmarks import _common, decode, patterns, prefill
+from torchsparsekv.benchmarks import _common, decode, kernels, patterns, prefill
 from torchsparsekv.benchmarks.synthetic import SINKS, Topics
 from torchsparsekv.benchmarks.throughput import SPARE_GIB
 
@@ -255,6 +255,16 @@ def test_prompts_of_every_kind_of_index_are_timed(watch):
     rows = prefill.run(o)["rows"]
     assert [(r["method"], r["ttft_ms"]) for r in rows] == [(m, PROMPT_MS) for m in ("dense", *o.methods)]
     assert watch.prompts == 2 * 4
+
+
+def test_kernels_are_told_against_the_ceilings_of_the_run():
+    rows = [
+        {"kernel": kernels.READ, "GB_per_s": 4000.0}, {"kernel": kernels.LINK, "GB_per_s": 50.0},
+        {"kernel": "scores", "context": 8, "GB_per_s": 3000.0}, {"kernel": "top blocks", "context": 8},
+        {"kernel": "fetch, nearly all misses", "context": 8, "GB_per_s": 45.0},
+    ]  # fmt: skip
+    kernels.against_ceilings(rows)
+    assert [r.get("of_ceiling") for r in rows] == [None, None, 0.75, None, 0.9]
 
 
 def test_prompts_go_in_chunks(watch):

@@ -15,6 +15,7 @@ from world import DEVICE
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.method import make_method
+from torchsparsekv.patches import _seam
 from torchsparsekv.patches._seam import check_device
 
 SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
@@ -339,3 +340,12 @@ def test_methods_lists_every_hyper_parameter_and_default():
     assert found["oracle"] == found["full"] == {**common, "block_size": 1}
     found["quest"]["budget"] = 0
     assert torchsparsekv.methods()["quest"]["budget"] == 1024, "the caller was given our own table"
+
+
+def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
+    with patch(tiny(), offload="auto") as handle:
+        needed = handle.plan.bytes(1, 64, pool_on_host=False)[1]
+        handle.plan.device = torch.device("cuda")
+        for free, on_host in ((2 * needed, False), (2 * needed - 1, True)):
+            monkeypatch.setattr(_seam, "free_device_bytes", lambda device, free=free: free)
+            assert handle._pool_on_host(1, 64) == on_host

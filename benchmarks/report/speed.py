@@ -144,7 +144,8 @@ def throughput(plt, results: list[Result]) -> list[Drawn]:
         o = sources[0].options
         note = (
             f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included, the largest batch "
-            f"that fits; {', '.join(setup(o))}. {counted(sources) or DEFAULT_BUDGET}"
+            f"that fits; {', '.join(setup(o))}. Median of 3 runs of {o['steps']} steps. "
+            f"{counted(sources) or DEFAULT_BUDGET}"
         )
         out.append(Drawn(figure, note, tuple(sources), str(o.get("shape"))))
     return out
