@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks._options import Setup
+from torchsparsekv.benchmarks._options import Setup, at_least
 from torchsparsekv.commands._table import table
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
@@ -46,16 +46,13 @@ def prepare(methods: Sequence[str], options: object = None) -> torch.device:
 
 def check(methods: Sequence[str], options: object = None) -> None:
     """Raises where a method is refused, a shape unknown, or a number makes no sense, of the options that these have."""
-    (options if isinstance(options, Setup) else Setup()).check(methods)
     shape, locality = getattr(options, "shape", None), getattr(options, "locality", 1)
     if shape is not None and shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
     if not 0 <= locality <= 1:
         raise ValueError(f"locality must be between 0 and 1, got {locality}")
-    for name in ("contexts", "steps", "repeats", "points"):
-        value = getattr(options, name, 1)
-        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    at_least(options, **{x: 1 for x in ("contexts", "steps", "repeats", "points") if hasattr(options, x)})
+    (options if isinstance(options, Setup) else Setup()).check(methods)
 
 
 def build(shape: str, device: torch.device):

@@ -33,6 +33,22 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def at_least(options: Any, **least: int) -> None:
+    """Raises where a number, or one of several, is lower than that; without any, too."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if min(value if isinstance(value, tuple) else (value,), default=bound - 1) < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {value}")
+
+
+def different(options: Any, *names: str) -> None:
+    """Raises where an option of several values has none, or one twice."""
+    for name in names:
+        values = getattr(options, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must be one or more different values, got {','.join(map(str, values)) or 'none'}")
+
+
 @dataclass(frozen=True)
 class Setup:
     """How every method of a comparison is patched in."""

@@ -45,8 +45,8 @@ class Options(Setup):
 
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
-        most = _common.SHAPES.get(self.shape, {}).get("max_position_embeddings", 0)
-        if most and max(self.contexts, default=0) + self.grows > most:
+        most = _common.SHAPES[self.shape]["max_position_embeddings"]
+        if max(self.contexts) + self.grows > most:
             raise ValueError(
                 f"contexts may have {most - self.grows} tokens at most ({self.shape} has {most} positions, a run adds "
                 f"{self.grows}), got {max(self.contexts)}"

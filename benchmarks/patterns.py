@@ -18,7 +18,7 @@ import torch
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _common, decode
-from torchsparsekv.benchmarks._options import Setup, option
+from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks.prefill import prompt, time_prompt
 from torchsparsekv.benchmarks.throughput import largest_batch
 
@@ -65,13 +65,8 @@ def parse(text: str) -> Pattern:
 
 
 def check(o: Options) -> None:
-    for name, least in (("most", 1), ("prompt_rows", 1), ("points", 2), ("steps", 1)):
-        if getattr(o, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(o, name)}")
-    for name in ("patterns", "methods", "batches"):
-        values = getattr(o, name)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} must be one or more different values, got {','.join(map(str, values)) or 'none'}")
+    at_least(o, most=1, prompt_rows=1, points=2, steps=1)
+    different(o, "patterns", "methods", "batches")
     if min(o.batches) < 0:
         raise ValueError(f"batches must not be negative, got {min(o.batches)}")
     if o.offload not in ("host", "device"):

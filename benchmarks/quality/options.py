@@ -3,7 +3,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from torchsparsekv.benchmarks._options import option, parse
+from torchsparsekv.benchmarks._options import at_least, different, option, parse
 from torchsparsekv.method import all_methods, make_method
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
@@ -51,13 +51,8 @@ def resolved(o: Options) -> Options:
 
 def check(o: Options) -> None:
     """All that can be known before a model is loaded."""
-    for name, least in (("samples", 1), ("probe", 0), ("batch", 1)):
-        if getattr(o, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(o, name)}")
-    for name in ("lengths", "methods", "budgets"):
-        values = getattr(o, name)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} must be one or more different values, got {','.join(map(str, values)) or 'none'}")
+    at_least(o, samples=1, probe=0, batch=1)
+    different(o, "lengths", "methods", "budgets")
     if o.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {o.dtype!r}")
     known = all_methods()
