@@ -36,20 +36,15 @@ class Topics:
         channels = torch.randint(0, self.dim, (self.heads, 3), generator=self._generator(2, device), device=device)
         return x.scatter_(1, channels, 6.0)
 
-    def sinks(self, device) -> Tensor:
-        """[heads, dim], for any query about as good as a token of its topic."""
-        return self.centres(device).sum(0)
-
     def keys(self, batch: int, begin: int, end: int, device, dtype) -> Tensor:
         """[batch, heads, end - begin, dim] of the tokens at those positions."""
         g = self._generator(begin + 3, device)
         runs = torch.arange(begin, end, device=device) // self.run
         topic = (runs * 2_654_435_761 % 4_294_967_291) % self.topics  # a fixed hash: the same from any chunk
-        centre = self.centres(device)[topic].transpose(0, 1)[None]
+        centres = self.centres(device)
+        centre = centres[topic].transpose(0, 1)[None]
+        centre[:, :, : max(0, SINKS - begin)] = centres.sum(0)[:, None]  # for any query about as good as its topic
         noise = torch.randn(batch, self.heads, end - begin, self.dim, generator=g, device=device) * self.noise
-        if begin < SINKS:
-            centre = centre.clone()
-            centre[:, :, : SINKS - begin] = self.sinks(device)[:, None]
         return (centre + noise + self.outliers(device)[:, None]).to(dtype)
 
     def queries(self, steps: int, group: int, locality: float, device, dtype) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-NO_FIGURE = ("clusters", "patterns", "lengths")  # benchmarks/results/README.md has their numbers
+CLUSTERS = "clusters"
+NO_FIGURE = (CLUSTERS, "patterns", "lengths")  # benchmarks/results/README.md has their numbers
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, *NO_FIGURE)
 
 
@@ -40,7 +41,7 @@ class Result:
             return f"{self.model['name']} ({size}, {self.model['dtype']})"
         if "shape" in self.options:
             return f"Random weights at the shape of {self.options['shape']}, bfloat16"
-        if self.benchmark in (KERNELS, "clusters"):
+        if self.benchmark in (KERNELS, CLUSTERS):
             heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
             return f"One layer of {heads}, bfloat16"
         return f"No model: synthetic keys, {self.options.get('dtype', 'float32').removeprefix('torch.')}"

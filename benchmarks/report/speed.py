@@ -54,6 +54,14 @@ def _tpot_bars(plt, series: Sequence[Line], floor: float | None):
     return figure
 
 
+def _draw(axes, line: Line) -> str:
+    """In the colour of its method, which is returned; dotted, where it is not set up as the plain one."""
+    label, method, points = line
+    plain, shade = label == name(method), style.colour(method)
+    axes.plot(*zip(*points), color=shade, marker="o" if plain else "D", linestyle="-" if plain else ":")
+    return shade
+
+
 def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
     figure, axes = plt.subplots(figsize=(8, 4.2))
     top = 1.12 * max(y for _, method, points in series for _, y in points if method != STATIC)
@@ -62,9 +70,8 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
     axes.set_ylabel("milliseconds per token")
     axes.set_ylim(0, top)
     for label, method, points in series:
-        plain, shade = label == name(method), style.colour(method)
         shown = [(x, y) for x, y in points if y <= top]
-        axes.plot(*zip(*shown), color=shade, marker="o" if plain else "D", linestyle="-" if plain else ":")
+        shade = _draw(axes, (label, method, shown))
         ends += [(*shown[-1], label, shade)] if shown else []
         for x, y in points[len(shown) :]:  # so slow that it would flatten all others
             axes.plot(x, top, marker="^", color=shade, clip_on=False)
@@ -179,9 +186,7 @@ def _memory_panel(axes, series: Sequence[Line], contexts: Sequence[int]) -> None
         return style.bars(axes, shown, f"GiB at {style.tokens(contexts[0])}", ".1f")
     ends = []
     for label, method, points in series:
-        plain, shade = label == name(method), style.colour(method)
-        axes.plot(*zip(*points), marker="o" if plain else "D", linestyle="-" if plain else ":", color=shade)
-        ends.append((*points[-1], label, shade))
+        ends.append((*points[-1], label, _draw(axes, (label, method, points))))
     style.token_axis(axes, contexts, "context")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GiB")
