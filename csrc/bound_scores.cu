@@ -95,7 +95,7 @@ struct Sums {
     for (int c = 0; c < CHUNKS; c++)
       for (int w = 0; w < 4; w++) {
         const unsigned g = digest[c][0].at[w], g_8 = digest[c][1].at[w], sign = WIDTH ? 0x7FFF7FFF : 0xFFFFFFFF;
-        unsigned a[4] = {halves<false>(g), halves<false>(g_8), halves<true>(g), halves<true>(g_8)};
+        unsigned a[4] = {halves_of<false>(g), halves_of<false>(g_8), halves_of<true>(g), halves_of<true>(g_8)};
         for (int i = 0; i < 4 && LIMIT; i++) a[i] = unbounded(a[i]);
         for (int n = 0; n < COLUMNS; n++)
           multiply_add(part[w % 2][n], a, q.half[n][c][2 * w] & sign, q.half[n][c][2 * w + 1] & sign);

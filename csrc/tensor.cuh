@@ -1,7 +1,7 @@
 #pragma once
 
 // PTX that C++ has no name for: the tensor cores, the types that they take, and loads that pass the caches by.
-struct Words { unsigned at[4]; };  // 16 bytes
+struct __align__(16) Words { unsigned at[4]; };
 
 // Of what no other thread asks for.
 __device__ inline Words load_once(const void* from) {
@@ -11,16 +11,20 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
-// Two halves, the first in the lower bits.
+// Two halves, or bfloat16 numbers, the first in the lower bits.
+template <bool BRAIN = false>
 __device__ inline unsigned halves(float first, float second) {
   unsigned x;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+  if (BRAIN)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
   return x;
 }
 
 // The same of e4m3 in the lower or in the upper two bytes; exact.
 template <bool UPPER>
-__device__ inline unsigned halves(unsigned bytes) {
+__device__ inline unsigned halves_of(unsigned bytes) {
   unsigned x;
   if (UPPER)
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(x) : "r"(bytes));
@@ -29,18 +33,27 @@ __device__ inline unsigned halves(unsigned bytes) {
   return x;
 }
 
+template <bool BRAIN = false>
 __device__ inline float number(unsigned short half) {
+  if (BRAIN) return __uint_as_float(half << 16);
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
   return x;
 }
 
-// sum += a b of halves, 16 rows by 8 columns, over 16 places. Of thread 4 g + t, a has rows g, g + 8, g, g + 8 at
+// sum += a b of halves, or of bfloat16 numbers, 16 rows by 8 columns, over 16 places. Of thread 4 g + t, a has rows g, g + 8, g, g + 8 at
 // places 2 t and 2 t + 1, and from the third on 8 further; b column g at the same places; sum rows g, g, g + 8, g + 8
 // of columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+template <bool BRAIN = false>
 __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b, unsigned b_8) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(b_8));
+#define MULTIPLY_ADD(type)                                                                                         \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                               \
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                            \
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(b_8))
+  if (BRAIN)
+    MULTIPLY_ADD("bf16");
+  else
+    MULTIPLY_ADD("f16");
+#undef MULTIPLY_ADD
 }

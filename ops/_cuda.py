@@ -25,9 +25,12 @@ _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
-# The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 where that is
-# asked for. What is older is left to Triton.
-OLDEST = {"bound_scores": (8, 9)} | dict.fromkeys(("collide", "earn_points", "rerank", "top_blocks"), (8, 0))
+# The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 or has clusters
+# of programs where these are asked for. What is older is left to Triton.
+OLDEST = {
+    "bound_scores": (8, 9), "collide": (8, 0), "earn_points": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0),
+    "top_blocks": (8, 0),
+}  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None

@@ -15,6 +15,7 @@ BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
     for name in ("bound_scores", "collide", "rerank", "top_blocks")
 )
+ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 VARIANTS = {
     "bound_scores": [
         dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
@@ -31,6 +32,10 @@ VARIANTS = {
     "collide": [
         dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP)
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
+    ],
+    "sparse_attention": [
+        dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c)
+        for d, g, p, bf16, c in ((64, 8, 1, 0, 4), (128, 4, 16, 1, 8), (128, 1, 1, 0, 1), (256, 8, 16, 1, 2))
     ],
     "top_blocks": [
         TOP_BLOCKS._native(n, k, True) | {"GROUP": GROUP}

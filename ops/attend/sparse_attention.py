@@ -5,7 +5,7 @@ Of the ring the sinks count and what stands from `retired` on, which is one posi
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._rows import ring_positions
@@ -15,6 +15,12 @@ SCHEMA = (
     "(Tensor q, Tensor ring, Tensor hot, Tensor places, Tensor length, Tensor retired, Tensor? sinks, int sink, "
     "float scale, float softcap) -> Tensor"
 )
+# What csrc/sparse_attention.cu is for; other shapes and types are left to Triton.
+NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
+# Programs of a kv head, and warps of each. 16 warps would take a tile of 1360 tokens each, but they fill a
+# multiprocessor, and such a program cannot be launched before fetch is done: 10.6 instead of 10.4 us for both. With
+# clusters of 16, which not every GPU has, they take 17.
+NATIVE_CLUSTER, NATIVE_WARPS = 8, 8
 
 
 def check(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> None:
@@ -80,6 +86,41 @@ def _attend(
 
 
 def cuda(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
+    kernels = _native(q, ring, hot, sinks)
+    rest = places, length, retired, sinks, sink, scale, softcap
+    return _by_cuda(kernels, q, ring, hot, *rest) if kernels else _by_triton(q, ring, hot, *rest)
+
+
+def _cluster(q: Tensor, ring: Tensor) -> int:
+    """Programs per kv head: a power of two, for at most one program a multiprocessor."""
+    room = max(1, sm_count(q.device) // (ring.shape[0] * ring.shape[1]))
+    return min(NATIVE_CLUSTER, 1 << room.bit_length() - 1)
+
+
+def _native(q, ring, hot, sinks) -> _cuda.Module | None:
+    """The kernel of csrc/sparse_attention.cu, if these arguments are what it is for."""
+    d, group = q.shape[3], q.shape[1] // ring.shape[1]
+    fits = d in NATIVE_DIMS and group <= NATIVE_GROUP and q.dtype in (torch.float16, torch.bfloat16)
+    if not fits or (sinks is not None and sinks.dtype != q.dtype):
+        return None
+    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot):
+        return None
+    sizes = dict(D=d, G=group, P=hot.shape[3], WARPS=NATIVE_WARPS, CLUSTER=_cluster(q, ring))
+    return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+
+
+def _by_cuda(kernels, q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
+    batch, heads, ring_rows, _, d = ring.shape
+    out, warps, p = fake(q), NATIVE_WARPS, hot.shape[3]
+    kernels.launch(
+        "attend", (batch * heads * _cluster(q, ring), 1, 1), 32 * warps, q, ring, hot, places, length, retired, sinks,
+        out, q.stride(0), q.stride(1), heads, heads if retired.dim() == 1 else 1, ring_rows, hot.shape[2] * p,
+        places.shape[2] * p, sink, float(scale), float(softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
+    )  # fmt: skip
+    return out
+
+
+def _by_triton(q, ring, hot, places, length, retired, sinks, sink, scale, softcap) -> Tensor:
     batch, heads, ring_rows = ring.shape[:3]
     n, p, d = places.shape[2], hot.shape[3], q.shape[3]
     tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch

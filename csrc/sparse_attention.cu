@@ -1,0 +1,206 @@
+// Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
+// up to 8 query heads of a kv head, in fp16 and bf16.
+//
+// Why not Triton: there it is two launches, and in between what the programs of a head found goes through memory. Here
+// they are a cluster, and add up what they have in each other's shared memory. A product does not care in which order
+// it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp has 16 tokens, 8
+// KiB at head_dim 128, on their way at a time.
+//
+// Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, BF16, WARPS of a program and
+// programs of a CLUSTER.
+
+#include "common.cuh"
+#include "tensor.cuh"
+
+constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
+constexpr int THREADS = 32 * WARPS;
+constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // loads of 8 channels that a thread has of a token
+constexpr int PAIRS = 4 * OF_VALUE;  // of channels that a thread adds up, for two query heads each
+constexpr int STRIDE = D + 4;  // of query heads in shared memory: the threads of a warp meet all banks
+constexpr int SLICE = G * D / CLUSTER;  // of the output, a program of the cluster each
+static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0);
+
+// A softmax as far as a warp has come. Thread 4 g + t has the largest logit of query head g and its share of the total,
+// and of heads 2 t and 2 t + 1 the sums of its channels.
+struct State {
+  float top, total, sum[PAIRS][4];
+};
+
+struct End { float top, total; };
+
+// The numbers of query heads 2 t and 2 t + 1, where thread 4 g + t has that of head g.
+__device__ float2 of_columns(float x) {
+  const int t = threadIdx.x % 4;
+  return {__shfl_sync(ALL, x, 8 * t), __shfl_sync(ALL, x, 8 * t + 4)};
+}
+
+// exp(x - peak), where -inf is nothing, even of nothing.
+__device__ float share(float x, float peak) { return x == none() ? 0 : __expf(x - peak); }
+
+__device__ void scale_by(State& s, float factor) {
+  const float2 f = of_columns(factor);
+  s.total *= factor;
+  for (int j = 0; j < PAIRS; j++)
+    for (int c = 0; c < 4; c++) s.sum[j][c] *= c % 2 ? f.y : f.x;
+}
+
+// Take in 16 tokens: `row` of thread i or 16 + i is that of token i behind `rows`, or below 0 where there is none.
+__device__ void fold(
+    State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  Words key[2][OF_KEY] = {}, value[4][OF_VALUE] = {};
+  bool live[4];
+  for (int r = 0; r < 4; r++) {  // of tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; before the keys, which are waited for
+    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
+    live[r] = at >= 0;
+    for (int i = 0; i < OF_VALUE; i++)
+      if (live[r]) value[r][i] = load_once(rows + at * (4ll * D) + 2 * D + (g + 8 * i) * 16);
+  }
+  for (int r = 0; r < 2; r++) {  // of tokens g and 8 + g
+    const int at = __shfl_sync(ALL, row, g + 8 * r);
+    for (int i = 0; i < OF_KEY; i++)
+      if (at >= 0) key[r][i] = load_once(rows + at * (4ll * D) + (t + 4 * i) * 16);
+  }
+  float z[2][4] = {};  // of head g and the same tokens as the values; the upper two are of heads that there are not
+  for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
+    Words x = {};
+    if (g < G) x = *reinterpret_cast<const Words*>(query + (t + 4 * i) * 8);
+    for (int half = 0; half < 4; half += 2)
+      for (int r = 0; r < 2; r++)
+        multiply_add<BF16>(z[r], {x.at[half], 0, x.at[half + 1], 0}, key[r][i].at[half], key[r][i].at[half + 1]);
+  }
+  float p[4], peak = s.top;
+  for (int r = 0; r < 4; r++) {
+    p[r] = z[r / 2][r % 2] * scale;
+    if (softcap > 0) p[r] = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * p[r], softcap)));  // tanh
+    if (!live[r]) p[r] = none();
+    peak = fmaxf(peak, p[r]);
+  }
+  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1)), peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+  scale_by(s, share(s.top, peak));
+  s.top = peak;
+  for (int r = 0; r < 4; r++) p[r] = share(p[r], peak), s.total += p[r];
+  const unsigned early = halves<BF16>(p[0], p[1]), late = halves<BF16>(p[2], p[3]);
+  for (int i = 0; i < OF_VALUE; i++)
+    for (int j = 0; j < 4; j++) {  // a pair of channels: the lower ones of the tokens together, then the upper ones
+      const unsigned a = value[0][i].at[j], b = value[1][i].at[j], c = value[2][i].at[j], d = value[3][i].at[j];
+      multiply_add<BF16>(s.sum[4 * i + j],
+                         {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+                          __byte_perm(c, d, 0x7632)}, early, late);
+    }
+}
+
+// Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
+struct Tokens {
+  const int* places;
+  int ring_rows, sink, end, chosen, retired, oldest;  // `oldest`: the row of the ring that token `retired` has
+
+  __device__ Tokens(const int* places, int ring_rows, int sink, int end, int retired, int chosen)
+      : places(places), ring_rows(ring_rows), sink(sink), end(end), chosen(chosen), retired(retired),
+        oldest(sink + (retired - sink) % (ring_rows - sink)) {}
+
+  __device__ int near_tiles() const { return (ring_rows + TILE - 1) / TILE; }
+  __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
+
+  // Of this thread's token of a tile; -1 where there is none.
+  __device__ int row(int tile) const {
+    const int row = tile * TILE + threadIdx.x % TILE;
+    if (tile < near_tiles()) {
+      const int position = row < sink ? row : retired + row - oldest + (row < oldest ? ring_rows - sink : 0);
+      return row < ring_rows && position < end ? row : -1;
+    }
+    const int token = row - near_tiles() * TILE;
+    const int place = token < chosen ? places[token / P] : -1;
+    return place < 0 ? -1 : place * P + token % P;
+  }
+};
+
+// What program number `rank` of the cluster has at a place of its shared memory.
+__device__ float load_from(int rank, const float* at) {
+  float x;
+  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there]; }"
+               : "=f"(x) : "r"((unsigned)__cvta_generic_to_shared(at)), "r"(rank) : "memory");
+  return x;
+}
+
+// Wait for the other programs of the cluster; what they wrote can be read.
+__device__ void meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What the programs of a cluster show each other: of each channel and query head the sum, and what belongs to it.
+struct Found {
+  float sum[G * D];
+  End end[G];
+};
+
+// Add up over the warps of a program. Channels stand in the order in which the products left them.
+__device__ void add_warps(Found& found, State& s, float* parts) {
+  __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS];
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  if (t == 0) tops[warp][g] = s.top;
+  __syncthreads();
+  float top = none();
+  for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][g]);
+  scale_by(s, share(s.top, top));
+  s.total += __shfl_xor_sync(ALL, s.total, 1), s.total += __shfl_xor_sync(ALL, s.total, 2);
+  if (t == 0) totals[warp][g] = s.total;
+  for (int j = 0; j < PAIRS; j++)
+    for (int c = 0; c < 4; c++)
+      if (2 * t + c % 2 < G) parts[(warp * G + 2 * t + c % 2) * STRIDE + (2 * j + c / 2) * 8 + g] = s.sum[j][c];
+  __syncthreads();
+  for (int i = threadIdx.x; i < G * D; i += THREADS) {
+    float sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
+    found.sum[i] = sum;
+  }
+  if (warp == 0 && t == 0 && g < G) {
+    float total = 0;
+    for (int w = 0; w < WARPS; w++) total += totals[w][g];
+    found.end[g] = {top, total};
+  }
+}
+
+// Add up a slice of the output over the programs, by as many threads for each number.
+__device__ void add_programs(const Found& found, int rank, const unsigned short* sinks, unsigned short* out, bool broken) {
+  const int from = threadIdx.x % CLUSTER;
+  for (int i = rank * SLICE + threadIdx.x / CLUSTER; i < (rank + 1) * SLICE; i += THREADS / CLUSTER) {
+    const int head = i / D, c = i % D, channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
+    const End end = {load_from(from, &found.end[head].top), load_from(from, &found.end[head].total)};
+    const float logit = sinks ? number<BF16>(sinks[head]) : none();
+    float sum = load_from(from, &found.sum[i]), top = fmaxf(end.top, logit);
+    for (int d = 1; d < CLUSTER; d *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, d));
+    const float mine = share(end.top, top);
+    float total = mine * end.total;
+    sum *= mine;
+    for (int d = 1; d < CLUSTER; d *= 2)
+      total += __shfl_xor_sync(ALL, total, d), sum += __shfl_xor_sync(ALL, sum, d);
+    total += share(logit, top);
+    // No token: zero. A row past its capacity: NaN, so that it cannot be mistaken for an answer.
+    const float answer = broken ? __int_as_float(0x7FC00000) : total > 0 || total != total ? sum / total : sum;
+    if (from == 0) out[head * D + channel] = halves<BF16>(answer, 0);
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) attend(
+    const unsigned short* q, const char* ring, const char* hot, const int* places, const int* length, const int* retired,
+    const unsigned short* sinks, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int chosen,
+    int sink, float scale, float softcap) {
+  extern __shared__ float parts[];  // [WARPS, G, STRIDE]
+  __shared__ Found found;
+  const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  chain();
+  const Tokens tokens(places + (long long)bh * (chosen / P), ring_rows, sink, length[b], retired[bh / per], chosen);
+  q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
+  ring += bh * (4ll * D) * ring_rows, hot += bh * (4ll * D) * hot_rows;
+  State s = {none()};
+  for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
+    const int row = tokens.row(tile);
+    if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
+  }
+  add_warps(found, s, parts);
+  meet();
+  add_programs(found, rank, sinks ? sinks + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
+  meet();  // no program leaves while others read what it found
+}
