@@ -93,11 +93,7 @@ __device__ void fold(
 // Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
 struct Tokens {
   const int* places;
-  int ring_rows, sink, end, chosen, retired, oldest;  // `oldest`: the row of the ring that token `retired` has
-
-  __device__ Tokens(const int* places, int ring_rows, int sink, int end, int retired, int chosen)
-      : places(places), ring_rows(ring_rows), sink(sink), end(end), chosen(chosen), retired(retired),
-        oldest(sink + (retired - sink) % (ring_rows - sink)) {}
+  int ring_rows, sink, end, retired, chosen;
 
   __device__ int near_tiles() const { return (ring_rows + TILE - 1) / TILE; }
   __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
@@ -106,7 +102,8 @@ struct Tokens {
   __device__ int row(int tile) const {
     const int row = tile * TILE + threadIdx.x % TILE;
     if (tile < near_tiles()) {
-      const int position = row < sink ? row : retired + row - oldest + (row < oldest ? ring_rows - sink : 0);
+      const int turn = ring_rows - sink, oldest = sink + (retired - sink) % turn;  // row of token `retired`
+      const int position = row < sink ? row : retired + row - oldest + (row < oldest ? turn : 0);
       return row < ring_rows && position < end ? row : -1;
     }
     const int token = row - near_tiles() * TILE;
@@ -191,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) 
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   chain();
-  const Tokens tokens(places + (long long)bh * (chosen / P), ring_rows, sink, length[b], retired[bh / per], chosen);
+  const Tokens tokens = {places + (long long)bh * (chosen / P), ring_rows, sink, length[b], retired[bh / per], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
   ring += bh * (4ll * D) * ring_rows, hot += bh * (4ll * D) * hot_rows;
   State s = {none()};
