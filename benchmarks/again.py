@@ -27,7 +27,7 @@ import torchsparsekv
 from torchsparsekv.benchmarks.report.load import load
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
-SCRIPTS = ("benchmarks/recall_pariskv.py",)
+SCRIPTS = ("benchmarks/recall_pariskv.py", "benchmarks/recall_digests.py")
 COMMANDS = ("eval", "bench")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
 

@@ -3,6 +3,8 @@
 Every call of a replay has inputs of its own, so that no cache carries over from one to the next.
 """
 import dataclasses
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.state import Clock, Geometry, LayerState
 
 READ, LINK = "read in HBM", "read of pinned host memory"
+PINNED_GIB = 16  # to be pinned for their time, a quarter of the free host memory at most; torch is slow and gets less
+TORCH_GIB = 4
 CALLS = 48  # inputs of a replay: several times the L2 even where one call's are small
 
 
@@ -203,6 +207,33 @@ def flashinfer_rows(o: Options, tokens: int, copies: int, device) -> list[dict]:
     return rows
 
 
+def pinning(device) -> list[dict]:
+    """How long it takes to pin host memory, by a clock on the wall. Nothing of it is left afterwards."""
+    gib = max(1, min(PINNED_GIB, host.available() >> 32))
+    less = min(TORCH_GIB, gib)
+    ways = (
+        ("torchsparsekv", f"pin host memory ({gib} GiB)", gib << 30, lambda n: host.pinned((n,), torch.uint8, device)),
+        ("torch", f"torch.empty(pin_memory=True), {less} GiB (beside)", less << 30,
+         lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True)),
+    )  # fmt: skip
+    rows = []
+    for method, kernel, nbytes, pin in ways:
+        pin(1)  # what a first call takes is not of the memory
+        us = statistics.median(time_pin(pin, nbytes) for _ in range(3))
+        rows.append({"method": method, "kernel": kernel, "us": us, "GB_per_s": nbytes / us / 1e3})
+    return rows
+
+
+def time_pin(pin, nbytes: int) -> float:
+    """Microseconds. What was pinned is let go of, by torch's cache too."""
+    begin = time.perf_counter()
+    held = pin(nbytes)
+    us = (time.perf_counter() - begin) * 1e6
+    del held
+    torch._C._host_emptyCache()
+    return us
+
+
 def ceilings(device) -> list[dict]:
     a, b = (torch.zeros(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = host.pinned((1 << 30,), torch.uint8, device)
@@ -230,7 +261,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     unknown = [name for name in o.methods if name not in STAGES]
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
-    rows = ceilings(device)
+    rows = pinning(device) + ceilings(device)
     near = set()
     for context in o.contexts:
         for name in o.methods:

@@ -4,9 +4,7 @@
     python benchmarks/recall_pariskv.py drift --prompt-topics 2 --prompt-noise 0.05 --drift 3 --out drift.json
     torchsparsekv report drift.json -o drift.html
 
-Keys are synthetic but shaped like those of a model: an offset with outlier channels, a decaying spectrum, topics that
-last for a stretch of tokens, rotary positions. Queries look for one or two topics, the heads of a group partly for the
-same ones. Measures, over the retrievable tokens:
+Keys and queries are those of benchmarks/_recall.py. Measures, over the retrievable tokens:
 - recall: share of the exact top-k that is chosen, exact by attention weight averaged over the heads of the group.
 - recall of the mean query: against the exact top-k of q.k with the mean query, what the authors' code ranks by.
 - candidates: share of the exact top-k that stage I passes on.
@@ -17,89 +15,18 @@ as when a short problem is thought about at length; after a prompt of as many to
 ParisKV. The other is product quantization as a cache of it works: what a key is to the query is what its centroids are.
 It collapses after either prompt, since nothing tells apart the new keys that share their nearest old centroids.
 """
-import argparse
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks._recall import NOISE, Stream, exact, finish, parser, shares, show
 from torchsparsekv.ops.index.encode_keys import encode_keys
 from torchsparsekv.ops.select.collide import candidates_of, collide
 from torchsparsekv.ops.select.earn_points import earn_points, pair, points
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.zoo.pariskv import ParisKV
-
-STRETCH = 48  # tokens a topic lasts, on average
-NOISE = 0.7  # of a key around its topic, in norms of a topic
-
-
-def rope(x: Tensor, position: Tensor, theta: float = 5e5) -> Tensor:
-    """Rotary positions in the half-split layout; x [..., tokens, d]."""
-    half = x.shape[-1] // 2
-    angle = position[:, None] * theta ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-
-@dataclass
-class Stream:
-    """Keys and queries of `heads` kv heads over `total` tokens; from `drift_from` on the distribution moves away."""
-
-    total: int
-    drift_from: int
-    heads: int = 4
-    group: int = 4
-    d: int = 128
-    topics: int = 128
-    offset: float = 8.0  # of four channels
-    drift: float = 1.5  # how far the offset moves, in norms of a topic; 0: nothing drifts, not even the topics
-    prompt_topics: int | None = None  # those of the tokens before the drift; None: all
-    prompt_noise: float = NOISE  # of these tokens
-    seed: int = 0
-
-    def __post_init__(self):
-        g = self.g = torch.Generator().manual_seed(self.seed)
-        spectrum = torch.arange(1, self.d + 1).float() ** -0.5
-        self.basis = torch.linalg.qr(torch.randn(self.heads, self.d, self.d, generator=g)).Q * spectrum[:, None] * 3.2
-        self.centres, self.moved = (self.draw(self.topics) for _ in range(2))
-        offset, self.offset_q = self.draw(1), self.draw(1)
-        for h in range(self.heads):
-            offset[h, 0, torch.randperm(self.d, generator=g)[:4]] += self.offset
-        change = torch.rand(self.total, generator=g) < 1 / STRETCH
-        named = torch.randint(self.topics, (self.total,), generator=g)
-        token = torch.arange(self.total)
-        self.topic = named[(change.long() * token).cummax(0).values]
-        prompt = token < self.drift_from
-        self.topic[prompt] %= self.prompt_topics or self.topics
-        noise = torch.where(prompt, self.prompt_noise, NOISE)[:, None]
-        age = (token - self.drift_from).clamp(min=0) / max(1, self.total - self.drift_from)
-        self.age = age[:, None] * (self.drift > 0)  # 0 before the drift, 1 at the end
-        self.away = self.draw(1) * self.drift
-        keys = offset + self.age * self.away + self.centre(token) + noise * self.draw(self.total)
-        self.keys = rope(keys, token)
-
-    def draw(self, n: int) -> Tensor:
-        return torch.randn(self.heads, n, self.d, generator=self.g) @ self.basis
-
-    def centre(self, token: Tensor) -> Tensor:
-        """What the tokens are about: topics turn into other ones as the drift goes on."""
-        z, age = self.topic[token], self.age[token]
-        return (1 - age).sqrt() * self.centres[:, z] + age.sqrt() * self.moved[:, z]
-
-    def query(self, end: int) -> Tensor:
-        """[heads * group, d]: each head looks for the topic of one past token, half of them for a common one."""
-        common = torch.randint(end, (1,), generator=self.g)
-        parts = []
-        for _ in range(self.group):
-            own = torch.randint(end, (1,), generator=self.g)
-            token = common if torch.rand((), generator=self.g) < 0.5 else own
-            want = self.centre(token) + 0.4 * self.centre(torch.tensor([end - 1])) + 0.5 * self.draw(1)
-            parts.append(rope(self.offset_q + want, torch.tensor([end])))
-        return torch.cat(parts, 1).flatten(0, 1)
 
 
 class Index:
@@ -181,19 +108,6 @@ class Prompted:
         return some, some.gather(1, exact.topk(k).indices)
 
 
-def shares(wanted: Tensor, got: Tensor, n: int) -> float:
-    hit = torch.zeros(*got.shape[:-1], n, dtype=torch.bool).scatter_(-1, got.long(), True)
-    return float(hit.gather(-1, wanted).float().mean())
-
-
-def exact(stream: Stream, q: Tensor, end: int, k: int):
-    """(attention weight of each token, its top-k, the top-k of the mean query)."""
-    x = q.unflatten(0, (stream.heads, -1))
-    logits = x @ stream.keys[:, :end].transpose(1, 2) * stream.d**-0.5
-    mass = logits.softmax(-1).mean(1)
-    return mass, mass.topk(k).indices, logits.mean(1).topk(k).indices
-
-
 def measure(stream: Stream, end: int, k: int, queries: int, choosers: dict) -> dict[str, dict[str, float]]:
     total = {name: torch.zeros(4, dtype=torch.float64) for name in choosers}
     for _ in range(queries):
@@ -242,20 +156,12 @@ def drift(o) -> list[dict]:
     return rows
 
 
-def show(row: dict) -> None:
-    print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-
-
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__, "float32")
     p.add_argument("what", choices=("lengths", "drift"))
-    p.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     p.add_argument("--prefill", type=int, default=2048)
     p.add_argument("--steps", type=int, default=16384)
     p.add_argument("--points", type=int, default=5)
-    p.add_argument("--queries", type=int, default=8)
-    p.add_argument("--heads", type=int, default=4)
-    p.add_argument("--group", type=int, default=4)
     p.add_argument("--offset", type=float, default=8.0, help="size of four outlier channels common to all keys")
     p.add_argument("--drift", type=float, default=1.5, help="how far that offset moves, in norms of a topic")
     p.add_argument("--prompt-topics", type=int, help="topics of the prompt; all of them unless given")
@@ -264,15 +170,9 @@ def main() -> None:
     p.add_argument("--k", type=int, default=100)
     p.add_argument("--beta", type=float)
     p.add_argument("--rho", type=float)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", default="float32")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--out", type=Path)
     o = p.parse_args()
     o.dtype = getattr(torch, o.dtype)
-    rows = {"lengths": lengths, "drift": drift}[o.what](o)
-    given = {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
-    _common.finish(o.what, rows, given, o.out)
+    finish(o.what, {"lengths": lengths, "drift": drift}[o.what](o), o)
 
 
 if __name__ == "__main__":

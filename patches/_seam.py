@@ -230,6 +230,11 @@ def check_memory(plan: Plan, batch: int, length: int, *, pool_on_host: bool) -> 
                 f"a cache of {length} tokens x batch {batch} needs {need_host / 2**30:.2f} GiB host and "
                 f"{need_device / 2**30:.2f} GiB device memory, but only {have / 2**30:.2f} GiB {what} memory is free"
             )
+    if plan.device.type == "cuda" and (limit := host.pinnable(need_host, plan.device)) < need_host:
+        raise MemoryError(
+            f"a cache of {length} tokens x batch {batch} needs {need_host / 2**30:.2f} GiB of pinned host memory, but "
+            f"{host.memlock_said(limit)} and this driver heeds it; raise it, or keep the pool with offload='device'"
+        )
 
 
 def free_device_bytes(device: torch.device) -> int:

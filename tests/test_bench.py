@@ -1,6 +1,7 @@
 """The benchmarks that build models, at a tiny shape and without a GPU: what they run, not how long it takes."""
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -265,6 +266,39 @@ def test_kernels_are_told_against_the_ceilings_of_the_run():
     ]  # fmt: skip
     kernels.against_ceilings(rows)
     assert [r.get("of_ceiling") for r in rows] == [None, None, 0.75, None, 0.9]
+
+
+def test_pinning_is_timed_before_the_ceilings_and_nothing_of_it_stays(monkeypatch):
+    told, at, gone = [], [0.0], "gone"
+
+    def pin(what: str, seconds: float):
+        def make(n, **_):
+            at[0] += seconds
+            told.append((what, *(n if isinstance(n, tuple) else (n,))))
+            out = torch.zeros(1)
+            weakref.finalize(out, told.append, gone)
+            return out
+
+        return make
+
+    monkeypatch.setattr(kernels.host, "available", lambda: 80 << 30)
+    monkeypatch.setattr(kernels.host, "pinned", lambda shape, dtype, device: pin("ours", 0.5)(shape))
+    monkeypatch.setattr(torch, "empty", pin("torch", 2.0))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: told.append("emptied"), raising=False)
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: at[0])
+    rows = kernels.pinning("cuda")
+    per_row = lambda what, n: [(what, 1), gone, *[(what, n << 30), gone, "emptied"] * 3]  # noqa: E731
+    assert told == per_row("ours", 16) + per_row("torch", 4)
+    beside = "torch.empty(pin_memory=True), 4 GiB (beside)"
+    assert [(r["method"], r["kernel"], r["us"]) for r in rows] == [
+        ("torchsparsekv", "pin host memory (16 GiB)", 5e5), ("torch", beside, 2e6),
+    ]  # fmt: skip
+    assert [r["GB_per_s"] for r in rows] == pytest.approx([34.36, 2.147], rel=1e-3)
+    ceilings = [{"kernel": kernels.READ, "GB_per_s": 4.0}, {"kernel": kernels.LINK, "GB_per_s": 5.0}]
+    kernels.against_ceilings(rows + ceilings)
+    assert not any("of_ceiling" in r for r in rows)
+    monkeypatch.setattr(kernels.host, "available", lambda: 9 << 30)
+    assert ["2 GiB" in r["kernel"] for r in kernels.pinning("cuda")] == [True, True], "no more than a quarter"
 
 
 def test_prompts_go_in_chunks(watch):

@@ -1,5 +1,6 @@
 """What only a GPU can show: CUDA graphs, pinned memory, side streams, bf16. Everything else runs there as well."""
 import gc
+import resource
 
 import pytest
 import torch
@@ -151,6 +152,52 @@ def test_refused_pinning_names_the_memlock_limit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: NoPin)
     with pytest.raises(MemoryError, match="memlock"):
         host.pinned((1 << 20,), torch.uint8, torch.device("cuda"))
+
+
+def test_a_layer_that_cannot_be_pinned_leaves_nothing_behind(monkeypatch):
+    """The third of three is refused by the driver itself, which is asked for the first one again."""
+    model, real, live = tiny(dtype=torch.bfloat16, **SHAPE), torch.cuda.cudart(), []
+
+    class Refusing:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def cudaHostRegister(self, pointer, size, flags):
+            if len(live) == 2:
+                return real.cudaHostRegister(live[0], size, flags)
+            live.append(pointer)
+            return real.cudaHostRegister(pointer, size, flags)
+
+        def cudaHostUnregister(self, pointer):
+            live.remove(pointer)
+            return real.cudaHostUnregister(pointer)
+
+    with torchsparsekv.patch(
+        model, "quest", offload="host", budget=64, block_size=4, **SMALL | {"skip_layers": 0}
+    ) as handle:
+        held = torch.cuda.memory_allocated()
+        with monkeypatch.context() as m:
+            m.setattr(torch.cuda, "cudart", lambda: Refusing())
+            with pytest.raises(MemoryError, match=r"refused to pin .* error 712"):
+                handle.make_cache(1)
+            gc.collect()
+            assert live == []
+        assert torch.cuda.memory_allocated() == held
+        ids, mask = prompts(1, 20)  # and the error is over: the next launch does not raise it
+        assert bool(greedy_logits(model, ids, mask, 2, handle.make_cache(1)).isfinite().all())
+
+
+def test_a_memlock_limit_is_probed_and_restored():
+    had = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft = 128 << 20 if had[1] == resource.RLIM_INFINITY else min(had[1], 128 << 20)
+    host._memlock_counts.cache_clear()
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, had[1]))
+        assert host.pinnable(soft + 1, torch.device("cuda")) in (soft, soft + 1)
+        assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == (soft, had[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, had)
+        host._memlock_counts.cache_clear()
 
 
 def test_an_old_gpu_is_refused(monkeypatch):

@@ -16,7 +16,7 @@ import typer
 from test_cli import ROOT
 
 from torchsparsekv import commands
-from torchsparsekv.benchmarks import _common, recall_pariskv
+from torchsparsekv.benchmarks import _common, recall_digests, recall_pariskv
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import settings
 from torchsparsekv.benchmarks.quality.store import heads, key, read
@@ -162,6 +162,8 @@ def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
     assert set(found) == asked
 
 
+# Rows of `kernels` that a file need not have: FlashInfer stands beside where it is installed, our pinning is of late.
+EXTRA = ("flashinfer", "torchsparsekv")
 # By benchmark: what tells its rows apart, and the values of these that its options ask for.
 CELLS = {
     "decode": (("method", "context"), lambda o: {
@@ -174,7 +176,7 @@ CELLS = {
         *product(o.methods, o.patterns, [str(b or "largest") for b in o.batches])
     }),
     "clusters": (("context",), lambda o: {*product({*o.contexts, *o.prompts})}),
-    "kernels": (("method", "context"), lambda o: {  # FlashInfer stands beside where it is installed
+    "kernels": (("method", "context"), lambda o: {
         ("torch", None), *product(("full", "torch", *o.methods), o.contexts)
     }),
 }  # fmt: skip
@@ -187,24 +189,52 @@ def test_the_command_of_a_benchmark_asks_for_what_the_file_holds(path):
     holds(result, dataclasses.asdict(o))
     assert shlex.split(result["command"])[-2:] == ["--out", f"benchmarks/results/{path.name}"]
     columns, asked = CELLS[result["benchmark"]]
-    found = {tuple(r.get(c) for c in columns) for r in result["rows"] if r.get("method") != "flashinfer"}
+    found = {tuple(r.get(c) for c in columns) for r in result["rows"] if r.get("method") not in EXTRA}
     assert found == asked(o)
 
 
-def test_the_command_of_the_drift_asks_for_what_the_file_holds(monkeypatch):
-    result = json.loads((QUALITY.parent / "cpu_drift.json").read_text())
+RECALL = {
+    "cpu_drift": (recall_pariskv, "drift"), "cpu_lengths": (recall_pariskv, "lengths"),
+    "cpu_lengths_authors": (recall_pariskv, "lengths"), "cpu_digests": (recall_digests, "digests"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", RECALL)
+def test_the_command_of_a_recall_asks_for_what_the_file_holds(monkeypatch, file):
+    result = json.loads((QUALITY.parent / f"{file}.json").read_text())
+    module, name = RECALL[file]
     words, told = shlex.split(result["command"]), []
-    assert words[:2] == ["python", "benchmarks/recall_pariskv.py"]
+    assert words[:2] == ["python", f"benchmarks/{module.__name__.split('.')[-1]}.py"]
     monkeypatch.setattr(sys, "argv", words[1:])
-    monkeypatch.setattr(recall_pariskv, "drift", lambda o: [])
+    monkeypatch.setattr(module, name, lambda o: [])
     monkeypatch.setattr(_common, "finish", lambda *a: told.append(a))
-    recall_pariskv.main()
-    ((name, _, options, out),) = told
-    assert name == result["benchmark"]
+    module.main()
+    ((kind, _, options, out),) = told
+    assert kind == result["benchmark"] == name
     assert {**options, "device": "cpu"} == result["options"]
-    assert str(out) == "benchmarks/results/cpu_drift.json"
-    steps = {r["step"] for r in result["rows"]}
-    assert (min(steps), max(steps), len(steps)) == (options["first"], options["steps"], options["points"])
+    assert str(out) == f"benchmarks/results/{file}.json"
+    if name == "drift":
+        steps = {r["step"] for r in result["rows"]}
+        assert (min(steps), max(steps), len(steps)) == (options["first"], options["steps"], options["points"])
+    else:
+        assert [*dict.fromkeys(r["context"] for r in result["rows"])] == options["contexts"]
+
+
+def test_the_table_of_digests_is_that_of_the_file():
+    result = json.loads((QUALITY.parent / "cpu_digests.json").read_text())
+    groups: dict[tuple, list[dict]] = {}
+    for r in result["rows"]:
+        groups.setdefault((r["offset"], r["method"], r["digest"]), []).append(r)
+    o = result["options"]
+    assert set(groups) == {*product(o["offsets"], recall_digests.PAGE_METHODS, o["digests"])}
+    want = []
+    for (offset, method, digest), rows in groups.items():
+        cells = [f"{r[k]:.3f}" for k in ("recall", "mass") for r in rows]
+        want.append([f"{offset:.0f}, `{method}`, {digest}", *cells])
+    for offset in o["offsets"]:
+        best = [f"{r['best']:.3f}" for r in groups[offset, "quest", "float8"]]
+        want.append([f"{offset:.0f}, the best pages", "", "", "", *best])
+    assert want in tables(ROOT / "benchmarks/results/README.md")
 
 
 def test_the_committed_page_is_of_the_committed_files():

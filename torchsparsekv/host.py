@@ -4,6 +4,7 @@
 huge pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
 """
 import contextlib
+import functools
 import mmap
 import weakref
 from pathlib import Path
@@ -25,12 +26,11 @@ class _Pinned:
         touched = torch.frombuffer(region, dtype=torch.uint8)
         touched.zero_()  # first touch, on all threads: registering untouched pages is several times slower
         pointer = touched.data_ptr()
-        with torch.cuda.device(device):  # the registration belongs to the current device
-            error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 2))  # 2: mapped into its address space
+        error = _register(pointer, size, device)
         if error:
             raise MemoryError(
                 f"the driver refused to pin {size / 2**30:.2f} GiB of host memory (cudaHostRegister error {error}); "
-                f"the memlock limit is {_memlock()} (`ulimit -l`)"
+                f"{memlock_said(_memlock())}"
             )
         self.pointer = pointer
         self.__cuda_array_interface__ = {
@@ -39,17 +39,61 @@ class _Pinned:
         weakref.finalize(self, _release, touched, pointer, device)
 
 
-def _release(touched: torch.Tensor, pointer: int, device: torch.device) -> None:
-    """Unpin first; dropping `touched` then drops the mapping. Kernels may still be reading, so wait for them."""
-    torch.cuda.synchronize(device)
+def _register(pointer: int, size: int, device: torch.device) -> int:
+    with torch.cuda.device(device):  # the registration belongs to the current device
+        error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 2))  # 2: mapped into its address space
+        if error:  # CUDA keeps it for the next check of a launch, which would raise it again: let that be this one
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=device).fill_(1)
+    return error
+
+
+def _unregister(pointer: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # kernels may still be reading
     torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
-def _memlock() -> str:
+def _release(touched: torch.Tensor, pointer: int, device: torch.device) -> None:
+    """Unpin first; dropping `touched` then drops the mapping."""
+    _unregister(pointer, device)
+
+
+UNLIMITED = 1 << 62
+PROBE_LIMIT = 64 << 20  # a limit above this is lowered for the probe, so that the probe stays small
+
+
+def _memlock() -> int:
     import resource
 
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def memlock_said(limit: int) -> str:
+    return f"the memlock limit is {'unlimited' if limit == UNLIMITED else f'{limit >> 10} KiB'} (`ulimit -l`)"
+
+
+def pinnable(wanted: int, device: torch.device) -> int:
+    """How many of the `wanted` bytes the memlock limit allows to pin: all where it is higher or does not count."""
+    limit = _memlock()
+    return wanted if wanted <= limit or not _memlock_counts(device) else limit
+
+
+@functools.cache
+def _memlock_counts(device: torch.device) -> bool:
+    """Whether the driver heeds a finite memlock limit. Most do not, and privileges matter: pinning beyond it tells."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    low = min(soft, PROBE_LIMIT)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (low, hard))
+        _Pinned(low + (1 << 20), device)  # released at once
+    except MemoryError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    return False
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

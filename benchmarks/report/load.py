@@ -9,7 +9,7 @@ from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
 CLUSTERS = "clusters"
-NO_FIGURE = (CLUSTERS, "patterns", "lengths")  # benchmarks/results/README.md has their numbers
+NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests")  # benchmarks/results/README.md has their numbers
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, *NO_FIGURE)
 
 
