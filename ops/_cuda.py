@@ -27,7 +27,7 @@ _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 # The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 where that is
 # asked for. What is older is left to Triton.
-OLDEST = {"bound_scores": (8, 9)} | dict.fromkeys(("collide", "earn_points", "rerank", "top_blocks"), (8, 0))
+OLDEST = {"bound_scores": (8, 9)} | dict.fromkeys(("collide", "earn_points", "fetch", "rerank", "top_blocks"), (8, 0))
 SOURCES = files("torchsparsekv") / "csrc"
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None

@@ -15,6 +15,7 @@ BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
     for name in ("bound_scores", "collide", "rerank", "top_blocks")
 )
+FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
     "bound_scores": [
         dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
@@ -31,6 +32,11 @@ VARIANTS = {
     "collide": [
         dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP)
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
+    ],
+    "fetch": [
+        FETCH._native(n, torch.empty((1, 1, places, p, 2, dim), dtype=torch.bfloat16, device="meta"))
+        for n, places, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
+                                  (FETCH.NATIVE_PLACES, FETCH.NATIVE_PLACES, 2, 256))
     ],
     "top_blocks": [
         TOP_BLOCKS._native(n, k, True) | {"GROUP": GROUP}
