@@ -179,7 +179,7 @@ __device__ void add_programs(const Found& found, int rank, const unsigned short*
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) attend(
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
     const unsigned short* q, const char* ring, const char* hot, const int* places, const int* length, const int* retired,
     const unsigned short* sinks, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int chosen,
     int sink, float scale, float softcap) {

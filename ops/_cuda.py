@@ -28,8 +28,8 @@ _NO_CONTEXT = 201
 # The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 or has clusters
 # of programs where these are asked for. What is older is left to Triton.
 OLDEST = {
-    "bound_scores": (8, 9), "collide": (8, 0), "earn_points": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0),
-    "top_blocks": (8, 0),
+    "bound_scores": (8, 9), "collide": (8, 0), "earn_points": (8, 0), "fetch": (8, 0), "rerank": (8, 0),
+    "sparse_attention": (9, 0), "top_blocks": (8, 0),
 }  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.

@@ -16,6 +16,7 @@ BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
     for name in ("bound_scores", "collide", "rerank", "top_blocks")
 )
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
     "bound_scores": [
         dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
@@ -36,6 +37,11 @@ VARIANTS = {
     "sparse_attention": [
         dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c)
         for d, g, p, bf16, c in ((64, 8, 1, 0, 4), (128, 4, 16, 1, 8), (128, 1, 1, 0, 1), (256, 8, 16, 1, 2))
+    ],
+    "fetch": [
+        FETCH._native(n, torch.empty((1, 1, places, p, 2, dim), dtype=torch.bfloat16, device="meta"))
+        for n, places, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
+                                  (FETCH.NATIVE_PLACES, FETCH.NATIVE_PLACES, 2, 256))
     ],
     "top_blocks": [
         TOP_BLOCKS._native(n, k, True) | {"GROUP": GROUP}

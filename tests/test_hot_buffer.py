@@ -1,8 +1,10 @@
 """The hot buffer over many calls against a model of it in plain Python: nothing lost or stale, the oldest leave."""
+import importlib
 import random
 
+import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,7 +19,8 @@ from world import DEVICE
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.state import STATS, Clock, Geometry, LayerState, Timeline, common_buffers, hot_buffers
 
-ENTRY = load_all()["fetch"]
+ENTRIES = load_all()
+ENTRY, FETCH = ENTRIES["fetch"], importlib.import_module("torchsparsekv.ops.gather.fetch")
 DIM, SATURATED = 16, (1 << 16) - 3  # places idle for longer are all equally old
 
 
@@ -157,6 +160,63 @@ def test_kernel():
     if DEVICE.type == "cuda":
         return drive(ENTRY.cuda, DEVICE, max_examples=60, stateful_step_count=30)
     drive(ENTRY.cuda, DEVICE, max_examples=10, stateful_step_count=12)
+
+
+# ---------------------------------------------------------------- larger buffers: several warps, several programs
+
+
+def half_full(n: int, places: int, block: int, ages: tuple[int, int], filled: float, g) -> list[torch.Tensor]:
+    """The state of two heads, in the order of the arguments."""
+    total, lead, i32 = places + n, (1, 2), torch.int32
+    pool = torch.randn(*lead, total * block, 2, DIM, generator=g)
+    table, resident = (torch.full((*lead, size), -1, dtype=i32) for size in (total, places))
+    for h in range(2):
+        some = torch.randperm(total, generator=g)[:places]
+        resident[0, h] = torch.where(torch.rand(places, generator=g) < filled, some, -1)
+        there = resident[0, h] >= 0
+        table[0, h, some[there]] = there.nonzero().flatten().to(i32)
+    hot = pool.unflatten(2, (total, block))[:, torch.arange(2)[:, None], resident[0].clamp(min=0).long()]
+    age = torch.randint(ages[0], ages[1] + 1, resident.shape, generator=g, dtype=i32)
+    return [pool, hot.contiguous(), table, resident, age, torch.zeros(lead, dtype=i32), torch.zeros(*lead, 5).long()]
+
+
+def asked(table: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
+    """`n` blocks of each head, or fewer: all there, a few new, all new or anything; -1 behind or between them."""
+    out = torch.full((*table.shape[:2], n), -1, dtype=torch.int32)
+    for h in range(2):
+        there, new = (x.nonzero().flatten().tolist() for x in (table[0, h] >= 0, table[0, h] < 0))
+        ids = r.sample(new, min(r.choice([0, 0, 3, n // 2, n]), len(new))) + r.sample(there, len(there))
+        ids = (ids + [-1] * n)[: r.choice([n, n, n // 2, 0])]
+        ids += [-1] * (n - len(ids))
+        out[0, h] = torch.tensor(r.sample(ids, n) if r.random() < 0.5 else ids)
+    return out
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@given(
+    shape=st.sampled_from([(33, 33, 4), (64, 128, 16), (130, 700, 2), (704, 704, 1), (1100, 2100, 1)]),
+    ages=st.sampled_from([(0, 0), (0, 5), (0, 254), (0, 255), (0, 256), (250, 3000), (0, 65_535), (65_530, 65_535)]),
+    filled=st.sampled_from([0.0, 0.7, 1.0, 1.0]), gated=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_calls_in_a_row(native, shape, ages, filled, gated, seed):
+    """Of csrc/fetch.cu or of Triton's kernels: after each call all that there is equals the reference's."""
+    (n, places, block), r, g = shape, random.Random(seed), torch.Generator().manual_seed(seed)
+    state = half_full(n, places, block, ages, filled, g)
+    there = [t.to(DEVICE, copy=True) for t in state]
+    chosen = torch.randint(-1, places, (1, 2, n), generator=g, dtype=torch.int32)
+    kept = chosen.to(DEVICE, copy=True)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(FETCH, *(("_by_triton", None) if native else ("_native", lambda *_: None)))
+        for _ in range(4):
+            blocks = asked(state[2], n, r)
+            if gated:
+                wanted = torch.tensor([[r.choice([0, 1]) for _ in range(2)]], dtype=torch.int32)
+                ENTRIES["refetch"].reference(wanted, blocks, *state, chosen)
+                ENTRIES["refetch"].cuda(wanted.to(DEVICE), blocks.to(DEVICE), *there, kept)
+            else:
+                chosen, kept = ENTRY.reference(blocks, *state), ENTRY.cuda(blocks.to(DEVICE), *there)
+            for got, want in zip((kept, *there), (chosen, *state), strict=True):
+                assert torch.equal(got.cpu(), want)
 
 
 # ---------------------------------------------------------------- the machine itself can fail

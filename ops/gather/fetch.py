@@ -7,11 +7,14 @@ place, and their rows are read straight from the pool, which may be host memory.
 
 One kernel: several programs share the misses of a head, each derives the same plan from the state, and the last one to
 finish (`arrivals` counts them) commits it. The ids in `blocks` must be distinct within a head.
+csrc/fetch.cu does the same with the plan in shared memory, where Triton has to take it through global memory.
 """
+import math
+
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
@@ -22,6 +25,9 @@ SCHEMA = (
 )
 OLDEST = (1 << 16) - 1  # the rank of an empty place; ages saturate below it
 ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
+# What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 places
+# a thread, and in 30 KiB of shared memory. It moves 16 bytes at a time.
+NATIVE_PLACES, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
 
 
 def check(blocks, pool, hot, table, resident, age, arrivals, stats) -> None:
@@ -127,24 +133,46 @@ def _fetch(
         tl.store(arrivals + bh, 0)
 
 
-def launch(kernel, first: tuple, blocks, pool, hot, table, resident, age, arrivals, stats, out: Tensor) -> None:
-    """Run `kernel`: `_fetch`, or one around it that has the arguments `first` before those of `_fetch`."""
-    batch, heads, places, p, _, d = hot.shape
+def _native(n: int, hot: Tensor) -> dict[str, int] | None:
+    """How csrc/fetch.cu is compiled for `n` ids and such a hot buffer, if it is for them."""
+    places, block = hot.shape[2], math.prod(hot.shape[3:]) * hot.element_size()
+    if places > NATIVE_PLACES or block % NATIVE_BYTES:
+        return None
+    least, most = NATIVE_THREADS
+    threads = min(most, max(least, next_power_of_2(cdiv(places, 4))))  # up to 4 places each, rather than more warps
+    ids = max(1, cdiv(n, threads))
+    return dict(THREADS=threads, IDS=ids, PLACES=cdiv(places, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST)
+
+
+def launch(kernel, wanted: Tensor | None, blocks, pool, hot, table, resident, age, arrivals, stats, out) -> None:
+    """For the heads that are `wanted` or, if None is given, for all; `kernel` is the Triton kernel of that."""
+    batch, heads, places, p = hot.shape[:4]
     n = blocks.shape[2]
-    wide_n, wide_c = max(16, next_power_of_2(n)), max(16, next_power_of_2(places))
     # Programs per head: enough to cover the chip, no more than there can be tiles of misses.
-    parts = max(1, min(cdiv(n * p, ROWS), sm_count(pool.device) // (batch * heads)))
-    scratch = torch.empty(batch * heads * parts * (wide_c + 2 * wide_n), dtype=torch.int32, device=blocks.device)
-    kernel[(batch * heads, parts)](
+    grid = (batch * heads, max(1, min(cdiv(n * p, ROWS), sm_count(pool.device) // (batch * heads))), 1)
+    shape = _native(n, hot) if _cuda.aligned(pool, hot) else None
+    kernels = _cuda.load("fetch", hot.device, **shape) if shape else None
+    args = blocks, pool, hot, table, resident, age, arrivals, stats
+    if shape and kernels:
+        kernels.launch("fetch", grid, shape["THREADS"], wanted, *args, out, n, places, table.shape[2])
+    else:
+        _by_triton(kernel, grid, () if wanted is None else (wanted,), *args, out)
+
+
+def _by_triton(kernel, grid, first, blocks, pool, hot, table, resident, age, arrivals, stats, out) -> None:
+    (places, p, _, d), n = hot.shape[2:], blocks.shape[2]
+    wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(places)), grid[0] * grid[1]
+    scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=blocks.device)
+    kernel[grid](
         *first, blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
         OLDEST=OLDEST, N=wide_n, C=wide_c, P=p, WIDTH=2 * d, ROW=next_power_of_2(2 * d), ROWS=ROWS,
-        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device, batch * heads * parts),
+        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device, programs),
     )  # fmt: skip
 
 
 def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
     out = torch.empty_like(blocks)
-    launch(_fetch, (), blocks, pool, hot, table, resident, age, arrivals, stats, out)
+    launch(_fetch, None, blocks, pool, hot, table, resident, age, arrivals, stats, out)
     return out
 
 

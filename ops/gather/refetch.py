@@ -54,7 +54,7 @@ def _refetch(
 
 
 def cuda(wanted, blocks, pool, hot, table, resident, age, arrivals, stats, places) -> None:
-    fetch.launch(_refetch, (wanted,), blocks, pool, hot, table, resident, age, arrivals, stats, places)
+    fetch.launch(_refetch, wanted, blocks, pool, hot, table, resident, age, arrivals, stats, places)
 
 
 def fake(wanted: Tensor, *_) -> None: ...

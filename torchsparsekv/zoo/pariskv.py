@@ -33,9 +33,8 @@ class ParisKV(Method):
     rho: share of the keys that can earn points in a subspace. None: by the length of the row (BY_LENGTH). It costs next
         to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
     beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row.
-    full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of them is not near has to fit the
-        hot buffer, and fetch and attention go through as many places at every step, however long the row: with 512
-        these are 192, and both together take 2.4 us a layer less on an H200 than with 1024, which makes them 704.
+    full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
+        the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
     group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
         key counts as much as it does for the head that wants it most, in both stages. By benchmarks/recall_pariskv.py
         "max" finds more of the attention weight from 32K tokens on (128K: 86 % against 83 % of what the exact top-100

@@ -1,0 +1,224 @@
+// The hot buffer's fetch, as ops/gather/fetch.py specifies it, and its refetch. Mostly all blocks are there or few are
+// missing, so what counts is how many steps wait for one another.
+//
+// Why not Triton: what threads tell each other at places that the data says (which places are hit, whom a miss
+// replaces) has to go through global memory there, and without atomics on shared memory the oldest places are searched
+// for by counts of two thresholds, a dozen of them. Here a round is a histogram, and one or two are enough.
+//
+// Set by the compilation: THREADS; IDS and PLACES that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop.
+
+#include "common.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr int EACH = 8, BINS = 32 * EACH, ROUNDS = 2;  // 8 bits of an age's 16 in a round
+constexpr int STEPS = 8;  // loads of 16 bytes that a thread has on their way: they may have to come from the host
+constexpr unsigned NEVER = 0x7FFFFFFF;  // younger than any place
+
+static_assert(OLDEST < BINS * BINS && WARPS <= 32);
+
+struct __align__(16) Shared {
+  int bins[ROUNDS * BINS];
+  int missing[IDS * THREADS], ids[WARPS], places[WARPS];  // of the last two: what each warp counts
+  unsigned oldest[WARPS];
+  unsigned short victims[IDS * THREADS];
+  bool used[PLACES * THREADS], last;
+};
+
+// What a thread has of a head: ids with their places and the numbers of those missing; places with the blocks in them,
+// how old they are, and the numbers of the misses that take them (-1: none does).
+struct Ids { int want[IDS], place[IDS], number[IDS]; };
+struct Places { int block[PLACES], age[PLACES], number[PLACES]; };
+struct Counts { int misses, asked; };
+
+// To be computed here, and not where it is first used: what is done ahead of `chain` costs nothing.
+__device__ void now(const void* x) { asm volatile("" ::"l"(x)); }
+
+__device__ int lane() { return threadIdx.x % 32; }
+__device__ int warp() { return threadIdx.x / 32; }
+
+// A warp has N runs of 32, one after the other, so that their order is that of warps, steps, lanes.
+template <int N> __device__ int index(int step) { return (warp() * N + step) * 32 + lane(); }
+
+// How many flags of this warp come before each; how many it has.
+template <int N> __device__ int number(const bool (&flag)[N], int (&before)[N]) {
+  int total = 0;
+  for (int i = 0; i < N; i++) {
+    const unsigned set = __ballot_sync(ALL, flag[i]);
+    before[i] = total + __popc(set & (1u << lane()) - 1), total += __popc(set);
+  }
+  return total;
+}
+
+__device__ int of_warps(const int* count, int upto) {
+  return __reduce_add_sync(ALL, lane() < upto ? count[lane()] : 0);
+}
+
+__device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.place[i] < 0; }
+
+__device__ unsigned age_of(int age) { return min(age, OLDEST - 2); }  // as far as it counts
+
+// Marks the places that are hit; how many ids are missing, and which of its warp's each of these is.
+__device__ Counts look_up(Ids& x, const Places& y, const int* table, Shared& s) {
+  bool miss[IDS];
+  int asked = 0;
+  unsigned oldest = 0;
+  for (int i = 0; i < IDS; i++) x.place[i] = table[max(x.want[i], 0)];  // unconditional, or not all at a time
+  for (int i = 0; i < IDS; i++) x.place[i] = x.want[i] >= 0 ? x.place[i] : -1;
+  for (int i = 0; i < PLACES; i++) oldest = max(oldest, y.block[i] < 0 ? 0 : age_of(y.age[i]));
+  oldest = __reduce_max_sync(ALL, oldest);
+  for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
+  for (int i = 0; i < IDS; i++) {
+    miss[i] = missing(x, i);
+    if (x.place[i] >= 0) s.used[x.place[i]] = true;
+  }
+  const int misses = number(miss, x.number);
+  if (lane() == 0) s.ids[warp()] = asked << 16 | misses, s.oldest[warp()] = oldest;
+  __syncthreads();
+  const int all = of_warps(s.ids, WARPS);
+  return {all & 0xFFFF, all >> 16};
+}
+
+// The bin in which the sum from the first bin on reaches `wanted`, the sum before it, and what it holds.
+struct Found { int bin, before, inside; };
+
+__device__ Found find(const int* bins, int wanted) {
+  int each[EACH], all = 0;
+  for (int i = 0; i < EACH; i++) all += each[i] = bins[EACH * lane() + i];
+  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;
+  int bin = EACH * lane(), before = upto - all, inside = each[0];
+  for (int i = 1; i < EACH; i++)
+    if (before + inside < wanted) before += inside, inside = each[i], bin++;
+  return {__shfl_sync(ALL, bin, from), __shfl_sync(ALL, before, from), __shfl_sync(ALL, inside, from)};
+}
+
+// Which places are taken: those younger by less than `from` than the oldest can be, and the first `room` of those that
+// are by less than `width` more.
+struct Cut { unsigned from, width; int room; };
+
+__device__ Cut cut(const unsigned (&young)[PLACES], int misses, unsigned youngest, Shared& s) {
+  unsigned from = 0;
+  int shift = max(0, 24 - __clz(youngest)), round = 0;
+  while (true) {
+    for (int i = 0; i < PLACES; i++) {
+      const unsigned bin = young[i] - from >> shift;
+      if (bin < BINS) atomicAdd(&s.bins[round * BINS + bin], 1);
+    }
+    __syncthreads();
+    const Found f = find(s.bins + round++ * BINS, misses);
+    from += (unsigned)f.bin << shift, misses -= f.before;
+    if (shift == 0 || f.inside == misses) return {from, 1u << shift, misses};
+    shift = 0;
+  }
+}
+
+// The misses in order, and the places for them, in order: the oldest that are not hit, empty ones before all others.
+__device__ void choose(Ids& x, Places& y, int misses, Shared& s) {
+  const int ahead = of_warps(s.ids, warp()) & 0xFFFF;
+  for (int i = 0; i < IDS; i++) {
+    x.number[i] += ahead;
+    if (missing(x, i)) s.missing[x.number[i]] = x.want[i];
+  }
+  const unsigned oldest = __reduce_max_sync(ALL, lane() < WARPS ? s.oldest[lane()] : 0);
+  unsigned young[PLACES];
+  for (int i = 0; i < PLACES; i++) {
+    young[i] = y.block[i] < 0 ? 0 : 1 + oldest - age_of(y.age[i]);
+    if (s.used[index<PLACES>(i)]) young[i] = NEVER;
+  }
+  const Cut c = cut(young, misses, 1 + oldest, s);
+  bool over[PLACES], tie[PLACES];
+  int ties[PLACES];
+  for (int i = 0; i < PLACES; i++) over[i] = young[i] < c.from, tie[i] = young[i] - c.from < c.width;
+  const int total = number(over, y.number) | number(tie, ties) << 16;
+  if (lane() == 0) s.places[warp()] = total;
+  __syncthreads();
+  const int before = of_warps(s.places, warp());
+  for (int i = 0; i < PLACES; i++) {
+    const int level = ties[i] + (before >> 16);
+    const bool taken = over[i] || tie[i] && level < c.room;
+    y.number[i] = taken ? y.number[i] + (before & 0xFFFF) + min(level, c.room) : -1;
+    if (taken) s.victims[y.number[i]] = index<PLACES>(i);
+  }
+}
+
+// What the head has from now on. A block that leaves is none of those that come, so all may be written at once.
+__device__ void commit(
+    const Ids& x, const Places& y, int* table, int* resident, int* age, int* out, int n, int places, const Shared& s) {
+  for (int i = 0; i < IDS; i++) {
+    if (index<IDS>(i) < n) out[index<IDS>(i)] = missing(x, i) ? s.victims[x.number[i]] : x.place[i];
+  }
+  for (int i = 0; i < PLACES; i++) {
+    const int at = index<PLACES>(i);
+    if (at < places) age[at] = y.number[i] >= 0 | s.used[at] ? 0 : min(y.age[i] + 1, OLDEST);
+  }
+  for (int i = 0; i < PLACES; i++) {
+    const int at = index<PLACES>(i);
+    if (y.number[i] < 0) continue;
+    const int block = s.missing[y.number[i]];
+    if (y.block[i] >= 0) table[y.block[i]] = -1;
+    resident[at] = block, table[block] = at;
+  }
+}
+
+// The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them.
+__device__ void move(const uint4* pool, uint4* hot, int misses, const Shared& s) {
+  const int count = misses * QUADS, stride = gridDim.y * THREADS;
+  for (int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane(); at < count; at += STEPS * stride) {
+    uint4 quad[STEPS];
+    for (int i = 0; i < STEPS; i++) {
+      const int q = at + i * stride;
+      if (q < count) quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
+    }
+    for (int i = 0; i < STEPS; i++) {
+      const int q = at + i * stride;
+      if (q < count) hot[(long long)s.victims[q / QUADS] * QUADS + q % QUADS] = quad[i];
+    }
+  }
+}
+
+// A head that keeps its places: they are attended to.
+__device__ void keep(const int* out, unsigned long long* stats, int n) {
+  int held = 0;
+  for (int i = 0; i < IDS; i++) held += index<IDS>(i) < n && out[index<IDS>(i)] >= 0;
+  held = __reduce_add_sync(ALL, held);
+  if (lane() == 0) atomicAdd(stats + 3, held);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fetch(
+    const int* wanted, const int* blocks, const uint4* pool, uint4* hot, int* table, int* resident, int* age,
+    int* arrivals, unsigned long long* stats, int* out, int n, int places, int total) {
+  __shared__ Shared s;
+  const long long bh = blockIdx.x;
+  blocks += bh * n, out += bh * n, table += bh * total, resident += bh * places, age += bh * places, stats += bh * 5;
+  const int *ids = blocks + index<IDS>(0), *have = resident + index<PLACES>(0), *idle = age + index<PLACES>(0);
+  for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
+  for (int i = threadIdx.x; i < PLACES * THREADS; i += THREADS) s.used[i] = i >= places;
+  now(ids), now(have), now(idle), now(table);
+  __syncthreads();
+  Ids x;
+  Places y;
+  chain();
+  for (int i = 0; i < IDS; i++) x.want[i] = index<IDS>(i) < n ? ids[32 * i] : -1;
+  for (int i = 0; i < PLACES; i++) {
+    const bool there = index<PLACES>(i) < places;
+    y.block[i] = there ? have[32 * i] : -1, y.age[i] = there ? idle[32 * i] : 0, y.number[i] = -1;
+  }
+  if (wanted && wanted[bh] == 0) {
+    if (blockIdx.y == 0) keep(out, stats, n);
+    return;
+  }
+  const Counts count = look_up(x, y, table, s);
+  bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
+  if (count.misses > 0) {
+    // Its loads are done, as they were used: this program has read the state. It has written nothing yet: no fence.
+    const int before = threadIdx.x == 0 ? atomicAdd(arrivals + bh, 1) : 0;
+    choose(x, y, count.misses, s);
+    if (threadIdx.x == 0) s.last = before == gridDim.y - 1;
+    __syncthreads();
+    last = s.last;
+  }
+  if (last) {
+    commit(x, y, table, resident, age, out, n, places, s);
+    if (threadIdx.x == 0) atomicAdd(stats + 3, count.asked), atomicAdd(stats + 4, count.misses), arrivals[bh] = 0;
+  }
+  move(pool + bh * total * QUADS, hot + bh * places * QUADS, count.misses, s);
+}
