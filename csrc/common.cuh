@@ -4,14 +4,21 @@ constexpr unsigned ALL = 0xFFFFFFFF;  // threads of a warp
 
 __device__ inline float none() { return __int_as_float(0xFF800000); }  // -inf
 
+__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline int warp() { return threadIdx.x / 32; }
+
 // The sum over the threads of a warp up to this one.
 __device__ inline int sum_upto(int x) {
   for (int d = 1; d < 32; d *= 2) {
     const int before = __shfl_up_sync(ALL, x, d);
-    if (threadIdx.x % 32 >= d) x += before;
+    if (lane() >= d) x += before;
   }
   return x;
 }
+
+// To be computed here, and not where it is first used: what is done ahead of `chain` costs nothing.
+__device__ inline void now(const void* x) { asm volatile("" ::"l"(x)); }
+__device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 
 // Programmatic dependent launch: the kernels before this one are done; the next one may come. What a kernel reads
 // ahead of this must be older than the kernel before it, if that one waited in the same way; so only what comes from

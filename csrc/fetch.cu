@@ -30,12 +30,6 @@ struct Ids { int want[IDS], place[IDS], number[IDS]; };
 struct Places { int block[PLACES], age[PLACES], number[PLACES]; };
 struct Counts { int misses, asked; };
 
-// To be computed here, and not where it is first used: what is done ahead of `chain` costs nothing.
-__device__ void now(const void* x) { asm volatile("" ::"l"(x)); }
-
-__device__ int lane() { return threadIdx.x % 32; }
-__device__ int warp() { return threadIdx.x / 32; }
-
 // A warp has N runs of 32, one after the other, so that their order is that of warps, steps, lanes.
 template <int N> __device__ int index(int step) { return (warp() * N + step) * 32 + lane(); }
 
@@ -111,13 +105,18 @@ __device__ Cut cut(const unsigned (&young)[PLACES], int misses, unsigned younges
   }
 }
 
-// The misses in order, and the places for them, in order: the oldest that are not hit, empty ones before all others.
-__device__ void choose(Ids& x, Places& y, int misses, Shared& s) {
+// The misses in order.
+__device__ void list(Ids& x, Shared& s) {
   const int ahead = of_warps(s.ids, warp()) & 0xFFFF;
   for (int i = 0; i < IDS; i++) {
     x.number[i] += ahead;
     if (missing(x, i)) s.missing[x.number[i]] = x.want[i];
   }
+  __syncthreads();
+}
+
+// The places for them, in order: the oldest that are not hit, empty ones before all others.
+__device__ void choose(Places& y, int misses, Shared& s) {
   const unsigned oldest = __reduce_max_sync(ALL, lane() < WARPS ? s.oldest[lane()] : 0);
   unsigned young[PLACES];
   for (int i = 0; i < PLACES; i++) {
@@ -159,21 +158,31 @@ __device__ void commit(
   }
 }
 
-// The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them.
-__device__ void move(const uint4* pool, uint4* hot, int misses, const Shared& s) {
-  const int count = misses * QUADS, stride = gridDim.y * THREADS;
-  for (int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane(); at < count; at += STEPS * stride) {
-    uint4 quad[STEPS];
+// The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them. This
+// thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they come.
+struct Move {
+  const int count, stride = gridDim.y * THREADS;
+  int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane();
+  uint4 quad[STEPS];
+
+  __device__ Move(int misses) : count(misses * QUADS) {}
+
+  __device__ void load(const uint4* pool, const Shared& s) {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
-      if (q < count) quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
-    }
-    for (int i = 0; i < STEPS; i++) {
-      const int q = at + i * stride;
-      if (q < count) hot[(long long)s.victims[q / QUADS] * QUADS + q % QUADS] = quad[i];
+      if (q >= count) break;  // mostly after the first
+      quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
     }
   }
-}
+
+  __device__ void store(uint4* hot, const Shared& s) const {
+    for (int i = 0; i < STEPS; i++) {
+      const int q = at + i * stride;
+      if (q >= count) break;
+      hot[(long long)s.victims[q / QUADS] * QUADS + q % QUADS] = quad[i];
+    }
+  }
+};
 
 // A head that keeps its places: they are attended to.
 __device__ void keep(const int* out, unsigned long long* stats, int n) {
@@ -208,10 +217,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   }
   const Counts count = look_up(x, y, table, s);
   bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
+  Move m(count.misses);
+  pool += bh * total * QUADS, hot += bh * places * QUADS;
   if (count.misses > 0) {
-    // Its loads are done, as they were used: this program has read the state. It has written nothing yet: no fence.
+    // Its loads are done, as they were used: this program has read the state.
     const int before = threadIdx.x == 0 ? atomicAdd(arrivals + bh, 1) : 0;
-    choose(x, y, count.misses, s);
+    list(x, s);
+    m.load(pool, s);
+    choose(y, count.misses, s);
     if (threadIdx.x == 0) s.last = before == gridDim.y - 1;
     __syncthreads();
     last = s.last;
@@ -220,5 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     commit(x, y, table, resident, age, out, n, places, s);
     if (threadIdx.x == 0) atomicAdd(stats + 3, count.asked), atomicAdd(stats + 4, count.misses), arrivals[bh] = 0;
   }
-  move(pool + bh * total * QUADS, hot + bh * places * QUADS, count.misses, s);
+  if (m.at >= m.count) return;
+  m.store(hot, s);
+  for (m.at += STEPS * m.stride; m.at < m.count; m.at += STEPS * m.stride) m.load(pool, s), m.store(hot, s);
 }

@@ -5,8 +5,8 @@
 // them; Triton moves them there through shared memory, and its programs are too large to hide that the rows are
 // scattered all over memory.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), F query heads, WARPS of a program, GROUP scores that share a peak,
-// and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
+// Set by the compilation: B subspaces (8, 16 or 32), F query heads, WARPS of a program, programs RESIDENT on a
+// multiprocessor, GROUP scores that share a peak, and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
 
 #include "common.cuh"
 #include "tensor.cuh"
@@ -62,18 +62,35 @@ __device__ Run<N / 2> load(const void* from) {
   return x;
 }
 
+// What a thread has of the candidates of its warp.
+struct Rows {
+  Run<WORDS> word[ROWS];
+  Run<WORDS / 2> weight[ROWS];
+};
+
+// Those of the warp's 32 `names`, one a thread; 0 of empty ones.
+__device__ Rows load(const unsigned* codes, const unsigned short* weights, int names) {
+  Rows x = {};
+  for (int r = 0; r < ROWS; r++) {
+    const int at = __shfl_sync(ALL, names, threadIdx.x % 32 / 4 + 8 * r);
+    if (at >= 0) {
+      x.word[r] = load<2 * WORDS>(codes + (long long)at * B);
+      x.weight[r] = load<WORDS>(weights + (long long)at * B);
+    }
+  }
+  return x;
+}
+
 // The best estimate of a candidate over the query heads, for all four threads.
-__device__ void estimate(
-    float (&best)[ROWS], const Run<WORDS> (&word)[ROWS], const Run<WORDS / 2> (&weight)[ROWS],
-    const unsigned (&query)[B]) {
+__device__ void estimate(float (&best)[ROWS], const Rows& x, const unsigned (&query)[B]) {
   const int quarter = threadIdx.x % 4;
   for (int tile = 0; tile < TILES; tile++) {
     float sum[4] = {};
     for (int w = 0; w < WORDS; w++) {
       unsigned upper[4], lower[4];
       const int splat = w % 2 ? 0x3232 : 0x1010;
-      unpack(upper, word[2 * tile].at[w], __byte_perm(weight[2 * tile].at[w / 2], 0, splat));
-      unpack(lower, word[2 * tile + 1].at[w], __byte_perm(weight[2 * tile + 1].at[w / 2], 0, splat));
+      unpack(upper, x.word[2 * tile].at[w], __byte_perm(x.weight[2 * tile].at[w / 2], 0, splat));
+      unpack(lower, x.word[2 * tile + 1].at[w], __byte_perm(x.weight[2 * tile + 1].at[w / 2], 0, splat));
       for (int half = 0; half < 2; half++)
         multiply_add(sum, {upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1]},
                      query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
@@ -87,26 +104,33 @@ __device__ void estimate(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
+// The scores of 32 candidates, and their peaks: `best` is of candidates `row`, `row` + 8 and so on of these.
+__device__ void write(
+    float* out, float* peaks, const float (&best)[ROWS], int first, int names, int total, int groups) {
+  const int row = lane() / 4, quarter = lane() % 4, at = row + 8 * quarter;
+  float score = best[0];  // of candidate number `at`
+  for (int r = 1; r < ROWS; r++) score = quarter == r ? best[r] : score;
+  if (__shfl_sync(ALL, names, at) < 0) score = none();
+  if (first + at < total) out[first + at] = score;
+  float peak = fmaxf(score, none());  // NaN is nobody's best
+  for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
+  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+  const int group = first / GROUP + quarter / 2;
+  if (row == 0 && quarter % 2 == 0 && group < groups) peaks[group] = peak;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     const float* rotated, const unsigned* codes, const unsigned short* weights, const int* candidates, float* out,
     float* peaks, int rows, int total, int groups) {
   const long long bh = blockIdx.x;
-  const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-  const int first = (blockIdx.y * WARPS + threadIdx.x / 32) * PER_WARP;
-  chain();
-  if (first >= total) return;
+  const int row = lane() / 4, quarter = lane() % 4, step = gridDim.y * WARPS * PER_WARP;
+  int first = (blockIdx.y * WARPS + warp()) * PER_WARP;
   candidates += bh * total, out += bh * total, peaks += bh * groups;
   codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
-  const int mine = first + lane < total ? candidates[first + lane] : -1;
-  Run<WORDS> word[ROWS] = {};
-  Run<WORDS / 2> weight[ROWS] = {};
-  for (int r = 0; r < ROWS; r++) {
-    const int at = __shfl_sync(ALL, mine, row + 8 * r);
-    if (at >= 0) {
-      word[r] = load<2 * WORDS>(codes + (long long)at * B);
-      weight[r] = load<WORDS>(weights + (long long)at * B);
-    }
-  }
+  auto name = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
+  chain();
+  int names = name(first), soon = name(first + step);
+  Rows here = load(codes, weights, names);
   unsigned query[B] = {};  // of head number `row`, as the second factor wants it: a word's four pairs in turn
   if (row < F) {
     const float4* from = reinterpret_cast<const float4*>(rotated + ((bh * F + row) * B + quarter * WORDS) * 8);
@@ -115,16 +139,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rerank(
       query[2 * i] = halves(v.x, v.y), query[2 * i + 1] = halves(v.z, v.w);
     }
   }
-  float best[ROWS];
-  estimate(best, word, weight, query);
-  float score = best[0];  // of candidate number `row` + 8 * `quarter`
-  for (int r = 1; r < ROWS; r++) score = quarter == r ? best[r] : score;
-  const int at = row + 8 * quarter;
-  if (__shfl_sync(ALL, mine, at) < 0) score = none();
-  if (first + at < total) out[first + at] = score;
-  float peak = fmaxf(score, none());  // NaN is nobody's best
-  for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
-  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
-  const int group = first / GROUP + quarter / 2;
-  if (row == 0 && quarter % 2 == 0 && group < groups) peaks[group] = peak;
+  for (; first < total; first += step) {
+    const Rows ahead = load(codes, weights, soon);  // on their way during the products
+    const int later = name(first + 2 * step);
+    float best[ROWS];
+    estimate(best, here, query);
+    write(out, peaks, best, first, names, total, groups);
+    here = ahead, names = soon, soon = later;
+  }
 }

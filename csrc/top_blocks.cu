@@ -34,13 +34,6 @@ __device__ unsigned ordered(float x) {
   return bits ^ (bits >> 31 | 0x80000000);
 }
 
-// To be computed here, and not where it is first used: what is done ahead of `chain` costs nothing.
-__device__ void now(const void* x) { asm volatile("" ::"l"(x)); }
-__device__ void now(int x) { asm volatile("" ::"r"(x)); }
-
-__device__ int lane() { return threadIdx.x % 32; }
-__device__ int warp() { return threadIdx.x / 32; }
-
 // The places that a warp has of `count`: one after the other, so that the order of places is that of warps, steps, lanes.
 struct Span {
   int first, stop;

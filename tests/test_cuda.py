@@ -23,8 +23,8 @@ VARIANTS = {
         for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
     ],
     "rerank": [
-        dict(B=b, F=f, WARPS=4, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
-        for b in RERANK.NATIVE_SPACES for f in (1, 4, RERANK.NATIVE_FIELDS)
+        dict(B=b, F=f, WARPS=4, RESIDENT=r, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
+        for b, r in RERANK.NATIVE_SPACES.items() for f in (1, 4, RERANK.NATIVE_FIELDS)
     ],
     "earn_points": [
         dict(B=b, F=f, G=g, D=d, KIND=kind)

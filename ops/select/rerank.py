@@ -14,12 +14,13 @@ from torchsparsekv.ops._code import directions, level_bytes, unpacked, unpacked_
 from torchsparsekv.ops._lloyd_max import polynomial
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 
 SCHEMA = "(Tensor rotated, Tensor codes, Tensor weights, Tensor candidates) -> (Tensor, Tensor)"
 TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs
-# What csrc/rerank.cu is for; other shapes are left to Triton. Its programs have a thread for each candidate.
-NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = (8, 16, 32), 8, 128
+# What csrc/rerank.cu is for; other shapes are left to Triton. By the number of subspaces, how many programs a
+# multiprocessor has registers for: all are there at once, and at a time take as many candidates as they have threads.
+NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = {8: 4, 16: 4, 32: 2}, 8, 128
 
 
 def check(rotated, codes, weights, candidates) -> None:
@@ -83,10 +84,12 @@ def cuda(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
     fits = rotated.shape[3] == 8 * spaces and spaces in NATIVE_SPACES and fields <= NATIVE_FIELDS
     if fits and _cuda.aligned(rotated, codes, weights):
         levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
-        kernels = _cuda.load("rerank", codes.device, B=spaces, F=fields, WARPS=NATIVE_TILE // 32, GROUP=GROUP, **levels)
+        sizes = dict(B=spaces, F=fields, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
+        kernels = _cuda.load("rerank", codes.device, **sizes, **levels)
     if kernels:
-        rows, all_heads = weights.shape[2], lead[0] * lead[1]
-        grid = (all_heads, cdiv(total, NATIVE_TILE), 1)
+        rows, all_heads, tiles = weights.shape[2], lead[0] * lead[1], cdiv(total, NATIVE_TILE)
+        rounds = cdiv(tiles * all_heads, NATIVE_SPACES[spaces] * sm_count(codes.device))
+        grid = (all_heads, cdiv(tiles, rounds), 1)
         kernels.launch("rerank", grid, NATIVE_TILE, rotated, codes, weights, candidates, out, peaks, rows, total,
                        peaks.shape[2])  # fmt: skip
     else:
