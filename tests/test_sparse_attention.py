@@ -29,8 +29,8 @@ def at(arguments: tuple, device: torch.device) -> list:
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("dim", op.NATIVE_DIMS)
 @given(
-    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3), group=st.integers(1, op.NATIVE_GROUP),
-    block=st.sampled_from([1, 4, 16, 20]), dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3), group=st.sampled_from([1, 3, 4, op.NATIVE_GROUP]),
+    block=st.sampled_from([1, 16, 20]), dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     seed=st.integers(0, 99), strided=st.booleans(),
 )  # fmt: skip
 def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
