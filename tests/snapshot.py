@@ -8,9 +8,11 @@ def hooks(module) -> dict:
 
 
 def methods(model) -> dict:
-    """The function behind every bound method, wherever it comes from (class or instance)."""
+    """The function behind every bound method, wherever it comes from (class or instance): where it was written, since
+    libraries wrap those of their classes when they like."""
     found = {name: getattr(model, name, None) for name in dir(model)}
-    return {name: m.__func__ for name, m in found.items() if isinstance(m, types.MethodType)}
+    functions = {name: m.__func__ for name, m in found.items() if isinstance(m, types.MethodType)}
+    return {name: (getattr(f, "__module__", None), getattr(f, "__qualname__", f)) for name, f in functions.items()}
 
 
 def snapshot(model) -> dict:
