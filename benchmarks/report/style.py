@@ -1,6 +1,7 @@
 """How figures look: one colour per method wherever it appears, names beside the lines, a light grid."""
 import contextlib
 import io
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ STAGES = (
 )  # fmt: skip
 HEAT = "YlGnBu"
 DPI = 170  # of the pictures; the page shows an inch as 96 pixels, so letters have one size
+LETTERS = 10  # points
 RC = {
-    "font.size": 10, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "font.size": LETTERS, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.edgecolor": "#c3c7ce", "axes.labelcolor": SOFT, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8, "text.color": INK,
     "xtick.color": SOFT, "ytick.color": SOFT, "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0,
@@ -74,7 +76,8 @@ def png(figure) -> bytes:
 
 
 def name_lines(ax, ends: Sequence[tuple[float, float, str, str]], size: float = 9) -> None:
-    """Names beside the last points: (x, y, name, colour) each, moved apart where they would lie on one another."""
+    """Names beside the last points: (x, y, name, colour) each, moved apart where they would lie on one another. To the
+    right of them, or to the left where they would reach the next points that have names."""
     from matplotlib.patheffects import withStroke
 
     ax.figure.canvas.draw()  # so that data coordinates have their place
@@ -84,12 +87,19 @@ def name_lines(ax, ends: Sequence[tuple[float, float, str, str]], size: float = 
         columns.setdefault(round(right), []).append((height, name, shade))
     back = ax.transData.inverted()
     for right, column in columns.items():
+        reach = right + width(max((name for _, name, _ in column), key=len), size, ax)
+        side, align = (-8, "right") if any(right < other < reach for other in columns) else (8, "left")
         column.sort(key=lambda c: c[0])
         heights = spread([y for y, _, _ in column], size * 1.25 * ax.figure.dpi / 72, ax.bbox.y0, ax.bbox.y1)
         for height, (_, name, shade) in zip(heights, column):
-            x, y = back.transform((right + 8, height))
-            text = ax.text(x, y, name, color=shade, fontsize=size, va="center", ha="left", clip_on=False, zorder=5)
+            x, y = back.transform((right + side, height))
+            text = ax.text(x, y, name, color=shade, fontsize=size, va="center", ha=align, clip_on=False, zorder=5)
             text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # lines of others may pass under it
+
+
+def width(text: str, size: float, ax) -> float:
+    """About how many pixels it takes."""
+    return 0.6 * len(text) * size * ax.figure.dpi / 72
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -112,11 +122,18 @@ def _mean(values: list[float]) -> float:
 
 
 def token_axis(ax, values, label: str) -> None:
-    """A logarithmic axis with a tick for each value that there is."""
+    """A logarithmic axis with a tick for each value that there is, named where there is room beside the next."""
     from matplotlib.ticker import NullLocator
 
     ax.set_xscale("log", base=2)
-    ax.set_xticks(values, [tokens(v) for v in values])
+    octave = 0.9 * ax.bbox.width / max(1.0, math.log2(max(values) / min(values)))
+    names: list[str] = []
+    named = None
+    for v in reversed(values):
+        if named is None or math.log2(named / v) * octave > width(tokens(named), LETTERS, ax):
+            named = v
+        names.append(tokens(v) if named == v else "")
+    ax.set_xticks(values, names[::-1])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(label)
     span = (values[-1] / values[0]) ** 0.08 if len(values) > 1 else 1.6
