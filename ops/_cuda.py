@@ -58,7 +58,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
             return nvrtc, ctypes.CDLL("libcuda.so.1")
         except (OSError, AttributeError):
             pass
-    warnings.warn("torchsparsekv: no NVRTC: decode steps run on Triton kernels, with the same results, slower", stacklevel=2)
+    warnings.warn("torchsparsekv: no NVRTC: decoding is left to Triton, with the same results, slower", stacklevel=2)
     return None
 
 

@@ -42,6 +42,19 @@ def test_native(dtype, spaces, short, group, mean, alike, sliced, seed):
         assert torch.equal(got[1].cpu(), want[1])
 
 
+@pytest.mark.parametrize("m", [2, 4])
+def test_a_wide_head_and_a_seed_of_one(m):
+    """Triton makes an argument of 1 a constant. Of `_rotated` as it was, version 3.6 then made wrong machine code."""
+    g = torch.Generator().manual_seed(m)
+    q = torch.randint(-4, 5, (1, 1, 1, 256), generator=g).float()
+    counts = torch.randint(0, 50, (1, 1, 256 // m, 1 << m), generator=g, dtype=torch.int32)
+    args = counts, torch.tensor([300], dtype=torch.int32), 5, [0, 0, 0] * 3 + [0, 700_000], False, 1
+    want = POINTS.reference(q, *args)
+    got = POINTS.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in (q, *args)))
+    torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[1].cpu(), want[1])
+
+
 def test_a_query_of_nan_breaks_nothing():
     """A row whose mask is wrong is NaN all over; the others of its batch are to be right."""
     q, counts = torch.ones(2, 2, 1, 16), torch.ones(2, 2, 2, 256, dtype=torch.int32)

@@ -127,7 +127,8 @@ def _rotated(q, seed, first, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     x = tl.zeros((DP,), tl.float32)
     for g in range(G):
         x += tl.load(q + g * q_h + d, mask=d < D, other=0.0).to(tl.float32)
-    minus = hadamard_odd(first + tl.arange(0, M)[:, None], d[None, :]) ^ flipped(d, seed)[None, :]
+    x = tl.where(hadamard_odd(first, d) ^ flipped(d, seed), -x, x)
+    minus = hadamard_odd(tl.arange(0, M)[:, None], d[None, :])  # `first` is a multiple of M: its bits are not these
     return tl.sum(tl.where(minus, -x[None, :], x[None, :]), 1)
 
 
