@@ -65,6 +65,7 @@ __device__ Tile load(const char* rows, int row) {
     for (int i = 0; i < OF_KEY; i++)
       if (at >= 0) x.key[r][i] = load_once(rows + at * (4ll * D) + (t + 4 * i) * 16);
   }
+  __syncwarp();  // or with 256 channels the values are asked for one by one among the products
   return x;
 }
 
