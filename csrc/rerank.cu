@@ -6,7 +6,8 @@
 // scattered all over memory.
 //
 // Set by the compilation: B subspaces (8, 16 or 32), F query heads, WARPS of a program, programs RESIDENT on a
-// multiprocessor, GROUP scores that share a peak, and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high bytes (HIGH0, HIGH1) apart.
+// multiprocessor, GROUP scores that share a peak, and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and
+// high bytes (HIGH0, HIGH1) apart.
 
 #include "common.cuh"
 #include "tensor.cuh"
