@@ -175,7 +175,8 @@ __device__ void add_warps(Found& found, State& s, float* parts) {
 }
 
 // Add up a slice of the output over the programs, by as many threads for each number.
-__device__ void add_programs(const Found& found, int rank, const unsigned short* sinks, unsigned short* out, bool broken) {
+__device__ void add_programs(
+    const Found& found, int rank, const unsigned short* sinks, unsigned short* out, bool broken) {
   const int from = threadIdx.x % CLUSTER;
   for (int i = rank * SLICE + threadIdx.x / CLUSTER; i < (rank + 1) * SLICE; i += THREADS / CLUSTER) {
     const int head = i / D, c = i % D, channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
@@ -196,9 +197,9 @@ __device__ void add_programs(const Found& found, int rank, const unsigned short*
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
-    const unsigned short* q, const char* ring, const char* hot, const int* places, const int* length, const int* retired,
-    const unsigned short* sinks, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int chosen,
-    int sink, float scale, float softcap) {
+    const unsigned short* q, const char* ring, const char* hot, const int* places, const int* length,
+    const int* retired, const unsigned short* sinks, unsigned short* out, int q_b, int q_h, int heads, int per,
+    int ring_rows, int hot_rows, int chosen, int sink, float scale, float softcap) {
   extern __shared__ float parts[];  // [WARPS, G, STRIDE]
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
