@@ -8,11 +8,13 @@ def hooks(module) -> dict:
 
 
 def methods(model) -> dict:
-    """The function behind every bound method, wherever it comes from (class or instance): where it was written, since
-    libraries wrap those of their classes when they like."""
-    found = {name: getattr(model, name, None) for name in dir(model)}
-    functions = {name: m.__func__ for name, m in found.items() if isinstance(m, types.MethodType)}
-    return {name: (getattr(f, "__module__", None), getattr(f, "__qualname__", f)) for name, f in functions.items()}
+    """The function behind every bound method, wherever it comes from (class or instance).
+
+    But __setstate__: torch.compile puts another one into torch.nn.Module when it is first used, and generate() may be
+    what uses it.
+    """
+    found = {name: getattr(model, name, None) for name in dir(model) if name != "__setstate__"}
+    return {name: m.__func__ for name, m in found.items() if isinstance(m, types.MethodType)}
 
 
 def snapshot(model) -> dict:
