@@ -44,66 +44,55 @@ __device__ void scale_by(State& s, float factor) {
     for (int c = 0; c < 4; c++) s.sum[j][c] *= c % 2 ? f.y : f.x;
 }
 
-// Of 16 tokens what a thread has: of the keys of two of them, and of the values of four.
-struct Tile {
-  Words key[2][OF_KEY], value[4][OF_VALUE];
-  bool live[4];
-};
-
-// `row` of thread i or 16 + i is that of token i behind `rows`, or below 0 where there is none.
-__device__ Tile load(const char* rows, int row) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  Tile x = {};
-  for (int r = 0; r < 4; r++) {  // of tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; before the keys, which are waited for
-    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
-    x.live[r] = at >= 0;
-    for (int i = 0; i < OF_VALUE; i++)
-      if (x.live[r]) x.value[r][i] = load_once(rows + at * (4ll * D) + 2 * D + (g + 8 * i) * 16);
-  }
-  for (int r = 0; r < 2; r++) {  // of tokens g and 8 + g
-    const int at = __shfl_sync(ALL, row, g + 8 * r);
-    for (int i = 0; i < OF_KEY; i++)
-      if (at >= 0) x.key[r][i] = load_once(rows + at * (4ll * D) + (t + 4 * i) * 16);
-  }
-  __syncwarp();  // or with 256 channels the values are asked for one by one among the products
-  return x;
-}
-
-// The logits of head g and of the same four tokens as the values.
-__device__ void logits(float (&z)[4], const Tile& x, const unsigned short* query, float scale, float softcap) {
-  float sum[2][4] = {};  // the upper two are of heads that there are not
-  for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
-    Words q = {};
-    if (threadIdx.x % 32 / 4 < G) q = *reinterpret_cast<const Words*>(query + (threadIdx.x % 4 + 4 * i) * 8);
-    for (int half = 0; half < 4; half += 2)
-      for (int r = 0; r < 2; r++)
-        multiply_add<BF16>(
-            sum[r], {q.at[half], 0, q.at[half + 1], 0}, x.key[r][i].at[half], x.key[r][i].at[half + 1]);
-  }
-  for (int r = 0; r < 4; r++) {
-    z[r] = sum[r / 2][r % 2] * scale;
-    if (softcap > 0) z[r] = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * z[r], softcap)));  // tanh
-    if (!x.live[r]) z[r] = none();
-  }
-}
-
-// Take in 16 tokens and their logits.
-__device__ void fold(State& s, const Tile& x, float (&z)[4]) {
-  float peak = s.top;
-  for (int r = 0; r < 4; r++) peak = fmaxf(peak, z[r]);
-  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1)), peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
-  scale_by(s, share(s.top, peak));
-  s.top = peak;
-  for (int r = 0; r < 4; r++) z[r] = share(z[r], peak), s.total += z[r];
-  const unsigned early = halves<BF16>(z[0], z[1]), late = halves<BF16>(z[2], z[3]);
+// Add the values of a tile, weighted by `p`.
+__device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const float (&p)[4]) {
+  const unsigned early = halves<BF16>(p[0], p[1]), late = halves<BF16>(p[2], p[3]);
   for (int i = 0; i < OF_VALUE; i++)
     for (int j = 0; j < 4; j++) {  // a pair of channels: the lower ones of the tokens together, then the upper ones
-      const unsigned a = x.value[0][i].at[j], b = x.value[1][i].at[j];
-      const unsigned c = x.value[2][i].at[j], d = x.value[3][i].at[j];
+      const unsigned a = value[0][i].at[j], b = value[1][i].at[j], c = value[2][i].at[j], d = value[3][i].at[j];
       multiply_add<BF16>(s.sum[4 * i + j],
                          {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
                           __byte_perm(c, d, 0x7632)}, early, late);
     }
+}
+
+// Take in 16 tokens: `row` of thread i or 16 + i is that of token i behind `rows`, or below 0 where there is none.
+__device__ void fold(
+    State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  Words key[2][OF_KEY] = {}, value[4][OF_VALUE] = {};
+  bool live[4];
+  for (int r = 0; r < 4; r++) {  // of tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; before the keys, which are waited for
+    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
+    live[r] = at >= 0;
+    for (int i = 0; i < OF_VALUE; i++)
+      if (live[r]) value[r][i] = load_once(rows + at * (4ll * D) + 2 * D + (g + 8 * i) * 16);
+  }
+  for (int r = 0; r < 2; r++) {  // of tokens g and 8 + g
+    const int at = __shfl_sync(ALL, row, g + 8 * r);
+    for (int i = 0; i < OF_KEY; i++)
+      if (at >= 0) key[r][i] = load_once(rows + at * (4ll * D) + (t + 4 * i) * 16);
+  }
+  float z[2][4] = {};  // of head g and the same tokens as the values; the upper two are of heads that there are not
+  for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
+    Words x = {};
+    if (g < G) x = *reinterpret_cast<const Words*>(query + (t + 4 * i) * 8);
+    for (int half = 0; half < 4; half += 2)
+      for (int r = 0; r < 2; r++)
+        multiply_add<BF16>(z[r], {x.at[half], 0, x.at[half + 1], 0}, key[r][i].at[half], key[r][i].at[half + 1]);
+  }
+  float p[4], peak = s.top;
+  for (int r = 0; r < 4; r++) {
+    p[r] = z[r / 2][r % 2] * scale;
+    if (softcap > 0) p[r] = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * p[r], softcap)));  // tanh
+    if (!live[r]) p[r] = none();
+    peak = fmaxf(peak, p[r]);
+  }
+  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1)), peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+  scale_by(s, share(s.top, peak));
+  s.top = peak;
+  for (int r = 0; r < 4; r++) p[r] = share(p[r], peak), s.total += p[r];
+  add_values(s, value, p);
 }
 
 // Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
@@ -211,11 +200,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   State s = {none()};
   for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
     const int row = tokens.row(tile);
-    if (!__any_sync(ALL, row >= 0)) continue;
-    const Tile x = load(tile < tokens.near_tiles() ? ring : hot, row);
-    float z[4];
-    logits(z, x, q, scale, softcap);
-    fold(s, x, z);
+    if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
   }
   add_warps(found, s, parts);
   meet();
