@@ -127,8 +127,7 @@ def _rotated(q, seed, first, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     x = tl.zeros((DP,), tl.float32)
     for g in range(G):
         x += tl.load(q + g * q_h + d, mask=d < D, other=0.0).to(tl.float32)
-    x = tl.where(hadamard_odd(first, d) ^ flipped(d, seed), -x, x)
-    minus = hadamard_odd(tl.arange(0, M)[:, None], d[None, :])  # `first` is a multiple of M: its bits are not these
+    minus = hadamard_odd(first + tl.arange(0, M)[:, None], d[None, :]) ^ flipped(d, seed)[None, :]
     return tl.sum(tl.where(minus, -x[None, :], x[None, :]), 1)
 
 
@@ -140,7 +139,8 @@ def _earned(before, n, rho):
     return earned + (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
 
 
-@triton.jit
+# Triton would make a seed of 1 a constant, and its version 3.6 then writes wrong code (2 or 4 dimensions of 256).
+@triton.jit(do_not_specialize=["seed"])
 def _points(
     q, counts, rotated, table, retired, q_b, q_h, heads, sink, seed, scale, below0, below1, below2, rho0, rho1, rho2,
     rho3, G: tl.constexpr, F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
