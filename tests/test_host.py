@@ -34,7 +34,7 @@ class Driver:
         self.live[pointer] = size
         return 0
 
-    def unregister(self, pointer: int, device) -> None:
+    def release(self, touched, pointer: int, device) -> None:
         del self.live[pointer]
 
     def getrlimit(self, which: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class Driver:
 def driver(monkeypatch):
     made = Driver()
     monkeypatch.setattr(host, "_register", made.register)
-    monkeypatch.setattr(host, "_unregister", made.unregister)
+    monkeypatch.setattr(host, "_release", made.release)
     monkeypatch.setattr(resource, "getrlimit", made.getrlimit)
     monkeypatch.setattr(resource, "setrlimit", made.setrlimit)
     monkeypatch.setattr(host, "available", lambda: 1 << 40)

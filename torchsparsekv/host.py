@@ -48,14 +48,10 @@ def _register(pointer: int, size: int, device: torch.device) -> int:
     return error
 
 
-def _unregister(pointer: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # kernels may still be reading
-    torch.cuda.cudart().cudaHostUnregister(pointer)
-
-
 def _release(touched: torch.Tensor, pointer: int, device: torch.device) -> None:
-    """Unpin first; dropping `touched` then drops the mapping."""
-    _unregister(pointer, device)
+    """Unpin first; dropping `touched` then drops the mapping. Kernels may still be reading, so wait for them."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 UNLIMITED = 1 << 62
