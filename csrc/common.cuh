@@ -16,6 +16,20 @@ __device__ inline int sum_upto(int x) {
   return x;
 }
 
+// Of 32 * EACH bins: the one in which the sum from the first on reaches `wanted`, or the last; the sum before it, and what
+// it holds. Every warp finds it for itself.
+struct Reached { int bin, before, inside; };
+
+template <int EACH> __device__ inline Reached find(const int* bins, int wanted) {
+  int each[EACH], all = 0;
+  for (int i = 0; i < EACH; i++) all += each[i] = bins[EACH * lane() + i];
+  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1 is lane 31 to a shuffle
+  int bin = EACH * lane(), before = upto - all, inside = each[0];
+  for (int i = 1; i < EACH; i++)
+    if (before + inside < wanted) before += inside, inside = each[i], bin++;
+  return {__shfl_sync(ALL, bin, from), __shfl_sync(ALL, before, from), __shfl_sync(ALL, inside, from)};
+}
+
 // To be computed here, and not where it is first used: what is done ahead of `chain` costs nothing.
 __device__ inline void now(const void* x) { asm volatile("" ::"l"(x)); }
 __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }

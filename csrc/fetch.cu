@@ -72,19 +72,6 @@ __device__ Counts look_up(Ids& x, const Places& y, const int* table, Shared& s) 
   return {all & 0xFFFF, all >> 16};
 }
 
-// The bin in which the sum from the first bin on reaches `wanted`, the sum before it, and what it holds.
-struct Found { int bin, before, inside; };
-
-__device__ Found find(const int* bins, int wanted) {
-  int each[EACH], all = 0;
-  for (int i = 0; i < EACH; i++) all += each[i] = bins[EACH * lane() + i];
-  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;
-  int bin = EACH * lane(), before = upto - all, inside = each[0];
-  for (int i = 1; i < EACH; i++)
-    if (before + inside < wanted) before += inside, inside = each[i], bin++;
-  return {__shfl_sync(ALL, bin, from), __shfl_sync(ALL, before, from), __shfl_sync(ALL, inside, from)};
-}
-
 // Which places are taken: those younger by less than `from` than the oldest can be, and the first `room` of those that
 // are by less than `width` more.
 struct Cut { unsigned from, width; int room; };
@@ -98,7 +85,7 @@ __device__ Cut cut(const unsigned (&young)[PLACES], int misses, unsigned younges
       if (bin < BINS) atomicAdd(&s.bins[round * BINS + bin], 1);
     }
     __syncthreads();
-    const Found f = find(s.bins + round++ * BINS, misses);
+    const Reached f = find<EACH>(s.bins + round++ * BINS, misses);
     from += (unsigned)f.bin << shift, misses -= f.before;
     if (shift == 0 || f.inside == misses) return {from, 1u << shift, misses};
     shift = 0;

@@ -62,24 +62,6 @@ template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int 
   return {groups < k ? LEAST : from, max(to, LEAST), k, 0};
 }
 
-// The bin in which the sum from the first bin on reaches `wanted`, the sum before it, and what it holds; or no bin, and
-// what all hold. Every warp finds it for itself.
-struct Found { int bin, before, inside; };
-
-__device__ Found find(const int* bins, int wanted) {
-  static_assert(BINS == 4 * 32);
-  const int4 four = reinterpret_cast<const int4*>(bins)[lane()];
-  const int a = four.x, ab = a + four.y, abc = ab + four.z, all = abc + four.w;
-  const int upto = sum_upto(all), before = upto - all, left = wanted - before;
-  const unsigned reached = __ballot_sync(ALL, left <= all);
-  if (reached == 0) return {-1, 0, __shfl_sync(ALL, upto, 31)};
-  const int from = __ffs(reached) - 1, bin = 4 * lane() + (a < left) + (ab < left) + (abc < left);
-  const int over = abc < left ? abc : ab < left ? ab : a < left ? a : 0;
-  const int with = abc < left ? all : ab < left ? abc : a < left ? ab : a;
-  return {
-      __shfl_sync(ALL, bin, from), __shfl_sync(ALL, before + over, from), __shfl_sync(ALL, with - over, from)};
-}
-
 // Narrow the range until no more than `spare` keys too many are inside, or no more than `few` keys, or all are equal.
 // Where there are fewer keys than wanted, all are.
 template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins) {
@@ -91,10 +73,10 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
       atomicAdd(&(*bins)[below <= width ? below >> shift : BINS + lane()], 1);  // cheaper than a branch
     }
     __syncthreads();
-    const Found f = find(*bins++, r.wanted);
+    const Reached f = find<BINS / 32>(*bins++, r.wanted);
     r.inside = f.inside;
-    if (f.bin < 0) {
-      r.wanted = f.inside;
+    if (f.before + f.inside < r.wanted) {
+      r.wanted = r.inside = f.before + f.inside;
       return r;
     }
     r.wanted -= f.before, r.to -= (unsigned)f.bin << shift;
