@@ -14,7 +14,7 @@ KINDS = (
     "random", "few values", "all equal", "few live", "few groups", "one group", "first of each group", "signs", "none",
 )  # fmt: skip
 
-LENGTHS = (2048, 8192, 16384, 26214, 32768, 131072)
+LENGTHS = (2048, 8192, 16384, 26214, 32768, 65536, 131072, 262144)
 
 
 def scores_of(kind: str, n: int, k: int, g: torch.Generator) -> torch.Tensor:
@@ -98,7 +98,8 @@ def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
     [
         (8192, 64, True, (256, 2)), (6554, 100, True, (256, 2)), (26214, 100, True, (256, 8)),
         (32768, 64, True, (256, 8)), (2048, 2000, False, (256, 0)), (2049, 5, False, (1024, 0)),
-        (6554, 1024, True, (1024, 0)), (131072, 512, True, (1024, 8)), (131073, 64, True, None),
+        (6554, 1024, True, (1024, 0)), (65536, 64, True, (256, 16)), (131072, 512, True, (1024, 8)),
+        (262144, 64, True, (1024, 16)), (262145, 64, True, None),
         (16385, 64, False, None), (16385, 1000, True, None),
     ],
 )  # fmt: skip

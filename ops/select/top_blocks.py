@@ -30,7 +30,7 @@ WIDEST = 16384  # scores per program at most: 16 registers a thread without peak
 WARPS = 8  # of the program of a row with peaks
 # What csrc/top_blocks.cu is for; other shapes are left to Triton. Of a program: threads, and scores that each looks at.
 NATIVE = ((256, 8), (1024, 16))
-NATIVE_PEAKS = 8  # that a thread looks at before, at most
+NATIVE_PEAKS = 16  # that a thread looks at before, at most
 NATIVE_SPARE = 4  # at least one group in excess for so many of the k, so that the search for theirs may end early
 
 
