@@ -231,7 +231,7 @@ def test_keys_have_topics_sinks_and_outliers_from_any_chunk():
 
 
 def test_contexts_shorter_than_the_budget(watch):
-    o = decode.Options(**SMALL | {"budget": 64}, contexts=(40, 100), methods=("quest",), steps=2, hf_static=False)
+    o = decode.Options(**SMALL | {"budget": 64}, contexts=(40, 100), steps=2, hf_static=False, dense=())
     rows = {(r["method"], r["context"]): r.get("budget") for r in decode.run(o)["rows"]}
     assert rows == {
         ("hf-static", 256): None, ("full", 40): None, ("full", 100): None, ("quest", 40): 32, ("quest", 100): None,
@@ -240,7 +240,7 @@ def test_contexts_shorter_than_the_budget(watch):
 
 def test_decode_takes_hyper_parameters(watch):
     o = decode.Options(
-        **SMALL, contexts=(200,), methods=("louiskv", "clusterkv"), steps=4, hf_static=False, locality=0.9
+        **SMALL, contexts=(200,), methods=("louiskv", "clusterkv"), steps=4, hf_static=False, dense=(), locality=0.9
     )
     rate = lambda o: {r["method"]: r.get("retrieval_rate") for r in decode.run(o)["rows"]}  # noqa: E731
     default = rate(o)

@@ -103,18 +103,23 @@ def texts(figure) -> list[str]:
 
 def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
-    assert len(found) == 4, "three shapes, and a run of other versions of one of them"
     axes = found[0].figure.axes[0]
     both = [r for name in ("h200_decode_short.json", "h200_decode.json") for r in rows(name) if r["batch"] == 1]
     for method in ("full", "quest", "arkvale"):
         want = [(r["context"], r["tpot_ms"]) for r in both if r["method"] == method]
         assert line(axes, style.colour(method), 5) == want
-    said, shape, before, qwen3 = (set(texts(f.figure)) for f in found)
-    assert {"quest", "dense", "arkvale", "pariskv, budget 100", "quest, 0 dense layers"} <= said
-    assert {"HF static cache: 53 ms", "quest, locality 0"} <= before
+    (eight,) = [f for f in found if f.tag == "llama-3.1-8b, batch 8"]
+    of = [r for r in rows("h200_decode_batch8.json") if r["method"] == "quest"]
+    assert line(eight.figure.axes[0], style.colour("quest"), 2) == [(r["context"], r["tpot_ms"]) for r in of]
+    assert "at batch 8;" in eight.caption
+    said: dict[str, set] = {}  # by shape; files of other versions have figures of their own
+    for f in found:
+        said.setdefault(f.sources[0].options["shape"], set()).update(texts(f.figure))
+    assert {"quest", "dense", "cuDNN", "pariskv, budget 100", "quest, 0 dense layers"} <= said["llama-3.1-8b"]
+    assert {"HF static cache: 53 ms", "quest, locality 0"} <= said["llama-3.1-8b"]
     value = lambda name, method: f"{next(r['tpot_ms'] for r in rows(name) if r['method'] == method):.2f}"  # noqa: E731
-    assert value("h200_decode_1m.json", "full") in shape, "of one context, bars with their values"
-    assert value("h200_decode_qwen3.json", "quest") in qwen3
+    assert value("h200_decode_1m.json", "full") in said["qwen2.5-7b-1m"], "of one context, bars with their values"
+    assert value("h200_decode_qwen3.json", "quest") in said["qwen3-8b"]
 
 
 def test_other_hyper_parameters_are_another_line(tmp_path):

@@ -7,7 +7,10 @@ from torchsparsekv.benchmarks.report.load import DECODE, KERNELS, PREFILL, THROU
 
 Line = tuple[str, str, list[tuple[int, float]]]  # label, method, points by context
 STATIC = "hf-static"
-NAMES = {"full": "dense", "hf-static": "HF static cache"}
+NAMES = {
+    "full": "dense", "hf-static": "HF static cache", "sdpa-cudnn": "cuDNN", "sdpa-flash": "flash",
+    "flashinfer": "FlashInfer",
+}  # fmt: skip
 # Options that make a method another line, and how they are said.
 SETUP = {
     "budget": "budget {}", "skip_layers": "{} dense layers", "locality": "locality {}", "offload": "pool in {} memory",
@@ -36,12 +39,27 @@ def counted(sources: Iterable[Result]) -> str:
 
 def tpot(plt, results: list[Result]) -> list[Drawn]:
     out = []
-    for sources in by_model(of(results, DECODE)):
+    for sources in _by_batch(results):
         series = lines(sources)
         several = len({x for _, _, points in series for x, _ in points}) > 1
         figure = _tpot_lines(plt, series, _floor(sources)) if several else _tpot_bars(plt, series, _floor(sources))
-        out.append(Drawn(figure, _tpot_note(sources), tuple(sources), str(sources[0].options.get("shape"))))
+        batch = _batch(sources[0])
+        tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
+        out.append(Drawn(figure, _tpot_note(sources), tuple(sources), tag))
     return out
+
+
+def _batch(source: Result) -> int:
+    """What its figure is of, if it has several."""
+    return min(source.options["batches"])
+
+
+def _by_batch(results: list[Result]) -> list[list[Result]]:
+    """Those of a model that are of one batch."""
+    apart = []
+    for sources in by_model(of(results, DECODE)):
+        apart += [[s for s in sources if _batch(s) == batch] for batch in sorted(set(map(_batch, sources)))]
+    return apart
 
 
 def _tpot_bars(plt, series: Sequence[Line], floor: float | None):
@@ -75,8 +93,9 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
         ends += [(*shown[-1], label, shade)] if shown else []
         for x, y in points[len(shown) :]:  # so slow that it would flatten all others
             axes.plot(x, top, marker="^", color=shade, clip_on=False)
-            axes.annotate(f"{label}: {y:.0f} ms", (x, top), (6, -9), textcoords="offset points", fontsize=9,
-                          color=shade)  # fmt: skip
+            side, ha = (6, "left") if x == min(every) else (-6, "right")  # names of lines are to the right
+            axes.annotate(f"{label}: {y:.0f} ms", (x, top), (side, -9), textcoords="offset points", fontsize=9,
+                          color=shade, ha=ha)  # fmt: skip
     if floor:
         axes.axhline(floor, color=style.SOFT, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
         axes.annotate(f"floor: {FLOOR} tokens, {floor:.2f} ms", (max(every), floor), (0, -12), fontsize=8.5,
@@ -88,8 +107,9 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
 def _tpot_note(sources: list[Result]) -> str:
     o, steps = sources[0].options, sorted({s.options["steps"] for s in sources})
     return (
-        f"One compiled decode step at batch {min(o['batches'])}; {', '.join(setup(o))}, where the name does not say "
-        "otherwise. dense: our dense attention, its pool in GPU memory. Locality: how slowly queries move (1: not at "
+        f"One compiled decode step at batch {_batch(sources[0])}; {', '.join(setup(o))}, where the name does not say "
+        "otherwise. dense: our dense attention, its pool in GPU memory; cuDNN, flash and FlashInfer: theirs, over all "
+        "of a static cache and without a mask. Locality: how slowly queries move (1: not at "
         "all, 0: every block new at every step). Median of 3 runs of "
         f"{' or '.join(map(str, steps))} steps. {counted(sources)}"
     )
