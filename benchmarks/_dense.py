@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchsparsekv.benchmarks import _flashinfer
+from torchsparsekv.benchmarks import _common, _flashinfer
 
 SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 FLASHINFER = "flashinfer"
@@ -45,6 +45,7 @@ def attending_by(name: str, model, batch: int, length: int) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(own)
+        _planned.clear()
 
 
 def _no_mask(*args, **kwargs) -> None:
@@ -58,8 +59,8 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, **kwargs) -> 
 
 def _paged(model, batch: int, length: int) -> Callable[..., tuple[Tensor, None]]:
     """By FlashInfer, planned here for all layers; its pages are runs of slots, where they are in the cache."""
-    heads, q_heads = model.config.num_key_value_heads, model.config.num_attention_heads
-    dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // q_heads
+    config = model.config
+    heads, q_heads, dim = config.num_key_value_heads, config.num_attention_heads, _common.head_dim(config)
     pages = _flashinfer.pages_of(length)
     table = [row * heads * pages + page for row in range(batch) for page in range(pages)]
     _planned["latest"] = _flashinfer.planned(q_heads, heads, dim, length, table, model.device, tensor_cores=True)
@@ -73,7 +74,7 @@ def _paged(model, batch: int, length: int) -> Callable[..., tuple[Tensor, None]]
     return attention
 
 
-_planned: dict[str, Any] = {}
+_planned: dict[str, Any] = {}  # the latest plan: an op takes tensors and numbers only
 
 
 @functools.cache

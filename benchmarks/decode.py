@@ -75,7 +75,7 @@ class Steered:
 
 
 def topics_of(config, context: int, budget: int) -> Topics:
-    return Topics(config.num_key_value_heads, head_dim(config), max(2, context // max(budget, 256)))
+    return Topics(config.num_key_value_heads, _common.head_dim(config), max(2, context // max(budget, 256)))
 
 
 def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
@@ -225,10 +225,6 @@ def memory_of(report) -> dict:
     return {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
 
 
-def head_dim(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def run_static(model, batch: int, context: int, o: Options, name: str = "hf-static") -> dict:
     """Hugging Face's StaticCache compiled as users have it, or with dense attention of another name. What it holds does
     not matter for its speed."""
@@ -237,7 +233,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = "hf-stat
     cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
     steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
     heads = model.config.num_key_value_heads
-    cache.early_initialization(batch, heads, head_dim(model.config), torch.bfloat16, model.device)
+    cache.early_initialization(batch, heads, _common.head_dim(model.config), torch.bfloat16, model.device)
     row = {"method": name, "context": context, "batch": batch}
     with contextlib.nullcontext() if name == "hf-static" else _dense.attending_by(name, model, batch, context):
         row |= bare_tpot(model, cache, batch, context, steps)

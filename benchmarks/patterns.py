@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, model, handle, o: Options, batch: int):
         self.model, self.handle, self.o = model, handle, o
         self.cache = handle.make_cache(batch)
-        shape = (decode.BANK, model.config.num_attention_heads, decode.head_dim(model.config))
+        shape = (decode.BANK, model.config.num_attention_heads, _common.head_dim(model.config))
         self.bank = torch.zeros(shape, dtype=torch.bfloat16, device=model.device)
         decode.steer(self.cache, self.bank)
         self.step, self.graphs = decode.Step(model, self.cache, batch), 0
