@@ -126,3 +126,39 @@ def test_what_was_pinned_before_a_refusal_is_released(driver):
     gc.collect()
     assert driver.asked == [64 * KIB] * 4
     assert driver.live == {}
+
+
+def test_more_than_is_free_is_not_mapped(driver, monkeypatch):
+    monkeypatch.setattr(host, "available", lambda: GIB)
+    monkeypatch.setattr(host.mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
+    with pytest.raises(MemoryError, match=r"3.00 GiB of host memory are to be pinned, only 1.00 are free"):
+        host.pinned((3 * GIB,), torch.uint8, CUDA)
+
+
+def group(folder, names, limit, used: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+
+
+@pytest.mark.parametrize(("version", "line"), [(0, "0::/slice/job"), (1, "4:cpu,memory:/slice/job")])
+def test_limits_of_all_control_groups_count(monkeypatch, tmp_path, version, line):
+    """The process's own, and those around it; where they are not to be seen, the root's."""
+    _, controller, names = host.CGROUPS[version]
+    monkeypatch.setattr(host, "CGROUPS", [(tmp_path, controller, names)])
+    monkeypatch.setattr(host, "OWN_CGROUPS", tmp_path / "own")
+    free = host.available()
+    assert free > 100 * MIB
+    (tmp_path / "own").write_text(f"9:pids:/elsewhere\n{line}\n")
+    group(tmp_path, names, 90 * MIB, 10 * MIB, MIB)
+    assert host.available() == 81 * MIB
+    group(tmp_path / "slice", names, 50 * MIB, 10 * MIB, 0)
+    assert host.available() == 40 * MIB
+    group(tmp_path / "slice" / "job", names, 30 * MIB, 5 * MIB, 2 * MIB)
+    assert host.available() == 27 * MIB
+    group(tmp_path / "elsewhere", names, MIB, 0, 0)
+    (tmp_path / "slice" / "job" / names[0]).write_text("max\n")
+    assert host.available() == 40 * MIB
+    (tmp_path / "own").unlink()
+    assert host.available() == 81 * MIB

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import mmap
 import weakref
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -94,30 +95,47 @@ def _memlock_counts(device: torch.device) -> bool:
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor in pinned host memory that presents itself as a tensor of `device`."""
-    count = int(torch.Size(shape).numel())
-    owner = _Pinned(max(count * dtype.itemsize, 1), device)
+    nbytes = int(torch.Size(shape).numel()) * dtype.itemsize
+    if nbytes > (free := available()):  # the system promises more than it has, and kills who asks for it
+        raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are to be pinned, only {free / 2**30:.2f} are free")
+    owner = _Pinned(max(nbytes, 1), device)
     flat = torch.as_tensor(owner, device=device)
     if flat.data_ptr() != owner.pointer:
         raise RuntimeError(f"pinned host memory cannot be seen from {device}: torch made a copy of it")
-    return flat[: count * dtype.itemsize].view(dtype).view(shape)
+    return flat[:nbytes].view(dtype).view(shape)
 
 
-# (limit, in use, what of it is file cache and can be had back) of control groups, version 2 and 1.
-_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+# Control groups, version 2 and 1: where they are, what a process's line says of them, and of each group the files of
+# its limit and its use, and the field of what of that is file cache and can be had back.
+_ROOT = Path("/sys/fs/cgroup")
 CGROUPS = (
-    (_V2 / "memory.max", _V2 / "memory.current", "inactive_file"),
-    (_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", "total_inactive_file"),
+    (_ROOT, "", ("memory.max", "memory.current", "inactive_file")),
+    (_ROOT / "memory", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 )
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Those that this process is in, up to the roots; a container sees its own as the root, whatever its name."""
+    own: dict[str, PurePosixPath] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own |= dict.fromkeys(controllers.split(","), PurePosixPath(path))
+    for root, controller, names in CGROUPS:
+        mine = own.get(controller, PurePosixPath("/"))
+        for group in (mine, *mine.parents):
+            yield root / group.relative_to("/"), names
 
 
 def available() -> int:
-    """Bytes of host memory that can be had without swapping (the container's limit counts)."""
+    """Bytes of host memory that can be had without swapping (limits of control groups count)."""
     free = 1 << 62  # where no one tells, the allocation itself will
     with contextlib.suppress(OSError, KeyError, ValueError):
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used, cache in CGROUPS:
+    for folder, (limit, used, cache) in _control_groups():
         with contextlib.suppress(OSError, KeyError, ValueError):  # "max" is no integer: no limit
-            stat = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
-            free = min(free, int(limit.read_text()) - int(used.read_text()) + int(stat[cache]))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat[cache]))
     return free
