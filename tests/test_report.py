@@ -122,6 +122,17 @@ def test_time_per_token(plt):
     assert value("h200_decode_qwen3.json", "quest") in said["qwen3-8b"]
 
 
+def test_each_batch_of_a_file_has_a_figure_and_a_floor_of_its_own(plt, tmp_path):
+    head = json.loads((RESULTS / "h200_decode_batch8.json").read_text())
+    single = [{**r, "batch": 1, "tpot_ms": r["tpot_ms"] / 2} for r in head["rows"]]
+    (tmp_path / "both.json").write_text(json.dumps(head | {"rows": head["rows"] + single}))
+    one, eight = speed.tpot(plt, load([tmp_path / "both.json"]))
+    assert (one.tag, eight.tag) == ("llama-3.1-8b", "llama-3.1-8b, batch 8")
+    floor = head["rows"][0]["tpot_ms"]
+    for drawn, want in ((one, floor / 2), (eight, floor)):
+        assert f"floor: 256 tokens, {want:.2f} ms" in texts(drawn.figure)
+
+
 def test_other_hyper_parameters_are_another_line(tmp_path):
     head = json.loads((RESULTS / "h200_decode.json").read_text())
     mine = next(r for r in head["rows"] if r["method"] == "quest" and r["context"] == 131072)

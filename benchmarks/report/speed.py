@@ -38,28 +38,17 @@ def counted(sources: Iterable[Result]) -> str:
 
 
 def tpot(plt, results: list[Result]) -> list[Drawn]:
+    """A figure for each model and batch."""
     out = []
-    for sources in _by_batch(results):
-        series = lines(sources)
-        several = len({x for _, _, points in series for x, _ in points}) > 1
-        figure = _tpot_lines(plt, series, _floor(sources)) if several else _tpot_bars(plt, series, _floor(sources))
-        batch = _batch(sources[0])
-        tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
-        out.append(Drawn(figure, _tpot_note(sources), tuple(sources), tag))
+    for every in by_model(of(results, DECODE)):
+        for batch in sorted({r["batch"] for s in every for r in s.rows}):
+            sources = [s for s in every if batch in {r["batch"] for r in s.rows}]
+            series, floor = lines(sources, batch), _floor(sources, batch)
+            several = len({x for _, _, points in series for x, _ in points}) > 1
+            figure = (_tpot_lines if several else _tpot_bars)(plt, series, floor)
+            tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
+            out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag))
     return out
-
-
-def _batch(source: Result) -> int:
-    """What its figure is of, if it has several."""
-    return min(source.options["batches"])
-
-
-def _by_batch(results: list[Result]) -> list[list[Result]]:
-    """Those of a model that are of one batch."""
-    apart = []
-    for sources in by_model(of(results, DECODE)):
-        apart += [[s for s in sources if _batch(s) == batch] for batch in sorted(set(map(_batch, sources)))]
-    return apart
 
 
 def _tpot_bars(plt, series: Sequence[Line], floor: float | None):
@@ -104,10 +93,10 @@ def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
     return figure
 
 
-def _tpot_note(sources: list[Result]) -> str:
+def _tpot_note(sources: list[Result], batch: int) -> str:
     o, steps = sources[0].options, sorted({s.options["steps"] for s in sources})
     return (
-        f"One compiled decode step at batch {_batch(sources[0])}; {', '.join(setup(o))}, where the name does not say "
+        f"One compiled decode step at batch {batch}; {', '.join(setup(o))}, where the name does not say "
         "otherwise. dense: our dense attention, its pool in GPU memory; cuDNN, flash and FlashInfer: theirs, over all "
         "of a static cache and without a mask. Locality: how slowly queries move (1: not at "
         "all, 0: every block new at every step). Median of 3 runs of "
@@ -115,17 +104,17 @@ def _tpot_note(sources: list[Result]) -> str:
     )
 
 
-def _floor(sources: list[Result]) -> float | None:
-    found = [r["tpot_ms"] for s in sources for r in s.rows if r["method"] == STATIC and r["context"] == FLOOR]
+def _floor(sources: list[Result], batch: int) -> float | None:
+    mine = (STATIC, FLOOR, batch)
+    found = [r["tpot_ms"] for s in sources for r in s.rows if (r["method"], r["context"], r["batch"]) == mine]
     return found[0] if found else None
 
 
-def lines(sources: list[Result], column: str = "tpot_ms", aside: Sequence[str] = ()) -> list[Line]:
+def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside: Sequence[str] = ()) -> list[Line]:
     """The first file's setup is the plain one; what others do differently is in the label, but for what is `aside`."""
     first = sources[0].options
     out: dict[tuple[str, str], dict[int, float]] = {}
     for s in sources:
-        batch = min(r["batch"] for r in s.rows)
         for r in s.rows:
             if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR) or not r.get(column):
                 continue
@@ -184,8 +173,8 @@ def throughput(plt, results: list[Result]) -> list[Drawn]:
 def memory(plt, results: list[Result]) -> list[Drawn]:
     out = []
     for sources in by_model(of(results, DECODE)):
-        single = [s for s in sources if min(r["batch"] for r in s.rows) == 1]
-        series = {where: lines(single, f"{where}_GiB", ("locality",)) for where in ("device", "host")}
+        single = [s for s in sources if 1 in {r["batch"] for r in s.rows}]
+        series = {where: lines(single, 1, f"{where}_GiB", ("locality",)) for where in ("device", "host")}
         every = sorted({x for _, _, points in series["device"] for x, _ in points})
         if not every:
             continue
