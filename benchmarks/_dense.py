@@ -31,6 +31,22 @@ def check(names: Sequence[str], contexts: Sequence[int]) -> None:
         raise ValueError(f"flashinfer needs contexts that are multiples of {_flashinfer.PAGE}, got {odd[0]}")
 
 
+def told(name: str) -> dict[str, str]:
+    """Its version, where the environment of a file of results has none of it."""
+    return {"version": _flashinfer.version()} if name == FLASHINFER else {}
+
+
+def try_out(names: Sequence[str], device: torch.device) -> None:
+    """Raises where torch has not got one of these, before a model is built for it."""
+    q, k = (torch.zeros((1, heads, 16, 128), dtype=torch.bfloat16, device=device) for heads in (8, 2))
+    for name in (n for n in names if n in SDPA):
+        try:
+            with sdpa_kernel(SDPA[name]):
+                F.scaled_dot_product_attention(q[:, :, :1], k, k, enable_gqa=True)
+        except RuntimeError as e:
+            raise RuntimeError(f"{name} cannot be had here, leave it out of --dense: {e}") from e
+
+
 @contextlib.contextmanager
 def attending_by(name: str, model, batch: int, length: int) -> Iterator[None]:
     """The model attends in here by that kernel, one query to a static cache of so many rows and slots."""

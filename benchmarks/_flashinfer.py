@@ -28,8 +28,10 @@ def pages_of(tokens: int) -> int:
 
 def as_pages(x: Tensor) -> Tensor:
     """Keys or values [batch, heads, tokens, dim] as [pages, heads, PAGE, dim], a page of row b and its page p being
-    number b * heads * pages + p. Nothing is copied, so the tokens must be a multiple of PAGE."""
+    number b * heads * pages + p. Nothing is copied."""
     batch, heads, tokens, dim = x.shape
+    if tokens % PAGE or not x.is_contiguous():
+        raise ValueError(f"pages need contiguous tensors of a multiple of {PAGE} tokens, got {tokens}")
     count = (batch - 1) * heads * (tokens // PAGE) + tokens // PAGE
     return x.as_strided((count, heads, PAGE, dim), (PAGE * dim, tokens * dim, dim, 1))
 
