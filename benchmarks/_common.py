@@ -8,12 +8,14 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import torchsparsekv
 from torchsparsekv.benchmarks._options import Setup, at_least
 from torchsparsekv.commands._table import table
+from torchsparsekv.method import check_device
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {
@@ -41,7 +43,14 @@ def prepare(methods: Sequence[str], options: object = None) -> torch.device:
     check(methods, options)
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
-    return torch.device("cuda")
+    device = torch.device("cuda")
+    for name in methods:
+        check_device(device, _setup(options).method(name))
+    return device
+
+
+def _setup(options: object) -> Setup:
+    return options if isinstance(options, Setup) else Setup()
 
 
 def check(methods: Sequence[str], options: object = None) -> None:
@@ -51,8 +60,27 @@ def check(methods: Sequence[str], options: object = None) -> None:
         raise ValueError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
     if not 0 <= locality <= 1:
         raise ValueError(f"locality must be between 0 and 1, got {locality}")
-    at_least(options, **{x: 1 for x in ("contexts", "steps", "repeats", "points") if hasattr(options, x)})
-    (options if isinstance(options, Setup) else Setup()).check(methods)
+    least_one = ("context", "contexts", "steps", "repeats", "points")
+    at_least(options, **{x: 1 for x in least_one if hasattr(options, x)})
+    if shape is not None:
+        _check_shape(shape, options)
+    _setup(options).check(methods)
+
+
+def _check_shape(name: str, options: Any) -> None:
+    """Raises where a model of this shape has too few layers or positions."""
+    shape, skip = SHAPES[name], getattr(options, "skip_layers", 0)
+    if not 0 <= skip < shape["num_hidden_layers"]:
+        raise ValueError(f"skip_layers must be from 0 to {shape['num_hidden_layers'] - 1}, got {skip}")
+    if not hasattr(options, "grows"):
+        return
+    longest = max(options.contexts) if hasattr(options, "contexts") else options.context
+    positions, grows = shape["max_position_embeddings"], options.grows
+    if longest + grows > positions:
+        raise ValueError(
+            f"contexts may have {positions - grows} tokens at most ({name} has {positions} positions, a run adds "
+            f"{grows}), got {longest}"
+        )
 
 
 def build(shape: str, device: torch.device):

@@ -2,9 +2,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from torchsparsekv.method import all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Method, all_methods, hyper_parameters, make_method
 
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
@@ -57,16 +57,21 @@ class Setup:
     sink: int = 64
     window: int = 256
     skip_layers: int = 2
-    offload: str = "host"
+    offload: Literal["auto", "host", "device"] = "host"
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
 
     def check(self, methods: Sequence[str]) -> None:
         """Raises where a method is unknown, or refuses what it would be told, or a hyper-parameter has no method."""
+        if len(set(methods)) < len(methods):
+            raise ValueError(f"methods must be different, got {', '.join(methods)}")
         unused = sorted(set(parse(self.hyper)) - set(methods))
         if unused:
             raise ValueError(f"hyper sets {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
         for name in methods:
-            make_method(name, **self._method(name))
+            self.method(name)
+
+    def method(self, name: str) -> Method:
+        return make_method(name, **self._method(name))
 
     def patch(self, name: str) -> dict[str, Any]:
         """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device."""

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _common, _dense
-from torchsparsekv.benchmarks._options import Setup, option
+from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks.synthetic import Topics
 
 FLOOR_CONTEXT = 256
@@ -22,6 +22,7 @@ CHUNK = 16384
 HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
 BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
+SHORTEST_STATIC = WARM + 3  # it must not be overrun, and is timed three times
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,11 @@ class Options(Setup):
 
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
+        different(self, "contexts", "batches")
+        at_least(self, batches=1)
         _dense.check(self.dense, self.contexts)
-        most = _common.SHAPES[self.shape]["max_position_embeddings"]
-        if max(self.contexts) + self.grows > most:
-            raise ValueError(
-                f"contexts may have {most - self.grows} tokens at most ({self.shape} has {most} positions, a run adds "
-                f"{self.grows}), got {max(self.contexts)}"
-            )
+        if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
+            raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
 
 
 class Steered:
@@ -234,7 +233,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = "hf-stat
     steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
     heads = model.config.num_key_value_heads
     cache.early_initialization(batch, heads, _common.head_dim(model.config), torch.bfloat16, model.device)
-    row = {"method": name, "context": context, "batch": batch}
+    row = {"method": name, **_dense.told(name), "context": context, "batch": batch}
     with contextlib.nullcontext() if name == "hf-static" else _dense.attending_by(name, model, batch, context):
         row |= bare_tpot(model, cache, batch, context, steps)
     del cache
@@ -259,6 +258,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     """Saved whenever a context is done, so that one too many does not cost the others; but not gone on with, since the
     ratios are of one run."""
     device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
+    _dense.try_out(o.dense, device)
     model = _common.build(o.shape, device)
     rows: list[dict] = []
     for batch in o.batches:

@@ -22,6 +22,11 @@ class Options:
     repeats: int = 3
     chunk: int = option(0, "Tokens of a prompt in one forward, so that its activations stay small; 0: all of them.")
 
+    @property
+    def grows(self) -> int:
+        """Tokens that the caches have room for beside the prompt."""
+        return 64
+
 
 def prompt(model, rows: int, length: int) -> Tensor:
     return torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -61,7 +66,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
         for name in o.methods:
-            with torchsparsekv.patch(model, name, max_length=length + 64, offload=o.offload) as handle:
+            with torchsparsekv.patch(model, name, max_length=length + o.grows, offload=o.offload) as handle:
                 cache = handle.make_cache(1)
 
                 def fresh(cache=cache):

@@ -26,6 +26,11 @@ class Options:
     skip_layers: int = 2
     locality: float = 0.95
 
+    @property
+    def grows(self) -> int:
+        """Tokens that a run adds to the context, and some more."""
+        return 4 * self.steps
+
 
 def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> int:
     """From the plan alone: how many rows fit into the cap, in GiB of GPU memory, and into host memory."""
@@ -37,6 +42,8 @@ def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> in
 
 
 def run(o: Options, out: Path | None = None) -> dict:
+    if min(o.caps_gib, default=0) <= 0:
+        raise ValueError(f"caps_gib must be positive, got {','.join(map(str, o.caps_gib)) or 'none'}")
     device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
@@ -45,7 +52,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
         dense = 0.0
         for name in ("full", *o.methods):
-            batch = largest_batch(model, name, o.context + 4 * o.steps, cap, d)
+            batch = largest_batch(model, name, o.context + o.grows, cap, d)
             if batch < 1:
                 rows.append({"cap_GiB": cap, "method": name, "batch": 0})
                 continue

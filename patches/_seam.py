@@ -1,6 +1,5 @@
 """Install and uninstall: one attention function, one mask function, one cache, on one model instance."""
 import copy
-import importlib.util
 import types
 import weakref
 
@@ -9,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from torchsparsekv import host
-from torchsparsekv.method import Method, make_method
+from torchsparsekv.method import Method, check_device, make_method
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._attention import hand_over_layer, register_over
 from torchsparsekv.patches._cache import Plan, SparseCache
@@ -288,22 +287,6 @@ def check_model(model):
     if len(devices) > 1:
         raise NotImplementedError(f"the model is spread over several devices ({', '.join(sorted(devices))})")
     return model.config.get_text_config(decoder=True)
-
-
-def check_device(device: torch.device, method: Method) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"torchsparsekv runs on cpu and cuda, this model is on {device}")
-    if device.type == "cpu":
-        return
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("the CUDA kernels need Triton: pip install triton")
-    have, need = torch.cuda.get_device_capability(device), method.least_capability
-    if have < need:
-        hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""
-        raise NotImplementedError(
-            f"{method.name} needs compute capability {need[0]}.{need[1]}, {torch.cuda.get_device_name(device)} has "
-            f"{have[0]}.{have[1]}{hint}"
-        )
 
 
 def check_arguments(config, method: Method, max_length, limit: int, offload: str, skip_layers: int) -> None:

@@ -206,6 +206,19 @@ WRONG_ELSEWHERE = {
     "decode --locality=1.5": "locality must be between 0 and 1, got 1.5", "decode --steps=0": "steps must be at",
     "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
     "decode --contexts=256,3000000": "contexts may have 2096836 tokens at most (llama-3.1-8b has 2097152 positions",
+    "decode --contexts=10": "a static cache needs contexts of at least 11, got 10",
+    "decode --batches=0": "batches must be at least 1, got",
+    "decode --batches=1,1": "batches must be one or more different", "decode --batches=": "batches must",
+    "decode --offload=disk": "offload must be one of auto, host, device, got 'disk'",
+    "decode --skip-layers=32": "skip_layers must be from 0 to 31",
+    "decode --methods=quest,quest": "methods must be different, got quest, quest",
+    "prefill --offload=disk": "offload must be one of",
+    "prefill --contexts=3000000": "contexts may have 2097088 tokens",
+    "throughput --context=3000000": "contexts may have 2096952",
+    "throughput --context=0": "context must be at least 1, got 0",
+    "throughput --caps-gib=48,-1": "caps_gib must be positive, got 48.0,-1.0",
+    "throughput --caps-gib=": "got none",
+    "throughput --skip-layers=-1": "skip_layers must be from 0 to 31, got -1",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
     "throughput --locality=-1": "locality must be between 0", "kernels --contexts=-1": "contexts must be at least 1",
@@ -256,6 +269,18 @@ def test_prompts_of_every_kind_of_index_are_timed(watch):
     rows = prefill.run(o)["rows"]
     assert [(r["method"], r["ttft_ms"]) for r in rows] == [(m, PROMPT_MS) for m in ("dense", *o.methods)]
     assert watch.prompts == 2 * 4
+
+
+def test_a_gpu_that_is_too_old_for_a_method_is_refused(monkeypatch):
+    """Before anything is built, and by what the method is told."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
+    monkeypatch.setattr(_common, "build", lambda *_: pytest.fail("built"))
+    for bench in ("kernels", "decode", "prefill"):
+        assert "quest needs compute capability 8.9, an A100 has 8.0" in refused("bench", bench, "--methods=quest")
+    o = decode.Options(hyper=("quest.digest=bfloat16",))
+    assert _common.prepare(o.methods, o) == torch.device("cuda")
 
 
 def test_kernels_are_told_against_the_ceilings_of_the_run():

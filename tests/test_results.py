@@ -167,9 +167,9 @@ def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
 EXTRA = ("flashinfer", "torchsparsekv")
 # By benchmark: what tells its rows apart, and the values of these that its options ask for.
 CELLS = {
-    "decode": (("method", "context"), lambda o: {
-        ("hf-static", 256), *product(("full", *o.dense, *o.methods), o.contexts),
-        *(("hf-static", n) for n in o.contexts if o.hf_static and n <= 131072),
+    "decode": (("method", "context", "batch"), lambda o: {
+        *product(("hf-static",), (256, *(n for n in o.contexts if o.hf_static and n <= 131072)), o.batches),
+        *product(("full", *o.dense, *o.methods), o.contexts, o.batches),
     }),
     "prefill": (("method", "context"), lambda o: {*product(("dense", *o.methods), o.contexts)}),
     "throughput": (("method", "cap_GiB"), lambda o: {*product(("full", *o.methods), o.caps_gib)}),

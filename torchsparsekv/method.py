@@ -1,6 +1,7 @@
 """What a retrieval method is: hyper-parameters, the buffers it wants, and how it updates and searches its index."""
 import dataclasses
 import importlib
+import importlib.util
 import pkgutil
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -166,3 +167,19 @@ def make_method(name: str, **hyper) -> Method:
     if unknown:
         raise TypeError(f"method {name!r} has no hyper-parameter {', '.join(unknown)}; it has: {', '.join(fields)}")
     return known[name](**hyper)
+
+
+def check_device(device: torch.device, method: Method) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"torchsparsekv runs on cpu and cuda, this model is on {device}")
+    if device.type == "cpu":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("the CUDA kernels need Triton: pip install triton")
+    have, need = torch.cuda.get_device_capability(device), method.least_capability
+    if have < need:
+        hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""
+        raise NotImplementedError(
+            f"{method.name} needs compute capability {need[0]}.{need[1]}, {torch.cuda.get_device_name(device)} has "
+            f"{have[0]}.{have[1]}{hint}"
+        )

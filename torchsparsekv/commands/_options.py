@@ -14,6 +14,8 @@ TOLD = (ValueError, TypeError, RuntimeError, MemoryError, NotImplementedError, O
 
 def _parse(name: str, hint: object, given):
     """Tuples are given as comma-separated text, everything else as typer knows it."""
+    if typing.get_origin(hint) is typing.Literal and given not in typing.get_args(hint):
+        raise ValueError(f"{name} must be one of {', '.join(typing.get_args(hint))}, got {given!r}")
     if typing.get_origin(hint) is not tuple:
         return given
     kind = typing.get_args(hint)[0]
