@@ -38,11 +38,11 @@ def told(name: str) -> dict[str, str]:
 
 def try_out(names: Sequence[str], device: torch.device) -> None:
     """Raises where torch has not got one of these, before a model is built for it."""
-    q, k = (torch.zeros((1, heads, 16, 128), dtype=torch.bfloat16, device=device) for heads in (8, 2))
+    q, k = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((1, 32, 1, 128), (1, 8, 256, 128)))
     for name in (n for n in names if n in SDPA):
         try:
             with sdpa_kernel(SDPA[name]):
-                F.scaled_dot_product_attention(q[:, :, :1], k, k, enable_gqa=True)
+                F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
         except RuntimeError as e:
             raise RuntimeError(f"{name} cannot be had here, leave it out of --dense: {e}") from e
 
