@@ -257,10 +257,10 @@ def against_ceilings(rows: list[dict]) -> None:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    device = _common.prepare(o.methods, o)
     unknown = [name for name in o.methods if name not in STAGES]
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
+    device = _common.prepare(o.methods, o)
     rows = pinning(device) + ceilings(device)
     near = set()
     for context in o.contexts:

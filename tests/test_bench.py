@@ -222,6 +222,7 @@ WRONG_ELSEWHERE = {
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
     "throughput --locality=-1": "locality must be between 0", "kernels --contexts=-1": "contexts must be at least 1",
+    "kernels --methods=louiskv": "no kernels to time for louiskv; available: quest, arkvale, pariskv",
 }  # fmt: skip
 
 
