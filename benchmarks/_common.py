@@ -94,10 +94,6 @@ def build(shape: str, device: torch.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def head_dim(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def environment() -> dict:
     """Versions and hardware; what is not installed is not named."""
     out = {"python": platform.python_version(), "torchsparsekv": torchsparsekv.__version__, "torch": torch.__version__}

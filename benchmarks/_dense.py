@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchsparsekv.benchmarks import _common, _flashinfer
+from torchsparsekv.benchmarks import _flashinfer
+from torchsparsekv.patches._family import head_dim_of
 
 SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 FLASHINFER = "flashinfer"
@@ -76,7 +77,7 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, **kwargs) -> 
 def _paged(model, batch: int, length: int) -> Callable[..., tuple[Tensor, None]]:
     """By FlashInfer, planned here for all layers; its pages are runs of slots, where they are in the cache."""
     config = model.config
-    heads, q_heads, dim = config.num_key_value_heads, config.num_attention_heads, _common.head_dim(config)
+    heads, q_heads, dim = config.num_key_value_heads, config.num_attention_heads, head_dim_of(config)
     pages = _flashinfer.pages_of(length)
     table = [row * heads * pages + page for row in range(batch) for page in range(pages)]
     _planned["latest"] = _flashinfer.planned(q_heads, heads, dim, length, table, model.device, tensor_cores=True)

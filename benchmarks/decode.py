@@ -15,6 +15,7 @@ import torchsparsekv
 from torchsparsekv.benchmarks import _common, _dense
 from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks.synthetic import Topics
+from torchsparsekv.patches._family import head_dim_of
 
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
@@ -74,7 +75,7 @@ class Steered:
 
 
 def topics_of(config, context: int, budget: int) -> Topics:
-    return Topics(config.num_key_value_heads, _common.head_dim(config), max(2, context // max(budget, 256)))
+    return Topics(config.num_key_value_heads, head_dim_of(config), max(2, context // max(budget, 256)))
 
 
 def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
@@ -232,7 +233,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = "hf-stat
     cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
     steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
     heads = model.config.num_key_value_heads
-    cache.early_initialization(batch, heads, _common.head_dim(model.config), torch.bfloat16, model.device)
+    cache.early_initialization(batch, heads, head_dim_of(model.config), torch.bfloat16, model.device)
     row = {"method": name, **_dense.told(name), "context": context, "batch": batch}
     with contextlib.nullcontext() if name == "hf-static" else _dense.attending_by(name, model, batch, context):
         row |= bare_tpot(model, cache, batch, context, steps)

@@ -21,6 +21,7 @@ from torchsparsekv.benchmarks import _common, decode
 from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks.prefill import prompt, time_prompt
 from torchsparsekv.benchmarks.throughput import largest_batch
+from torchsparsekv.patches._family import head_dim_of
 
 NAME = "patterns"
 LOADING = 4096  # tokens of an untimed prompt, in which kernels load
@@ -114,7 +115,7 @@ class Bench:
     def __init__(self, model, handle, o: Options, batch: int):
         self.model, self.handle, self.o = model, handle, o
         self.cache = handle.make_cache(batch)
-        shape = (decode.BANK, model.config.num_attention_heads, _common.head_dim(model.config))
+        shape = (decode.BANK, model.config.num_attention_heads, head_dim_of(model.config))
         self.bank = torch.zeros(shape, dtype=torch.bfloat16, device=model.device)
         decode.steer(self.cache, self.bank)
         self.step, self.graphs = decode.Step(model, self.cache, batch), 0

@@ -3,6 +3,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torchsparsekv.method import Method
+from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import Buffer, Clock, Geometry, LayerState, total_bytes
 
 # As `kv_offset` in the mask arguments it says that the mask is for one of our caches. No real offset looks like it.
@@ -107,7 +108,7 @@ class Plan:
         self.method, self.dtype, self.device = method, dtype, device
         self.kv_heads = config.num_key_value_heads // shards
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim_of(config)
         layers = config.num_hidden_layers
         self.methods = tuple(dense if i < skip_layers else method for i in range(layers))
 

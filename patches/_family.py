@@ -13,6 +13,10 @@ def window_of(config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def head_dim_of(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 @dataclass(frozen=True)
 class Family:
     """Data about model types; every field has the common answer as default."""

@@ -12,6 +12,7 @@ from torchsparsekv.method import Method, check_device, make_method
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._attention import hand_over_layer, register_over
 from torchsparsekv.patches._cache import Plan, SparseCache
+from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.report import Report, cache_bytes, layer_report
 
 OFFLOAD = ("auto", "host", "device")
@@ -294,7 +295,7 @@ def check_arguments(config, method: Method, max_length, limit: int, offload: str
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
     if type(skip_layers) is not int or not 0 <= skip_layers < config.num_hidden_layers:
         raise ValueError(f"skip_layers must be from 0 to {config.num_hidden_layers - 1}, got {skip_layers!r}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 16 up to 256, this model has {head_dim}")
     if max_length is not None:
