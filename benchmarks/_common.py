@@ -15,7 +15,7 @@ import torch
 import torchsparsekv
 from torchsparsekv.benchmarks._options import Setup, at_least
 from torchsparsekv.commands._table import table
-from torchsparsekv.method import check_device
+from torchsparsekv.method import check_device, check_skip_layers
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {
@@ -69,9 +69,8 @@ def check(methods: Sequence[str], options: object = None) -> None:
 
 def _check_shape(name: str, options: Any) -> None:
     """Raises where a model of this shape has too few layers or positions."""
-    shape, skip = SHAPES[name], getattr(options, "skip_layers", 0)
-    if not 0 <= skip < shape["num_hidden_layers"]:
-        raise ValueError(f"skip_layers must be from 0 to {shape['num_hidden_layers'] - 1}, got {skip}")
+    shape = SHAPES[name]
+    check_skip_layers(getattr(options, "skip_layers", 0), shape["num_hidden_layers"])
     if not hasattr(options, "grows"):
         return
     longest = max(options.contexts) if hasattr(options, "contexts") else options.context

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv.benchmarks import _flashinfer
+from torchsparsekv.benchmarks._options import repeats
 from torchsparsekv.patches._family import head_dim_of
 
 SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
@@ -23,7 +24,7 @@ NAME = "torchsparsekv_benchmark"  # transformers takes every name with "flash" i
 
 
 def check(names: Sequence[str], contexts: Sequence[int]) -> None:
-    if set(names) - set(KERNELS) or len(set(names)) < len(names):
+    if set(names) - set(KERNELS) or repeats(names):
         raise ValueError(f"dense must be different ones of {', '.join(KERNELS)}, got {','.join(names)}")
     if FLASHINFER in names and not _flashinfer.installed():
         raise ValueError("dense names flashinfer, which is not installed")

@@ -2,9 +2,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from torchsparsekv.method import Method, all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Method, Offload, all_methods, hyper_parameters, make_method
 
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
@@ -41,11 +41,15 @@ def at_least(options: Any, **least: int) -> None:
             raise ValueError(f"{name} must be at least {bound}, got {value}")
 
 
+def repeats(values: Sequence) -> bool:
+    return len(set(values)) < len(values)
+
+
 def different(options: Any, *names: str) -> None:
     """Raises where an option of several values has none, or one twice."""
     for name in names:
         values = getattr(options, name)
-        if not values or len(set(values)) < len(values):
+        if not values or repeats(values):
             raise ValueError(f"{name} must be one or more different values, got {','.join(map(str, values)) or 'none'}")
 
 
@@ -57,12 +61,12 @@ class Setup:
     sink: int = 64
     window: int = 256
     skip_layers: int = 2
-    offload: Literal["auto", "host", "device"] = "host"
+    offload: Offload = "host"
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
 
     def check(self, methods: Sequence[str]) -> None:
         """Raises where a method is unknown, or refuses what it would be told, or a hyper-parameter has no method."""
-        if len(set(methods)) < len(methods):
+        if repeats(methods):
             raise ValueError(f"methods must be different, got {', '.join(methods)}")
         unused = sorted(set(parse(self.hyper)) - set(methods))
         if unused:

@@ -3,7 +3,6 @@ import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 import torchsparsekv
 from torchsparsekv.benchmarks import _common
 from torchsparsekv.benchmarks._options import option
+from torchsparsekv.method import Offload
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Options:
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (32768, 65536)
     methods: tuple[str, ...] = ("quest", "arkvale")
-    offload: Literal["auto", "host", "device"] = "host"
+    offload: Offload = "host"
     repeats: int = 3
     chunk: int = option(0, "Tokens of a prompt in one forward, so that its activations stay small; 0: all of them.")
 

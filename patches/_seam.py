@@ -2,20 +2,21 @@
 import copy
 import types
 import weakref
+from typing import get_args
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from torchsparsekv import host
-from torchsparsekv.method import Method, check_device, make_method
+from torchsparsekv.method import Method, Offload, check_device, check_skip_layers, make_method
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._attention import hand_over_layer, register_over
 from torchsparsekv.patches._cache import Plan, SparseCache
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.report import Report, cache_bytes, layer_report
 
-OFFLOAD = ("auto", "host", "device")
+OFFLOAD = get_args(Offload)
 DEVICE_SHARE = 0.5  # offload="auto" keeps the pool on the device if the cache takes at most this share of free memory
 SMALLEST_BUCKET = 1024
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -293,8 +294,7 @@ def check_model(model):
 def check_arguments(config, method: Method, max_length, limit: int, offload: str, skip_layers: int) -> None:
     if offload not in OFFLOAD:
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
-    if type(skip_layers) is not int or not 0 <= skip_layers < config.num_hidden_layers:
-        raise ValueError(f"skip_layers must be from 0 to {config.num_hidden_layers - 1}, got {skip_layers!r}")
+    check_skip_layers(skip_layers, config.num_hidden_layers)
     head_dim = head_dim_of(config)
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 16 up to 256, this model has {head_dim}")

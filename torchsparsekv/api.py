@@ -1,7 +1,7 @@
 """What users call."""
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from torchsparsekv.method import all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Offload, all_methods, hyper_parameters, make_method
 
 if TYPE_CHECKING:
     from torchsparsekv.patches._seam import Handle
@@ -15,7 +15,7 @@ def patch(
     budget: int | None = None,
     sink: int | None = None,
     window: int | None = None,
-    offload: Literal["auto", "host", "device"] = "auto",
+    offload: Offload = "auto",
     skip_layers: int = 2,
     **hyper,
 ) -> "Handle":

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import pkgutil
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torchsparsekv.ops.index.store_prompt import store_prompt
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline, common_buffers, hot_buffers
 
+Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
 _METHODS: dict[str, type["Method"]] = {}
 
 
@@ -167,6 +168,11 @@ def make_method(name: str, **hyper) -> Method:
     if unknown:
         raise TypeError(f"method {name!r} has no hyper-parameter {', '.join(unknown)}; it has: {', '.join(fields)}")
     return known[name](**hyper)
+
+
+def check_skip_layers(skip_layers: int, layers: int) -> None:
+    if type(skip_layers) is not int or not 0 <= skip_layers < layers:
+        raise ValueError(f"skip_layers must be from 0 to {layers - 1}, got {skip_layers!r}")
 
 
 def check_device(device: torch.device, method: Method) -> None:
