@@ -23,6 +23,7 @@ CHUNK = 16384
 HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
 BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
+HF_STATIC = "hf-static"
 SHORTEST_STATIC = WARM + 3  # it must not be overrun, and is timed three times
 
 
@@ -225,7 +226,7 @@ def memory_of(report) -> dict:
     return {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
 
 
-def run_static(model, batch: int, context: int, o: Options, name: str = "hf-static") -> dict:
+def run_static(model, batch: int, context: int, o: Options, name: str = HF_STATIC) -> dict:
     """Hugging Face's StaticCache compiled as users have it, or with dense attention of another name. What it holds does
     not matter for its speed."""
     from transformers import StaticCache
@@ -235,7 +236,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = "hf-stat
     heads = model.config.num_key_value_heads
     cache.early_initialization(batch, heads, head_dim_of(model.config), torch.bfloat16, model.device)
     row = {"method": name, **_dense.told(name), "context": context, "batch": batch}
-    with contextlib.nullcontext() if name == "hf-static" else _dense.attending_by(name, model, batch, context):
+    with contextlib.nullcontext() if name == HF_STATIC else _dense.attending_by(name, model, batch, context):
         row |= bare_tpot(model, cache, batch, context, steps)
     del cache
     collect()
@@ -245,7 +246,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = "hf-stat
 def run_dense(model, batch: int, context: int, o: Options) -> list[dict]:
     """Ours, and those of others that are asked for. The fastest is what methods are measured against."""
     hf_static = o.hf_static and context <= HF_STATIC_LIMIT
-    names = ("hf-static",) * hf_static + o.dense
+    names = (HF_STATIC,) * hf_static + o.dense
     return [run_method(model, "full", o, batch, context), *(run_static(model, batch, context, o, n) for n in names)]
 
 

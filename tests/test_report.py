@@ -103,6 +103,7 @@ def texts(figure) -> list[str]:
 
 def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
+    assert len(found) == 4, "three shapes, and one of them at batch 8 too"
     axes = found[0].figure.axes[0]
     both = [r for name in ("h200_decode_short.json", "h200_decode.json") for r in rows(name) if r["batch"] == 1]
     for method in ("full", "quest", "arkvale"):
@@ -115,8 +116,8 @@ def test_time_per_token(plt):
     said: dict[str, set] = {}  # by shape; files of other versions have figures of their own
     for f in found:
         said.setdefault(f.sources[0].options["shape"], set()).update(texts(f.figure))
-    assert {"quest", "dense", "cuDNN", "pariskv, budget 100", "quest, 0 dense layers"} <= said["llama-3.1-8b"]
-    assert {"HF static cache: 53 ms", "quest, locality 0"} <= said["llama-3.1-8b"]
+    assert {"quest", "dense", "arkvale", "pariskv, budget 100", "quest, 0 dense layers"} <= said["llama-3.1-8b"]
+    assert {"HF static cache: 53 ms", "quest, locality 0", "cuDNN"} <= said["llama-3.1-8b"]
     value = lambda name, method: f"{next(r['tpot_ms'] for r in rows(name) if r['method'] == method):.2f}"  # noqa: E731
     assert value("h200_decode_1m.json", "full") in said["qwen2.5-7b-1m"], "of one context, bars with their values"
     assert value("h200_decode_qwen3.json", "quest") in said["qwen3-8b"]
