@@ -27,9 +27,13 @@ class Options:
     locality: float = 0.95
 
     @property
+    def decode(self) -> DecodeOptions:
+        """Each cell is a run of that benchmark."""
+        return DecodeOptions(steps=self.steps, locality=self.locality, skip_layers=self.skip_layers)
+
+    @property
     def grows(self) -> int:
-        """Tokens that a run adds to the context, and some more."""
-        return 4 * self.steps
+        return self.decode.grows
 
 
 def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> int:
@@ -47,7 +51,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
-    d, rows = DecodeOptions(steps=o.steps, locality=o.locality, skip_layers=o.skip_layers), []
+    d, rows = o.decode, []
     for cap in o.caps_gib:
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
         dense = 0.0
