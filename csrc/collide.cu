@@ -129,14 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
 
 // Sums over the threads before this one, and over all.
 __device__ int scan(int x, int* warps, int& all) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int upto = sum_upto(x);
   __syncthreads();  // `warps` is free
-  if (lane == 31) warps[warp] = upto;
+  if (lane() == 31) warps[warp()] = upto;
   __syncthreads();
-  const int others = lane < THREADS / 32 ? warps[lane] : 0;
+  const int others = lane() < THREADS / 32 ? warps[lane()] : 0;
   all = __reduce_add_sync(ALL, others);
-  return __reduce_add_sync(ALL, lane < warp ? others : 0) + upto - x;
+  return __reduce_add_sync(ALL, lane() < warp() ? others : 0) + upto - x;
 }
 
 // Bit i: whether byte i of the 16 is above the threshold, or at it.
