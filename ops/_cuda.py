@@ -2,7 +2,7 @@
 
 By the NVRTC that CUDA builds of torch bring along, and launched through the driver: both have C interfaces, so an
 install needs no compiler and nothing is tied to the binary interface of one torch. Where NVRTC cannot be had, `load`
-returns None, and the op takes its Triton kernels, which give the same results.
+says so, and the op takes its Triton kernels, which give the same results.
 """
 import ctypes
 import functools
@@ -28,7 +28,7 @@ _NO_CONTEXT = 201
 # The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 or has clusters
 # of programs where these are asked for. What is older is left to Triton.
 OLDEST = {
-    "bound_scores": (8, 9), "collide": (8, 0), "earn_points": (8, 0), "fetch": (8, 0), "rerank": (8, 0),
+    "bound_scores": (8, 9), "centroid_votes": (8, 0), "collide": (8, 0), "fetch": (8, 0), "rerank": (8, 0),
     "sparse_attention": (9, 0), "top_blocks": (8, 0),
 }  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
@@ -148,17 +148,19 @@ def aligned(*tensors: Tensor) -> bool:
     return not any(t.data_ptr() % 16 for t in tensors)
 
 
-def load(name: str, device: torch.device, **defines: int) -> Module | None:
-    """The kernels of csrc/`name`.cu for that device, or None where only Triton's can be had."""
+def load(name: str, device: torch.device, **defines: int) -> Module | str:
+    """The kernels of csrc/`name`.cu for that device, or why they cannot be had."""
     if device.type != "cuda":
-        return None
+        return f"these tensors are on {device}"
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(name, torch.device("cuda", index), **defines)
 
 
 @functools.cache
-def _load(name: str, device: torch.device, **defines: int) -> Module | None:
+def _load(name: str, device: torch.device, **defines: int) -> Module | str:
     libraries, capability = _libraries(), torch.cuda.get_device_capability(device)
-    if libraries is None or capability < OLDEST[name]:
-        return None
+    if libraries is None:
+        return "no NVRTC or no driver was found"
+    if capability < OLDEST[name]:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST[name])
     return Module(libraries[1], compiled(libraries[0], name, "sm_{}{}".format(*capability), **defines), device)

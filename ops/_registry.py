@@ -7,17 +7,26 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
+
+from torchsparsekv.ops._impl import Chain, Implementation, forced
+from torchsparsekv.ops._signature import Signature
 
 _LIB = torch.library.Library("torchsparsekv", "DEF")
 
 
-class Entry(NamedTuple):
-    op: Callable
-    reference: Callable
-    cuda: Callable
+class Entry:
+    """One op: `op` as the dispatcher has it (flat), `call` with views, and its implementations by kind."""
+
+    def __init__(self, op: Callable, call: Callable, signature: Signature, chain: Chain):
+        self.op, self.call, self.signature, self.chain = op, call, signature, chain
+        self.reference = chain.reference
+
+    def run(self, kind: str, *things: Any) -> Any:
+        """By the implementation of that kind, wherever the tensors are; raises where it does not fit."""
+        return self.reference(*things) if kind == "reference" else self.chain.run(things, kind)
 
 
 OPS: dict[str, Entry] = {}
@@ -25,50 +34,65 @@ OPS: dict[str, Entry] = {}
 
 def register(
     name: str,
-    schema: str,
-    *,
     reference: Callable,
-    fake: Callable,
-    cuda: Callable,
+    *,
+    impls: tuple[Implementation, ...],
+    fake: Callable = lambda *_: None,
     check: Callable | None = None,
     capturable: bool = True,
 ) -> Callable:
-    """Define `name` with `schema` and return the overload (calling it costs one dispatch).
+    """Define an op by its reference, whose annotations say all of its signature, and return the function to call.
 
-    `reference` is the specification and the CPU kernel; `cuda` launches the device kernels; `check` sees the
-    arguments first, on both. An op that is not `capturable` syncs with the host and splits CUDA graphs instead of
-    breaking them; no op of the decode step may be one.
+    `reference` is the specification and the CPU kernel; `impls` are those for devices, the first that fits runs. On all
+    of them shapes and types are verified first, then `check` sees what annotations cannot say. Without a `fake` it
+    returns nothing. An op that is not `capturable` syncs with the host and splits CUDA graphs instead of breaking them;
+    no op of the decode step may be one.
     """
+    signature = Signature(name, reference)
     tags = (torch.Tag.pt2_compliant_tag,) + (() if capturable else (torch.Tag.cudagraph_unsafe,))
-    _LIB.define(name + schema, tags=tags)
-    reference, cuda = _checked(reference, check), _on_device(_checked(cuda, check))
-    _LIB.impl(name, reference, "CPU")
-    _LIB.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"torchsparsekv::{name}", fake, lib=_LIB)
+    _LIB.define(name + signature.schema, tags=tags)
+    chain = Chain(name, impls, reference)
+    verified = functools.partial(_verified, signature, check)
+    _LIB.impl(name, verified(_on_cpu(chain)), "CPU")
+    _LIB.impl(name, _on_device(verified(chain.on_cuda)), "CUDA")
+    torch.library.register_fake(f"torchsparsekv::{name}", signature.grouped(fake), lib=_LIB)
     op = getattr(torch.ops.torchsparsekv, name).default
-    OPS[name] = Entry(op, reference, cuda)
-    return op
+    call = signature.caller(op, reference.__doc__)
+    OPS[name] = Entry(op, call, signature, chain)
+    return call
 
 
-def _checked(fn: Callable, check: Callable | None) -> Callable:
+def _on_cpu(chain: Chain) -> Callable:
+    """The reference, unless told otherwise."""
+    return lambda *things: chain.reference(*things) if forced() is None else chain.on_cpu(*things)
+
+
+def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Callable:
+    """`fn` of views as a function of flat arguments, behind the checks."""
+    verify, run = signature.verifier(), signature.grouped(fn)
     if check is None:
-        return fn
 
-    @functools.wraps(fn)
-    def run(*args):
-        check(*args)
-        return fn(*args)
+        def plain(*args):
+            verify(*args)
+            return run(*args)
 
-    return run
+        return plain
+    further = signature.grouped(check)
+
+    def checked(*args):
+        verify(*args)
+        further(*args)
+        return run(*args)
+
+    return checked
 
 
 def _on_device(fn: Callable) -> Callable:
-    """Triton launches on the current device, which need not be the one that the tensors are on."""
+    """Kernels are launched on the current device, which need not be the one that the tensors are on."""
 
-    @functools.wraps(fn)
     def run(*args):
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        if device.index == torch.cuda.current_device():
             return fn(*args)
         with torch.cuda.device(device):
             return fn(*args)

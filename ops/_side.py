@@ -12,6 +12,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def wait_for_side(device: torch.device) -> None:
+    """Let the current stream wait for what was launched beside it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
 @contextlib.contextmanager
 def beside(join: bool, *used: Tensor) -> Iterator[None]:
     """Launch on the side stream what reads or writes `used`, after what was launched so far on the current one.
@@ -25,7 +31,7 @@ def beside(join: bool, *used: Tensor) -> Iterator[None]:
         return
     main, side = torch.cuda.current_stream(device), _stream(device)
     if join:
-        main.wait_stream(side)
+        wait_for_side(device)
         yield
         return
     side.wait_stream(main)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops._hash import mix, mixed
 from torchsparsekv.ops._triton import next_power_of_2, tl, triton
 
 SEEDS = 1 << 20
@@ -14,15 +15,8 @@ SEEDS = 1 << 20
 
 @functools.cache
 def flips(seed: int, size: int) -> Tensor:
-    """+-1 per channel from the low bit of a hash (the finaliser of MurmurHash3) of (seed, channel)."""
-    low = (1 << 32) - 1
-    x = torch.arange(size) + seed * 256 + 1
-    x ^= x >> 16
-    x = x * 0x85EBCA6B & low
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & low
-    x ^= x >> 16
-    return (1 - 2 * (x & 1)).float()
+    """+-1 per channel from the low bit of a hash of (seed, channel)."""
+    return (1 - 2 * (mixed(torch.arange(size) + seed * 256 + 1) & 1)).float()
 
 
 @functools.cache
@@ -45,13 +39,7 @@ def turned(x: Tensor, seed: int) -> Tensor:
 @triton.jit
 def flipped(i, seed):
     """Whether channel `i` changes its sign."""
-    x = (i + seed * 256 + 1).to(tl.uint32)
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35
-    x = x ^ (x >> 16)
-    return (x & 1) != 0
+    return (mix((i + seed * 256 + 1).to(tl.uint32)) & 1) != 0
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Which implementation of an op runs: a chain, the first that fits, with the reasons of those that do not.
+
+On a CUDA device the chain of an op is CUDA C++ (where there is some), Triton, the reference; on a CPU it is the
+reference. `use_kernels` forces one kind for everything: what cannot run as it is asked to is refused with its reason.
+An op for which no CUDA C++ was written goes on along its chain where "cuda" is asked for.
+"""
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+KINDS = ("cuda", "triton", "reference")
+VARIABLE = "TORCHSPARSEKV_KERNELS"
+
+
+class Implementation(NamedTuple):
+    """`fits` takes what the op takes and returns what `launch` gets first, or a string that says why it cannot run."""
+
+    kind: str
+    launch: Callable
+    fits: Callable | None = None
+
+
+def cuda(fits: Callable, launch: Callable) -> Implementation:
+    """CUDA C++ of csrc/: `fits` returns its kernels, compiled."""
+    return Implementation("cuda", launch, fits)
+
+
+def triton(launch: Callable) -> Implementation:
+    return Implementation("triton", launch)
+
+
+def _known(kind: str | None, where: str) -> str | None:
+    if kind not in (None, *KINDS):
+        raise ValueError(f"{where} must be one of {', '.join(KINDS)}, got {kind!r}")
+    return kind
+
+
+_forced: str | None = _known(os.environ.get(VARIABLE) or None, VARIABLE)
+
+
+class _Before(contextlib.AbstractContextManager):
+    """What was forced before, again at the end of a `with`."""
+
+    def __init__(self, kind: str | None):
+        self.kind = kind
+
+    def __exit__(self, *exc: object) -> None:
+        use_kernels(self.kind)
+
+
+def use_kernels(kind: str | None) -> contextlib.AbstractContextManager:
+    """Force "cuda", "triton" or "reference" kernels for every op, or with None let the chain choose again.
+
+    Holds until the next call, or to the end of a `with`. A step that was captured in a CUDA graph keeps its kernels.
+    """
+    global _forced
+    before, _forced = _Before(_forced), _known(kind, "kernels")
+    return before
+
+
+def forced() -> str | None:
+    return _forced
+
+
+class Chain:
+    """The implementations of one op."""
+
+    def __init__(self, name: str, chain: tuple[Implementation, ...], reference: Callable):
+        self.name, self.chain, self.reference = name, chain, reference
+        self.kinds = tuple(i.kind for i in chain)
+
+    def candidates(self, kind: str | None) -> tuple[Implementation, ...]:
+        """Those that may run where `kind` is forced."""
+        if kind is None or (kind == "cuda" and "cuda" not in self.kinds):
+            return self.chain
+        return tuple(i for i in self.chain if i.kind == kind)
+
+    def run(self, things: tuple, kind: str | None) -> Any:
+        """On a CUDA device, or interpreted: the first that fits of what is forced, or of all."""
+        reasons = []
+        for one in self.candidates(kind):
+            if one.fits is None:
+                return one.launch(*things)
+            found = one.fits(*things)
+            if not isinstance(found, str):
+                return one.launch(found, *things)
+            reasons.append(f"{one.kind}: {found}")
+        raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {'; '.join(reasons) or 'there is none'}")
+
+    def chosen(self, *things: Any) -> tuple[str, dict[str, str]]:
+        """Which kind would run on a CUDA device, and why those before it would not."""
+        reasons: dict[str, str] = {}
+        for one in self.candidates(_forced):
+            found = one.fits(*things) if one.fits else None
+            if not isinstance(found, str):
+                return one.kind, reasons
+            reasons[one.kind] = found
+        return "reference", reasons
+
+    # ---- what the dispatcher calls
+
+    def on_cpu(self, *things: Any) -> Any:
+        if _forced in (None, "reference"):
+            return self.reference(*things)
+        if _forced == "cuda":
+            raise RuntimeError(f"{self.name}: kernels='cuda' cannot run here: these tensors are on the CPU")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                f"{self.name}: kernels='triton' cannot run here: these tensors are on the CPU, where Triton only "
+                "interprets, if TRITON_INTERPRET=1 is set before the import"
+            )
+        return self.run(things, "triton")
+
+    def on_cuda(self, *things: Any) -> Any:
+        if _forced == "reference":
+            return self._reference_of_cuda(things)
+        return self.run(things, _forced)
+
+    def _reference_of_cuda(self, things: tuple) -> Any:
+        """The reference is defined on the CPU: there and back. It waits for the device, so no graph can hold it."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: kernels='reference' cannot run here: the reference waits for the device, and this step "
+                "is being captured in a CUDA graph; decode eagerly (generate(..., disable_compile=True))"
+            )
+        (device,) = {t.device for t in tensors(things)}
+        copies = _mapped(things, lambda t: t.cpu())
+        found = self.reference(*copies)
+        for t, copy in zip(tensors(things), tensors(copies)):
+            t.copy_(copy)
+        return _mapped(found, lambda t: t.to(device))
+
+
+def tensors(x: Any) -> Iterator[Tensor]:
+    """All tensors in tuples of tuples."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for part in x:
+            yield from tensors(part)
+
+
+def _mapped(x: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        return fn(x)
+    if isinstance(x, tuple):
+        parts = [_mapped(part, fn) for part in x]
+        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+    return x

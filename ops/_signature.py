@@ -1,0 +1,277 @@
+"""What an op takes, read off the annotations of its reference: the schema, what it may change, shapes and types.
+
+A parameter is a tensor (`Annotated[Tensor, Of(...)]`), a number, a list of numbers, or a view: a NamedTuple of tensors
+and numbers that belong together (ops/store/views.py). `Changed[...]` around a tensor or a view says that the op writes
+it. The dispatcher sees flat arguments, named `view_field`; everything written by hand sees views.
+"""
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CHANGED = "changed"
+_X = TypeVar("_X")
+Changed = Annotated[_X, _CHANGED]
+SymInt = Annotated[int, "SymInt"]  # a number that torch.compile may leave open
+NUMBERS = {int: "int", float: "float", bool: "bool", list[int]: "int[]", SymInt: "SymInt"}
+
+
+class Of(NamedTuple):
+    """A tensor's shape in words, and its type.
+
+    A word is a number, a name (the same name is the same size in the whole op), or a sum of them without spaces
+    ("units+1"); numbers that the op takes may be named too. A leading "*" stands for any leading dimensions. `dtype` is
+    a type, a tuple of those allowed, or a name: then it is a floating-point type, the same for all tensors of the op
+    with that name. Tensors are contiguous, or with `strided` just dense in their last dimension.
+    """
+
+    shape: str
+    dtype: torch.dtype | tuple[torch.dtype, ...] | str
+    strided: bool = False
+
+
+class Flat(NamedTuple):
+    """One argument as the dispatcher sees it; `said` is its name in messages."""
+
+    name: str
+    said: str
+    type: str
+    of: Of | None
+    optional: bool
+    changed: bool
+
+
+def _unwrapped(hint: Any) -> tuple[Any, bool, bool]:
+    """(the hint itself, whether None is allowed, whether it is marked as changed)."""
+    changed = typing.get_origin(hint) is Annotated and _CHANGED in hint.__metadata__
+    if changed:
+        rest = [x for x in hint.__metadata__ if x != _CHANGED]
+        hint = hint.__origin__
+        for x in rest:
+            hint = Annotated[hint, x]
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if optional:
+        (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
+    return hint, optional, changed
+
+
+def is_view(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
+
+
+def _flat(name: str, said: str, hint: Any, changed: bool) -> Flat:
+    hint, optional, also = _unwrapped(hint)
+    if hint in NUMBERS:
+        return Flat(name, said, NUMBERS[hint], None, optional, False)
+    if hint is Tensor:
+        return Flat(name, said, "Tensor", None, optional, changed or also)
+    (of,) = (x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Of))
+    return Flat(name, said, "Tensor", of, optional, changed or also)
+
+
+class Parameter(NamedTuple):
+    name: str
+    view: type | None
+    flat: tuple[Flat, ...]
+    default: Any
+
+
+class Signature:
+    """Of one op: parameters with their views, and the code that passes from views to flat arguments and back."""
+
+    def __init__(self, name: str, reference: Callable):
+        hints = typing.get_type_hints(reference, include_extras=True)
+        given = inspect.signature(reference).parameters
+        self.name, self.result = name, hints.pop("return")
+        self.parameters = tuple(self._parameter(p, hints[p], given[p].default) for p in given)
+        self.flat = tuple(f for p in self.parameters for f in p.flat)
+
+    def _parameter(self, name: str, hint: Any, default: Any) -> Parameter:
+        bare, _, changed = _unwrapped(hint)
+        if not is_view(bare):
+            return Parameter(name, None, (_flat(name, name, hint, changed),), default)
+        fields = typing.get_type_hints(bare, include_extras=True)
+        flat = tuple(_flat(f"{name}_{f}", f"{name}.{f}", fields[f], changed) for f in bare._fields)
+        return Parameter(name, bare, flat, default)
+
+    @property
+    def schema(self) -> str:
+        marks = iter("abcdefghijklmnopqrstuvwxyz")
+        one = lambda f: f"{f.type}{f'({next(marks)}!)' if f.changed else ''}{'?' if f.optional else ''} {f.name}"  # noqa: E731
+        results = {None: "()", type(None): "()", Tensor: "Tensor"}
+        result = results.get(self.result) or f"({', '.join('Tensor' for _ in typing.get_args(self.result))})"
+        return f"({', '.join(map(one, self.flat))}) -> {result}"
+
+    # ---- from views to flat arguments and back, as code: it runs at every eager call
+
+    def caller(self, op: Callable, doc: str | None) -> Callable:
+        """The function that users of the op call, with views."""
+        named = [p.name if p.default is inspect.Parameter.empty else f"{p.name}=_{p.name}" for p in self.parameters]
+        passed = ", ".join(f"*{p.name}" if p.view else p.name for p in self.parameters)
+        made = self._made(f"def {self.name}({', '.join(named)}):\n    return _op({passed})", _op=op)
+        made.__doc__ = doc
+        return made
+
+    def grouped(self, fn: Callable) -> Callable:
+        """`fn` of views as a function of flat arguments."""
+        passed = [
+            f"_{p.name}_view._make(({', '.join(f.name for f in p.flat)},))" if p.view else p.name
+            for p in self.parameters
+        ]
+        flat = ", ".join(f.name for f in self.flat)
+        return self._made(f"def {self.name}({flat}):\n    return _fn({', '.join(passed)})", _fn=fn)
+
+    def verifier(self) -> Callable:
+        """A function of flat arguments that raises where shapes and types do not fit."""
+        lines = _Lines(self._numbers())
+        for f in self._in_order():
+            lines.add(f)
+        flat = ", ".join(f.name for f in self.flat)
+        body = "\n".join(f"    {line}" for line in [*lines.done, "return"]).replace("_ALL_", flat)
+        return self._made(f"def {self.name}({flat}):\n{body}", _explain=lambda *args: self.explain(args), **lines.names)
+
+    def _made(self, code: str, **names: Any) -> Callable:
+        names |= {f"_{p.name}_view": p.view for p in self.parameters}
+        names |= {f"_{p.name}": p.default for p in self.parameters}
+        exec(compile(code, f"<op {self.name}>", "exec"), names)
+        return names[self.name]
+
+    def _in_order(self) -> list[Flat]:
+        """Tensors of views first, as they are what the others have to fit; then sums, when their terms are known, and
+        what may be missing."""
+        tensors = [f for f in self.flat if f.of]
+        views = {f.name for p in self.parameters if p.view for f in p.flat}
+        order = sorted(tensors, key=lambda f: f.name not in views)
+        sums = [f for f in order if any(not w.isidentifier() and not w.isdigit() and w[0] != "*" for w in words(f.of))]
+        return sorted([f for f in order if f not in sums] + sums, key=lambda f: f.optional)
+
+    def _numbers(self) -> dict[str, str]:
+        """The numbers that words of shapes name, and which arguments these are."""
+        used = {w for f in self.flat for word in words(f.of) for w in re.split(r"[+-]", word)}
+        named = {f.said.rpartition(".")[2]: f.name for f in self.flat if f.type == "int"}
+        return {word: name for word, name in named.items() if word in used}
+
+    def explain(self, args: tuple) -> None:
+        """Raise what is wrong, as precisely as can be said."""
+        given = dict(zip((f.name for f in self.flat), args))
+        sizes: dict[str, Any] = {word: given[name] for word, name in self._numbers().items()}
+        kinds: dict[str, dict[str, torch.dtype]] = {}
+        for f in self._in_order():
+            if given[f.name] is not None:
+                _explain_one(f, given[f.name], sizes, kinds)
+        raise AssertionError(f"{self.name}: refused for no reason that can be told: {given}")
+
+
+def words(of: Of | None) -> list[str]:
+    return of.shape.split() if of else []
+
+
+class _Lines:
+    """The code of a verifier. It leaves through `_explain` at the first thing that does not fit."""
+
+    def __init__(self, numbers: dict[str, str]) -> None:
+        self.done: list[str] = [f"{size_of(word)} = {name}" for word, name in numbers.items()]
+        self.names: dict[str, Any] = {"FLOATS": FLOATS}
+        self.sizes: set[str] = set(map(size_of, numbers))
+        self.kinds: set[str] = set()
+
+    def add(self, f: Flat) -> None:
+        assert f.of is not None
+        before = len(self.done)
+        wrong = [*self._dtype(f), f"{f.name}.stride(-1) != 1" if f.of.strided else f"not {f.name}.is_contiguous()"]
+        parts = words(f.of)
+        wrong += self._shape(f.name, parts)
+        self.done.append(f"if {' or '.join(wrong)}: return _explain(_ALL_)")
+        if f.optional:
+            self.done[before:] = [f"if {f.name} is not None:", *(f"    {line}" for line in self.done[before:])]
+
+    def _dtype(self, f: Flat) -> list[str]:
+        want = f.of.dtype  # type: ignore[union-attr]
+        if not isinstance(want, str):
+            self.names[f"_{f.name}_dtype"] = want if isinstance(want, tuple) else (want,)
+            return [f"{f.name}.dtype not in _{f.name}_dtype"]
+        if want in self.kinds:
+            return [f"{f.name}.dtype is not _of_{want}"]
+        if not f.optional:
+            self.kinds.add(want)
+            self.done.append(f"_of_{want} = {f.name}.dtype")
+            return [f"_of_{want} not in FLOATS"]
+        return [f"{f.name}.dtype not in FLOATS"]
+
+    def _shape(self, name: str, parts: list[str]) -> list[str]:
+        if parts and parts[0].startswith("*"):
+            lead, rest = parts[0][1:], parts[1:]
+            self.done.append(f"_shape = {name}.shape")
+            wrong = [f"len(_shape) < {len(rest)}"]
+            wrong.append(self._bind(f"*{lead}", f"_shape[:{-len(rest) or None}]"))
+            return wrong + [self._bind(w, f"_shape[{i - len(rest)}]") for i, w in enumerate(rest)]
+        if all(self._known(w) for w in parts):
+            return [f"{name}.shape != ({', '.join(map(size_of, parts))}{',' * (len(parts) == 1)})"]
+        self.done.append(f"_shape = {name}.shape")
+        return [f"len(_shape) != {len(parts)}", *(self._bind(w, f"_shape[{i}]") for i, w in enumerate(parts))]
+
+    def _known(self, word: str) -> bool:
+        return all(w.isdigit() or size_of(w) in self.sizes for w in re.split(r"[+-]", word))
+
+    def _bind(self, word: str, at: str) -> str:
+        """A condition that is true where a size is another than known; a new name is bound on the way."""
+        if not word.startswith("*") and self._known(word):
+            return f"{at} != {size_of(word)}"
+        variable = size_of(word.lstrip("*"))
+        if variable in self.sizes:
+            return f"{at} != {variable}"
+        self.sizes.add(variable)
+        return f"({variable} := {at}) is None"
+
+
+def size_of(word: str) -> str:
+    """The variable of a size; names of sizes must not meet those of arguments or of Python."""
+    return re.sub(r"[a-z_]\w*", lambda m: f"n_{m[0]}", word)
+
+
+def _explain_one(f: Flat, t: Tensor, sizes: dict[str, Any], kinds: dict[str, dict[str, torch.dtype]]) -> None:
+    assert f.of is not None
+    if isinstance(f.of.dtype, str):
+        alike = kinds.setdefault(f.of.dtype, {})
+        alike[f.said] = t.dtype
+        if len(set(alike.values())) > 1:
+            raise TypeError(f"dtypes must agree, got {alike}")
+    allowed = FLOATS if isinstance(f.of.dtype, str) else f.of.dtype
+    allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+    if t.dtype not in allowed:
+        raise TypeError(f"{f.said} must be {' or '.join(map(str, allowed))}, got {t.dtype}")
+    parts, shape = words(f.of), tuple(t.shape)
+    lead = 0
+    if parts and parts[0].startswith("*"):
+        lead = max(0, len(shape) - len(parts) + 1)
+        parts = [f"{parts[0][1:]}{i}" for i in range(lead)] + parts[1:]
+    fits = len(parts) == len(shape)
+    for word, size in zip(parts, shape):
+        if word.isidentifier():
+            fits &= sizes.setdefault(word, size) == size if len(parts) == len(shape) else word in sizes
+        else:
+            fits &= _sum(word, sizes) == size
+    if not fits:
+        expected = ", ".join(str(_sum(w, sizes)) for w in parts) + "," * (len(parts) == 1)
+        raise ValueError(f"{f.said} must have shape ({expected}), got {shape}")
+    if f.of.strided and t.stride(-1) != 1:
+        raise ValueError(f"{f.said} must have stride 1 in its last dimension, got strides {t.stride()}")
+    if not f.of.strided and not t.is_contiguous():
+        raise ValueError(f"{f.said} must be contiguous, got shape {shape} with strides {t.stride()}")
+
+
+def _sum(word: str, sizes: dict[str, Any]) -> Any:
+    """The size that a word means, or the word where it is not known yet."""
+    terms = re.split(r"([+-])", word)
+    if any(not x.isdigit() and x not in sizes for x in terms[::2]):
+        return word
+    total, *values = (int(x) if x.isdigit() else sizes[x] for x in terms[::2])
+    for sign, value in zip(terms[1::2], values):
+        total += value if sign == "+" else -value
+    return total

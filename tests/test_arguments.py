@@ -1,0 +1,68 @@
+"""What patch() makes of its arguments where it does not refuse them: integers, defaults, the process's settings."""
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+from models import tiny
+
+import torchsparsekv
+
+SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
+
+
+def patch(model, method="quest", **changes):
+    return torchsparsekv.patch(model, method, **{**SMALL, **changes})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_integers_of_numpy_and_torch(kind):
+    hyper = {name: kind(value) for name, value in SMALL.items()}
+    with patch(tiny(), **hyper, layers={kind(2): dict(budget=kind(16))}) as handle, patch(tiny()) as plain:
+        assert handle.plan.method == plain.plan.method
+        assert [m.budget for m in handle.plan.methods[1:]] == [8, 16]
+        assert type(handle.plan.methods[2].budget) is int
+        cache = handle.make_cache(kind(2), kind(48))
+        assert (cache.batch, cache.max_length) == (2, 48)
+
+
+def test_a_default_that_does_not_fit_is_lowered_and_said():
+    with torchsparsekv.patch(tiny(), max_length=100) as handle:
+        assert [m.name for m in handle.plan.methods] == ["full", "full", "quest"]
+        assert handle.plan.method.budget == 96, "whole blocks of 16"
+        said = "quest has budget 96: the default of 1024 is above the 100 of a cache"
+        assert said in repr(handle)
+        assert said in str(handle.report())
+        assert handle.report().as_dict()["notes"] == (said,)
+    with torchsparsekv.patch(tiny(), "louiskv", max_length=24) as handle:
+        assert "louiskv keeps its default budget of 1024" in repr(handle)
+    with patch(tiny()) as handle:
+        assert handle.report().notes == ()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_models_of_few_layers_keep_one_sparse(layers):
+    with patch(tiny(num_hidden_layers=layers), skip_layers=None) as handle:
+        assert [m.name for m in handle.plan.methods] == ["full"] * (layers - 1) + ["quest"]
+        assert f"skip_layers {layers - 1}: the default of 2 leaves none of {layers} layers" in repr(handle)
+        assert f"skip_layers={layers - 1}" in repr(handle)
+
+
+def test_the_recompile_limit_goes_back_with_the_last_patch():
+    gc.collect()  # models of other tests that are gone but for this
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=8):
+        first, second = patch(tiny()), patch(tiny())
+        twin = copy.deepcopy(first.model)._torchsparsekv
+        for handle in (second, first):
+            handle.unpatch()
+            assert config.recompile_limit == 64
+        twin.unpatch()
+        assert config.recompile_limit == 8
+        with patch(tiny()):
+            config.recompile_limit = 100  # the user's wish
+        assert config.recompile_limit == 100
+        with patch(tiny()):
+            assert config.recompile_limit == 100, "more than enough is left alone"
+        assert config.recompile_limit == 100
