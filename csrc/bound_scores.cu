@@ -134,7 +134,7 @@ struct Sums {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
     const unsigned short* q, const unsigned char* centre, const unsigned char* spread, float* out, float* peaks,
-    const int* retired, int q_b, int q_h, int heads, int blocks, int first, int block_size) {
+    const int* ring_begin, int q_b, int q_h, int heads, int blocks, int first, int block_size) {
   const long long bh = blockIdx.x;
   const int b = blockIdx.x / heads, h = blockIdx.x % heads, warp = blockIdx.y * WARPS + threadIdx.x / 32;
   const int lane = threadIdx.x % 32, place = lane / 4 + lane % 2 * 8;  // in a tile
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   const float* radius = reinterpret_cast<const float*>(spread) + bh * blocks;
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
   chain();
-  const int end = min(retired[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
+  const int end = min(ring_begin[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};
   Tile ahead[AHEAD];
 #pragma unroll

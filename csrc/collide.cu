@@ -2,7 +2,7 @@
 //
 // Why not Triton: it has neither atomics on shared memory, so that a histogram costs as much as the lookups, nor a
 // say in which thread asks which bank. Here a lookup never meets a bank conflict: row c of `lookup` holds what centroid
-// c earns in every subspace, B words, repeated to fill all 32 banks, and the threads of a warp begin at different
+// c gets in every subspace, B words, repeated to fill all 32 banks, and the threads of a warp begin at different
 // subspaces. Points are words of four bytes, one per query head, and sums of them stay below 256.
 //
 // Set by the compilation: B subspaces (8, 16 or 32), PACKS of four query heads, BINS (a power of two above 6 B + 1),
@@ -56,7 +56,7 @@ __device__ unsigned load_shared(unsigned at) {
   return x;
 }
 
-// The largest sum of points that a query head gives a key: `row[i]` is where row 0 of the lookup has what byte i asks.
+// The largest sum of votes that a query head gives a key: `row[i]` is where row 0 of the lookup has what byte i asks.
 __device__ int score(const Ids& names, const unsigned (&row)[B]) {
   unsigned best = 0;
   for (int w = 0; w < PACKS; w++) {
@@ -68,7 +68,7 @@ __device__ int score(const Ids& names, const unsigned (&row)[B]) {
   return max(best & 0xFFFF, best >> 16);
 }
 
-// What the centroids earn, [PACKS, SIZE, B], as lookups want it: each row as often as the banks hold it.
+// The votes of the centroids, [PACKS, SIZE, B], as lookups want it: each row as often as the banks hold it.
 __device__ void lay_out(uint4* lookup, const uint4* table) {
   for (int i = threadIdx.x; i < PACKS * SIZE * B / 4; i += THREADS)
     for (int copy = 0; copy < BANKS / B; copy++)
@@ -90,7 +90,7 @@ __device__ void add_up(const int* tally, int* reach) {
 
 // Score a span of keys; count how many of them reach each score.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(
-    const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* retired, int heads,
+    const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* ring_begin, int heads,
     int rows, int stride, int sink) {
   extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
   __shared__ int tally[BINS];
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   chain();
-  const int end = retired[blockIdx.x / heads];
+  const int end = ring_begin[blockIdx.x / heads];
   lay_out(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
   if (first >= end) return;
@@ -171,12 +171,12 @@ __device__ Meeting meeting(
 
 // Write the candidates of a span to where those of the spans before it end.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
-    const unsigned char* scores, const int* reach, int* out, const int* retired, int heads, int stride, int sink,
+    const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
     int least, int dense, int capacity, Lengths beta) {
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;
-  const int tid = threadIdx.x, part = blockIdx.y, end = retired[blockIdx.x / heads], span = span_of(end);
+  const int tid = threadIdx.x, part = blockIdx.y, end = ring_begin[blockIdx.x / heads], span = span_of(end);
   const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
   const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
   out += bh * capacity, scores += bh * stride, reach += bh * gridDim.y * BINS;

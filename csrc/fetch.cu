@@ -1,33 +1,34 @@
-// The hot buffer's fetch, as ops/gather/fetch.py specifies it, and its refetch. Mostly all blocks are there or few are
+// The hot buffer's fetch, as ops/gather/fetch.py specifies it. Mostly all blocks are there or few are
 // missing, so what counts is how many steps wait for one another.
 //
-// Why not Triton: what threads tell each other at places that the data says (which places are hit, whom a miss
-// replaces) has to go through global memory there, and without atomics on shared memory the oldest places are searched
+// Why not Triton: what threads tell each other at slots that the data says (which slots are hit, whom a miss
+// replaces) has to go through global memory there, and without atomics on shared memory the oldest slots are searched
 // for by counts of two thresholds, a dozen of them. Here a round is a histogram, and one or two are enough.
 //
-// Set by the compilation: THREADS; IDS and PLACES that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop.
+// Set by the compilation: THREADS; IDS and SLOTS that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop.
 
 #include "common.cuh"
+#include "store.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int EACH = 8, BINS = 32 * EACH, ROUNDS = 2;  // 8 bits of an age's 16 in a round
 constexpr int STEPS = 8;  // loads of 16 bytes that a thread has on their way: they may have to come from the host
-constexpr unsigned NEVER = 0x7FFFFFFF;  // younger than any place
+constexpr unsigned NEVER = 0x7FFFFFFF;  // younger than any slot
 
 static_assert(OLDEST < BINS * BINS && WARPS <= 32);
 
 struct __align__(16) Shared {
   int bins[ROUNDS * BINS];
-  int missing[IDS * THREADS], ids[WARPS], places[WARPS];  // of the last two: what each warp counts
+  int missing[IDS * THREADS], ids[WARPS], slots[WARPS];  // of the last two: what each warp counts
   unsigned oldest[WARPS];
   unsigned short victims[IDS * THREADS];
-  bool used[PLACES * THREADS], last;
+  bool used[SLOTS * THREADS], last;
 };
 
-// What a thread has of a head: ids with their places and the numbers of those missing; places with the blocks in them,
+// What a thread has of a head: ids with their slots and the numbers of those missing; slots with the blocks in them,
 // how old they are, and the numbers of the misses that take them (-1: none does).
-struct Ids { int want[IDS], place[IDS], number[IDS]; };
-struct Places { int block[PLACES], age[PLACES], number[PLACES]; };
+struct Ids { int want[IDS], slot[IDS], number[IDS]; };
+struct Slots { int block[SLOTS], age[SLOTS], number[SLOTS]; };
 struct Counts { int misses, asked; };
 
 // A warp has N runs of 32, one after the other, so that their order is that of warps, steps, lanes.
@@ -47,23 +48,23 @@ __device__ int of_warps(const int* count, int upto) {
   return __reduce_add_sync(ALL, lane() < upto ? count[lane()] : 0);
 }
 
-__device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.place[i] < 0; }
+__device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.slot[i] < 0; }
 
 __device__ unsigned age_of(int age) { return min(age, OLDEST - 2); }  // as far as it counts
 
-// Marks the places that are hit; how many ids are missing, and which of its warp's each of these is.
-__device__ Counts look_up(Ids& x, const Places& y, const int* table, Shared& s) {
+// Marks the slots that are hit; how many ids are missing, and which of its warp's each of these is.
+__device__ Counts look_up(Ids& x, const Slots& y, const int* slot_of, Shared& s) {
   bool miss[IDS];
   int asked = 0;
   unsigned oldest = 0;
-  for (int i = 0; i < IDS; i++) x.place[i] = table[max(x.want[i], 0)];  // unconditional, or not all at a time
-  for (int i = 0; i < IDS; i++) x.place[i] = x.want[i] >= 0 ? x.place[i] : -1;
-  for (int i = 0; i < PLACES; i++) oldest = max(oldest, y.block[i] < 0 ? 0 : age_of(y.age[i]));
+  for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // unconditional, or not all at a time
+  for (int i = 0; i < IDS; i++) x.slot[i] = x.want[i] >= 0 ? x.slot[i] : -1;
+  for (int i = 0; i < SLOTS; i++) oldest = max(oldest, y.block[i] < 0 ? 0 : age_of(y.age[i]));
   oldest = __reduce_max_sync(ALL, oldest);
   for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
   for (int i = 0; i < IDS; i++) {
     miss[i] = missing(x, i);
-    if (x.place[i] >= 0) s.used[x.place[i]] = true;
+    if (x.slot[i] >= 0) s.used[x.slot[i]] = true;
   }
   const int misses = number(miss, x.number);
   if (lane() == 0) s.ids[warp()] = asked << 16 | misses, s.oldest[warp()] = oldest;
@@ -72,15 +73,15 @@ __device__ Counts look_up(Ids& x, const Places& y, const int* table, Shared& s) 
   return {all & 0xFFFF, all >> 16};
 }
 
-// Which places are taken: those younger by less than `from` than the oldest can be, and the first `room` of those that
+// Which slots are taken: those younger by less than `from` than the oldest can be, and the first `room` of those that
 // are by less than `width` more.
 struct Cut { unsigned from, width; int room; };
 
-__device__ Cut cut(const unsigned (&young)[PLACES], int misses, unsigned youngest, Shared& s) {
+__device__ Cut cut(const unsigned (&young)[SLOTS], int misses, unsigned youngest, Shared& s) {
   unsigned from = 0;
   int shift = max(0, 24 - __clz(youngest)), round = 0;
   while (true) {
-    for (int i = 0; i < PLACES; i++) {
+    for (int i = 0; i < SLOTS; i++) {
       const unsigned bin = young[i] - from >> shift;
       if (bin < BINS) atomicAdd(&s.bins[round * BINS + bin], 1);
     }
@@ -102,46 +103,46 @@ __device__ void list(Ids& x, Shared& s) {
   __syncthreads();
 }
 
-// The places for them, in order: the oldest that are not hit, empty ones before all others.
-__device__ void choose(Places& y, int misses, Shared& s) {
+// The slots for them, in order: the oldest that are not hit, empty ones before all others.
+__device__ void choose(Slots& y, int misses, Shared& s) {
   const unsigned oldest = __reduce_max_sync(ALL, lane() < WARPS ? s.oldest[lane()] : 0);
-  unsigned young[PLACES];
-  for (int i = 0; i < PLACES; i++) {
+  unsigned young[SLOTS];
+  for (int i = 0; i < SLOTS; i++) {
     young[i] = y.block[i] < 0 ? 0 : 1 + oldest - age_of(y.age[i]);
-    if (s.used[index<PLACES>(i)]) young[i] = NEVER;
+    if (s.used[index<SLOTS>(i)]) young[i] = NEVER;
   }
   const Cut c = cut(young, misses, 1 + oldest, s);
-  bool over[PLACES], tie[PLACES];
-  int ties[PLACES];
-  for (int i = 0; i < PLACES; i++) over[i] = young[i] < c.from, tie[i] = young[i] - c.from < c.width;
+  bool over[SLOTS], tie[SLOTS];
+  int ties[SLOTS];
+  for (int i = 0; i < SLOTS; i++) over[i] = young[i] < c.from, tie[i] = young[i] - c.from < c.width;
   const int total = number(over, y.number) | number(tie, ties) << 16;
-  if (lane() == 0) s.places[warp()] = total;
+  if (lane() == 0) s.slots[warp()] = total;
   __syncthreads();
-  const int before = of_warps(s.places, warp());
-  for (int i = 0; i < PLACES; i++) {
+  const int before = of_warps(s.slots, warp());
+  for (int i = 0; i < SLOTS; i++) {
     const int level = ties[i] + (before >> 16);
     const bool taken = over[i] || tie[i] && level < c.room;
     y.number[i] = taken ? y.number[i] + (before & 0xFFFF) + min(level, c.room) : -1;
-    if (taken) s.victims[y.number[i]] = index<PLACES>(i);
+    if (taken) s.victims[y.number[i]] = index<SLOTS>(i);
   }
 }
 
 // What the head has from now on. A block that leaves is none of those that come, so all may be written at once.
 __device__ void commit(
-    const Ids& x, const Places& y, int* table, int* resident, int* age, int* out, int n, int places, const Shared& s) {
+    const Ids& x, const Slots& y, int* slot_of, int* block_of, int* age, int* out, int n, int slots, const Shared& s) {
   for (int i = 0; i < IDS; i++) {
-    if (index<IDS>(i) < n) out[index<IDS>(i)] = missing(x, i) ? s.victims[x.number[i]] : x.place[i];
+    if (index<IDS>(i) < n) out[index<IDS>(i)] = missing(x, i) ? s.victims[x.number[i]] : x.slot[i];
   }
-  for (int i = 0; i < PLACES; i++) {
-    const int at = index<PLACES>(i);
-    if (at < places) age[at] = y.number[i] >= 0 | s.used[at] ? 0 : min(y.age[i] + 1, OLDEST);
+  for (int i = 0; i < SLOTS; i++) {
+    const int at = index<SLOTS>(i);
+    if (at < slots) age[at] = y.number[i] >= 0 | s.used[at] ? 0 : min(y.age[i] + 1, OLDEST);
   }
-  for (int i = 0; i < PLACES; i++) {
-    const int at = index<PLACES>(i);
+  for (int i = 0; i < SLOTS; i++) {
+    const int at = index<SLOTS>(i);
     if (y.number[i] < 0) continue;
     const int block = s.missing[y.number[i]];
-    if (y.block[i] >= 0) table[y.block[i]] = -1;
-    resident[at] = block, table[block] = at;
+    if (y.block[i] >= 0) slot_of[y.block[i]] = -1;
+    block_of[at] = block, slot_of[block] = at;
   }
 }
 
@@ -171,44 +172,44 @@ struct Move {
   }
 };
 
-// A head that keeps its places: they are attended to.
-__device__ void keep(const int* out, unsigned long long* stats, int n) {
+// A head that keeps its slots: they are attended to.
+__device__ void keep(const int* out, unsigned long long* counts, int n) {
   int held = 0;
   for (int i = 0; i < IDS; i++) held += index<IDS>(i) < n && out[index<IDS>(i)] >= 0;
   held = __reduce_add_sync(ALL, held);
-  if (lane() == 0) atomicAdd(stats + 3, held);
+  if (lane() == 0) atomicAdd(counts + counter::SELECTED, held);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) fetch(
-    const int* wanted, const int* blocks, const uint4* pool, uint4* hot, int* table, int* resident, int* age,
-    int* arrivals, unsigned long long* stats, int* out, int n, int places, int total) {
+    const int* retrieve_now, const int* blocks, const uint4* pool, uint4* hot, int* slot_of, int* block_of, int* age,
+    int* done_count, unsigned long long* counts, int* out, int n, int slots, int total) {
   __shared__ Shared s;
   const long long bh = blockIdx.x;
-  blocks += bh * n, out += bh * n, table += bh * total, resident += bh * places, age += bh * places, stats += bh * 5;
-  const int *ids = blocks + index<IDS>(0), *have = resident + index<PLACES>(0), *idle = age + index<PLACES>(0);
+  blocks += bh * n, out += bh * n, slot_of += bh * total, block_of += bh * slots, age += bh * slots, counts = counters_of(counts, bh);
+  const int *ids = blocks + index<IDS>(0), *have = block_of + index<SLOTS>(0), *idle = age + index<SLOTS>(0);
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
-  for (int i = threadIdx.x; i < PLACES * THREADS; i += THREADS) s.used[i] = i >= places;
-  now(ids), now(have), now(idle), now(table);
+  for (int i = threadIdx.x; i < SLOTS * THREADS; i += THREADS) s.used[i] = i >= slots;
+  now(ids), now(have), now(idle), now(slot_of);
   __syncthreads();
   Ids x;
-  Places y;
+  Slots y;
   chain();
   for (int i = 0; i < IDS; i++) x.want[i] = index<IDS>(i) < n ? ids[32 * i] : -1;
-  for (int i = 0; i < PLACES; i++) {
-    const bool there = index<PLACES>(i) < places;
+  for (int i = 0; i < SLOTS; i++) {
+    const bool there = index<SLOTS>(i) < slots;
     y.block[i] = there ? have[32 * i] : -1, y.age[i] = there ? idle[32 * i] : 0, y.number[i] = -1;
   }
-  if (wanted && wanted[bh] == 0) {
-    if (blockIdx.y == 0) keep(out, stats, n);
+  if (retrieve_now && retrieve_now[bh] == 0) {
+    if (blockIdx.y == 0) keep(out, counts, n);
     return;
   }
-  const Counts count = look_up(x, y, table, s);
+  const Counts count = look_up(x, y, slot_of, s);
   bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
   Move m(count.misses);
-  pool += bh * total * QUADS, hot += bh * places * QUADS;
+  pool += bh * total * QUADS, hot += bh * slots * QUADS;
   if (count.misses > 0) {
     // Its loads are done, as they were used: this program has read the state.
-    const int before = threadIdx.x == 0 ? atomicAdd(arrivals + bh, 1) : 0;
+    const int before = threadIdx.x == 0 ? atomicAdd(done_count + bh, 1) : 0;
     list(x, s);
     m.load(pool, s);
     choose(y, count.misses, s);
@@ -217,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     last = s.last;
   }
   if (last) {
-    commit(x, y, table, resident, age, out, n, places, s);
-    if (threadIdx.x == 0) atomicAdd(stats + 3, count.asked), atomicAdd(stats + 4, count.misses), arrivals[bh] = 0;
+    commit(x, y, slot_of, block_of, age, out, n, slots, s);
+    if (threadIdx.x == 0) atomicAdd(counts + counter::SELECTED, count.asked), atomicAdd(counts + counter::MISSED, count.misses), done_count[bh] = 0;
   }
   if (m.at >= m.count) return;
   m.store(hot, s);

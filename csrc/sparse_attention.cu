@@ -10,6 +10,7 @@
 // programs of a CLUSTER.
 
 #include "common.cuh"
+#include "store.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
@@ -66,12 +67,12 @@ __device__ void fold(
     const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
     live[r] = at >= 0;
     for (int i = 0; i < OF_VALUE; i++)
-      if (live[r]) value[r][i] = load_once(rows + at * (4ll * D) + 2 * D + (g + 8 * i) * 16);
+      if (live[r]) value[r][i] = load_once(value_of<D>(row_at<D>(rows, at)) + (g + 8 * i) * 16);
   }
   for (int r = 0; r < 2; r++) {  // of tokens g and 8 + g
     const int at = __shfl_sync(ALL, row, g + 8 * r);
     for (int i = 0; i < OF_KEY; i++)
-      if (at >= 0) key[r][i] = load_once(rows + at * (4ll * D) + (t + 4 * i) * 16);
+      if (at >= 0) key[r][i] = load_once(row_at<D>(rows, at) + (t + 4 * i) * 16);
   }
   float z[2][4] = {};  // of head g and the same tokens as the values; the upper two are of heads that there are not
   for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
@@ -97,23 +98,22 @@ __device__ void fold(
 
 // Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
 struct Tokens {
-  const int* places;
-  int ring_rows, sink, end, retired, chosen;
+  const int* slots;
+  Ring ring;
+  int end, chosen;
 
-  __device__ int near_tiles() const { return (ring_rows + TILE - 1) / TILE; }
+  __device__ int near_tiles() const { return (ring.rows + TILE - 1) / TILE; }
   __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
 
   // Of this thread's token of a tile; -1 where there is none.
   __device__ int row(int tile) const {
     const int row = tile * TILE + threadIdx.x % TILE;
     if (tile < near_tiles()) {
-      const int turn = ring_rows - sink, oldest = sink + (retired - sink) % turn;  // row of token `retired`
-      const int position = row < sink ? row : retired + row - oldest + (row < oldest ? turn : 0);
-      return row < ring_rows && position < end ? row : -1;
+      return row < ring.rows && ring.position(row) < end ? row : -1;
     }
     const int token = row - near_tiles() * TILE;
-    const int place = token < chosen ? places[token / P] : -1;
-    return place < 0 ? -1 : place * P + token % P;
+    const int slot = token < chosen ? slots[token / P] : -1;
+    return slot < 0 ? -1 : slot * P + token % P;
   }
 };
 
@@ -165,12 +165,12 @@ __device__ void add_warps(Found& found, State& s, float* parts) {
 
 // Add up a slice of the output over the programs, by as many threads for each number.
 __device__ void add_programs(
-    const Found& found, int rank, const unsigned short* sinks, unsigned short* out, bool broken) {
+    const Found& found, int rank, const unsigned short* sink_logits, unsigned short* out, bool broken) {
   const int from = threadIdx.x % CLUSTER;
   for (int i = rank * SLICE + threadIdx.x / CLUSTER; i < (rank + 1) * SLICE; i += THREADS / CLUSTER) {
     const int head = i / D, c = i % D, channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
     const End end = {load_from(from, &found.end[head].top), load_from(from, &found.end[head].total)};
-    const float logit = sinks ? number<BF16>(sinks[head]) : none();
+    const float logit = sink_logits ? number<BF16>(sink_logits[head]) : none();
     float sum = load_from(from, &found.sum[i]), top = fmaxf(end.top, logit);
     for (int d = 1; d < CLUSTER; d *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, d));
     const float mine = share(end.top, top);
@@ -186,17 +186,17 @@ __device__ void add_programs(
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
-    const unsigned short* q, const char* ring, const char* hot, const int* places, const int* length,
-    const int* retired, const unsigned short* sinks, unsigned short* out, int q_b, int q_h, int heads, int per,
+    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* length,
+    const int* begins, const unsigned short* sink_logits, unsigned short* out, int q_b, int q_h, int heads, int per,
     int ring_rows, int hot_rows, int chosen, int sink, float scale, float softcap) {
   extern __shared__ float parts[];  // [WARPS, G, STRIDE]
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   chain();
-  const Tokens tokens = {places + (long long)bh * (chosen / P), ring_rows, sink, length[b], retired[bh / per], chosen};
+  const Tokens tokens = {slots + (long long)bh * (chosen / P), {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
-  ring += bh * (4ll * D) * ring_rows, hot += bh * (4ll * D) * hot_rows;
+  ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
   State s = {none()};
   for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
     const int row = tokens.row(tile);
@@ -204,6 +204,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   }
   add_warps(found, s, parts);
   meet();
-  add_programs(found, rank, sinks ? sinks + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
+  add_programs(found, rank, sink_logits ? sink_logits + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
   meet();  // no program leaves while others read what it found
 }

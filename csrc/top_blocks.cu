@@ -146,8 +146,8 @@ struct Row {
 };
 
 // Rows that are returned whole: the first of all ids.
-__device__ bool whole(const Row& row, const int* retired, int gone, int few) {
-  if (retired == nullptr || gone > few) return false;
+__device__ bool whole(const Row& row, const int* counter, int counted, int few) {
+  if (counter == nullptr || counted > few) return false;
   for (int i = threadIdx.x; i < row.width; i += THREADS) row.out[i] = i < row.n ? row.ids[i] : -1;
   return true;
 }
@@ -188,31 +188,31 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) top(
-    const float* scores, const float* peaks, const int* ids, int* out, const int* retired, int per, int n, int k,
+    const float* scores, const float* peaks, const int* ids, int* out, const int* counter, int per, int n, int k,
     int few, int width) {
   __shared__ Shared s;
   const long long at = blockIdx.x;
   const int groups = (n + GROUP - 1) / GROUP;
   const int lanes = min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k)));  // twice as many groups of them as k, if possible
   Row row = {scores + at * n, peaks + at * groups, ids ? ids + at * n : nullptr, out + at * width, n, width};
-  if (retired) retired += blockIdx.x / per;
+  if (counter) counter += blockIdx.x / per;
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i / BINS][i % BINS] = 0;
   if (threadIdx.x < FEW) s.few[threadIdx.x] = {0, 0};
   if (threadIdx.x == 0) s.listed = 0;
   const Span span(groups);
   const float* mine = row.peaks + span.place(0);
-  now(mine), now(span.stop), now(retired), now(row.scores);
+  now(mine), now(span.stop), now(counter), now(row.scores);
   Range r;
   int count = n;
   chain();
-  const int gone = retired ? *retired : 0;
+  const int counted = counter ? *counter : 0;
   if constexpr (PEAKS > 0) {
     float peak[PEAKS ? PEAKS : 1];
     for (int i = 0; i < PEAKS; i++) peak[i] = span.place(i) < span.stop ? mine[32 * i] : none();
-    if (whole(row, retired, gone, few)) return;
+    if (whole(row, counter, counted, few)) return;
     count = GROUP * choose(peak, span, groups, k, lanes, r, s);
     __syncthreads();
-  } else if (whole(row, retired, gone, few)) {
+  } else if (whole(row, counter, counted, few)) {
     return;
   }
   take(row, count, k, lanes, r, s);

@@ -3,6 +3,10 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.rows import keys_of, value_at, values_of
+from torchsparsekv.ops.store.views import Attention
+
+QUERIES = 256  # of a prompt, at once where scores are written out: bounds their matrix
 
 
 @triton.jit
@@ -14,16 +18,28 @@ def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.const
 
 
 @triton.jit
+def capped(z, softcap):
+    """Logits behind the soft cap of the model, if it has one."""
+    if softcap > 0:
+        z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
+    return z
+
+
+@triton.jit
 def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr):
-    """Fold the tokens at pointers `rows` (K, then V `D` elements on) where `live` into the running softmax."""
+    """Fold the tokens at pointers `rows` where `live` into the running softmax."""
     d = tl.arange(0, DP)
     m = live[:, None] & (d < D)[None, :]
     k = tl.load(rows[:, None] + d[None, :], mask=m, other=0.0)
-    v = tl.load(rows[:, None] + D + d[None, :], mask=m, other=0.0)
-    z = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
-    if softcap > 0:
-        z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
-    z = tl.where(live[None, :], z, float("-inf"))
+    v = tl.load(value_at(rows, D)[:, None] + d[None, :], mask=m, other=0.0)
+    return fold(x, k, v, live[None, :], top, total, acc, scale, softcap)
+
+
+@triton.jit
+def fold(x, k, v, live, top, total, acc, scale, softcap):
+    """The same with keys and values at hand; `live` is [queries or 1, tokens]."""
+    z = capped(tl.dot(x, tl.trans(k), input_precision="ieee") * scale, softcap)
+    z = tl.where(live, z, float("-inf"))
     peak = tl.maximum(top, tl.max(z, 1))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     p = tl.exp(z - safe[:, None])
@@ -43,7 +59,7 @@ def store_part(parts, tops, totals, at, acc, top, total, GP: tl.constexpr, DP: t
 
 @triton.jit
 def _combine(
-    parts, tops, totals, sinks, out, length, o_b, heads, splits,
+    parts, tops, totals, sink_logits, out, length, o_b, heads, splits,
     SINKS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +71,7 @@ def _combine(
     top = tl.load(tops + at, mask=s < splits, other=float("-inf"))
     peak = tl.max(top, 0)
     if SINKS:
-        logit = tl.load(sinks + h * G + g).to(tl.float32)
+        logit = tl.load(sink_logits + h * G + g).to(tl.float32)
         peak = tl.maximum(peak, logit)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.exp(top - safe)
@@ -90,30 +106,37 @@ class Parts:
     def shape(self) -> dict[str, int]:
         return {"G": self.group, "GP": self.gp, "DP": self.dp}
 
-    def combine(self, q: Tensor, length: Tensor, sinks: Tensor | None) -> Tensor:
+    def combine(self, q: Tensor, length: Tensor, sink_logits: Tensor | None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         batch, _, _, d = q.shape
         _combine[(batch * self.heads, self.group)](
-            self.acc, self.top, self.total, sinks if sinks is not None else out, out, length, out.stride(0),
-            self.heads, self.splits, SINKS=sinks is not None, D=d, SP=next_power_of_2(self.splits), **self.shape(),
-            **chained(q.device, batch * self.heads * self.group),
+            self.acc, self.top, self.total, out if sink_logits is None else sink_logits, out, length, out.stride(0),
+            self.heads, self.splits, SINKS=sink_logits is not None, D=d, SP=next_power_of_2(self.splits),
+            **self.shape(), **chained(q.device, batch * self.heads * self.group),
         )  # fmt: skip
         return out
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, live: Tensor, sinks: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """The plain definition, in fp32: q [B, Hq, S, D], k and v [B, Hkv, N, D], live broadcastable to [B, Hq, S, N]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    z = q.float() @ k.transpose(-1, -2) * scale
-    z = torch.tanh(z / softcap) * softcap if softcap else z
+def empty_result(q: Tensor) -> Tensor:
+    """For the answers to many queries: [batch, heads, tokens, head_dim], tokens before heads in memory."""
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+
+
+def soft_capped(z: Tensor, softcap: float) -> Tensor:
+    """Logits behind the soft cap of the model, if it has one."""
+    return torch.tanh(z / softcap) * softcap if softcap else z
+
+
+def softmax_attention(q: Tensor, rows: Tensor, live: Tensor, attention: Attention) -> Tensor:
+    """The plain definition, in fp32: q [B, Hq, S, D], rows [B, Hkv, N, 2, D], live broadcastable to [B, Hq, S, N]."""
+    group = q.shape[1] // rows.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (keys_of(rows), values_of(rows)))
+    z = soft_capped(q.float() @ k.transpose(-1, -2) * attention.scale, attention.softcap)
     z = z.masked_fill(~live, -torch.inf)
     top = z.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     total = 0.0
-    if sinks is not None:
-        logit = sinks.float().view(1, -1, 1, 1)
+    if attention.sink_logits is not None:
+        logit = attention.sink_logits.float().view(1, -1, 1, 1)
         top = torch.maximum(top, logit)
         total = (logit - top).exp()
     p = (z - top).exp()

@@ -3,26 +3,24 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
-
-SCHEMA = "(Tensor q, Tensor pool, Tensor length, Tensor? sinks, float scale, float softcap) -> Tensor"
-
-
-def check(q, pool, length, sinks, scale, softcap) -> None:
-    _check.rows(pool)
-    _check.one_query(q, pool)
-    _check.sinks(sinks, q)
-    _check.same_dtype(q=q, pool=pool)
-    _check.counters(q.shape[0], length=length)
+from torchsparsekv.ops.store.rows import row_at
+from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
 
 
-def reference(q, pool, length, sinks, scale, softcap) -> Tensor:
+def check(q, far, lengths, attention) -> None:
+    _check.heads(q, far.rows)
+
+
+def reference(q: Query, far: Far, lengths: Lengths, attention: Attention) -> Tensor:
+    length = lengths.length
     most = max(int(length.max()), 1)
     live = torch.arange(most, device=q.device) < length[:, None]
-    rows = pool[:, :, :most].masked_fill(~live[:, None, :, None, None], 0)
-    out = softmax_attention(q, rows[..., 0, :], rows[..., 1, :], live[:, None, None], sinks, scale, softcap)
+    rows = far.rows[:, :, :most].masked_fill(~live[:, None, :, None, None], 0)
+    out = softmax_attention(q, rows, live[:, None, None], attention)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
 
@@ -44,26 +42,28 @@ def _attend(
     share = tl.cdiv(tl.cdiv(tl.maximum(end, 0), TILE), splits) * TILE
     for at in range(split * share, tl.minimum((split + 1) * share, end), TILE):
         pos = at + tl.arange(0, TILE)
-        rows = pool + (bh * pool_rows + pos) * 2 * D
+        rows = row_at(pool, bh, pos, pool_rows, D)
         top, total, acc = step(x, rows, pos < end, top, total, acc, scale, softcap, D, DP)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def cuda(q, pool, length, sinks, scale, softcap) -> Tensor:
+def launch(q, far, lengths, attention) -> Tensor:
+    (pool,) = far
     batch, heads, rows, _, d = pool.shape
     tile = tile_of(q)
     # Two programs an SM with three stages in flight each: 4.1 TB/s at 128K on an H200, the rate of a copy.
     splits = max(1, min(cdiv(rows, tile), cdiv(2 * sm_count(q.device), batch * heads)))
     parts = Parts(q, heads, splits)
     _attend[(batch * heads, splits)](
-        q, pool, length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows, scale, softcap,
-        splits, D=d, TILE=tile, **parts.shape(), num_stages=3, **chained(q.device, batch * heads * splits),
+        q, pool, lengths.length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows,
+        attention.scale, attention.softcap, splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
+        **chained(q.device, batch * heads * splits),
     )  # fmt: skip
-    return parts.combine(q, length, sinks)
+    return parts.combine(q, lengths.length, attention.sink_logits)
 
 
-def fake(q: Tensor, *_) -> Tensor:
+def fake(q, *_) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-dense_attention = register("dense_attention", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+dense_attention = register("dense_attention", reference, impls=(by_triton(launch),), fake=fake, check=check)

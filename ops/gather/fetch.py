@@ -1,114 +1,117 @@
 """Find the chosen blocks in the hot buffer; bring in the missing ones over the least recently used.
 
-The hot buffer has a number of places per (row, kv head). `resident` says which block stands in each place (-1 none),
-`table` where each block stands (-1 nowhere), `age` for how many calls a place has not been asked for. Hits cost
-nothing. m misses take the m oldest places that are not hits (empty ones first; ties: the lower place), in order of
-place, and their rows are read straight from the pool, which may be host memory.
+The hot buffer has a number of slots per (row, kv head); ops/store/views.py says what is known of each. Hits cost
+nothing. m misses take the m oldest slots that are not hits (empty ones first; ties: the lower slot), in order of slot,
+and their rows are read straight from the pool, which may be host memory. `hot.chosen` are the slots of the blocks
+afterwards, -1 where no block was asked for. The ids must be distinct within a head.
+
+Heads whose `retrieve_now` is 0 keep what they chose last, and nothing moves: on such a head one program counts it as
+selected (it is attended to) and all return; the hot buffer does not age.
 
 One kernel: several programs share the misses of a head, each derives the same plan from the state, and the last one to
-finish (`arrivals` counts them) commits it. The ids in `blocks` must be distinct within a head.
-csrc/fetch.cu does the same with the plan in shared memory, where Triton has to take it through global memory.
+finish (`hot.done_count` counts them) commits it. csrc/fetch.cu does the same with the plan in shared memory, where
+Triton has to take it through global memory.
 """
 import math
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops import _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops.store.forget import check_blocks
+from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, count, row_width
+from torchsparsekv.ops.store.views import Candidates, Far, Hot, PerHead, Stats
 
-SCHEMA = (
-    "(Tensor blocks, Tensor pool, Tensor(a!) hot, Tensor(b!) table, Tensor(c!) resident, Tensor(d!) age, "
-    "Tensor(e!) arrivals, Tensor(f!) stats) -> Tensor"
-)
-OLDEST = (1 << 16) - 1  # the rank of an empty place; ages saturate below it
+OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
 ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
-# What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 places
+# What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 slots
 # a thread, and in 30 KiB of shared memory. It moves 16 bytes at a time.
-NATIVE_PLACES, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
+NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
 
 
-def check(blocks, pool, hot, table, resident, age, arrivals, stats) -> None:
-    _check.rows(pool, hot=hot)
-    _check.dtype((torch.int32,), blocks=blocks, table=table, resident=resident, age=age, arrivals=arrivals)
-    _check.contiguous(blocks=blocks, table=table, resident=resident, age=age, arrivals=arrivals)
-    _check.shape(hot.shape[:3], resident=resident, age=age)
-    _check.shape((*hot.shape[:2], blocks.shape[-1]), blocks=blocks)
-    _check.shape((*hot.shape[:2], table.shape[-1]), table=table)
-    _check.shape(hot.shape[:2], arrivals=arrivals)
-    _check.stats(stats, pool)
-    if blocks.shape[-1] > hot.shape[2]:
-        raise ValueError(f"{blocks.shape[-1]} blocks do not fit a hot buffer of {hot.shape[2]}")
-    if pool.shape[2] != table.shape[2] * hot.shape[3]:
-        raise ValueError(f"{pool.shape[2]} pool rows are not {table.shape[2]} blocks of {hot.shape[3]}")
+def check(ids, retrieve_now, far, hot, stats) -> None:
+    if ids.shape[-1] > hot.rows.shape[2]:
+        raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
+    check_blocks(far, hot)
 
 
-def reference(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
-    pages = pool.unflatten(2, (-1, hot.shape[3]))
-    out = torch.full_like(blocks, -1)
-    for b in range(blocks.shape[0]):
-        for h in range(blocks.shape[1]):
-            want, where, have = blocks[b, h], table[b, h], resident[b, h]
-            asked = [int(x) for x in want if x >= 0]
-            missing = [x for x in asked if where[x] < 0]
-            hits = {int(where[x]) for x in asked} - {-1}
-            rank = [OLDEST if have[i] < 0 else min(int(age[b, h, i]), OLDEST - 2) for i in range(len(have))]
-            free = sorted((i for i in range(len(have)) if i not in hits), key=lambda i: (-rank[i], i))
-            for x, i in zip(missing, sorted(free[: len(missing)])):
-                if have[i] >= 0:
-                    where[have[i]] = -1
-                have[i], where[x] = x, i
-                hot[b, h, i] = pages[b, h, x]
-            out[b, h] = torch.where(want >= 0, where[want.clamp(min=0).long()], -1)
-            age[b, h] = (age[b, h] + 1).clamp(max=OLDEST)
-            age[b, h, [int(where[x]) for x in asked]] = 0
-            stats[b, h, 3] += len(asked)
-            stats[b, h, 4] += len(missing)
-    return out
+def reference(
+    ids: Candidates, retrieve_now: PerHead | None, far: Far, hot: Changed[Hot], stats: Changed[Stats]
+) -> None:
+    pages = far.rows.unflatten(2, (-1, hot.rows.shape[3]))
+    for b in range(ids.shape[0]):
+        for h in range(ids.shape[1]):
+            if retrieve_now is not None and not retrieve_now[b, h]:
+                count(stats.counts[b, h], selected=int((hot.chosen[b, h] >= 0).sum()))
+                continue
+            asked = [int(x) for x in ids[b, h] if x >= 0]
+            missing = _bring(asked, pages[b, h], Hot(*(t[b, h] for t in hot)))
+            count(stats.counts[b, h], selected=len(asked), missed=missing)
+            hot.chosen[b, h] = torch.where(ids[b, h] >= 0, hot.slot_of[b, h][ids[b, h].clamp(min=0).long()], -1)
+
+
+def _bring(asked: list[int], pages: Tensor, hot: Hot) -> int:
+    """Of one head; how many blocks were missing."""
+    missing = [x for x in asked if hot.slot_of[x] < 0]
+    hits = {int(hot.slot_of[x]) for x in asked} - {-1}
+    rank = [OLDEST if x < 0 else min(int(age), OLDEST - 2) for x, age in zip(hot.block_of.tolist(), hot.age)]
+    free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
+    for x, i in zip(missing, sorted(free[: len(missing)])):
+        if hot.block_of[i] >= 0:
+            hot.slot_of[hot.block_of[i]] = -1
+        hot.block_of[i], hot.slot_of[x] = x, i
+        hot.rows[i] = pages[x]
+    hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
+    hot.age[[int(hot.slot_of[x]) for x in asked]] = 0
+    return len(missing)
 
 
 @triton.jit
-def _fetch(
-    blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, total,
-    OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+def _plan(
+    ids, slot_of, block_of, age, flags, n, slots, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
-    bh = tl.program_id(0).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    j, s = tl.arange(0, N), tl.arange(0, C)
-    blocks += bh * n
-    table += bh * total
-    resident += bh * places
-    age += bh * places
-    flags = scratch + (bh * parts + part) * (C + 2 * N)  # private to this program
-    victims, missing = flags + C, flags + C + N
+    """Hits mark their slots, and the misses take the oldest of the others: what every program of a head finds alike.
 
-    # The plan. Hits mark their places; the misses take the oldest of the others.
-    want = tl.load(blocks + j, mask=j < n, other=-1)
+    Of the ids their slot and whether it is new; of the slots what is in them, how old it is, whether it is hit, and
+    whether it is taken; how many are missing. Behind the `flags`, which are this program's own, the slots that are
+    taken and the blocks that take them, both in order.
+    """
+    j, s = tl.arange(0, N), tl.arange(0, C)
+    victims, missing = flags + C, flags + C + N
+    want = tl.load(ids + j, mask=j < n, other=-1)
     tl.store(flags + s, tl.zeros((C,), tl.int32))
-    place = tl.load(table + want, mask=want >= 0, other=-1)
-    have = tl.load(resident + s, mask=s < places, other=-1)
-    old = tl.load(age + s, mask=s < places, other=0)
-    miss = (want >= 0) & (place < 0)
+    slot = tl.load(slot_of + want, mask=want >= 0, other=-1)
+    have = tl.load(block_of + s, mask=s < slots, other=-1)
+    old = tl.load(age + s, mask=s < slots, other=0)
+    miss = (want >= 0) & (slot < 0)
     order = tl.cumsum(miss.to(tl.int32), 0) - 1
     misses = tl.sum(miss.to(tl.int32), 0)
     tl.debug_barrier()
-    tl.store(flags + place, tl.full((N,), 1, tl.int32), mask=place >= 0)
+    tl.store(flags + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
     tl.debug_barrier()
     used = tl.load(flags + s) > 0
     rank = tl.where(have < 0, OLDEST, tl.minimum(old, OLDEST - 2) + 1)
-    rank = tl.where(used | (s >= places), 0, rank).to(tl.uint32)
+    rank = tl.where(used | (s >= slots), 0, rank).to(tl.uint32)
     taken = take_top(rank, misses)
     tl.store(victims + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
     tl.store(missing + order, want, mask=miss)
     tl.debug_barrier()
-    place = tl.where(miss, tl.load(victims + order, mask=miss, other=-1), place)
+    slot = tl.where(miss, tl.load(victims + order, mask=miss, other=-1), slot)
+    return want, slot, miss, have, old, used, taken, misses
 
-    # Move the rows of this program's misses, ROWS at a time.
+
+@triton.jit
+def _move(
+    pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows of this program's misses, ROWS at a time; `pool` and `hot` are those of the head."""
     r, w = tl.arange(0, ROWS), tl.arange(0, ROW)
     for tile in range(part, tl.cdiv(misses * P, ROWS), parts):
         flat = tile * ROWS + r
@@ -116,68 +119,113 @@ def _fetch(
         source = tl.load(missing + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
         target = tl.load(victims + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
         m = live[:, None] & (w < WIDTH)[None, :]
-        rows = tl.load(pool + (bh * total * P + source[:, None]) * WIDTH + w[None, :], mask=m, other=0.0)
-        tl.store(hot + (bh * places * P + target[:, None]) * WIDTH + w[None, :], rows, mask=m)
+        rows = tl.load(pool + source[:, None] * WIDTH + w[None, :], mask=m, other=0.0)
+        tl.store(hot + target[:, None] * WIDTH + w[None, :], rows, mask=m)
 
+
+@triton.jit
+def _commit(
+    slot_of, block_of, age, done_count, counts, bh, chosen, n, slots, want, slot, miss, have, old, used, taken, misses,
+    OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What the head has from now on."""
+    j, s = tl.arange(0, N), tl.arange(0, C)
+    tl.store(chosen + j, slot, mask=j < n)
+    tl.store(slot_of + have, tl.full((C,), -1, tl.int32), mask=taken & (have >= 0))
+    tl.store(age + s, tl.where(used | taken, 0, tl.minimum(old + 1, OLDEST)), mask=s < slots)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + bh, 1) == parts - 1:  # every program of this head has read the state
-        tl.store(out + bh * n + j, place, mask=j < n)
-        tl.store(table + have, tl.full((C,), -1, tl.int32), mask=taken & (have >= 0))
-        tl.store(age + s, tl.where(used | taken, 0, tl.minimum(old + 1, OLDEST)), mask=s < places)
+    tl.store(slot_of + want, slot, mask=miss)
+    tl.store(block_of + slot, want, mask=miss)
+    add_count(counts, bh, SELECTED, tl.sum((want >= 0).to(tl.int32), 0))
+    add_count(counts, bh, MISSED, misses)
+    tl.store(done_count + bh, 0)
+
+
+@triton.jit
+def _fetch(
+    retrieve_now, ids, pool, hot, slot_of, block_of, age, done_count, counts, scratch, chosen, n, slots, blocks,
+    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    now = True
+    if not ALL:
+        now = tl.load(retrieve_now + bh) != 0
+    chosen += bh * n
+    if now:
+        ids, slot_of, block_of, age = ids + bh * n, slot_of + bh * blocks, block_of + bh * slots, age + bh * slots
+        flags = scratch + (bh * parts + part) * (C + 2 * N)  # private to this program
+        want, slot, miss, have, old, used, taken, misses = _plan(
+            ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
+        )
+        pool, hot = pool + bh * blocks * P * WIDTH, hot + bh * slots * P * WIDTH
+        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, WIDTH, ROW, ROWS)
         tl.debug_barrier()
-        tl.store(table + want, place, mask=miss)
-        tl.store(resident + place, want, mask=miss)
-        s3, s4 = stats + bh * 5 + 3, stats + bh * 5 + 4
-        tl.store(s3, tl.load(s3) + tl.sum((want >= 0).to(tl.int32), 0))
-        tl.store(s4, tl.load(s4) + misses)
-        tl.store(arrivals + bh, 0)
+        if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
+            _commit(
+                slot_of, block_of, age, done_count, counts, bh, chosen, n, slots, want, slot, miss, have, old, used,
+                taken, misses, OLDEST, N, C,
+            )  # fmt: skip
+    elif part == 0:
+        j = tl.arange(0, N)
+        held = tl.load(chosen + j, mask=j < n, other=-1)
+        add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-def _native(n: int, hot: Tensor) -> dict[str, int] | None:
-    """How csrc/fetch.cu is compiled for `n` ids and such a hot buffer, if it is for them."""
-    places, block = hot.shape[2], math.prod(hot.shape[3:]) * hot.element_size()
-    if places > NATIVE_PLACES or block % NATIVE_BYTES:
-        return None
+def _fits(ids, retrieve_now, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+    shape = native(ids.shape[2], hot.rows)
+    if isinstance(shape, str):
+        return shape
+    if not _cuda.aligned(far.rows, hot.rows):
+        return "rows are not aligned to 16 bytes"
+    kernels = _cuda.load("fetch", ids.device, **shape)
+    return kernels if isinstance(kernels, str) else (kernels, shape)
+
+
+def native(n: int, rows: Tensor) -> dict[str, int] | str:
+    """How csrc/fetch.cu is compiled for `n` ids and such a hot buffer, or why it is not for them."""
+    slots, block = rows.shape[2], math.prod(rows.shape[3:]) * rows.element_size()
+    if slots > NATIVE_SLOTS:
+        return f"{slots} slots are more than {NATIVE_SLOTS}"
+    if block % NATIVE_BYTES:
+        return f"blocks of {block} bytes are not multiples of {NATIVE_BYTES}"
     least, most = NATIVE_THREADS
-    threads = min(most, max(least, next_power_of_2(cdiv(places, 4))))  # up to 4 places each, rather than more warps
-    ids = max(1, cdiv(n, threads))
-    return dict(THREADS=threads, IDS=ids, PLACES=cdiv(places, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST)
+    threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # up to 4 slots each, rather than more warps
+    each = max(1, cdiv(n, threads))
+    return dict(THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST)
 
 
-def launch(kernel, wanted: Tensor | None, blocks, pool, hot, table, resident, age, arrivals, stats, out) -> None:
-    """For the heads that are `wanted` or, if None is given, for all; `kernel` is the Triton kernel of that."""
-    batch, heads, places, p = hot.shape[:4]
-    n = blocks.shape[2]
-    # Programs per head: enough to cover the chip, no more than there can be tiles of misses.
-    grid = (batch * heads, max(1, min(cdiv(n * p, ROWS), sm_count(pool.device) // (batch * heads))), 1)
-    shape = _native(n, hot) if _cuda.aligned(pool, hot) else None
-    kernels = _cuda.load("fetch", hot.device, **shape) if shape else None
-    args = blocks, pool, hot, table, resident, age, arrivals, stats
-    if shape and kernels:
-        kernels.launch("fetch", grid, shape["THREADS"], wanted, *args, out, n, places, table.shape[2])
-    else:
-        _by_triton(kernel, grid, () if wanted is None else (wanted,), *args, out)
+def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
+    """Programs per head: enough to cover the chip, no more than there can be tiles of misses."""
+    batch, heads, n = ids.shape
+    tiles = cdiv(n * hot.rows.shape[3], ROWS)
+    return batch * heads, max(1, min(tiles, sm_count(ids.device) // (batch * heads))), 1
 
 
-def _by_triton(kernel, grid, first, blocks, pool, hot, table, resident, age, arrivals, stats, out) -> None:
-    (places, p, _, d), n = hot.shape[2:], blocks.shape[2]
-    wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(places)), grid[0] * grid[1]
-    scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=blocks.device)
-    kernel[grid](
-        *first, blocks, pool, hot, table, resident, age, arrivals, stats, scratch, out, n, places, table.shape[2],
-        OLDEST=OLDEST, N=wide_n, C=wide_c, P=p, WIDTH=2 * d, ROW=next_power_of_2(2 * d), ROWS=ROWS,
-        num_warps=4 if wide_c <= 512 else 8, **chained(hot.device, programs),
+def _launch_cuda(fitting, ids, retrieve_now, far, hot, stats) -> None:
+    """csrc/fetch.cu"""
+    kernels, shape = fitting
+    kernels.launch(
+        "fetch", _grid(ids, hot), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts, hot.chosen,
+        ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
 
-def cuda(blocks, pool, hot, table, resident, age, arrivals, stats) -> Tensor:
-    out = torch.empty_like(blocks)
-    launch(_fetch, None, blocks, pool, hot, table, resident, age, arrivals, stats, out)
-    return out
+def _launch_triton(ids, retrieve_now, far, hot, stats) -> None:
+    slots, p, _, d = hot.rows.shape[2:]
+    n, grid = ids.shape[2], _grid(ids, hot)
+    wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(slots)), grid[0] * grid[1]
+    scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=ids.device)
+    _fetch[grid](
+        ids if retrieve_now is None else retrieve_now, ids, far.rows, *hot[:5], stats.counts, scratch, hot.chosen, n,
+        slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
+        WIDTH=row_width(d), ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
+        **chained(ids.device, programs),
+    )  # fmt: skip
 
 
-def fake(blocks: Tensor, *_) -> Tensor:
-    return torch.empty_like(blocks)
-
-
-fetch = register("fetch", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+fetch = register(
+    "fetch", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), check=check
+)

@@ -1,5 +1,5 @@
-// What each centroid earns from a query, and the rotated query, as ops/select/earn_points.py specifies them, for
-// subspaces of 8 dimensions (256 centroids). A program has one subspace of up to four query heads.
+// The votes that each centroid gets from a query, and the rotated query, as ops/select/centroid_votes.py specifies them,
+// for subspaces of 8 dimensions (256 centroids). A program has one subspace of up to four query heads.
 //
 // Set by the compilation: B subspaces (8, 16 or 32), F queries of a kv head, each the sum of G heads of D channels of a
 // type (KIND: 0 float, 1 half, 2 bfloat16).
@@ -84,18 +84,18 @@ __device__ int above(const float (&scores)[HALF], float s) {
 
 // Opposite patterns have opposite scores, so ranking the absolute scores of the pairs says all. A pair's rank is how many
 // are above it; equal ones share it, and so their numbers of keys add up at one place of `keys`.
-extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
-    const char* q, const int* counts, float* rotated, unsigned* table, const int* retired, int q_b, int q_h, int heads,
+extern "C" __global__ void __launch_bounds__(THREADS) votes(
+    const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
     int sink, float scale, Lengths rho, const __grid_constant__ Flips flips) {
   __shared__ __align__(16) float scores[FIELDS][HALF];
   __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
   __shared__ float x[FIELDS][8];
   __shared__ int limits[6];
-  __shared__ __align__(4) unsigned char earned[SIZE][PACK];
+  __shared__ __align__(4) unsigned char got[SIZE][PACK];
   const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // divided in 32 bits
   const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
   const int field = pack * PACK + f;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(earned)[i] = 0;
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(got)[i] = 0;
   keys[f][pair] = {0, 0};
   chain();
   int up = 0, down = 0;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
     if (pair % LANES == 0) x[f][j] = y, rotated[(bh * F + field) * B * 8 + coordinate] = y * scale;
   }
   if (threadIdx.x < 6) {
-    const int n = max(retired[b] - sink, 0);
+    const int n = max(ring_begin[b] - sink, 0);
     limits[threadIdx.x] = (int)((n * by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
   }
   __syncthreads();
@@ -129,10 +129,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) earn_points(
     int high = 0, low = 0;
     for (int i = 0; i < 6; i++) high += before.x < limits[i], low += before.y < limits[i];
     const int c = turned ? SIZE - 1 - pair : pair;
-    earned[c][f] = high;
-    earned[SIZE - 1 - c][f] = s == 0 ? high : low;
+    got[c][f] = high;
+    got[SIZE - 1 - c][f] = s == 0 ? high : low;
   }
   __syncthreads();
   table += (bh * gridDim.z + pack) * SIZE * B + space;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) table[i * B] = reinterpret_cast<unsigned*>(earned)[i];
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) table[i * B] = reinterpret_cast<unsigned*>(got)[i];
 }

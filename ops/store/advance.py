@@ -1,0 +1,80 @@
+"""Take more tokens into the lengths of the rows, and say which of them leave the ring.
+
+`seq_len` counts padded positions (what transformers sees); `lengths.length` counts real tokens per row. Tokens leave
+the ring for the pool `interval` at a time: the ring holds the last `window` to `window + interval - 1` of those behind
+the sinks. `pad` is the left padding that a mask tells of, per row; it counts only for rows that have no token yet, for
+later masks may be of the new tokens alone. A row that would overrun `capacity` gets length -1: nothing is written for
+it any more and attention over it is NaN, which no one can mistake for an answer.
+"""
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed, Of, SymInt
+from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops.store.views import Lengths, PerRow
+
+Padding = Annotated[Tensor, Of("batch", (torch.int32, torch.int64))]
+Total = Annotated[Tensor, Of("", torch.int64)]
+
+
+def check(seq_len, left_pad, lengths, pad, tokens, capacity, window) -> None:
+    if tokens < 1 or lengths.interval < 1 or lengths.sink < 0 or window < 0:
+        got = f"{tokens}, {lengths.interval}, {lengths.sink}, {window}"
+        raise ValueError(f"need tokens, interval >= 1 and sink, window >= 0: {got}")
+
+
+def reference(
+    seq_len: Changed[Total], left_pad: Changed[PerRow], lengths: Changed[Lengths], pad: Padding | None, tokens: SymInt,
+    capacity: int, window: int,
+) -> None:  # fmt: skip
+    start, length, previous_ring_begin, ring_begin, sink, interval = lengths
+    if pad is not None:
+        left_pad.copy_(torch.where(length <= 0, pad, left_pad))
+    seq_len += tokens
+    start.copy_(length)
+    previous_ring_begin.copy_(ring_begin)
+    now = (seq_len - left_pad).clamp(min=0)
+    fits = (now <= capacity) & (start >= 0)
+    steps = torch.div((now - sink - window).clamp(min=0), interval, rounding_mode="floor")
+    length.copy_(torch.where(fits, now, -1))
+    ring_begin.copy_(torch.where(fits, sink + steps * interval, ring_begin))
+
+
+@triton.jit
+def _advance(
+    seq_len, start, length, previous_ring_begin, ring_begin, left_pad, pad, tokens, capacity, sink, window, interval,
+    batch, TOLD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, ROWS)
+    m = b < batch
+    total = tl.load(seq_len) + tokens
+    old_length = tl.load(length + b, mask=m, other=0)
+    old_begin = tl.load(ring_begin + b, mask=m, other=0)
+    before = tl.load(left_pad + b, mask=m, other=0)
+    if TOLD:
+        before = tl.where(old_length <= 0, tl.load(pad + b, mask=m, other=0).to(tl.int32), before)
+        tl.store(left_pad + b, before, mask=m)
+    now = tl.maximum(total - before, 0).to(tl.int32)
+    fits = (now <= capacity) & (old_length >= 0)
+    steps = tl.maximum(now - sink - window, 0) // interval
+    tl.store(start + b, old_length, mask=m)
+    tl.store(previous_ring_begin + b, old_begin, mask=m)
+    tl.store(length + b, tl.where(fits, now, -1), mask=m)
+    tl.store(ring_begin + b, tl.where(fits, sink + steps * interval, old_begin), mask=m)
+    tl.store(seq_len, total)
+
+
+def launch(seq_len, left_pad, lengths, pad, tokens, capacity, window) -> None:
+    *times, sink, interval = lengths
+    batch = left_pad.numel()
+    _advance[(1,)](
+        seq_len, *times, left_pad, left_pad if pad is None else pad, tokens, capacity, sink, window, interval, batch,
+        TOLD=pad is not None, ROWS=next_power_of_2(batch), num_warps=1,
+    )  # fmt: skip
+
+
+advance = register("advance", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,97 @@
+"""Write the newest token of every row into the ring, and move the tokens that leave the ring into the pool.
+
+On most steps nothing leaves and the copy returns at once; on the others it writes `interval` rows to the pool, which
+may be host memory. A layer whose pool has no rows forgets them.
+"""
+import torch
+
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.rows import (
+    CONTEXT,
+    NEAR,
+    STEPS,
+    add_count,
+    count,
+    in_row,
+    new_row,
+    ring_row,
+    ring_row_of,
+    row_at,
+    row_width,
+    rows_of,
+)  # fmt: skip
+from torchsparsekv.ops.store.views import Far, Lengths, Near, NewToken, Stats
+
+TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
+
+
+def check(k, v, near, far, stats, lengths) -> None:
+    if near.ring.shape[2] < lengths.sink + lengths.interval:
+        raise ValueError(
+            f"a ring of {near.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
+            "at once"
+        )
+
+
+def reference(
+    k: NewToken, v: NewToken, near: Changed[Near], far: Changed[Far], stats: Changed[Stats], lengths: Lengths
+) -> None:
+    (ring,), (pool,), sink = near, far, lengths.sink
+    for b in range(k.shape[0]):
+        n, old, new = (int(t[b]) for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
+        if n <= 0:
+            continue
+        at = int(ring_row(torch.tensor(n - 1), sink, ring.shape[2]))
+        ring[b, :, at] = rows_of(k[b, :, 0], v[b, :, 0])
+        if new > old and pool.shape[2]:
+            pool[b, :, old:new] = ring[b, :, ring_row(torch.arange(old, new), sink, ring.shape[2])]
+        count(stats.counts[b], steps=1, context=n, near=min(n, sink) + max(n - new, 0))
+
+
+@triton.jit
+def _append(
+    k, v, ring, pool, counts, length, previous_ring_begin, ring_begin, k_b, k_h, v_b, v_h, heads, ring_rows, pool_rows,
+    sink, D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    n = tl.load(length + b)
+    old, new = tl.load(previous_ring_begin + b), tl.load(ring_begin + b)
+    if n > 0:
+        span = ring_rows - sink
+        c = tl.arange(0, ROW)
+        live = in_row(c, D)
+        newest = new_row(k + b * k_b + h * k_h, v + b * v_b + h * v_h, c, D)
+        ring = row_at(ring, bh, 0, ring_rows, D)
+        if part == 0:
+            tl.store(row_at(ring, 0, ring_row_of(n - 1, sink, span), ring_rows, D) + c, newest, mask=live)
+            add_count(counts, bh, STEPS, 1)
+            add_count(counts, bh, CONTEXT, n)
+            add_count(counts, bh, NEAR, tl.minimum(n, sink) + tl.maximum(n - new, 0))
+        if (old + part * TILE < new) & (pool_rows > 0):
+            pos = old + part * TILE + tl.arange(0, TILE)
+            m = (pos < new)[:, None] & live[None, :]
+            at = ring_row_of(pos, sink, span)
+            rows = tl.load(row_at(ring, 0, at[:, None], ring_rows, D) + c[None, :], mask=m, other=0.0)
+            # With window 0 the newest token leaves in the same step; another program may still be writing it.
+            rows = tl.where((pos == n - 1)[:, None], newest[None, :], rows)
+            tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
+
+
+def launch(k, v, near, far, stats, lengths) -> None:
+    (ring,), (pool,) = near, far
+    batch, heads, rows, _, d = pool.shape
+    parts = cdiv(lengths.interval, TILE)
+    _append[(batch * heads, parts)](
+        k, v, ring, pool, stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1), heads, ring.shape[2], rows, lengths.sink, D=d,
+        ROW=next_power_of_2(row_width(d)), TILE=TILE, **chained(ring.device, batch * heads * parts),
+    )  # fmt: skip
+
+
+append = register("append", reference, impls=(by_triton(launch),), check=check)

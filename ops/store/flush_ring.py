@@ -1,0 +1,53 @@
+"""Before a prompt is stored: the ring's tokens go to the pool too, so that the pool alone is the whole past.
+
+They stay in the ring. Those that were not to leave it yet are written to the pool again, with the same values, when
+they do. Of a layer whose pool has no rows the ring is all there is.
+"""
+import torch
+
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.rows import in_row, ring_position_of, ring_row, row_at, row_width
+from torchsparsekv.ops.store.views import Far, Lengths, Near
+
+TILE = 16
+
+
+def reference(near: Near, far: Changed[Far], lengths: Lengths) -> None:
+    (ring,), (pool,), sink = near, far, lengths.sink
+    for b in range(ring.shape[0]):
+        n0, n, old = (int(t[b]) for t in (lengths.start, lengths.length, lengths.previous_ring_begin))
+        if n > 0 and pool.shape[2]:
+            kept = torch.cat([torch.arange(min(n0, sink)), torch.arange(max(old, sink), max(n0, sink))])
+            pool[b][:, kept] = ring[b][:, ring_row(kept, sink, ring.shape[2])]
+
+
+@triton.jit
+def _flush(
+    ring, pool, start, previous_ring_begin, heads, ring_rows, pool_rows, sink,
+    D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    n0, old = tl.load(start + bh // heads), tl.load(previous_ring_begin + bh // heads)
+    r = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    pos = ring_position_of(r, old, sink, ring_rows - sink)
+    c = tl.arange(0, ROW)
+    m = ((pos < n0) & (r < ring_rows))[:, None] & in_row(c, D)[None, :]
+    rows = tl.load(row_at(ring, bh, r[:, None], ring_rows, D) + c[None, :], mask=m, other=0.0)
+    tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
+
+
+def launch(near, far, lengths) -> None:
+    (ring,), (pool,) = near, far
+    batch, heads, rows, _, d = pool.shape
+    if not rows:
+        return
+    _flush[(batch * heads, cdiv(ring.shape[2], TILE))](
+        ring, pool, lengths.start, lengths.previous_ring_begin, heads, ring.shape[2], rows, lengths.sink, D=d,
+        ROW=next_power_of_2(row_width(d)), TILE=TILE,
+    )  # fmt: skip
+
+
+flush_ring = register("flush_ring", reference, impls=(by_triton(launch),))

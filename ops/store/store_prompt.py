@@ -1,0 +1,100 @@
+"""Write a run of new tokens (a prompt, a chunk of one, a second turn) into the pool and the ring.
+
+Afterwards the pool, if it has rows at all, holds every token of the row (ops/store/flush_ring.py has brought what was
+in the ring), and the ring its sinks and its newest tokens. Ragged: the new tokens of a row are the last
+`length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the pool runs beside the
+next layer, unless told to `join` (ops/_side.py).
+
+With `order` [batch, kv_heads, tokens] a column's row of the pool takes the token of column `order[column]` instead of
+its own: a method that moves groups of tokens together writes them side by side. It permutes new tokens that do not stay
+in the ring, among themselves.
+"""
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._side import beside
+from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
+from torchsparsekv.ops.store.views import I32, Far, Lengths, Near, NewKeys
+
+Order = Annotated[Tensor, Of("batch heads tokens", I32)]
+TILE = 16
+# Few programs with much in flight: they fill the host link and leave the SMs to the next layer.
+COPIERS, COPY_TILE = 8, 64
+
+
+def reference(
+    k: NewKeys, v: NewKeys, near: Changed[Near], far: Changed[Far], lengths: Lengths, order: Order | None, join: bool
+) -> None:
+    (ring,), (pool,), sink = near, far, lengths.sink
+    for b in range(k.shape[0]):
+        n0, n, new = (int(t[b]) for t in (lengths.start, lengths.length, lengths.ring_begin))
+        if n <= 0:
+            continue
+        first = k.shape[2] - (n - n0)
+        rows = rows_of(k[b], v[b])
+        moved = rows if order is None else rows.gather(1, order[b].long()[..., None, None].expand_as(rows))
+        if pool.shape[2]:
+            pool[b, :, n0:n] = moved[:, first:]
+        pos = torch.arange(n0, n)
+        pos = pos[(pos < sink) | (pos >= new)]
+        ring[b][:, ring_row(pos, sink, ring.shape[2])] = rows[:, first:][:, pos - n0]
+
+
+@triton.jit
+def _write(
+    k, v, out, start, length, ring_begin, order, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
+    TO_RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid-stride over (row, head, tile of columns); `out` is the pool, or the ring for the positions it keeps."""
+    per_head = tl.cdiv(tokens, TILE)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        bh = (tile // per_head).to(tl.int64)
+        b, h = bh // heads, bh % heads
+        n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
+        col = (tile % per_head) * TILE + tl.arange(0, TILE)
+        pos = n - tokens + col
+        keep = (col < tokens) & (pos >= n0)
+        at = pos
+        if TO_RING:
+            keep = keep & ((pos < sink) | (pos >= new))
+            at = ring_row_of(pos, sink, out_rows - sink)
+        if (n > 0) & (tl.max(keep.to(tl.int32), 0) > 0):
+            d = tl.arange(0, DP)
+            m = keep[:, None] & (d < D)[None, :]
+            if ORDERED:
+                col = tl.load(order + bh * tokens + col, mask=keep, other=0)
+            far = col.to(tl.int64)[:, None]
+            rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d[None, :], mask=m, other=0.0)
+            rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d[None, :], mask=m, other=0.0)
+            to = row_at(out, bh, at[:, None], out_rows, D) + d[None, :]
+            tl.store(to, rows_k, mask=m)
+            tl.store(value_at(to, D), rows_v, mask=m)
+
+
+def launch(k, v, near, far, lengths, order, join) -> None:
+    (ring,), (pool,) = near, far
+    batch, heads, pool_rows, _, d = pool.shape
+    tokens = k.shape[2]
+    times = lengths.start, lengths.length, lengths.ring_begin
+    strides = (*k.stride()[:3], *v.stride()[:3])
+
+    def write(out, rows, programs, tile, to_ring):
+        tiles = batch * heads * cdiv(tokens, tile)
+        ordered = order is not None and not to_ring
+        args = (k, v, out, *times, order if ordered else lengths.length, *strides, heads, tokens, rows, lengths.sink)
+        wide = dict(D=d, DP=next_power_of_2(d), TILE=tile, num_warps=8 if tile > TILE else 4)
+        _write[(min(tiles, programs),)](*args, tiles, TO_RING=to_ring, ORDERED=ordered, **wide)
+
+    write(ring, ring.shape[2], 4096, TILE, True)
+    with beside(join, k, v, pool, *times, *(() if order is None else (order,))):
+        if pool_rows:
+            write(pool, pool_rows, 4096 if join else COPIERS, COPY_TILE, False)
+
+
+store_prompt = register("store_prompt", reference, impls=(by_triton(launch),), capturable=False)

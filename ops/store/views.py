@@ -1,0 +1,224 @@
+"""What belongs together in the store and in the indices, as the ops take it.
+
+A view groups tensors of one layer; an op says `Changed[View]` where it writes it. Sizes by the same name are the same
+in the whole op (ops/_signature.py). Where a token lies within a row is said in ops/store/rows.py, and nowhere else.
+"""
+from typing import Annotated, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._fp8 import FP8
+from torchsparsekv.ops._signature import FLOATS, Of
+
+I32 = torch.int32
+# Tensors that several ops take by themselves. "kv" is the type of keys and values.
+Query: TypeAlias = Annotated[Tensor, Of("batch q_heads 1 dim", "kv", strided=True)]
+Queries: TypeAlias = Annotated[Tensor, Of("batch q_heads tokens dim", "kv", strided=True)]
+NewKeys: TypeAlias = Annotated[Tensor, Of("batch heads tokens dim", "kv", strided=True)]
+NewToken: TypeAlias = Annotated[Tensor, Of("batch heads 1 dim", "kv", strided=True)]
+PerRow: TypeAlias = Annotated[Tensor, Of("batch", I32)]
+PerHead: TypeAlias = Annotated[Tensor, Of("batch heads", I32)]
+SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
+Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
+Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
+
+
+class Lengths(NamedTuple):
+    """How many tokens the rows of a batch hold, and where their rings begin, before and after this call.
+
+    Tokens leave the ring `interval` at a time, but for the `sink` first ones, which stay. So the tokens from `sink` up
+    to `ring_begin` are those that can be retrieved; at this call those from `previous_ring_begin` on joined them.
+    """
+
+    start: PerRow
+    length: PerRow
+    previous_ring_begin: PerRow
+    ring_begin: PerRow
+    sink: int
+    interval: int
+
+
+class Near(NamedTuple):
+    """The ring, always on the device: the sinks, and behind them rows that the newest tokens use in turn."""
+
+    ring: Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
+
+
+class Far(NamedTuple):
+    """The pool of all tokens, wherever it lives."""
+
+    rows: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
+
+
+class Hot(NamedTuple):
+    """The hot buffer: the blocks that were fetched lately, in slots on the device.
+
+    slot_of: the slot of each block, -1 if it is in none. block_of: the block in each slot, -1 if it is empty.
+    age: for how many calls of fetch a slot has not been asked for. done_count: of the programs that share a head in
+    fetch, how many have read its plan. chosen: the slots of what was chosen last, -1 for none: what attention reads.
+    """
+
+    rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
+    slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]
+    block_of: Annotated[Tensor, Of("batch heads slots", I32)]
+    age: Annotated[Tensor, Of("batch heads slots", I32)]
+    done_count: PerHead
+    chosen: Candidates
+
+
+class Stats(NamedTuple):
+    """Counters of every (row, kv head); ops/store/rows.py has the names of the columns."""
+
+    counts: Annotated[Tensor, Of("batch heads 5", torch.int64)]
+
+
+class Attention(NamedTuple):
+    """What a model wants of its attention beside queries, keys and values; one extra logit per query head, or none."""
+
+    scale: float
+    softcap: float = 0.0
+    sink_logits: SinkLogits | None = None
+
+
+class Digests(NamedTuple):
+    """A volume around the keys of every block: its centre, and its spread per channel, or one radius."""
+
+    centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
+    spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
+
+
+class Units(NamedTuple):
+    """Runs of pool rows that are chosen as one: unit u has the rows from first[u] up to first[u + 1], and the mean of
+    their keys as its centroid. `unit_count` says how many there are."""
+
+    first: Annotated[Tensor, Of("batch heads units+1", I32)]
+    centroid: Annotated[Tensor, Of("batch heads units dim", "kv")]
+    unit_count: PerHead
+
+
+class Segments(NamedTuple):
+    """Where the tokens in the ring are cut: `cuts`, one entry for each row of the ring behind the sinks, marks where a
+    segment begins, `segment_begin` is where the newest does. Those below `frontier` are in the index already."""
+
+    cuts: Annotated[Tensor, Of("batch heads ring_rows-sink", I32)]
+    segment_begin: PerHead
+    frontier: PerHead
+
+
+class Trigger(NamedTuple):
+    """What decides about a step: the queries of the last two, used in turn; the length at which a head was last looked
+    at; whether it is to retrieve now; how often it has."""
+
+    previous: Annotated[Tensor, Of("batch 2 q_heads dim", "kv")]
+    seen: PerHead
+    retrieve_now: PerHead
+    retrievals: PerHead
+
+
+class Boundaries(NamedTuple):
+    """The rule of find_boundary: see there."""
+
+    tau: float
+    per_head: bool
+    shortest: int
+    longest: int
+
+
+class Codes(NamedTuple):
+    """Keys as ParisKV keeps them: centroid ids, 4-bit codes of directions, weights; and how often each id occurs."""
+
+    ids: Annotated[Tensor, Of("batch heads rows spaces", torch.uint8)]
+    codes: Annotated[Tensor, Of("batch heads rows code_bytes", torch.uint8)]
+    weights: Annotated[Tensor, Of("batch heads rows spaces", torch.float16)]
+    counts: Annotated[Tensor, Of("batch heads spaces centroids", I32)]
+
+
+class Observed(NamedTuple):
+    """The latest queries: the observation window. That of the token at a position is at `position % observed`."""
+
+    queries: Annotated[Tensor, Of("batch observed q_heads dim", "kv")]
+
+
+class Static(NamedTuple):
+    """Tokens that are attended to whatever the query, until they are chosen anew.
+
+    ids: the pool rows that they had when they were chosen, ascending, -1 behind them. count: how many there are.
+    target: how many there are to be. updated: whether this step chose them anew. at: the length at which they were
+    chosen, -1: not since the last prompt. lead: by how much the second choice comes earlier than its interval, so that
+    not all layers are due at the same step. every: that interval. updates: how often they were chosen. arrived, gone:
+    where the programs that share a head meet (ops/_meet.py). done: how many have finished, of the programs that decide
+    together (ops/select/static_target.py).
+    """
+
+    ids: Annotated[Tensor, Of("batch heads static", I32)]
+    count: PerHead
+    target: PerHead
+    updated: PerHead
+    at: PerHead
+    lead: PerHead
+    every: PerHead
+    updates: PerHead
+    arrived: PerHead
+    gone: PerHead
+    done: PerHead
+
+
+class Tree(NamedTuple):
+    """The inner nodes of a tree of keys: node 0 is the root, every other one is a token that was promoted.
+
+    A node of level l has as children tokens of level l - 1, and all tokens of the highest level are children of the
+    root. key: the promoted keys. parent: the node above. level: from 2 on; 0 for the root. open_page: the page that
+    takes the node's next generated token, -1 for none. radius2: the largest squared norm of a key so far, the c^2 of
+    the lifted space. done_count: of the programs that share a head, how many are through.
+    """
+
+    key: Annotated[Tensor, Of("batch heads nodes dim", "kv")]
+    parent: Annotated[Tensor, Of("batch heads nodes", I32)]
+    level: Annotated[Tensor, Of("batch heads nodes", I32)]
+    open_page: Annotated[Tensor, Of("batch heads nodes", I32)]
+    node_count: PerHead
+    page_count: PerHead
+    radius2: Annotated[Tensor, Of("batch heads", torch.float32)]
+    done_count: PerHead
+
+
+class Leaves(NamedTuple):
+    """By pool row: the key of the token there, and the node it is a child of, -1 where no retrievable token is. `fill`:
+    how many rows of a page hold one; they are its first."""
+
+    key: Annotated[Tensor, Of("batch heads rows dim", "kv")]
+    node: Annotated[Tensor, Of("batch heads rows", I32)]
+    fill: Fill
+
+
+class Promotion(NamedTuple):
+    """Which tokens rise in the tree, up to `levels`. every > 0: a seeded one of every so many. every = 0: each with
+    `chance` of 2^31. What is drawn is a function of seed, position and level."""
+
+    every: int
+    chance: int
+    levels: int
+    seed: int
+
+
+class View(NamedTuple):
+    """How many nodes of a level a query expands: `share` millionths of those there are, and `least` at least."""
+
+    share: int
+    least: int
+    levels: int
+
+
+class Choice(NamedTuple):
+    """What an index answers: ids of blocks, int32 [batch, kv_heads, n], distinct within a head, -1 for none.
+
+    retrieve_now: heads where it is 0 keep what they chose last. None: all choose anew.
+    frontier: where attention takes over from what is retrieved to the ring, per head. None: where the ring begins.
+    fill: how many of the first rows of every block hold a token. None: all.
+    """
+
+    ids: Tensor
+    retrieve_now: Tensor | None = None
+    frontier: Tensor | None = None
+    fill: Tensor | None = None
