@@ -11,17 +11,18 @@ from torch import Tensor
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._kmeans import DRAWS, WIDEST
+from torchsparsekv.ops.store.views import Lengths, Units
 
 KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit the smallest GPUs
 
 
 @triton.jit
-def _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S: tl.constexpr):
+def _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S: tl.constexpr):
     """(row and head, column of the first key, keys, position of the first, first unit, clusters) of stretch `slot`."""
     per_head = tl.cdiv(tokens, S)
     bh, i = (slot // per_head).to(tl.int64), slot % per_head
     b = bh // heads
-    n, end = tl.load(length + b), tl.load(retired + b)
+    n, end = tl.load(length + b), tl.load(ring_begin + b)
     begin = tl.maximum(tl.load(start + b), sink) + i * S
     keys = tl.where(n > 0, tl.maximum(tl.minimum(end - begin, S), 0), 0)
     return bh, tokens - n + begin, keys, begin, tl.load(units + bh) + i * (S // size), tl.maximum(keys // size, 1)
@@ -79,7 +80,7 @@ def _seat(
 
 @triton.jit
 def _begin(
-    k, units, centroid, half, far, square, place, order, start, length, retired, k_b, k_h, k_s, heads, tokens, most,
+    k, units, centroid, half, far, square, place, order, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most,
     sink, size, seed, S: tl.constexpr, DRAWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDEST: tl.constexpr,
     TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +89,7 @@ def _begin(
     And the order of columns, for those that nothing is done with.
     """
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     i = tl.arange(0, S)
     at = slot % tl.cdiv(tokens, S) * S + i
     tl.store(order + bh * tokens + at, at, mask=at < tokens)
@@ -131,7 +132,7 @@ def _halve(half, slot, c, live, row, clusters):
 
 @triton.jit
 def _assign(
-    k, units, centroid, half, name, far, start, length, retired, k_b, k_h, k_s, heads, tokens, most, sink, size,
+    k, units, centroid, half, name, far, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most, sink, size,
     S: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
     """Every key to its nearest centroid; with FAR also the squared distance.
@@ -139,7 +140,7 @@ def _assign(
     Best scores are kept per column of the tile and compared once, at the end.
     """
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     if tl.program_id(1) * TILE < keys:
         i = tl.program_id(1) * TILE + tl.arange(0, TILE)
         d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
@@ -168,14 +169,14 @@ def _assign(
 
 @triton.jit
 def _means(
-    k, units, centroid, half, name, place, count, stale, start, length, retired, k_b, k_h, k_s, heads, tokens, most,
+    k, units, centroid, half, name, place, count, stale, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most,
     sink, size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     CENTRES: tl.constexpr,
 ):  # fmt: skip
     """The mean of every cluster, where it is `stale`. With RANK also how many keys it has, and of every key how many of
     it come before."""
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
     if (keys > 0) & (tl.program_id(1) * CENTRES < clusters) & (tl.load(stale + slot) != 0):
         i, d = tl.arange(0, TILE), tl.arange(0, DP)
@@ -205,13 +206,13 @@ def _means(
 
 @triton.jit
 def _repair(
-    units, name, far, place, count, stale, start, length, retired, heads, tokens, sink, size, S: tl.constexpr,
+    units, name, far, place, count, stale, start, length, ring_begin, heads, tokens, sink, size, S: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Every empty cluster takes a key; `count` then serves to list the empty ones. Where there is none, none is
     `stale`."""
     slot = tl.program_id(0)
-    _, _, keys, _, _, clusters = _stretch(start, length, retired, units, heads, tokens, sink, size, slot, S)
+    _, _, keys, _, _, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     c, i = tl.arange(0, C), tl.arange(0, S)
     count += slot.to(tl.int64) * (S // size)
     empty = tl.load(count + c, mask=c < tl.where(keys > 0, clusters, 0), other=1) == 0
@@ -232,13 +233,13 @@ def _repair(
 
 @triton.jit
 def _order(
-    units, first, order, name, place, count, start, length, retired, heads, tokens, most, sink, size, S: tl.constexpr,
-    C: tl.constexpr,
+    units, first, order, name, place, count, start, length, ring_begin, heads, tokens, most, sink, size,
+    S: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Where the units begin, and the columns in the order of the pool."""
     slot = tl.program_id(0)
     bh, column, keys, begin, unit, clusters = _stretch(
-        start, length, retired, units, heads, tokens, sink, size, slot, S
+        start, length, ring_begin, units, heads, tokens, sink, size, slot, S
     )
     if keys > 0:
         c, i = tl.arange(0, C), tl.arange(0, S)
@@ -256,13 +257,13 @@ def _order(
 
 
 @triton.jit
-def _count(units, start, length, retired, heads, sink, size, total, S: tl.constexpr, N: tl.constexpr):
+def _count(units, start, length, ring_begin, heads, sink, size, total, S: tl.constexpr, N: tl.constexpr):
     """The clusters of this call, added to the units."""
     bh = tl.arange(0, N)
     b = bh // heads
     live = bh < total
     begin = tl.maximum(tl.load(start + b, mask=live, other=0), sink)
-    keys = tl.maximum(tl.load(retired + b, mask=live, other=0) - begin, 0)
+    keys = tl.maximum(tl.load(ring_begin + b, mask=live, other=0) - begin, 0)
     keys = tl.where(tl.load(length + b, mask=live, other=0) > 0, keys, 0)
     rest = keys % S
     more = keys // S * (S // size) + tl.where(rest > 0, tl.maximum(rest // size, 1), 0)
@@ -272,7 +273,8 @@ def _count(units, start, length, retired, heads, sink, size, total, S: tl.conste
 class _Run:
     """The launches of one call: what they share, and where they leave what the next one reads."""
 
-    def __init__(self, k: Tensor, units: Tensor, centroid: Tensor, times, sink: int, size: int, stretch: int):
+    def __init__(self, k: Tensor, units: Units, times, sink: int, size: int, stretch: int):
+        centroid = units.centroid
         batch, heads, tokens, d = k.shape
         self.slots, self.clusters = batch * heads * cdiv(tokens, stretch), stretch // size
         new = lambda n, dtype: torch.empty(self.slots * n, dtype=dtype, device=k.device)  # noqa: E731
@@ -280,7 +282,7 @@ class _Run:
         self.far, self.square = new(stretch, torch.float32), new(stretch, torch.float32)
         self.half, self.count = new(self.clusters, torch.float32), new(self.clusters, torch.int32)
         self.stale = torch.ones(self.slots, dtype=torch.int32, device=k.device)
-        self.begin = (k, units, centroid, self.half)
+        self.begin = (k, units.unit_count, centroid, self.half)
         self.at = (heads, tokens, centroid.shape[2], sink, size)
         self.now = (*times, *k.stride()[:3], *self.at)
         self.wide = next_power_of_2(d)
@@ -310,12 +312,11 @@ class _Run:
 
 
 def launch(
-    k: Tensor, units: Tensor, first: Tensor, centroid: Tensor, start: Tensor, length: Tensor, retired: Tensor,
-    sink: int, size: int, stretch: int, rounds: int, seed: int,
-) -> Tensor:  # fmt: skip
+    k: Tensor, units: Units, lengths: Lengths, size: int, stretch: int, rounds: int, seed: int
+) -> Tensor:
     batch, heads, tokens, _ = k.shape
-    times = (start, length, retired)
-    run = _Run(k, units, centroid, times, sink, size, stretch)
+    times, sink, count = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink, units.unit_count
+    run = _Run(k, units, times, sink, size, stretch)
     order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
     run.start(order, min(DRAWS, run.clusters), seed)
     for i in range(rounds):
@@ -324,9 +325,9 @@ def launch(
         run.update(last)
     ends = dict(S=stretch, C=next_power_of_2(run.clusters), num_warps=8)
     _repair[(run.slots,)](
-        units, run.name, run.far, run.place, run.count, run.stale, *times, heads, tokens, sink, size, **ends
+        count, run.name, run.far, run.place, run.count, run.stale, *times, heads, tokens, sink, size, **ends
     )
     run.update(True)
-    _order[(run.slots,)](units, first, order, run.name, run.place, run.count, *times, *run.at, **ends)
-    _count[(1,)](units, *times, heads, sink, size, batch * heads, S=stretch, N=next_power_of_2(batch * heads))
+    _order[(run.slots,)](count, units.first, order, run.name, run.place, run.count, *times, *run.at, **ends)
+    _count[(1,)](count, *times, heads, sink, size, batch * heads, S=stretch, N=next_power_of_2(batch * heads))
     return order

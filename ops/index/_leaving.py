@@ -4,18 +4,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops.store.rows import keys_of, row_at
+from torchsparsekv.ops.store.views import Far, Lengths
 
-def leaving_keys(
-    k: Tensor, pool: Tensor, start: Tensor, length: Tensor, leaving: Tensor, retired: Tensor
-) -> Iterator[tuple[int, int, int, Tensor]]:
+
+def leaving_keys(k: Tensor, far: Far, lengths: Lengths) -> Iterator[tuple[int, int, int, Tensor]]:
     """(row, first position, end, keys [kv_heads, tokens, head_dim]) of every row where some leave.
 
     Positions from `start` on are new: their keys come from `k`, whose last columns they are, the others from the pool.
     """
-    spans = torch.stack([start, length, leaving, retired], 1).tolist()
-    for b, (n0, n, old, new) in enumerate(spans):
+    for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
             continue
         fresh = min(max(old, n0), new)
         column = k.shape[2] - n
-        yield b, old, new, torch.cat([pool[b, :, old:fresh, 0], k[b, :, column + fresh : column + new]], 1)
+        before = keys_of(far.rows[b])[:, old:fresh]
+        yield b, old, new, torch.cat([before, k[b, :, column + fresh : column + new]], 1)
+
+
+@triton.jit
+def load_keys(
+    k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, live, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The keys of these positions where `live`, else 0: new ones from `k`, the others from the pool."""
+    d = tl.arange(0, DP)
+    fresh, m = (pos >= n0)[:, None], live[:, None] & (d < D)[None, :]
+    col = (tokens - n + pos).to(tl.int64)
+    x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=fresh & m, other=0.0)
+    old = row_at(pool, bh, pos[:, None], pool_rows, D) + d[None, :]
+    return tl.where(fresh, x, tl.load(old, mask=~fresh & m, other=0.0))

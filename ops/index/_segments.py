@@ -1,16 +1,13 @@
 """Temporal segments: the runs of tokens, cut at boundaries, in which what was generated enters the index.
 
-Per (row, kv head) the tokens of the pool from the sinks up to `frontier` are cut into units, in order: unit u holds the
-rows from first[u] up to first[u + 1], `units` says how many there are, centroid[u] is the mean of their keys. From
-`frontier` on tokens are in the ring; `cuts`, one entry for each of its rows behind the sinks, marks where a segment
-begins.
+Per (row, kv head) the tokens of the pool from the sinks up to `frontier` are cut into units, in order. From `frontier`
+on tokens are in the ring, where `cuts` says where segments begin (ops/store/views.py, Units and Segments).
 """
 import torch
-from torch import Tensor
 
-from torchsparsekv.ops import _check
 from torchsparsekv.ops._triton import tl, triton
-from torchsparsekv.ops.index.append import ring_row
+from torchsparsekv.ops.store.rows import keys_of, ring_row, row_at, turn_of
+from torchsparsekv.ops.store.views import Near, Segments, Units
 
 
 def unit_capacity(rows: int, interval: int, least: int) -> int:
@@ -22,58 +19,46 @@ def unit_capacity(rows: int, interval: int, least: int) -> int:
     return rows // least + 2 * (rows // interval) + 2
 
 
-def check_units(ring: Tensor, cuts: Tensor, begun: Tensor, frontier: Tensor, units: Tensor, first, centroid, sink: int):
-    lead, most, d = ring.shape[:2], centroid.shape[2], ring.shape[-1]
-    _check.rows(ring)
-    _check.dtype((torch.int32,), cuts=cuts, begun=begun, frontier=frontier, units=units, first=first)
-    _check.same_dtype(ring=ring, centroid=centroid)
-    _check.contiguous(cuts=cuts, begun=begun, frontier=frontier, units=units, first=first, centroid=centroid)
-    _check.shape((*lead, ring.shape[2] - sink), cuts=cuts)
-    _check.shape(lead, begun=begun, frontier=frontier, units=units)
-    _check.shape((*lead, most + 1), first=first)
-    _check.shape((*lead, most, d), centroid=centroid)
-
-
 def check_bounds(shortest: int, longest: int) -> None:
     if not 1 <= shortest <= longest:
         raise ValueError(f"need 1 <= shortest <= longest, got {shortest}, {longest}")
 
 
 def close_segments(
-    ring: Tensor, cuts: Tensor, first: Tensor, centroid: Tensor, start: int, end: int, unit: int, sink: int,
-    forced: bool,
-) -> tuple[int, int]:  # fmt: skip
-    """Of one head: the segments from `start` that end by `end` become units; with `forced` the last ends there.
-
-    Returns the new frontier and the new number of units.
-    """
+    near: Near, units: Units, segments: Segments, at: tuple[int, int], end: int, sink: int, forced: bool
+) -> int:
+    """Of one head `at` (row, kv head): the segments from the frontier on that end by `end` become units; with `forced`
+    the last one ends there. Returns where the frontier is to be."""
+    ring, first, centroid, cuts = near.ring[at], units.first[at], units.centroid[at], segments.cuts[at]
+    start, unit = int(segments.frontier[at]), int(units.unit_count[at])
     marks = [p for p in range(start + 1, end + 1) if cuts[(p - sink) % len(cuts)] or (forced and p == end)]
     for stop in marks:
-        at = ring_row(torch.arange(start, stop, device=ring.device), sink, ring.shape[0])
-        centroid[unit] = ring[at, 0].float().mean(0)
+        rows = ring_row(torch.arange(start, stop, device=ring.device), sink, ring.shape[0])
+        centroid[unit] = keys_of(ring[rows]).float().mean(0)
         start, unit = stop, unit + 1
         first[unit] = stop
-    return start, unit
+    units.unit_count[at] = unit
+    return start
 
 
 @triton.jit
 def close(
-    ring, cuts, first, centroid, start, end, unit, sink, turn, FORCED: tl.constexpr, P: tl.constexpr,
+    ring, cuts, first, centroid, start, end, unit, sink, span, FORCED: tl.constexpr, P: tl.constexpr,
     LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """`close_segments` in a kernel; the pointers are those of the head, `turn` is the number of entries of `cuts`."""
+    """`close_segments` in a kernel; the pointers are those of the head, `span` is the number of entries of `cuts`."""
     never: tl.constexpr = 2147483647
     pos = start + 1 + tl.arange(0, P)
-    mark = tl.load(cuts + tl.maximum(pos - sink, 0) % turn, mask=pos <= end, other=0) != 0
+    mark = tl.load(cuts + turn_of(pos, sink, span), mask=pos <= end, other=0) != 0
     if FORCED:
         mark = mark | (pos == end)
     pos = tl.where(mark & (pos <= end), pos, never)
     stop = tl.min(pos, 0)
     i, d = tl.arange(0, LONGEST), tl.arange(0, DP)
     while stop < never:
-        row = sink + (start + i - sink) % turn
+        row = sink + turn_of(start + i, sink, span)
         m = (start + i < stop)[:, None] & (d < D)[None, :]
-        x = tl.load(ring + row[:, None] * 2 * D + d[None, :], mask=m, other=0.0).to(tl.float32)
+        x = tl.load(row_at(ring, 0, row[:, None], 0, D) + d[None, :], mask=m, other=0.0).to(tl.float32)
         mean = tl.sum(x, 0) / (stop - start).to(tl.float32)
         tl.store(centroid + unit.to(tl.int64) * D + d, mean, mask=d < D)
         unit += 1

@@ -1,39 +1,42 @@
-"""Summarise the keys of every block that leaves the ring by a bounding volume: a centre and a spread.
+"""Summarise the keys of every block that leaves the ring by a volume: a centre and a spread.
 
-`box`: the midpoint of the per-channel range and half that range (Quest's minimum and maximum, in another form).
-`ball`: the mean key and the largest distance to it (ArkVale). The centre is rounded to its storage type first and the
-spread is taken around the rounded centre, then rounded up: the volume contains every key whatever the storage type.
+`box`: the middle of the per-channel range and half that range (Quest's minimum and maximum, in another form).
+`ball`: the mean key and the largest distance to it. Both contain every key: the centre is rounded to its storage type
+first, the spread is taken around the rounded centre and rounded up.
+`mean-box`: the middle of the per-channel range and the mean distance to it per channel (ArkVale's cuboid-mean). It says
+where most keys are, and is no bound: spreads are rounded to the nearest.
 """
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index._leaving import leaving_keys
+from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.store.views import Digests, Far, Lengths, NewKeys
 
-SCHEMA = (
-    "(Tensor k, Tensor pool, Tensor(a!) centre, Tensor(b!) spread, Tensor start, Tensor length, Tensor leaving, "
-    "Tensor retired, int interval, int block_size) -> ()"
-)
 UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
+VOLUMES = ("box", "ball", "mean-box")
 
 
-def check(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
-    _check.rows(pool)
-    _check.dense_last(k=k)
-    _check.same_dtype(k=k, pool=pool)
-    _check.contiguous(centre=centre, spread=spread)
-    _check.dtype((*_check.FLOATS, FP8), centre=centre)
-    _check.same_dtype(centre=centre, spread=spread) if spread.shape[-1] > 1 else _check.dtype(
-        (torch.float32,), spread=spread
-    )
-    _check.counters(k.shape[0], start=start, length=length, leaving=leaving, retired=retired)
-    _check.shape((*pool.shape[:2], pool.shape[2] // block_size, pool.shape[-1]), centre=centre)
-    _check.shape((*pool.shape[:2], k.shape[2], pool.shape[-1]), k=k)
-    if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
-        raise ValueError(f"spread has one value per channel (box) or per block (ball), got {tuple(spread.shape)}")
+def check_spread(digests: Digests) -> None:
+    centre, spread = digests
+    if spread.shape[-1] not in (1, centre.shape[-1]):
+        raise ValueError(f"spread has one value per channel (boxes) or per block (ball), got {tuple(spread.shape)}")
+    want = centre.dtype if spread.shape[-1] > 1 else torch.float32
+    if spread.dtype != want:
+        raise TypeError(f"spread must be {want}, got {spread.dtype}")
+
+
+def check(k, far, digests, lengths, block_size, volume) -> None:
+    check_spread(digests)
+    if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (digests.spread.shape[-1] == 1):
+        known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
+        raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(digests.spread.shape)}")
+    if far.rows.shape[2] // block_size != digests.centre.shape[2]:
+        raise ValueError(f"{far.rows.shape[2]} rows are not {digests.centre.shape[2]} blocks of {block_size}")
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,23 +50,27 @@ def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(y.float() < x, bits + 1, bits).view(dtype)
 
 
-def bounds(keys: Tensor, box: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def bounds(keys: Tensor, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Centre and spread of keys [..., tokens, head_dim]."""
-    x = keys.float()
-    middle = (x.amin(-2) + x.amax(-2)) / 2 if box else x.mean(-2)
+    x, name = keys.float(), VOLUMES[volume]
+    middle = x.mean(-2) if name == "ball" else (x.amin(-2) + x.amax(-2)) / 2
     centre = (middle.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else middle).to(dtype)
     away = x - centre.float().unsqueeze(-2)
-    if box:
+    if name == "ball":
+        return centre, away.square().sum(-1).amax(-1, keepdim=True).sqrt()
+    if name == "box":
         return centre, round_up(away.abs().amax(-2), dtype)
-    return centre, away.square().sum(-1).amax(-1, keepdim=True).sqrt()
+    spread = away.abs().mean(-2)
+    return centre, (spread.clamp(max=FP8_MAX) if dtype == FP8 else spread).to(dtype)
 
 
-def reference(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
-    for b, old, new, keys in leaving_keys(k, pool, start, length, leaving, retired):
+def reference(
+    k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths, block_size: int, volume: int
+) -> None:
+    for b, old, new, keys in leaving_keys(k, far, lengths):
         blocks = slice(old // block_size, new // block_size)
-        box = spread.shape[-1] > 1
-        c, s = bounds(keys.unflatten(1, (-1, block_size)), box, centre.dtype)
-        centre[b, :, blocks], spread[b, :, blocks] = c, s
+        centre, spread = bounds(keys.unflatten(1, (-1, block_size)), volume, digests.centre.dtype)
+        digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
 
 
 @triton.jit
@@ -84,55 +91,66 @@ def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
+def store_digest(
+    x, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The volume around the keys `x` [P, DP] as number `at` of all."""
+    d = tl.arange(0, DP)
+    if BALL:
+        middle = tl.sum(x, 0) / P
+    else:
+        middle = (tl.min(x, 0) + tl.max(x, 0)) / 2
+    if LIMIT > 0:
+        middle = tl.minimum(tl.maximum(middle, -LIMIT), LIMIT)
+    c = _store(centre + at * D, middle, d, D, False, LIMIT > 0)
+    away = tl.abs(x - c[None, :])
+    if BALL:
+        away = tl.where((d < D)[None, :], away, 0.0)
+        tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
+    else:
+        if MEAN:
+            s = tl.sum(away, 0) / P
+        else:
+            s = tl.max(away, 0)
+        if LIMIT > 0:
+            s = tl.minimum(s, LIMIT)
+        _store(spread + at * D, s, d, D, not MEAN, LIMIT > 0)
+
+
+@triton.jit
 def _bounds(
-    k, pool, centre, spread, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, pool_rows, blocks,
-    BOX: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PDL: tl.constexpr,
+    k, pool, centre, spread, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, pool_rows,
+    blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
-    block = tl.load(leaving + b) // P + tl.program_id(0)  # in the dimension that may exceed 65,535
-    if (n > 0) & (block * P < tl.load(retired + b)):
+    block = tl.load(previous_ring_begin + b) // P + tl.program_id(0)  # in the dimension that may exceed 65,535
+    if (n > 0) & (block * P < tl.load(ring_begin + b)):
         pos = block * P + tl.arange(0, P)
-        d = tl.arange(0, DP)
-        live = (d < D)[None, :]
-        fresh = (pos >= n0)[:, None]
-        col = (tokens - n + pos).to(tl.int64)
-        x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=fresh & live, other=0.0)
-        old = pool + (bh * pool_rows + pos[:, None]) * 2 * D + d[None, :]
-        x = (x + tl.load(old, mask=~fresh & live, other=0.0)).to(tl.float32)
-        if BOX:
-            middle = (tl.min(x, 0) + tl.max(x, 0)) / 2
-        else:
-            middle = tl.sum(x, 0) / P
-        if LIMIT > 0:
-            middle = tl.minimum(tl.maximum(middle, -LIMIT), LIMIT)
-        at = bh * blocks + block
-        c = _store(centre + at * D, middle, d, D, False, LIMIT > 0)
-        away = tl.abs(x - c[None, :])
-        if BOX:
-            s = tl.max(away, 0)
-            if LIMIT > 0:
-                s = tl.minimum(s, LIMIT)
-            _store(spread + at * D, s, d, D, True, LIMIT > 0)
-        else:
-            away = tl.where(live, away, 0.0)
-            tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
+        every = tl.full((P,), True, tl.int1)
+        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
+        store_digest(x, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, P, D, DP)
 
 
-def cuda(k, pool, centre, spread, start, length, leaving, retired, interval, block_size) -> None:
+def volume_of(volume: int, centre: Tensor) -> dict[str, object]:
+    """What a kernel is compiled for, so that `store_digest` makes that volume."""
+    limit = FP8_MAX if centre.dtype == FP8 else 0.0
+    return dict(BALL=VOLUMES[volume] == "ball", MEAN=VOLUMES[volume] == "mean-box", LIMIT=limit)
+
+
+def launch(k, far, digests, lengths, block_size, volume) -> None:
+    (pool,), (centre, spread) = far, digests
     batch, heads, rows, _, d = pool.shape
-    most = cdiv(k.shape[2] + interval, block_size)  # blocks that can leave in one call
+    most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
-        k, pool, centre, spread, start, length, leaving, retired, *k.stride()[:3], heads, k.shape[2], rows,
-        centre.shape[2], BOX=spread.shape[-1] > 1, LIMIT=FP8_MAX if centre.dtype == FP8 else 0.0, P=block_size,
-        D=d, DP=next_power_of_2(d), num_warps=2, **chained(centre.device, batch * heads * most),
+        k, pool, centre, spread, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, centre.shape[2],
+        **volume_of(volume, centre), P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
+        **chained(centre.device, batch * heads * most),
     )  # fmt: skip
 
 
-def fake(k: Tensor, *_) -> None: ...
-
-
-block_bounds = register("block_bounds", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+block_bounds = register("block_bounds", reference, impls=(by_triton(launch),), check=check)

@@ -1,9 +1,9 @@
 """Group the keys of a prompt by k-means, and say in which order the pool should hold its tokens.
 
-The new tokens that do not stay in the ring, `[max(start, sink), retired)`, are taken a stretch at a time (so the cost
-grows linearly), each with one cluster per `size` tokens, at least one. Every cluster becomes a unit
-(ops/index/_segments.py): its tokens stand side by side in the pool, in order of position. Returns that order as columns
-of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
+The new tokens that do not stay in the ring, `[max(start, sink), ring_begin)`, are taken a stretch at a time (so the
+cost grows linearly), each with one cluster per `size` tokens, at least one. Every cluster becomes a unit
+(ops/store/views.py): its tokens stand side by side in the pool, in order of position. Returns that order as columns of
+`k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
 `join` (ops/_side.py).
 
 K-means is Lloyd's, deterministic. It begins at keys that `seed` draws, in up to 16 draws of as many: first one from
@@ -18,32 +18,31 @@ Inertia is within 2 % of that of k-means++ with as many rounds, on keys with top
 are like no other and keys of no structure (tests/test_kmeans.py). A start by position alone ends 4 % lower where they
 drift, and 20 % higher where many are like no other.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops.index import _kmeans
-from torchsparsekv.ops.index._kmeans_kernels import launch
-
-SCHEMA = (
-    "(Tensor k, Tensor(a!) units, Tensor(b!) first, Tensor(c!) centroid, Tensor start, Tensor length, Tensor retired, "
-    "int sink, int size, int stretch, int rounds, int seed, bool join) -> Tensor"
-)
+from torchsparsekv.ops.index._kmeans_kernels import launch as launch_kmeans
+from torchsparsekv.ops.store.views import Lengths, NewKeys, Units
 
 
-def check(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> None:
-    _check.dense_last(k=k)
-    _check.dtype(_check.FLOATS, k=k)
-    _check.same_dtype(k=k, centroid=centroid)
-    _check.dtype((torch.int32,), units=units, first=first)
-    _check.contiguous(units=units, first=first, centroid=centroid)
-    lead, most = k.shape[:2], centroid.shape[2]
-    _check.shape((*lead, most, k.shape[3]), centroid=centroid)
-    _check.shape((*lead, most + 1), first=first)
-    _check.shape(lead, units=units)
-    _check.counters(k.shape[0], start=start, length=length, retired=retired)
+class Kmeans(NamedTuple):
+    """Keys per cluster, keys that are clustered together, rounds, and the seed of the first centroids."""
+
+    size: int
+    stretch: int
+    rounds: int
+    seed: int
+
+
+def check(k, units, lengths, kmeans, join) -> None:
+    size, stretch, rounds, seed = kmeans
     if size < 1 or rounds < 1 or stretch & (stretch - 1) or not size <= stretch <= _kmeans.WIDEST or stretch % size:
         raise ValueError(
             f"need size, rounds >= 1 and stretch a power of two, a multiple of size, up to {_kmeans.WIDEST}; got size "
@@ -53,12 +52,15 @@ def check(k, units, first, centroid, start, length, retired, sink, size, stretch
         raise ValueError(f"seed must be from 0 to {_kmeans.SEEDS - 1}, got {seed}")
 
 
-def reference(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
+def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmeans, join: bool) -> Tensor:
     batch, heads, tokens, _ = k.shape
+    first, centroid, unit_count = units
+    size, stretch, rounds, seed = kmeans
     draws = min(_kmeans.DRAWS, stretch // size)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
-    for b, (n0, n, end) in enumerate(torch.stack([start, length, retired], 1).tolist()):
-        for begin in range(max(n0, sink), end if n > 0 else 0, stretch):
+    times = lengths.start, lengths.length, lengths.ring_begin
+    for b, (n0, n, end) in enumerate(torch.stack(times, 1).tolist()):
+        for begin in range(max(n0, lengths.sink), end if n > 0 else 0, stretch):
             stop = min(begin + stretch, end)
             column = tokens - n + begin
             x = k[b, :, column : column + stop - begin]
@@ -67,22 +69,21 @@ def reference(k, units, first, centroid, start, length, retired, sink, size, str
             ends = begin + (name[..., None] == torch.arange(count, device=k.device)).sum(1).cumsum(-1)
             order[b, :, column : column + stop - begin] = column + name.argsort(dim=-1, stable=True)
             for h in range(heads):
-                u = int(units[b, h])
+                u = int(unit_count[b, h])
                 centroid[b, h, u : u + count], first[b, h, u + 1 : u + 1 + count] = centres[h], ends[h]
-            units[b] += count
+            unit_count[b] += count
     return order
 
 
-def cuda(k, units, first, centroid, start, length, retired, sink, size, stretch, rounds, seed, join) -> Tensor:
-    with beside(join, k, units, first, centroid, start, length, retired):
-        args = (k, units, first, centroid, start, length, retired)
-        return launch(*args, sink, size, stretch, rounds, seed)
+def launch(k, units, lengths, kmeans, join) -> Tensor:
+    with beside(join, k, *units, *lengths[:4]):
+        return launch_kmeans(k, units, lengths, *kmeans)
 
 
-def fake(k: Tensor, *_) -> Tensor:
+def fake(k, *_) -> Tensor:
     return k.new_empty(k.shape[:3], dtype=torch.int32)
 
 
 cluster_keys = register(
-    "cluster_keys", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check, capturable=False
+    "cluster_keys", reference, impls=(by_triton(launch),), fake=fake, check=check, capturable=False
 )

@@ -11,39 +11,30 @@ radius of the normalised part is |x|). One pass: a key is read once and 112 byte
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
 from torchsparsekv.ops._code import WORDS, magnitude, words
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._srht import SEEDS, flipped, hadamard_odd, turned
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index._leaving import leaving_keys
+from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.store.views import Codes, Far, Lengths, NewKeys
 
-SCHEMA = (
-    "(Tensor k, Tensor pool, Tensor(a!) ids, Tensor(b!) codes, Tensor(c!) weights, Tensor(d!) counts, Tensor start, "
-    "Tensor length, Tensor leaving, Tensor retired, int interval, int m, int seed) -> ()"
-)
 TILE = 32  # keys a program encodes: one tensor-core tile, and little waste when an update is short
 COLUMNS = 64  # of the rotation at a time
 LARGEST = 65504.0  # fp16
 
 
-def check(k, pool, ids, codes, weights, counts, start, length, leaving, retired, interval, m, seed) -> None:
-    _check.rows(pool)
-    _check.dense_last(k=k)
-    _check.same_dtype(k=k, pool=pool)
+def check(k, far, codes, lengths, m, seed) -> None:
     if m not in WORDS or not 0 <= seed < SEEDS:
         known = ", ".join(map(str, sorted(WORDS)))
         raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
-    size = next_power_of_2(pool.shape[-1])
-    _check.dtype((torch.uint8,), ids=ids, codes=codes)
-    _check.dtype((torch.float16,), weights=weights)
-    _check.dtype((torch.int32,), counts=counts)
-    _check.contiguous(ids=ids, codes=codes, weights=weights, counts=counts)
-    _check.shape((*pool.shape[:3], size // m), ids=ids, weights=weights)
-    _check.shape((*pool.shape[:3], size // 2), codes=codes)
-    _check.shape((*pool.shape[:2], size // m, 1 << m), counts=counts)
-    _check.counters(pool.shape[0], start=start, length=length, leaving=leaving, retired=retired)
+    size = next_power_of_2(k.shape[-1])
+    got = codes.ids.shape[3], codes.codes.shape[3], codes.counts.shape[3]
+    if got != (size // m, size // 2, 1 << m):
+        want = f"{size // m}, {size // 2} and {1 << m}"
+        raise ValueError(f"{size} dimensions in parts of {m} need ids, codes and counts {want} wide, got {got}")
 
 
 def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,35 +55,30 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, codes, weights.half()
 
 
-def reference(k, pool, ids, codes, weights, counts, start, length, leaving, retired, interval, m, seed) -> None:
-    for b, old, new, keys in leaving_keys(k, pool, start, length, leaving, retired):
-        ids[b, :, old:new], codes[b, :, old:new], weights[b, :, old:new] = encode(keys, m, seed)
-        new_ids = ids[b, :, old:new].transpose(1, 2).long()
-        counts[b].scatter_add_(2, new_ids, torch.ones_like(new_ids, dtype=torch.int32))
+def reference(k: NewKeys, far: Far, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
+    for b, old, new, keys in leaving_keys(k, far, lengths):
+        ids, packed, weights, counts = (t[b] for t in codes)
+        ids[:, old:new], packed[:, old:new], weights[:, old:new] = encode(keys, m, seed)
+        names = ids[:, old:new].transpose(1, 2).long()
+        counts.scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
 
 
 @triton.jit
 def _encode(
-    k, pool, ids, codes, weights, counts, start, length, leaving, retired, k_b, k_h, k_s, heads, tokens, rows, seed,
-    scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    k, pool, ids, codes, weights, counts, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
+    rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(retired + b)
-    first = tl.load(leaving + b) + tl.program_id(1) * TILE
+    n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
+    first = tl.load(previous_ring_begin + b) + tl.program_id(1) * TILE
     if (n > 0) & (first < new):
         pos = first + tl.arange(0, TILE)
         d = tl.arange(0, DP)
         live = (pos < new)[:, None]
-        channel = (d < D)[None, :]
-        fresh = (pos >= n0)[:, None]
-        col = (tokens - n + pos).to(tl.int64)
-        x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=fresh & live & channel, other=0.0)
-        old = pool + (bh * rows + pos[:, None]) * 2 * D + d[None, :]
-        x = tl.where(fresh, x, tl.load(old, mask=~fresh & live & channel, other=0.0))
+        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)
         x = tl.where(flipped(d, seed)[None, :], -x, x)
         j = tl.arange(0, M)[None, None, :]
         spaces: tl.constexpr = COLUMNS // M
@@ -119,19 +105,17 @@ def _encode(
             tl.atomic_add(tally, tl.full((TILE, spaces), 1, tl.int32), mask=live)
 
 
-def cuda(k, pool, ids, codes, weights, counts, start, length, leaving, retired, interval, m, seed) -> None:
+def launch(k, far, codes, lengths, m, seed) -> None:
+    (pool,) = far
     batch, heads, rows, _, d = pool.shape
     size = next_power_of_2(d)
-    most = min(k.shape[2] + interval, rows)  # keys that can leave in one call
+    most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
     squares = [t * t for t in quantiser(m)[0]]
     _encode[(batch * heads, cdiv(most, TILE))](
-        k, pool, ids, words(codes, m), weights, counts, start, length, leaving, retired, *k.stride()[:3], heads,
+        k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size), **chained(ids.device, batch * heads * cdiv(most, TILE)),
+        COLUMNS=min(COLUMNS, size), **chained(k.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 
 
-def fake(k: Tensor, *_) -> None: ...
-
-
-encode_keys = register("encode_keys", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+encode_keys = register("encode_keys", reference, impls=(by_triton(launch),), check=check)

@@ -2,43 +2,30 @@
 
 It retrieves at a boundary: where the cosine between each query head and the same head of the step before, averaged over
 all heads of the row (or with `per_head` over those of the kv head), is below `tau`; at the first step after a prompt;
-and where the ring could not hold the token of the next step. `wanted` is what the predicated stages of this step read.
+and where the ring could not hold the token of the next step. `retrieve_now` is what the predicated stages of this step
+read.
 
 A boundary also cuts the generated tokens: the newest one begins a segment, unless the current one is shorter than
 `shortest`; a segment of `longest` tokens ends in any case. Segments leave the ring for the index only when something is
-retrieved, all that lie whole before `retired`: until then they stay in sight, so nothing is ever out of reach of both
-attention and the last choice. On all other steps a program reads two queries and returns.
+retrieved, all that lie whole before where the rings begin: until then they stay in sight, so nothing is ever out of
+reach of both attention and the last choice. On all other steps a program reads two queries and returns.
 """
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index._segments import check_bounds, check_units, close, close_segments
-
-SCHEMA = (
-    "(Tensor q, Tensor ring, Tensor(a!) previous, Tensor(b!) seen, Tensor(c!) cuts, Tensor(d!) begun, "
-    "Tensor(e!) frontier, Tensor(f!) units, Tensor(g!) first, Tensor(h!) centroid, Tensor(i!) wanted, "
-    "Tensor(j!) retrievals, Tensor(k!) stats, Tensor length, Tensor retired, int sink, float tau, bool per_head, "
-    "int shortest, int longest) -> ()"
-)
+from torchsparsekv.ops.index._segments import check_bounds, close, close_segments
+from torchsparsekv.ops.store.rows import NEAR, add_count, count, row_at, turn_of
+from torchsparsekv.ops.store.views import Boundaries, Lengths, Near, Query, Segments, Stats, Trigger, Units
 
 
-def check(
-    q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length, retired,
-    sink, tau, per_head, shortest, longest,
-) -> None:  # fmt: skip
-    check_units(ring, cuts, begun, frontier, units, first, centroid, sink)
-    check_bounds(shortest, longest)
-    _check.one_query(q, ring)
-    _check.same_dtype(q=q, ring=ring, previous=previous)
-    _check.dtype((torch.int32,), seen=seen, wanted=wanted, retrievals=retrievals)
-    _check.contiguous(previous=previous, seen=seen, wanted=wanted, retrievals=retrievals)
-    _check.shape((q.shape[0], 2, q.shape[1], q.shape[3]), previous=previous)
-    _check.shape(ring.shape[:2], seen=seen, wanted=wanted, retrievals=retrievals)
-    _check.stats(stats, ring)
-    _check.counters(q.shape[0], length=length, retired=retired)
+def check(q, near, units, segments, trigger, stats, lengths, rule) -> None:
+    _check.heads(q, near.ring)
+    check_bounds(rule.shortest, rule.longest)
 
 
 def cosines(x: Tensor, y: Tensor) -> Tensor:
@@ -49,34 +36,37 @@ def cosines(x: Tensor, y: Tensor) -> Tensor:
 
 
 def reference(
-    q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length, retired,
-    sink, tau, per_head, shortest, longest,
+    q: Query, near: Near, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
+    stats: Changed[Stats], lengths: Lengths, rule: Boundaries,
 ) -> None:  # fmt: skip
-    heads, turn = ring.shape[1], cuts.shape[2]
-    for b, (n, end) in enumerate(zip(length.tolist(), retired.tolist())):
+    heads, span, previous = near.ring.shape[1], segments.cuts.shape[2], trigger.previous
+    for b, (n, end) in enumerate(zip(lengths.length.tolist(), lengths.ring_begin.tolist())):
         if n <= 0:
-            wanted[b] = 0
+            trigger.retrieve_now[b] = 0
             continue
         # Two places, used in turn: what one head writes here, the programs of other heads may still be reading there.
         alike = cosines(q[b, :, 0], previous[b, (n - 1) % 2])
-        alike = alike.view(heads, -1).mean(1) if per_head else alike.mean().expand(heads)
+        alike = alike.view(heads, -1).mean(1) if rule.per_head else alike.mean().expand(heads)
         previous[b, n % 2] = q[b, :, 0]
         for h in range(heads):
-            full = n + 1 - int(frontier[b, h]) > turn
-            found = int(seen[b, h]) != n - 1 or bool(alike[h] < tau) or full
-            size = n - 1 - int(begun[b, h])
-            cut = (found and size >= shortest) or size >= longest
-            if n - 1 >= sink:
-                cuts[b, h, (n - 1 - sink) % turn] = cut
-            if cut:
-                begun[b, h] = n - 1
+            full = n + 1 - int(segments.frontier[b, h]) > span
+            found = int(trigger.seen[b, h]) != n - 1 or bool(alike[h] < rule.tau) or full
+            _cut(segments, (b, h), n, lengths.sink, found, rule)
             if found:
-                old, count = int(frontier[b, h]), int(units[b, h])
-                args = (ring[b, h], cuts[b, h], first[b, h], centroid[b, h], old, end, count, sink, False)
-                frontier[b, h], units[b, h] = close_segments(*args)
-            seen[b, h], wanted[b, h] = n, found
-            retrievals[b, h] += found
-            stats[b, h, 2] += end - frontier[b, h]  # append counted what the clock leaves in the ring
+                segments.frontier[b, h] = close_segments(near, units, segments, (b, h), end, lengths.sink, False)
+            trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
+            trigger.retrievals[b, h] += found
+            count(stats.counts[b, h], near=end - int(segments.frontier[b, h]))  # append counted from where rings begin
+
+
+def _cut(segments: Segments, at: tuple[int, int], n: int, sink: int, found: bool, rule: Boundaries) -> None:
+    """Whether the newest token begins a segment."""
+    size = n - 1 - int(segments.segment_begin[at])
+    cut = (found and size >= rule.shortest) or size >= rule.longest
+    if n - 1 >= sink:
+        segments.cuts[at][(n - 1 - sink) % segments.cuts.shape[2]] = cut
+    if cut:
+        segments.segment_begin[at] = n - 1
 
 
 @triton.jit
@@ -89,6 +79,10 @@ def _likeness(q, previous, n, h, q_h, PER_HEAD: tl.constexpr, G: tl.constexpr, Q
     new = tl.load(q + i[:, None] * q_h + d[None, :], mask=m, other=0.0)
     at = i[:, None] * D + d[None, :]
     old = tl.load(previous + (n + 1) % 2 * Q * D + at, mask=m, other=0.0).to(tl.float32)
+    # The programs of a row's heads write rows of their own here, each those of its group, into the half that no program
+    # of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums below, at shapes with few query
+    # heads, is none of this: it watches shared memory alone. There are fewer query heads than the warps cover, so
+    # several warps hold the same rows and leave the same partial sum at the same place of Triton's reduction.
     tl.store(previous + n % 2 * Q * D + at, new, mask=m & mine[:, None])
     new = new.to(tl.float32)
     size = tl.sqrt(tl.sum(new * new, 1) * tl.sum(old * old, 1))
@@ -100,58 +94,51 @@ def _likeness(q, previous, n, h, q_h, PER_HEAD: tl.constexpr, G: tl.constexpr, Q
 
 @triton.jit
 def _boundary(
-    q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length, retired,
-    q_b, q_h, heads, turn, most, sink, tau, shortest, longest, PER_HEAD: tl.constexpr, G: tl.constexpr,
-    Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PDL: tl.constexpr,
+    q, ring, first, centroid, unit_count, cuts, segment_begin, frontier, previous, seen, retrieve_now, retrievals,
+    counts, length, ring_begin, q_b, q_h, heads, span, most, sink, tau, shortest, longest, PER_HEAD: tl.constexpr,
+    G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    n, end = tl.load(length + b), tl.load(retired + b)
+    n, end = tl.load(length + b), tl.load(ring_begin + b)
     found = tl.full((), False, tl.int1)
     if n > 0:
         alike = _likeness(q + b * q_b, previous + b * 2 * Q * D, n, h, q_h, PER_HEAD, G, Q, QP, D, DP)
-        old, start = tl.load(frontier + bh), tl.load(begun + bh)
-        found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > turn)
+        old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
+        found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
         size = n - 1 - start
         cut = (found & (size >= shortest)) | (size >= longest)
-        cuts += bh * turn
-        tl.store(cuts + tl.maximum(n - 1 - sink, 0) % turn, cut.to(tl.int32), mask=n - 1 >= sink)
-        tl.store(begun + bh, tl.where(cut, n - 1, start))
+        cuts += bh * span
+        tl.store(cuts + turn_of(n - 1, sink, span), cut.to(tl.int32), mask=n - 1 >= sink)
+        tl.store(segment_begin + bh, tl.where(cut, n - 1, start))
         tl.store(seen + bh, n)
         tl.debug_barrier()
         if found:
-            rows, of = ring + bh * (turn + sink) * 2 * D, first + bh * (most + 1)
             old, unit = close(
-                rows, cuts, of, centroid + bh * most * D, old, end, tl.load(units + bh), sink, turn, False, P, LONGEST,
-                D, DP,
+                row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (most + 1), centroid + bh * most * D, old, end,
+                tl.load(unit_count + bh), sink, span, False, P, LONGEST, D, DP,
             )  # fmt: skip
-            tl.store(units + bh, unit)
+            tl.store(unit_count + bh, unit)
             tl.store(frontier + bh, old)
             tl.store(retrievals + bh, tl.load(retrievals + bh) + 1)
-        near = stats + bh * 5 + 2
-        tl.store(near, tl.load(near) + (end - old))
-    tl.store(wanted + bh, found.to(tl.int32))
+        add_count(counts, bh, NEAR, end - old)
+    tl.store(retrieve_now + bh, found.to(tl.int32))
 
 
-def cuda(
-    q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length, retired,
-    sink, tau, per_head, shortest, longest,
-) -> None:  # fmt: skip
+def launch(q, near, units, segments, trigger, stats, lengths, rule) -> None:
+    (ring,) = near
     batch, heads, _, _, d = ring.shape
-    q_heads, turn = q.shape[1], cuts.shape[2]
+    q_heads, span = q.shape[1], segments.cuts.shape[2]
     wide_q, wide_d = next_power_of_2(q_heads), next_power_of_2(d)
     _boundary[(batch * heads,)](
-        q, ring, previous, seen, cuts, begun, frontier, units, first, centroid, wanted, retrievals, stats, length,
-        retired, q.stride(0), q.stride(1), heads, turn, centroid.shape[2], sink, tau, shortest, longest,
-        PER_HEAD=per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(turn),
-        LONGEST=next_power_of_2(longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
+        q, ring, *units, *segments, *trigger, stats.counts, lengths.length, lengths.ring_begin, q.stride(0),
+        q.stride(1), heads, span, units.centroid.shape[2], lengths.sink, rule.tau, rule.shortest, rule.longest,
+        PER_HEAD=rule.per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(span),
+        LONGEST=next_power_of_2(rule.longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
         **chained(q.device, batch * heads),
     )  # fmt: skip
 
 
-def fake(q: Tensor, *_) -> None: ...
-
-
-find_boundary = register("find_boundary", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+find_boundary = register("find_boundary", reference, impls=(by_triton(launch),), check=check)

@@ -1,79 +1,73 @@
-"""Before a prompt is stored: close the segments that were in the ring, and begin new ones behind what retires.
+"""Before a prompt is stored: close the segments that were in the ring, and begin new ones behind what leaves it.
 
-The tokens from `frontier` on that are older than the prompt and retire with it become units as they were cut, the last
-one ending where the prompt or the ring begins. What stays in the ring is cut every `longest` tokens from `retired` on,
-whether it is of this prompt or older. Afterwards `frontier` is `retired`: if tokens of the prompt itself retire,
-ops/index/cluster_keys.py makes units of them next.
+The tokens from the frontier on that are older than the prompt and leave the ring with it become units as they were cut,
+the last one ending where the prompt or the ring begins. What stays in the ring is cut every `longest` tokens from where
+it begins, whether it is of this prompt or older. Afterwards the frontier is there too: if tokens of the prompt itself
+leave the ring, ops/index/cluster_keys.py makes units of them next.
 """
 import torch
-from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import next_power_of_2, tl, triton
-from torchsparsekv.ops.index._segments import check_bounds, check_units, close, close_segments
-
-SCHEMA = (
-    "(Tensor ring, Tensor(a!) cuts, Tensor(b!) begun, Tensor(c!) frontier, Tensor(d!) units, Tensor(e!) first, "
-    "Tensor(f!) centroid, Tensor start, Tensor length, Tensor retired, int sink, int longest) -> ()"
-)
+from torchsparsekv.ops.index._segments import check_bounds, close, close_segments
+from torchsparsekv.ops.store.rows import row_at
+from torchsparsekv.ops.store.views import Lengths, Near, Segments, Units
 
 
-def check(ring, cuts, begun, frontier, units, first, centroid, start, length, retired, sink, longest) -> None:
-    check_units(ring, cuts, begun, frontier, units, first, centroid, sink)
+def check(near, units, segments, lengths, longest) -> None:
     check_bounds(1, longest)
-    _check.counters(ring.shape[0], start=start, length=length, retired=retired)
 
 
-def reference(ring, cuts, begun, frontier, units, first, centroid, start, length, retired, sink, longest) -> None:
-    turn = cuts.shape[2]
-    for b, (n0, n, end) in enumerate(torch.stack([start, length, retired], 1).tolist()):
+def reference(
+    near: Near, units: Changed[Units], segments: Changed[Segments], lengths: Lengths, longest: int
+) -> None:
+    span, sink = segments.cuts.shape[2], lengths.sink
+    times = torch.stack([lengths.start, lengths.length, lengths.ring_begin], 1).tolist()
+    for b, (n0, n, end) in enumerate(times):
         if n <= 0:
             continue
-        for h in range(ring.shape[1]):
-            old, count = int(frontier[b, h]), int(units[b, h])
-            args = (ring[b, h], cuts[b, h], first[b, h], centroid[b, h], old, min(n0, end), count, sink, True)
-            units[b, h] = close_segments(*args)[1]
-        at = torch.arange(turn, device=cuts.device)
-        cuts[b] = (at + sink - end) % turn % longest == 0
-        begun[b] = end + max(n - 1 - end, 0) // longest * longest
-        frontier[b] = end
+        for h in range(near.ring.shape[1]):
+            close_segments(near, units, segments, (b, h), min(n0, end), sink, True)
+        at = torch.arange(span, device=near.ring.device)
+        segments.cuts[b] = (at + sink - end) % span % longest == 0
+        segments.segment_begin[b] = end + max(n - 1 - end, 0) // longest * longest
+        segments.frontier[b] = end
 
 
 @triton.jit
 def _settle(
-    ring, cuts, begun, frontier, units, first, centroid, start, length, retired, heads, turn, most, sink, longest,
-    P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ring, first, centroid, unit_count, cuts, segment_begin, frontier, start, length, ring_begin, heads, span, most,
+    sink, longest, P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
-    n0, n, end = tl.load(start + b), tl.load(length + b), tl.load(retired + b)
+    n0, n, end = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
     if n > 0:
-        cuts += bh * turn
-        rows, of = ring + bh * (turn + sink) * 2 * D, first + bh * (most + 1)
+        cuts += bh * span
         _, unit = close(
-            rows, cuts, of, centroid + bh * most * D, tl.load(frontier + bh), tl.minimum(n0, end), tl.load(units + bh),
-            sink, turn, True, P, LONGEST, D, DP,
+            row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (most + 1), centroid + bh * most * D,
+            tl.load(frontier + bh), tl.minimum(n0, end), tl.load(unit_count + bh), sink, span, True, P, LONGEST, D, DP,
         )  # fmt: skip
-        tl.store(units + bh, unit)
+        tl.store(unit_count + bh, unit)
         tl.debug_barrier()
         at = tl.arange(0, P)
-        mark = ((at + sink - end) % turn + turn) % turn % longest == 0
-        tl.store(cuts + at, mark.to(tl.int32), mask=at < turn)
-        tl.store(begun + bh, end + tl.maximum(n - 1 - end, 0) // longest * longest)
+        mark = ((at + sink - end) % span + span) % span % longest == 0
+        tl.store(cuts + at, mark.to(tl.int32), mask=at < span)
+        tl.store(segment_begin + bh, end + tl.maximum(n - 1 - end, 0) // longest * longest)
         tl.store(frontier + bh, end)
 
 
-def cuda(ring, cuts, begun, frontier, units, first, centroid, start, length, retired, sink, longest) -> None:
+def launch(near, units, segments, lengths, longest) -> None:
+    (ring,) = near
     batch, heads, _, _, d = ring.shape
-    turn = cuts.shape[2]
+    span = segments.cuts.shape[2]
     _settle[(batch * heads,)](
-        ring, cuts, begun, frontier, units, first, centroid, start, length, retired, heads, turn, centroid.shape[2],
-        sink, longest, P=next_power_of_2(turn), LONGEST=next_power_of_2(longest), D=d, DP=next_power_of_2(d),
+        ring, *units, *segments, lengths.start, lengths.length, lengths.ring_begin, heads, span,
+        units.centroid.shape[2], lengths.sink, longest, P=next_power_of_2(span), LONGEST=next_power_of_2(longest), D=d,
+        DP=next_power_of_2(d),
     )  # fmt: skip
 
 
-def fake(ring: Tensor, *_) -> None: ...
-
-
-settle_segments = register("settle_segments", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+settle_segments = register("settle_segments", reference, impls=(by_triton(launch),), check=check)

@@ -4,17 +4,23 @@ For a box (spread per channel) |q| is taken per channel, for a ball (one spread)
 both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
 (the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/_top.py).
 """
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._fp8 import FP8, FP8_MAX
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import FLOATS, Of
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
-from torchsparsekv.ops.index.block_bounds import UNBOUNDED
+from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
+from torchsparsekv.ops.store.views import Digests, Lengths
 
-SCHEMA = "(Tensor q, Tensor centre, Tensor spread, Tensor retired, int sink, int block_size) -> (Tensor, Tensor)"
+AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
 # What csrc/bound_scores.cu is for; other shapes are left to Triton.
 NATIVE_DIMS = (64, 128, 256)
@@ -24,19 +30,9 @@ NATIVE_WARPS = 8  # per program, each with 16 blocks (a GROUP) at a time
 RESIDENT = 2  # programs per multiprocessor: with more of them they could not be launched early
 
 
-def check(q, centre, spread, retired, sink, block_size) -> None:
-    _check.one_query(q, centre)
-    _check.dtype(_check.FLOATS, q=q)
-    _check.contiguous(centre=centre, spread=spread)
-    _check.dtype((*_check.FLOATS, FP8), centre=centre)
-    _check.counters(q.shape[0], retired=retired)
-    if spread.shape[-1] not in (1, centre.shape[-1]) or spread.shape[:3] != centre.shape[:3]:
-        raise ValueError(f"spread {tuple(spread.shape)} does not fit centres {tuple(centre.shape)}")
-
-
-def _groups(q: Tensor, kv: Tensor) -> Tensor:
-    """The one query token as [batch, kv_heads, group, head_dim]."""
-    return q[:, :, 0].unflatten(1, (kv.shape[1], -1))
+def check(q, digests, lengths, block_size) -> None:
+    _check.heads(q, digests.centre)
+    check_spread(digests)
 
 
 def widths(spread: Tensor) -> Tensor:
@@ -45,20 +41,21 @@ def widths(spread: Tensor) -> Tensor:
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
-def reference(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
-    x = _groups(q, centre).float()
+def reference(q: AnyQuery, digests: Digests, lengths: Lengths, block_size: int) -> tuple[Tensor, Tensor]:
+    centre, spread = digests
+    x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
     scores = x @ centre.float().transpose(-1, -2)
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
     scores = (scores + size @ widths(spread).transpose(-1, -2)).amax(2)
     block = torch.arange(centre.shape[2], device=q.device)
-    live = (block >= sink // block_size) & (block < retired[:, None] // block_size)
+    live = (block >= lengths.sink // block_size) & (block < lengths.ring_begin[:, None] // block_size)
     scores = scores.masked_fill(~live[:, None], -torch.inf)
     return scores, peaks_of(scores)
 
 
 @triton.jit
 def _scores(
-    q, centre, spread, out, peaks, retired, q_b, q_h, heads, blocks, groups, first,
+    q, centre, spread, out, peaks, ring_begin, q_b, q_h, heads, blocks, groups, first,
     BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -67,7 +64,7 @@ def _scores(
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    end = tl.load(retired + b) // P
+    end = tl.load(ring_begin + b) // P
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
@@ -99,49 +96,39 @@ def _dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
-def _native(q: Tensor, centre: Tensor, spread: Tensor) -> _cuda.Module | None:
-    """The kernels of csrc/bound_scores.cu, where these arguments are what it is for."""
+def _fits(q, digests, lengths, block_size) -> _cuda.Module | str:
+    centre, spread = digests
     d, group, box = centre.shape[-1], q.shape[1] // centre.shape[1], spread.shape[-1] > 1
-    halves = q.dtype in (torch.float16, torch.bfloat16)
-    typed = halves and centre.dtype == FP8 and spread.dtype == (FP8 if box else torch.float32)
-    fits = d in NATIVE_DIMS and group <= min(NATIVE_GROUP, NATIVE_QUERIES // d)
-    aligned = _cuda.aligned(q, centre, spread) and not any(x % 8 for x in q.stride()[:2])
-    if not (typed and fits and aligned):
-        return None
+    if q.dtype not in (torch.float16, torch.bfloat16) or centre.dtype != FP8:
+        return f"queries in {q.dtype} against centres in {centre.dtype}, not halves against fp8"
+    if d not in NATIVE_DIMS or group > min(NATIVE_GROUP, NATIVE_QUERIES // d):
+        return f"head_dim {d} with {group} query heads a kv head"
+    if not _cuda.aligned(q, centre, spread) or any(x % 8 for x in q.stride()[:2]):
+        return "tensors are not aligned to 16 bytes"
     shape = dict(D=d, G=group, BOX=int(box), BF16=int(q.dtype == torch.bfloat16), WARPS=NATIVE_WARPS, GROUP=GROUP)
     return _cuda.load("bound_scores", q.device, **shape)
 
 
-def _results(centre: Tensor) -> tuple[Tensor, Tensor]:
-    *lead, blocks, _ = centre.shape
-    return tuple(centre.new_empty((*lead, n), dtype=torch.float32) for n in (blocks, cdiv(blocks, GROUP)))
-
-
-def cuda(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
-    args = q, centre, spread, retired, sink, block_size
-    kernels = _native(q, centre, spread)
-    return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
-
-
-def _by_cuda(kernels, q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, q, digests, lengths, block_size) -> tuple[Tensor, Tensor]:
     """csrc/bound_scores.cu"""
-    batch, heads, blocks, _ = centre.shape
-    out, peaks = _results(centre)
+    batch, heads, blocks, _ = digests.centre.shape
+    out, peaks = fake(q, digests)
     parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
-        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, out, peaks, retired, q.stride(0),
-        q.stride(1), heads, blocks, sink // block_size, block_size,
+        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *digests, out, peaks, lengths.ring_begin,
+        q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
     )  # fmt: skip
     return out, peaks
 
 
-def _by_triton(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Tensor]:
+def _launch_triton(q, digests, lengths, block_size) -> tuple[Tensor, Tensor]:
+    centre, spread = digests
     batch, heads, blocks, d = centre.shape
-    out, peaks = _results(centre)
+    out, peaks = fake(q, digests)
     group = q.shape[1] // heads
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, out, peaks, retired, q.stride(0), q.stride(1), heads, blocks, peaks.shape[2],
-        sink // block_size, BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        q, centre, spread, out, peaks, lengths.ring_begin, q.stride(0), q.stride(1), heads, blocks, peaks.shape[2],
+        lengths.sink // block_size, BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
         LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
         num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
@@ -149,8 +136,12 @@ def _by_triton(q, centre, spread, retired, sink, block_size) -> tuple[Tensor, Te
     return out, peaks
 
 
-def fake(q: Tensor, centre: Tensor, *_) -> tuple[Tensor, Tensor]:
-    return _results(centre)
+def fake(q, digests, *_) -> tuple[Tensor, Tensor]:
+    *lead, blocks, _ = digests.centre.shape
+    new = digests.centre.new_empty
+    return new((*lead, blocks), dtype=torch.float32), new((*lead, cdiv(blocks, GROUP)), dtype=torch.float32)
 
 
-bound_scores = register("bound_scores", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+bound_scores = register(
+    "bound_scores", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

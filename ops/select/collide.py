@@ -1,27 +1,30 @@
 """The keys whose subspaces collide most with the query: a fixed share of them, found without sorting (ParisKV, eq. 15).
 
-The score of a key is the sum of what its centroids earn (`earned`, of earn_points), or the largest such sum of the
-query heads where these choose apart.
+The score of a key is the sum of the votes of its centroids (ops/select/centroid_votes.py), or the largest such sum of
+the query heads where these choose apart.
 
 The best ceil(beta * n) keys are returned in ascending order, ties to the lower index, -1 behind them: at least `least`
 (or all, if they are fewer), and all n of them where n <= `dense`. `ratios` says beta and rho for a row of n keys, in
 millionths: (below, beta, rho) three times, for n < below, then (beta, rho) for the rest.
 """
 import functools
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops import _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
-from torchsparsekv.ops.select import earn_points as _points
-from torchsparsekv.ops.select.earn_points import ONE, PACKED, by_length, by_length_of, pair
+from torchsparsekv.ops.select import centroid_votes as _votes
+from torchsparsekv.ops.select.centroid_votes import ONE, by_length, by_length_of, pair
+from torchsparsekv.ops.store.views import Codes, Lengths
 
-SCHEMA = (
-    "(Tensor earned, Tensor ids, Tensor retired, int sink, int[] ratios, int least, int dense, int capacity) -> Tensor"
-)
-MOST_SPACES = 254 // len(_points.PERCENT)  # scores are one byte, and one value is kept for keys that do not count
+Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
+MOST_SPACES = 254 // len(_votes.PERCENT)  # scores are one byte, and one value is kept for keys that do not count
 CHUNK = 2048  # keys at a time: 32 KiB of ids
 TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor, each with a span of keys: what starts and ends one is paid once a span
@@ -34,17 +37,13 @@ NATIVE_FIXED = 4096  # as many keys as could be scored while a program starts an
 ALONE = 60_000
 
 
-def check(earned, ids, retired, sink, ratios, least, dense, capacity) -> None:
-    _check.dtype((torch.uint8,), earned=earned, ids=ids)
-    _check.contiguous(earned=earned, ids=ids)
-    _check.counters(ids.shape[0], retired=retired)
-    if earned.dim() != 6 or (*earned.shape[:2], *earned.shape[4:]) != (*ids.shape[:2], ids.shape[3], PACKED):
-        raise ValueError(f"earned {tuple(earned.shape)} does not fit ids {tuple(ids.shape)}")
-    _points.check_ratios(ratios)
-    if capacity < candidate_capacity(ids.shape[2], ratios, least, dense):
-        raise ValueError(f"{capacity} candidates do not hold what {ids.shape[2]} rows can give")
-    if ids.shape[3] > MOST_SPACES:
-        raise ValueError(f"{ids.shape[3]} subspaces are too many for scores of one byte")
+def check(votes, codes, lengths, ratios, least, dense, capacity) -> None:
+    rows, spaces = codes.ids.shape[2:]
+    _votes.check_ratios(ratios)
+    if capacity < candidate_capacity(rows, ratios, least, dense):
+        raise ValueError(f"{capacity} candidates do not hold what {rows} rows can give")
+    if spaces > MOST_SPACES:
+        raise ValueError(f"{spaces} subspaces are too many for scores of one byte")
 
 
 def candidates_of(n: int, ratios: list[int], least: int, dense: int) -> int:
@@ -57,16 +56,18 @@ def candidate_capacity(rows: int, ratios: list[int], least: int, dense: int) -> 
     return max(1, *(candidates_of(min(n, rows), ratios, least, dense) for n in ends if n >= 0))
 
 
-def reference(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
-    batch, heads = ids.shape[:2]
+def reference(
+    votes: Votes, codes: Codes, lengths: Lengths, ratios: list[int], least: int, dense: int, capacity: int
+) -> Tensor:
+    batch, heads = codes.ids.shape[:2]
     out = torch.full((batch, heads, capacity), -1, dtype=torch.int32)
     for b in range(batch):
-        end = int(retired[b])
+        sink, end = lengths.sink, int(lengths.ring_begin[b])
         n = max(end - sink, 0)
         if n == 0:
             continue
-        table = earned[b].permute(0, 1, 4, 3, 2).flatten(1, 2).long()  # [heads, fields, spaces, centroids]
-        names = ids[b, :, sink:end].transpose(1, 2).long()
+        table = votes[b].permute(0, 1, 4, 3, 2).flatten(1, 2).long()  # [heads, fields, spaces, centroids]
+        names = codes.ids[b, :, sink:end].transpose(1, 2).long()
         names = names[:, None].expand(-1, table.shape[1], -1, -1)
         score = table.gather(-1, names).sum(2).amax(1)
         best = score.argsort(dim=-1, descending=True, stable=True)[:, : candidates_of(n, ratios, least, dense)]
@@ -82,26 +83,26 @@ def _span(end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _by_space(table, B: tl.constexpr, SIZE: tl.constexpr):
-    """What the centroids earn in subspace 0, then in 1 and so on. Threads look up one subspace at a time: in the order
-    of the table, by centroid, all that they ask for would be in two banks of shared memory (16 subspaces)."""
+    """The votes of the centroids in subspace 0, then in 1 and so on. Threads look up one subspace at a time: in the
+    order of the table, by centroid, all that they ask for would be in two banks of shared memory (16 subspaces)."""
     entry = tl.arange(0, SIZE)[:, None] * B + tl.arange(0, B)[None, :]
     return tl.reshape(tl.trans(tl.load(table + entry)), (B * SIZE,))
 
 
 @triton.jit
 def _collide(
-    ids, table, scores, reach, retired, heads, rows, stride, sink, W: tl.constexpr, B: tl.constexpr,
+    ids, table, scores, reach, ring_begin, heads, rows, stride, sink, W: tl.constexpr, B: tl.constexpr,
     SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score a span of keys; count how many of them reach each score."""
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    end = tl.load(retired + bh // heads)
+    end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
     ids += bh * rows * B  # 64-bit arithmetic on scalars only
     table += bh * (W * B * SIZE)
-    points = _by_space(table, B, SIZE)
+    votes = _by_space(table, B, SIZE)
     count = tl.zeros((BINS,), tl.int32)
     for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
         row = first + tl.arange(0, CHUNK)
@@ -111,9 +112,9 @@ def _collide(
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
             if W > 1:
-                points = _by_space(table + w * B * SIZE, B, SIZE)
-            earned = tl.gather(points, at, 0)  # from shared memory
-            total = tl.sum(tl.reshape(earned, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
+                votes = _by_space(table + w * B * SIZE, B, SIZE)
+            got = tl.gather(votes, at, 0)  # from shared memory
+            total = tl.sum(tl.reshape(got, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
             best = tl.maximum(best, tl.maximum(total & 255, (total >> 8) & 255))
             best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
         tl.store(scores + bh * stride + row, best.to(tl.uint8), mask=live)
@@ -155,13 +156,13 @@ def _meeting(reach, part, parts, count, BINS: tl.constexpr, PARTS: tl.constexpr)
 
 @triton.jit
 def _compact(
-    scores, reach, out, retired, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0, beta1,
+    scores, reach, out, ring_begin, heads, stride, sink, least, dense, capacity, below0, below1, below2, beta0, beta1,
     beta2, beta3, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a span to where those of the spans before it end."""
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    end = tl.load(retired + bh // heads)
+    end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
     n = tl.maximum(end - sink, 0)
     beta = by_length_of(n, below0, below1, below2, beta0, beta1, beta2, beta3)
@@ -194,19 +195,9 @@ def _compact(
         tl.store(out + empty, tl.full((TILE,), -1, tl.int32), mask=empty < capacity)
 
 
-def cuda(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
-    args = earned, ids, retired, sink, ratios, least, dense, capacity
-    packs, size, spaces = earned.shape[2:5]
-    kernels = None
-    if size == 256 and spaces in _points.NATIVE_SPACES and packs <= NATIVE_PACKS and _cuda.aligned(earned, ids):
-        shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=NATIVE_STEP)
-        kernels = _cuda.load("collide", ids.device, **shape)
-    return _by_cuda(kernels, *args) if kernels else _by_triton(*args)
-
-
 def _bins(spaces: int) -> int:
     """One beyond the best score, and the last for keys that do not count."""
-    return next_power_of_2(len(_points.PERCENT) * spaces + 2)
+    return next_power_of_2(len(_votes.PERCENT) * spaces + 2)
 
 
 def _empty(ids: Tensor, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,48 +215,62 @@ def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
     return min(range(1, most + 1), key=lambda parts: rounds(parts) * (cdiv(rows, parts) + NATIVE_FIXED))
 
 
-def _by_cuda(kernels, earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
+def _fits(votes, codes, lengths, ratios, least, dense, capacity) -> _cuda.Module | str:
+    packs, size, spaces = votes.shape[2:5]
+    if size != 256 or spaces not in _votes.NATIVE_SPACES or packs > NATIVE_PACKS:
+        return f"{spaces} subspaces of {size} centroids, {packs} entries of query heads"
+    if not _cuda.aligned(votes, codes.ids):
+        return "tensors are not aligned to 16 bytes"
+    shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=NATIVE_STEP)
+    return _cuda.load("collide", votes.device, **shape)
+
+
+def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity) -> Tensor:
     """csrc/collide.cu"""
+    ids, times = codes.ids, lengths.ring_begin
     batch, heads, rows, _ = ids.shape
-    all_heads, packs = batch * heads, earned.shape[2]
+    all_heads, packs = batch * heads, votes.shape[2]
     multiprocessors = sm_count(ids.device)
     parts = native_parts(all_heads, rows, multiprocessors)
     scores, reach, out = _empty(ids, parts, capacity)
     below, beta, _ = by_length(ratios)
     kernels.launch(
-        "scores", (all_heads, parts, 1), NATIVE_STEP, ids, earned, scores, reach, retired, heads, rows,
-        scores.shape[2], sink, shared=packs * 256 * 32 * PACKED,
+        "scores", (all_heads, parts, 1), NATIVE_STEP, ids, votes, scores, reach, times, heads, rows, scores.shape[2],
+        lengths.sink, shared=packs * 256 * 32 * _votes.PACKED,
     )  # fmt: skip
     kernels.launch(
-        "compact", (all_heads, parts, 1), NATIVE_STEP, scores, reach, out, retired, heads, scores.shape[2], sink,
+        "compact", (all_heads, parts, 1), NATIVE_STEP, scores, reach, out, times, heads, scores.shape[2], lengths.sink,
         least, dense, capacity, below + beta, shared=ALONE if all_heads * parts <= multiprocessors else 0,
     )  # fmt: skip
     return out
 
 
-def _by_triton(earned, ids, retired, sink, ratios, least, dense, capacity) -> Tensor:
+def _launch_triton(votes, codes, lengths, ratios, least, dense, capacity) -> Tensor:
+    ids, times, sink = codes.ids, lengths.ring_begin, lengths.sink
     batch, heads, rows, spaces = ids.shape
-    all_heads, (packs, size) = batch * heads, earned.shape[2:4]
+    all_heads, (packs, size) = batch * heads, votes.shape[2:4]
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
     parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), all_heads)))
     tile = min(TILE, next_power_of_2(cdiv(cdiv(rows, parts), chunk) * chunk))
     scores, reach, out = _empty(ids, parts, capacity)
     below, beta, _ = by_length(ratios)
     _collide[(all_heads, parts)](
-        ids, earned.view(torch.int32), scores, reach, retired, heads, rows, scores.shape[2], sink, W=packs,
-        B=spaces, SIZE=size, BINS=_bins(spaces), CHUNK=chunk, num_warps=max(4, chunk // 128),
+        ids, votes.view(torch.int32), scores, reach, times, heads, rows, scores.shape[2], sink, W=packs, B=spaces,
+        SIZE=size, BINS=_bins(spaces), CHUNK=chunk, num_warps=max(4, chunk // 128),
         **chained(ids.device, all_heads * parts),
     )  # fmt: skip
     _compact[(all_heads, parts)](
-        scores, reach, out, retired, heads, scores.shape[2], sink, least, dense, capacity, *below, *beta,
+        scores, reach, out, times, heads, scores.shape[2], sink, least, dense, capacity, *below, *beta,
         BINS=_bins(spaces), PARTS=32, CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
         **chained(ids.device, all_heads * parts),
     )  # fmt: skip
     return out
 
 
-def fake(earned, ids: Tensor, retired, sink, ratios, least, dense, capacity: int) -> Tensor:
-    return ids.new_empty((*ids.shape[:2], capacity), dtype=torch.int32)
+def fake(votes, codes, lengths, ratios, least, dense, capacity: int) -> Tensor:
+    return codes.ids.new_empty((*codes.ids.shape[:2], capacity), dtype=torch.int32)
 
 
-collide = register("collide", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+collide = register(
+    "collide", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

@@ -2,9 +2,8 @@
 
 A unit's score is softmax(scale * q.centroid) over the units of the head, averaged over the query heads of the group
 (compared by the logarithm of their sum, which cannot underflow). Units are taken by descending score, ties to the lower
-one; of the one that does not fit any more the first rows are taken. Unit u holds the pool rows from first[u] up to
-first[u + 1]. Returns those rows in ascending order, int32 [batch, kv_heads, budget], -1 behind them; of heads whose
-`wanted` is 0, nothing but -1.
+one; of the one that does not fit any more the first rows are taken. Returns those rows in ascending order, int32
+[batch, kv_heads, budget], -1 behind them; of heads whose `retrieve_now` is 0, nothing but -1.
 
 Two launches: programs share the centroids of a head and leave logits; then every chunk of units drops those that its
 own better ones keep out, and the last chunk of the head to finish chooses from what is left, a few units of each. No
@@ -15,27 +14,20 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops.store.views import PerHead, Query, Units
 
-SCHEMA = (
-    "(Tensor q, Tensor centroid, Tensor first, Tensor units, Tensor wanted, Tensor(a!) arrivals, int budget, "
-    "float scale) -> Tensor"
-)
 UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
 AHEAD, RESIDENT = 4, 2  # steps in flight, and programs on a multiprocessor: what keeps the memory busy
 CHUNK, CHUNKS = 1024, 32  # units that are ranked together; twice as many where there would be more chunks than this
 MOST_ROWS = 1 << 21  # of a pool: tokens in a sum
 
 
-def check(q, centroid, first, units, wanted, arrivals, budget, scale) -> None:
-    _check.one_query(q, centroid)
-    _check.same_dtype(q=q, centroid=centroid)
-    _check.dtype(_check.FLOATS, q=q)
-    _check.dtype((torch.int32,), first=first, units=units, wanted=wanted, arrivals=arrivals)
-    _check.contiguous(centroid=centroid, first=first, units=units, wanted=wanted, arrivals=arrivals)
-    _check.shape((*centroid.shape[:2], centroid.shape[2] + 1), first=first)
-    _check.shape(centroid.shape[:2], units=units, wanted=wanted, arrivals=arrivals)
+def check(q, units, retrieve_now, done_count, budget, scale) -> None:
+    _check.heads(q, units.centroid)
     if budget < 1:
         raise ValueError(f"budget must be at least 1, got {budget}")
 
@@ -49,11 +41,14 @@ def scores(q: Tensor, centroid: Tensor, scale: float) -> Tensor:
     return (z - z.logsumexp(-1, keepdim=True)).logsumexp(0).float()
 
 
-def reference(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
+def reference(
+    q: Query, units: Units, retrieve_now: PerHead, done_count: Changed[PerHead], budget: int, scale: float
+) -> Tensor:
+    first, centroid, unit_count = units
     x = q[:, :, 0].unflatten(1, (centroid.shape[1], -1))
     out = torch.full((*centroid.shape[:2], budget), -1, dtype=torch.int32, device=q.device)
-    for b, h in (wanted * units != 0).nonzero().tolist():
-        count = int(units[b, h])
+    for b, h in (retrieve_now * unit_count != 0).nonzero().tolist():
+        count = int(unit_count[b, h])
         best = scores(x[b, h], centroid[b, h, :count], scale).argsort(descending=True, stable=True)
         begin, end = first[b, h, best], first[b, h, best + 1]
         room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)
@@ -70,16 +65,16 @@ def _larger(a, b):
 
 @triton.jit
 def _logits(
-    q, centroid, units, wanted, logits, tops, totals, q_b, q_h, heads, most, scale, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
+    q, centroid, unit_count, retrieve_now, logits, tops, totals, q_b, q_h, heads, most, scale, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q.centroid of this program's share of the units, [units, G]; its largest, and the sum of exponentials."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
-    count = tl.load(units + bh)
-    if (tl.load(wanted + bh) != 0) & (count > 0):
+    count = tl.load(unit_count + bh)
+    if (tl.load(retrieve_now + bh) != 0) & (count > 0):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
         x = q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None]
         x = tl.load(x, mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
@@ -272,14 +267,15 @@ def _fill(row, value, budget, part, parts, N: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits, tops, totals, first, units, wanted, arrivals, out, keys, begins, notes, skips, most, budget, parts,
-    G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    logits, tops, totals, first, unit_count, retrieve_now, done_count, out, keys, begins, notes, skips, most, budget,
+    parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    count = tl.load(units + bh)
-    if (tl.load(wanted + bh) != 0) & (count > 0):
+    count = tl.load(unit_count + bh)
+    if (tl.load(retrieve_now + bh) != 0) & (count > 0):
         used = tl.cdiv(count, N)
         if chunk < used:
             keys, begins, notes = keys + bh * chunks * N, begins + bh * chunks * N, notes + bh * chunks * 5
@@ -292,14 +288,15 @@ def _choose(
             _fill(skips + bh * budget, 0, budget, chunk, used, N)
             _keep(rank, begin, size, keys, begins, notes, budget, N)
             tl.debug_barrier()
-            if tl.atomic_add(arrivals + bh, 1) == used - 1:  # every chunk of this head has left its survivors
+            if tl.atomic_add(done_count + bh, 1) == used - 1:  # every chunk of this head has left its survivors
                 _choose_rows(keys, begins, notes, skips + bh * budget, out + bh * budget, used, budget, N, CHUNKS)
-                tl.store(arrivals + bh, 0)
+                tl.store(done_count + bh, 0)
     else:
         _fill(out + bh * budget, -1, budget, chunk, chunks, N)
 
 
-def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
+def launch(q, units, retrieve_now, done_count, budget, scale) -> Tensor:
+    first, centroid, unit_count = units
     batch, heads, most, d = centroid.shape
     rows, group, wide = batch * heads, q.shape[1] // heads, next_power_of_2(d)
     step = max(16, min(UNITS, BYTES // (wide * q.element_size())))
@@ -310,22 +307,22 @@ def cuda(q, centroid, first, units, wanted, arrivals, budget, scale) -> Tensor:
     new = lambda n, dtype=torch.int32: torch.empty(rows * n, dtype=dtype, device=q.device)  # noqa: E731
     logits, sums = new(most * group, torch.float32), new(2 * parts * group, torch.float32).view(2, -1)
     _logits[(rows, parts)](
-        q, centroid, units, wanted, logits, *sums, q.stride(0), q.stride(1), heads, most, scale, G=group,
+        q, centroid, unit_count, retrieve_now, logits, *sums, q.stride(0), q.stride(1), heads, most, scale, G=group,
         GP=max(16, next_power_of_2(group)), D=d, DP=wide, UNITS=step, num_warps=4, num_stages=AHEAD,
         **chained(q.device, rows * parts),
     )  # fmt: skip
     keys, begins, notes, skips = new(chunks * lanes, torch.int64), new(chunks * lanes), new(chunks * 5), new(budget)
     out = new(budget).view(batch, heads, budget)
     _choose[(rows, chunks)](
-        logits, *sums, first, units, wanted, arrivals, out, keys, begins, notes, skips, most, budget, parts, G=group,
-        GR=next_power_of_2(group), PARTS=next_power_of_2(parts), N=lanes, CHUNKS=next_power_of_2(chunks),
-        num_warps=max(1, lanes // 256), **chained(q.device, rows * chunks),
+        logits, *sums, first, unit_count, retrieve_now, done_count, out, keys, begins, notes, skips, most, budget,
+        parts, G=group, GR=next_power_of_2(group), PARTS=next_power_of_2(parts), N=lanes,
+        CHUNKS=next_power_of_2(chunks), num_warps=max(1, lanes // 256), **chained(q.device, rows * chunks),
     )  # fmt: skip
     return out
 
 
-def fake(q: Tensor, centroid: Tensor, first, units, wanted, arrivals, budget: int, scale) -> Tensor:
-    return q.new_empty((*centroid.shape[:2], budget), dtype=torch.int32)
+def fake(q, units, retrieve_now, done_count, budget: int, scale) -> Tensor:
+    return q.new_empty((*units.centroid.shape[:2], budget), dtype=torch.int32)
 
 
-pick_units = register("pick_units", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+pick_units = register("pick_units", reference, impls=(by_triton(launch),), fake=fake, check=check)

@@ -6,41 +6,41 @@ Fused: a word of codes per subspace is loaded, unpacked in registers and multipl
 candidate at head_dim 128, nothing in between is stored. Unpacked directions, weights and queries are fp16, so that the
 products are the tensor cores'; sums are fp32. The rounding is far below the error of 4-bit codes.
 """
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._code import directions, level_bytes, unpacked, unpacked_by, unpacking, words
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._lloyd_max import polynomial
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops.store.views import Candidates, Codes
 
-SCHEMA = "(Tensor rotated, Tensor codes, Tensor weights, Tensor candidates) -> (Tensor, Tensor)"
+Rotated = Annotated[Tensor, Of("batch heads fields padded_dim", torch.float32)]
 TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs
 # What csrc/rerank.cu is for; other shapes are left to Triton. By the number of subspaces, how many programs a
 # multiprocessor has registers for: all are there at once, and at a time take as many candidates as they have threads.
 NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = {8: 4, 16: 4, 32: 2}, 8, 128
 
 
-def check(rotated, codes, weights, candidates) -> None:
-    _check.dtype((torch.float32,), rotated=rotated)
-    _check.dtype((torch.uint8,), codes=codes)
-    _check.dtype((torch.float16,), weights=weights)
-    _check.dtype((torch.int32,), candidates=candidates)
-    _check.contiguous(rotated=rotated, codes=codes, weights=weights, candidates=candidates)
-    _check.shape((*weights.shape[:3], rotated.shape[3] // 2), codes=codes)
-    if rotated.shape[:2] != weights.shape[:2] or candidates.shape[:2] != weights.shape[:2]:
-        shapes = tuple(rotated.shape), tuple(weights.shape), tuple(candidates.shape)
-        raise ValueError("queries {}, weights {} and candidates {} do not fit".format(*shapes))
+def check(rotated, codes, candidates) -> None:
+    if rotated.shape[3] != 2 * codes.codes.shape[3]:
+        raise ValueError(
+            f"queries {tuple(rotated.shape)} do not fit codes of {codes.codes.shape[3]} bytes, two dimensions each"
+        )
 
 
-def reference(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
-    spaces = weights.shape[3]
-    m = rotated.shape[3] // spaces
+def reference(rotated: Rotated, codes: Codes, candidates: Candidates) -> tuple[Tensor, Tensor]:
+    spaces, dim = codes.weights.shape[3], rotated.shape[3]
     at = candidates.clamp(min=0).long()[..., None]
-    v = directions(codes.gather(2, at.expand(-1, -1, -1, codes.shape[3])), m).half()
-    v = v * weights.gather(2, at.expand(-1, -1, -1, spaces))[..., None]
+    v = directions(codes.codes.gather(2, at.expand(-1, -1, -1, codes.codes.shape[3])), dim // spaces).half()
+    v = v * codes.weights.gather(2, at.expand(-1, -1, -1, spaces))[..., None]
     estimate = v.flatten(-2).float() @ rotated.half().float().transpose(-1, -2)
     estimate = estimate.amax(-1).masked_fill(candidates < 0, -torch.inf)
     return estimate, peaks_of(estimate)
@@ -75,42 +75,50 @@ def _rerank(
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * TILE, total, TILE, GROUP)
 
 
-def cuda(rotated, codes, weights, candidates) -> tuple[Tensor, Tensor]:
-    lead, total, spaces = candidates.shape[:2], candidates.shape[2], weights.shape[3]
-    fields = rotated.shape[2]
-    out = torch.empty(candidates.shape, dtype=torch.float32, device=codes.device)
-    peaks = torch.empty((*lead, cdiv(total, GROUP)), dtype=torch.float32, device=codes.device)
-    kernels = None
-    fits = rotated.shape[3] == 8 * spaces and spaces in NATIVE_SPACES and fields <= NATIVE_FIELDS
-    if fits and _cuda.aligned(rotated, codes, weights):
-        levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
-        sizes = dict(B=spaces, F=fields, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
-        kernels = _cuda.load("rerank", codes.device, **sizes, **levels)
-    if kernels:
-        rows, all_heads, tiles = weights.shape[2], lead[0] * lead[1], cdiv(total, NATIVE_TILE)
-        rounds = cdiv(tiles * all_heads, NATIVE_SPACES[spaces] * sm_count(codes.device))
-        grid = (all_heads, cdiv(tiles, rounds), 1)
-        kernels.launch("rerank", grid, NATIVE_TILE, rotated, codes, weights, candidates, out, peaks, rows, total,
-                       peaks.shape[2])  # fmt: skip
-    else:
-        _by_triton(rotated, codes, weights, candidates, out, peaks)
+def _fits(rotated, codes, candidates) -> _cuda.Module | str:
+    spaces, fields = codes.weights.shape[3], rotated.shape[2]
+    if rotated.shape[3] != 8 * spaces or spaces not in NATIVE_SPACES or fields > NATIVE_FIELDS:
+        return f"{spaces} subspaces of {rotated.shape[3]} dimensions and {fields} queries a kv head"
+    if not _cuda.aligned(rotated, codes.codes, codes.weights):
+        return "tensors are not aligned to 16 bytes"
+    levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
+    sizes = dict(B=spaces, F=fields, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
+    return _cuda.load("rerank", candidates.device, **sizes, **levels)
+
+
+def _launch_cuda(kernels, rotated, codes, candidates) -> tuple[Tensor, Tensor]:
+    """csrc/rerank.cu"""
+    out, peaks = fake(rotated, codes, candidates)
+    batch, heads, total = candidates.shape
+    rows, spaces = codes.weights.shape[2:]
+    tiles = cdiv(total, NATIVE_TILE)
+    rounds = cdiv(tiles * batch * heads, NATIVE_SPACES[spaces] * sm_count(candidates.device))
+    kernels.launch(
+        "rerank", (batch * heads, cdiv(tiles, rounds), 1), NATIVE_TILE, rotated, codes.codes, codes.weights, candidates,
+        out, peaks, rows, total, peaks.shape[2],
+    )  # fmt: skip
     return out, peaks
 
 
-def _by_triton(rotated, codes, weights, candidates, out, peaks) -> None:
-    batch, heads, rows, spaces = weights.shape
+def _launch_triton(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
+    out, peaks = fake(rotated, codes, candidates)
+    batch, heads, rows, spaces = codes.weights.shape
     total, fields = candidates.shape[2], rotated.shape[2]
     m = rotated.shape[3] // spaces
+    device = candidates.device
     _rerank[(batch * heads, cdiv(total, TILE))](
-        rotated, words(codes, m), weights, candidates, out, peaks, rows, total, peaks.shape[2], *polynomial(m),
-        F=fields, FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE, UNPACK=unpacking(m, codes.device),
-        GROUP=GROUP, num_warps=4, **chained(codes.device, batch * heads * cdiv(total, TILE)),
+        rotated, words(codes.codes, m), codes.weights, candidates, out, peaks, rows, total, peaks.shape[2],
+        *polynomial(m), F=fields, FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE,
+        UNPACK=unpacking(m, device), GROUP=GROUP, num_warps=4, **chained(device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
+    return out, peaks
 
 
-def fake(rotated: Tensor, codes, weights, candidates: Tensor) -> tuple[Tensor, Tensor]:
+def fake(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
     *lead, total = candidates.shape
     return torch.empty_like(candidates, dtype=torch.float32), rotated.new_empty((*lead, cdiv(total, GROUP)))
 
 
-rerank = register("rerank", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+rerank = register(
+    "rerank", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

@@ -6,26 +6,30 @@ they are cut into chunks whose winners meet in a second launch. Scores of -inf a
 and stand at the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of
 each winner.
 
-Rows of the batch whose `retired` is at most `few` return their first `width` ids instead, whatever the scores; the
+Rows of the batch whose `counter` is at most `few` return their first `width` ids instead, whatever the scores; the
 result is then `width` wide, at least k.
 
 csrc/top_blocks.cu takes a row in one program, with its peaks or, where it is short, without.
 """
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops import _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.views import I32
 
-SCHEMA = (
-    "(Tensor scores, int k, Tensor? peaks=None, Tensor? ids=None, Tensor? retired=None, int few=0, int width=0)"
-    " -> Tensor"
-)
+Scores = Annotated[Tensor, Of("*lead n", torch.float32)]
+Peaks = Annotated[Tensor, Of("*lead groups", torch.float32)]
+Ids = Annotated[Tensor, Of("*lead n", I32)]
+Counter = Annotated[Tensor, Of("counted", I32)]
 WIDEST = 16384  # scores per program at most: 16 registers a thread without peaks, 64 with them
 WARPS = 8  # of the program of a row with peaks
 # What csrc/top_blocks.cu is for; other shapes are left to Triton. Of a program: threads, and scores that each looks at.
@@ -34,28 +38,24 @@ NATIVE_PEAKS = 16  # that a thread looks at before, at most
 NATIVE_SPARE = 4  # at least one group in excess for so many of the k, so that the search for theirs may end early
 
 
-def check(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> None:
-    _check.dtype((torch.float32,), scores=scores)
-    _check.contiguous(scores=scores)
+def check(scores, k, peaks, ids, counter, few, width) -> None:
     if k < 1 or scores.shape[-1] < 1:
         raise ValueError(f"need k >= 1 and at least one score, got k={k}, scores {tuple(scores.shape)}")
-    if peaks is not None:
-        _check.dtype((torch.float32,), peaks=peaks)
-        _check.contiguous(peaks=peaks)
-        _check.shape((*scores.shape[:-1], cdiv(scores.shape[-1], GROUP)), peaks=peaks)
-    if ids is not None:
-        _check.dtype((torch.int32,), ids=ids)
-        _check.contiguous(ids=ids)
-        _check.shape(scores.shape, ids=ids)
-    if retired is None and (few or width):
+    if peaks is not None and peaks.shape[-1] != cdiv(scores.shape[-1], GROUP):
+        raise ValueError(f"{scores.shape[-1]} scores have {cdiv(scores.shape[-1], GROUP)} peaks, got {peaks.shape[-1]}")
+    if counter is None and (few or width):
         raise ValueError(f"few and width are of whole rows; without them they are 0, got {few} and {width}")
-    if retired is not None:
-        _check.counters(scores.shape[0], retired=retired)
+    if counter is not None:
         if ids is None or width < k:
             raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
+        if counter.shape != scores.shape[:1]:
+            raise ValueError(f"counter must have shape ({scores.shape[0]},), got {tuple(counter.shape)}")
 
 
-def reference(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+def reference(
+    scores: Scores, k: int, peaks: Peaks | None = None, ids: Ids | None = None, counter: Counter | None = None,
+    few: int = 0, width: int = 0,
+) -> Tensor:  # fmt: skip
     n = scores.shape[-1]
     scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
@@ -63,15 +63,15 @@ def reference(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> 
     named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
     out = torch.full((*scores.shape[:-1], max(k, width)), -1, dtype=torch.int32, device=scores.device)
     out[..., : chosen.shape[-1]] = torch.where(chosen == n, -1, named)
-    if retired is not None:
-        whole = retired <= few
+    if counter is not None and ids is not None:
+        whole = counter <= few
         out[whole] = torch.nn.functional.pad(ids[whole][..., :width], (0, max(0, width - n)), value=-1)
     return out
 
 
 @triton.jit
 def _top(
-    scores, ids, out, best, retired, all_ids, per, n, chunk, k, total, few, width, KEEP: tl.constexpr,
+    scores, ids, out, best, counter, all_ids, per, n, chunk, k, total, few, width, KEEP: tl.constexpr,
     MAPPED: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
@@ -81,7 +81,7 @@ def _top(
     at = part * chunk + i
     x = tl.load(scores + row * n + at, mask=(i < chunk) & (at < n), other=float("-inf"))
     if WHOLE:
-        k = tl.where(tl.load(retired + row // per) <= few, 0, k)
+        k = tl.where(tl.load(counter + row // per) <= few, 0, k)
     key = ordered(x)
     low, top = range_of(key)
     take, taken, _ = take_within(key, k, k, low, top)
@@ -110,40 +110,62 @@ def _put(out, take, taken, chosen, all_ids, total, k, width, WHOLE: tl.constexpr
 
 
 @triton.jit
+def best_of_peaks(
+    scores, peaks, out, scratch, n, groups, k, width, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Into `out`, `width` wide, the places of the k best of one row's scores; `scratch` has room for L >= k groups."""
+    _, key, at, low, top = _candidates(scores, peaks, scratch, n, groups, k, GROUP, N, L)
+    take, taken, _ = take_within(key, k, k, low, top)
+    _put(out, take, taken, at, out, n, k, width, False, L)
+
+
+@triton.jit
+def _candidates(
+    scores, peaks, scratch, n, groups, k, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Of the groups with the best peaks, all scores: their keys, zero where they cannot be among the k best, their
+    places, and bounds of the keys."""
+    i = tl.arange(0, N)
+    key = ordered(tl.load(peaks + i, mask=i < groups, other=float("-inf")))
+    low, top = range_of(key)
+    take, taken, least = take_within(key, k, L, low, top)
+    tl.store(scratch + tl.cumsum(take.to(tl.int32), 0) - 1, i, mask=take)
+    tl.debug_barrier()
+    e = tl.arange(0, L * GROUP)
+    group = tl.load(scratch + e // GROUP, mask=e // GROUP < taken, other=0)
+    at = group * GROUP + e % GROUP
+    live = (e // GROUP < taken) & (at < n)
+    x = tl.load(scores + at, mask=live, other=float("-inf"))
+    key = ordered(x)
+    # Where k groups have a peak, none of the k best is below the least of these.
+    low = tl.where(taken < k, 1, least).to(tl.uint32)
+    return live, tl.where(key >= low, key, 0).to(tl.uint32), at, low, top
+
+
+@triton.jit
 def _top_of_peaks(
-    scores, peaks, ids, out, scratch, retired, per, n, groups, k, few, width, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    scores, peaks, ids, out, scratch, counter, per, n, groups, k, few, width, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, N)
-    key = ordered(tl.load(peaks + row * groups + i, mask=i < groups, other=float("-inf")))
     if WHOLE:
-        k = tl.where(tl.load(retired + row // per) <= few, 0, k)
-    low, top = range_of(key)
-    take, taken, least = take_within(key, k, L, low, top)
-    tl.store(scratch + row * L + tl.cumsum(take.to(tl.int32), 0) - 1, i, mask=take)
-    tl.debug_barrier()
-    e = tl.arange(0, L * GROUP)
-    group = tl.load(scratch + row * L + e // GROUP, mask=e // GROUP < taken, other=0)
-    at = group * GROUP + e % GROUP
-    live = (e // GROUP < taken) & (at < n)
+        k = tl.where(tl.load(counter + row // per) <= few, 0, k)
+    live, key, at, low, top = _candidates(
+        scores + row * n, peaks + row * groups, scratch + row * L, n, groups, k, GROUP, N, L
+    )
     chosen = at
-    x = tl.load(scores + row * n + at, mask=live, other=float("-inf"))
     if MAPPED:
         chosen = tl.load(ids + row * n + at, mask=live, other=-1)
-    key = ordered(x)
-    # Where k groups have a peak, none of the k best is below the least of these.
-    low = tl.where(taken < k, 1, least).to(tl.uint32)
-    take, taken, _ = take_within(tl.where(key >= low, key, 0).to(tl.uint32), k, k, low, top)
+    take, taken, _ = take_within(key, k, k, low, top)
     _put(out + row * width, take, taken, chosen, ids + row * n, n, k, width, WHOLE, K)
 
 
 class _Answer(NamedTuple):
-    """How wide it is, and which rows return their first `ids` instead: `per` of them share a counter in `retired`."""
+    """How wide it is, and which rows return their first `ids` instead: `per` of them share a counter in `counter`."""
 
     width: int
-    retired: Tensor | None = None
+    counter: Tensor | None = None
     per: int = 1
     ids: Tensor | None = None
     few: int = 0
@@ -151,13 +173,13 @@ class _Answer(NamedTuple):
 
 def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, answer: _Answer) -> Tensor:
     (rows, n), groups = scores.shape, peaks.shape[-1]
-    width, retired, per, _, few = answer
+    width, counter, per, _, few = answer
     lanes = next_power_of_2(k)  # groups that are looked into
     out = torch.empty((rows, width), dtype=torch.int32, device=scores.device)
     scratch = torch.empty((rows, lanes), dtype=torch.int32, device=scores.device)
     _top_of_peaks[(rows,)](
-        scores, peaks, out if ids is None else ids, out, scratch, out if retired is None else retired, per, n,
-        groups, k, few, width, MAPPED=ids is not None, WHOLE=retired is not None, GROUP=GROUP,
+        scores, peaks, out if ids is None else ids, out, scratch, out if counter is None else counter, per, n,
+        groups, k, few, width, MAPPED=ids is not None, WHOLE=counter is not None, GROUP=GROUP,
         N=next_power_of_2(groups), L=lanes, K=next_power_of_2(width), num_warps=WARPS, **chained(scores.device, rows),
     )  # fmt: skip
     return out
@@ -166,14 +188,14 @@ def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, answe
 def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, answer: _Answer) -> tuple[Tensor, Tensor]:
     rows, n = scores.shape
     chunk = cdiv(n, parts)
-    width, retired, per, all_ids, few = answer
+    width, counter, per, all_ids, few = answer
     out = torch.empty((rows, parts * width), dtype=torch.int32, device=scores.device)
     best = torch.empty((rows, parts * k) if parts > 1 else (1,), dtype=torch.float32, device=scores.device)
     lanes = next_power_of_2(chunk)
     _top[(rows, parts)](
-        scores, out if ids is None else ids, out, best, out if retired is None else retired,
+        scores, out if ids is None else ids, out, best, out if counter is None else counter,
         out if all_ids is None else all_ids, per, n, chunk, k, 0 if all_ids is None else all_ids.shape[1], few,
-        width, KEEP=parts > 1, MAPPED=ids is not None, WHOLE=retired is not None, N=lanes, K=next_power_of_2(width),
+        width, KEEP=parts > 1, MAPPED=ids is not None, WHOLE=counter is not None, N=lanes, K=next_power_of_2(width),
         num_warps=min(32, max(4, lanes // 512)), **chained(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
@@ -185,12 +207,12 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def _by_triton(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+def _launch_triton(scores, k, peaks, ids, counter, few, width) -> Tensor:
     best, named, answer = scores.flatten(0, -2), None, _Answer(k)
     if ids is not None:
         named = ids.flatten(0, -2)
-    if retired is not None:
-        answer = _Answer(width, retired, best.shape[0] // retired.shape[0], named, few)
+    if counter is not None:
+        answer = _Answer(width, counter, best.shape[0] // counter.shape[0], named, few)
     shape = (*scores.shape[:-1], answer.width)
     parts = _parts(best.shape[1], k)
     if parts > 1 and peaks is not None and max(next_power_of_2(k) * GROUP, peaks.shape[-1]) <= WIDEST:
@@ -201,8 +223,8 @@ def _by_triton(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) ->
     return _launch(best, named, k, 1, answer)[0].view(shape)
 
 
-def _native(n: int, k: int, peaks: bool) -> dict[str, int] | None:
-    """How csrc/top_blocks.cu is compiled for rows like these, if it is for them."""
+def native(n: int, k: int, peaks: bool) -> dict[str, int] | str:
+    """How csrc/top_blocks.cu is compiled for rows like these, or why it is not for them."""
     groups = cdiv(n, GROUP)
     for threads, each in NATIVE:
         most = threads * each // GROUP  # groups whose scores can be looked at
@@ -211,28 +233,32 @@ def _native(n: int, k: int, peaks: bool) -> dict[str, int] | None:
         mine = next_power_of_2(cdiv(groups, threads))
         if peaks and k + k // NATIVE_SPARE <= most and mine <= NATIVE_PEAKS:
             return dict(THREADS=threads, SCORES=each, PEAKS=mine)
-    return None
+    return f"the best {k} of {n} scores {'with' if peaks else 'without'} peaks"
 
 
-def _by_cuda(kernels, shape, scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
+def _fits(scores, k, peaks, ids, counter, few, width) -> tuple[_cuda.Module, int] | str:
+    shape = native(scores.shape[-1], k, peaks is not None)
+    if isinstance(shape, str):
+        return shape
+    kernels = _cuda.load("top_blocks", scores.device, GROUP=GROUP, **shape)
+    return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
+
+
+def _launch_cuda(fitting, scores, k, peaks, ids, counter, few, width) -> Tensor:
     """csrc/top_blocks.cu"""
+    kernels, threads = fitting
     n, width = scores.shape[-1], max(k, width)
     rows = scores.numel() // n
-    out = torch.empty((*scores.shape[:-1], width), dtype=torch.int32, device=scores.device)
-    per = 1 if retired is None else rows // retired.shape[0]
-    kernels.launch("top", (rows, 1, 1), shape["THREADS"], scores, peaks, ids, out, retired, per, n, k, few, width)
+    out = fake(scores, k, width=width)
+    per = 1 if counter is None else rows // counter.shape[0]
+    kernels.launch("top", (rows, 1, 1), threads, scores, peaks, ids, out, counter, per, n, k, few, width)
     return out
 
 
-def cuda(scores, k, peaks=None, ids=None, retired=None, few=0, width=0) -> Tensor:
-    args = scores, k, peaks, ids, retired, few, width
-    shape = _native(scores.shape[-1], k, peaks is not None)
-    kernels = _cuda.load("top_blocks", scores.device, GROUP=GROUP, **shape) if shape else None
-    return _by_cuda(kernels, shape, *args) if kernels else _by_triton(*args)
-
-
-def fake(scores: Tensor, k: int, peaks=None, ids=None, retired=None, few=0, width: int = 0) -> Tensor:
+def fake(scores, k: int, peaks=None, ids=None, counter=None, few=0, width: int = 0) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], max(k, width)), dtype=torch.int32)
 
 
-top_blocks = register("top_blocks", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+top_blocks = register(
+    "top_blocks", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

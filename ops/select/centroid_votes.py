@@ -1,35 +1,38 @@
-"""What each centroid of the ParisKV index earns from a query (the points of eq. 15), and the query as the index has it.
+"""The votes that each centroid of the ParisKV index gets from a query (eq. 15), and the query as the index has it.
 
 The query is rotated like the keys, per kv head the sum of its group or every head of it: the first result, fp32
 [batch, kv_heads, 1 or group, padded head_dim], is that with the length of the query kept (of the mean, for a sum), so
-that <k, q> is the inner product of rotated vectors. Sums of +-q before any scaling decide about points, so that they
+that <k, q> is the inner product of rotated vectors. Sums of +-q before any scaling decide about votes, so that they
 are exact where the query is of small integers.
 
 In every subspace the keys are ranked by the score of their centroid against the query. A key gets 6, 5, 4, 3, 2 or 1
-points if the keys of strictly better centroids are fewer than 5, 15, 30, 50, 75 or 100 % of the first `rho` of all n
-retrievable keys (rounded up); buckets are never split, so equal centroid scores earn the same. `counts` says how many
+votes if the keys of strictly better centroids are fewer than 5, 15, 30, 50, 75 or 100 % of the first `rho` of all n
+retrievable keys (rounded up); buckets are never split, so equal centroid scores get the same. `counts` says how many
 keys each centroid of a subspace has, `ratios` which rho a row of n keys has: the last of every (below, beta, rho), for
 n < below, and of (beta, rho) for the rest, in millionths. The second result, uint8 [batch, kv_heads, packs, centroids,
-subspaces, 4], has four query heads side by side, so that one lookup serves them; heads that there are not earn
-nothing.
+subspaces, 4], has four query heads side by side, so that one lookup serves them; heads that there are not give
+none.
 """
 import functools
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
+from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import FLOATS, Of
 from torchsparsekv.ops._srht import SEEDS, flipped, flips, hadamard_odd, turned
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.views import Codes, Lengths
 
-SCHEMA = (
-    "(Tensor q, Tensor counts, Tensor retired, int sink, int[] ratios, bool mean, int seed) -> (Tensor, Tensor)"
-)
+AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 PERCENT = (5, 15, 30, 50, 75, 100)
 ONE = 1_000_000
-PACKED = 4  # query heads whose points share a table entry, a byte each
-NATIVE_SPACES = (8, 16, 32)  # what csrc/earn_points.cu is for, with 256 centroids; other shapes are left to Triton
+PACKED = 4  # query heads whose votes share a table entry, a byte each
+NATIVE_SPACES = (8, 16, 32)  # what csrc/centroid_votes.cu is for, with 256 centroids; other shapes are left to Triton
 
 
 def check_ratios(ratios) -> None:
@@ -37,18 +40,14 @@ def check_ratios(ratios) -> None:
         raise ValueError(f"ratios must be three of (below, beta, rho) and (beta, rho), in millionths, got {ratios}")
 
 
-def check(q, counts, retired, sink, ratios, mean, seed) -> None:
-    _check.dtype(_check.FLOATS, q=q)
-    _check.dtype((torch.int32,), counts=counts)
-    _check.dense_last(q=q)
-    _check.contiguous(counts=counts)
-    _check.counters(q.shape[0], retired=retired)
-    batch, heads, spaces, size = counts.shape
-    if q.dim() != 4 or q.shape[1] % heads or q.shape[3] > 256 or not 0 <= seed < SEEDS:
-        got = f"{tuple(q.shape)}, seed {seed}"
-        raise ValueError(f"need q [batch, heads, tokens, <= 256] and 0 <= seed < {SEEDS}, got {got}")
+def check(q, codes, lengths, ratios, mean, seed) -> None:
+    counts = codes.counts
+    _check.heads(q, counts)
+    spaces, size = counts.shape[2:]
+    if q.shape[3] > 256 or not 0 <= seed < SEEDS:
+        raise ValueError(f"need head_dim <= 256 and 0 <= seed < {SEEDS}, got {q.shape[3]}, seed {seed}")
     m = size.bit_length() - 1
-    if batch != q.shape[0] or size != 1 << m or spaces * m != next_power_of_2(q.shape[3]):
+    if size != 1 << m or spaces * m != next_power_of_2(q.shape[3]):
         raise ValueError(f"counts {tuple(counts.shape)} do not fit q {tuple(q.shape)}")
     check_ratios(ratios)
 
@@ -87,8 +86,8 @@ def proxies(rotated: Tensor, spaces: int, centroids: int) -> Tensor:
     return x @ (2.0 * bits - 1).T
 
 
-def points(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
-    """What each centroid earns, given its score and the number of its keys (both [..., spaces, centroids])."""
+def votes_of(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
+    """What each centroid gets, given its score and the number of its keys (both [..., spaces, centroids])."""
     score, order = proxy.sort(-1, descending=True)
     before = counts.expand_as(order).gather(-1, order).cumsum(-1)
     before = torch.nn.functional.pad(before, (1, 0))[..., :-1]
@@ -98,14 +97,17 @@ def points(proxy: Tensor, counts: Tensor, n: int, rho: int) -> Tensor:
     return (before[..., None] < limits).sum(-1)
 
 
-def reference(q, counts, retired, sink, ratios, mean, seed) -> tuple[Tensor, Tensor]:
+def reference(
+    q: AnyQuery, codes: Codes, lengths: Lengths, ratios: list[int], mean: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    counts = codes.counts
     batch, heads, spaces, size = counts.shape
     x = summed(q, heads, mean, seed)
-    proxy, earned = proxies(x, spaces, size), []
+    proxy, votes = proxies(x, spaces, size), []
     for b in range(batch):
-        n = max(int(retired[b]) - sink, 0)
-        earned.append(points(proxy[b], counts[b][:, None], n, pair(n, ratios)[1]))
-    every = torch.stack(earned).to(torch.uint8)  # [batch, heads, fields, spaces, centroids]
+        n = max(int(lengths.ring_begin[b]) - lengths.sink, 0)
+        votes.append(votes_of(proxy[b], counts[b][:, None], n, pair(n, ratios)[1]))
+    every = torch.stack(votes).to(torch.uint8)  # [batch, heads, fields, spaces, centroids]
     every = torch.nn.functional.pad(every, (0, 0, 0, 0, 0, -every.shape[2] % PACKED)).unflatten(2, (-1, PACKED))
     return x * scale_of(q, heads, mean), every.permute(0, 1, 2, 5, 4, 3).contiguous()
 
@@ -132,24 +134,24 @@ def _rotated(q, seed, first, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 
 
 @triton.jit
-def _earned(before, n, rho):
-    """Points of centroids by the number of keys that strictly better ones have."""
-    earned = (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
-    earned += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
-    return earned + (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
+def _votes_of(before, n, rho):
+    """Votes of centroids by the number of keys that strictly better ones have."""
+    votes = (before < _limit(n, rho, 5)).to(tl.int32) + (before < _limit(n, rho, 15)).to(tl.int32)
+    votes += (before < _limit(n, rho, 30)).to(tl.int32) + (before < _limit(n, rho, 50)).to(tl.int32)
+    return votes + (before < _limit(n, rho, 75)).to(tl.int32) + (before < _limit(n, rho, 100)).to(tl.int32)
 
 
 # Triton would make a seed of 1 a constant, and its version 3.6 then writes wrong code (2 or 4 dimensions of 256).
 @triton.jit(do_not_specialize=["seed"])
-def _points(
-    q, counts, rotated, table, retired, q_b, q_h, heads, sink, seed, scale, below0, below1, below2, rho0, rho1, rho2,
+def _votes(
+    q, counts, rotated, table, ring_begin, q_b, q_h, heads, sink, seed, scale, below0, below1, below2, rho0, rho1, rho2,
     rho3, G: tl.constexpr, F: tl.constexpr, W: tl.constexpr, B: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One subspace of one query head: what each centroid earns, a byte of its table entry.
+    """One subspace of one query head: what each centroid gets, a byte of its table entry.
 
     Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all: a quarter of
-    the comparisons. And where the better ones of all pairs have keys enough, the others earn nothing.
+    the comparisons. And where the better ones of all pairs have keys enough, the others get nothing.
     """
     chain(PDL)
     bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -167,37 +169,16 @@ def _points(
         c = tl.where(s < 0, size - 1 - c, c)
         s = tl.abs(s)
         better, worse = tl.load(counts + c), tl.load(counts + size - 1 - c)
-        n = tl.maximum(tl.load(retired + b) - sink, 0)
+        n = tl.maximum(tl.load(ring_begin + b) - sink, 0)
         rho = by_length_of(n, below0, below1, below2, rho0, rho1, rho2, rho3)
-        up += _earned(tl.sum(tl.where(s[:, None] > s[None, :], better[:, None], 0), 0), n, rho)
+        up += _votes_of(tl.sum(tl.where(s[:, None] > s[None, :], better[:, None], 0), 0), n, rho)
         whole = tl.sum(better, 0)
         if whole < _limit(n, rho, 100):
-            down += _earned(whole + tl.sum(tl.where(s[:, None] < s[None, :], worse[:, None], 0), 0), n, rho)
+            down += _votes_of(whole + tl.sum(tl.where(s[:, None] < s[None, :], worse[:, None], 0), 0), n, rho)
         down = tl.where(s == 0, up, down)
     table += ((bh * W + f // 4) * size * B + space) * 4 + f % 4
     tl.store(table + c * (B * 4), up.to(tl.uint8))
     tl.store(table + (size - 1 - c) * (B * 4), down.to(tl.uint8))
-
-
-def _empty(q: Tensor, counts: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
-    batch, heads, spaces, size = counts.shape
-    fields = 1 if mean else q.shape[1] // heads
-    rotated = q.new_empty((batch, heads, fields, next_power_of_2(q.shape[3])), dtype=torch.float32)
-    return rotated, counts.new_empty((batch, heads, cdiv(fields, PACKED), size, spaces, PACKED), dtype=torch.uint8)
-
-
-def cuda(q, counts, retired, sink, ratios, mean, seed) -> tuple[Tensor, Tensor]:
-    heads, spaces, size = counts.shape[1:]
-    group, d = q.shape[1] // heads, q.shape[3]
-    rotated, earned = _empty(q, counts, mean)
-    kernels = None
-    if size == 256 and spaces in NATIVE_SPACES:
-        kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[q.dtype]
-        sums = group if mean else 1
-        kernels = _cuda.load("earn_points", q.device, B=spaces, F=rotated.shape[2], G=sums, D=d, KIND=kind)
-    args = q, counts, rotated, earned, retired, sink, ratios, mean, seed
-    _by_cuda(kernels, *args) if kernels else _by_triton(*args)
-    return rotated, earned
 
 
 @functools.cache
@@ -207,31 +188,52 @@ def _flip_bits(seed: int, size: int) -> tuple[int, ...]:
     return tuple(sum(bit << i for i, bit in enumerate(word)) for word in minus)
 
 
-def _by_cuda(kernels, q, counts, rotated, earned, retired, sink, ratios, mean, seed) -> None:
-    """csrc/earn_points.cu"""
-    batch, heads, spaces, _ = counts.shape
-    fields, packs = rotated.shape[2], earned.shape[2]
+def _fits(q, codes, lengths, ratios, mean, seed) -> _cuda.Module | str:
+    heads, spaces, size = codes.counts.shape[1:]
+    if size != 256 or spaces not in NATIVE_SPACES:
+        return f"{spaces} subspaces of {size} centroids"
+    group = q.shape[1] // heads
+    kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[q.dtype]
+    fields, sums = (1, group) if mean else (group, 1)
+    return _cuda.load("centroid_votes", q.device, B=spaces, F=fields, G=sums, D=q.shape[3], KIND=kind)
+
+
+def _launch_cuda(kernels, q, codes, lengths, ratios, mean, seed) -> tuple[Tensor, Tensor]:
+    """csrc/centroid_votes.cu"""
+    batch, heads, spaces, _ = codes.counts.shape
+    rotated, votes = fake(q, codes, lengths, ratios, mean)
     below, _, rho = by_length(ratios)
     kernels.launch(
-        "earn_points", (batch * heads, spaces, packs), 128 * min(fields, PACKED), q, counts, rotated, earned, retired,
-        q.stride(0), q.stride(1), heads, sink, scale_of(q, heads, mean), below + rho,
+        "votes", (batch * heads, spaces, votes.shape[2]), 128 * min(rotated.shape[2], PACKED), q, codes.counts, rotated,
+        votes, lengths.ring_begin, q.stride(0), q.stride(1), heads, lengths.sink, scale_of(q, heads, mean), below + rho,
         _flip_bits(seed, rotated.shape[3]),
     )  # fmt: skip
+    return rotated, votes
 
 
-def _by_triton(q, counts, rotated, earned, retired, sink, ratios, mean, seed) -> None:
-    batch, heads, spaces, size = counts.shape
-    fields, packs = rotated.shape[2], earned.shape[2]
+def _launch_triton(q, codes, lengths, ratios, mean, seed) -> tuple[Tensor, Tensor]:
+    batch, heads, spaces, size = codes.counts.shape
+    rotated, votes = fake(q, codes, lengths, ratios, mean)
+    packs = votes.shape[2]
     below, _, rho = by_length(ratios)
-    _points[(batch * heads, spaces, packs * PACKED)](
-        q, counts, rotated, earned, retired, q.stride(0), q.stride(1), heads, sink, seed, scale_of(q, heads, mean),
-        *below, *rho, G=q.shape[1] // heads, F=fields, W=packs, B=spaces, M=size.bit_length() - 1, D=q.shape[3],
-        DP=rotated.shape[3], num_warps=4 if size == 256 else 1, **chained(q.device, batch * heads * spaces * packs * 4),
+    _votes[(batch * heads, spaces, packs * PACKED)](
+        q, codes.counts, rotated, votes, lengths.ring_begin, q.stride(0), q.stride(1), heads, lengths.sink, seed,
+        scale_of(q, heads, mean), *below, *rho, G=q.shape[1] // heads, F=rotated.shape[2], W=packs, B=spaces,
+        M=size.bit_length() - 1, D=q.shape[3], DP=rotated.shape[3], num_warps=4 if size == 256 else 1,
+        **chained(q.device, batch * heads * spaces * packs * 4),
     )  # fmt: skip
+    return rotated, votes
 
 
-def fake(q: Tensor, counts: Tensor, retired, sink, ratios, mean: bool, seed) -> tuple[Tensor, Tensor]:
-    return _empty(q, counts, mean)
+def fake(q, codes, lengths, ratios, mean: bool, *_) -> tuple[Tensor, Tensor]:
+    counts = codes.counts
+    batch, heads, spaces, size = counts.shape
+    fields = 1 if mean else q.shape[1] // heads
+    rotated = q.new_empty((batch, heads, fields, next_power_of_2(q.shape[3])), dtype=torch.float32)
+    return rotated, counts.new_empty((batch, heads, cdiv(fields, PACKED), size, spaces, PACKED), dtype=torch.uint8)
 
 
-earn_points = register("earn_points", SCHEMA, reference=reference, fake=fake, cuda=cuda, check=check)
+centroid_votes = register(
+    "centroid_votes", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake,
+    check=check,
+)  # fmt: skip

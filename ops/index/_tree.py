@@ -1,0 +1,135 @@
+"""A tree of keys (IceCache): which tokens rise in it, and which of the risen ones is nearest to a key.
+
+Distances are Euclidean in a lifted space, where a key k is [k / c, sqrt(1 - |k|^2 / c^2)] and c the largest norm of all
+keys so far. There all keys have length 1, so the nearest is the one of largest k.k' + sqrt(c^2 - |k|^2) sqrt(c^2 -
+|k'|^2): the lift is made anew with today's c, and nothing that is stored depends on it.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._hash import mix, mixed
+from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops.store.views import Promotion
+
+ROOT = 0
+SEEDS, SALTS = 1 << 16, 16  # a level is drawn with its own salt
+CHUNK = 4096  # keys whose distances the reference has in memory at a time
+
+
+def check_promotion(p: Promotion) -> None:
+    if p.every == 1 or p.every < 0 or not 0 <= p.chance < 1 << 31 or (p.every == 0) == (p.chance == 0):
+        raise ValueError(f"promote one of every >= 2 tokens, or each by a chance below 2^31; got {p.every}, {p.chance}")
+    if not 2 <= p.levels < SALTS:
+        raise ValueError(f"a tree has from 2 to {SALTS - 1} levels, got {p.levels}")
+    if not 0 <= p.seed < SEEDS:
+        raise ValueError(f"seed must be from 0 to {SEEDS - 1}, got {p.seed}")
+
+
+# ---------------------------------------------------------------- torch
+
+
+def draw(i: Tensor, salt: int) -> Tensor:
+    """From 0 up to 2^31."""
+    return mixed(mixed(i.long()) + salt) >> 1
+
+
+def levels_of(position: Tensor, p: Promotion) -> Tensor:
+    """The level of each token, from 1 on."""
+    level, at, rising = torch.ones_like(position), position, torch.ones_like(position, dtype=torch.bool)
+    for step in range(p.levels - 1):
+        salt = p.seed * SALTS + step
+        if p.every:
+            rising = rising & (at % p.every == draw(at // p.every, salt) % p.every)
+            at = at // p.every
+        else:
+            rising = rising & (draw(position, salt) < p.chance)
+        level = level + rising
+    return level
+
+
+def lift(x: Tensor, radius2: Tensor) -> Tensor:
+    """The last coordinate of keys, times c."""
+    return (radius2 - x.float().square().sum(-1)).clamp(min=0).sqrt()
+
+
+def nearest(x: Tensor, level: Tensor, key: Tensor, key_level: Tensor, radius2: Tensor) -> Tensor:
+    """Of each key of x [n, dim] the nearest of `key` one level above; ties go to the lower, none is the root.
+
+    The place of the root in `key` is never chosen, for it has level 0.
+    """
+    node = torch.full((len(x),), ROOT, dtype=torch.int32, device=x.device)
+    y, far = key.float(), lift(key, radius2)
+    for i in range(0, len(x), CHUNK):
+        part = slice(i, i + CHUNK)
+        score = x[part].float() @ y.T + lift(x[part], radius2)[:, None] * far
+        score = score.masked_fill(key_level != level[part, None] + 1, -torch.inf)
+        best = score.argmax(-1, keepdim=True)
+        node[part] = torch.where(score.gather(1, best) > -torch.inf, best, ROOT)[:, 0].int()
+    return node
+
+
+def projections(x: Tensor, radius2: Tensor, seed: int) -> Tensor:
+    """Of the lifted keys on one direction of random signs; `radius2` fits the leading dimensions of x."""
+    sign = 1.0 - 2.0 * (draw(torch.arange(x.shape[-1] + 1, device=x.device), seed * SALTS + SALTS - 1) & 1)
+    return x.float() @ sign[:-1] + sign[-1] * lift(x, radius2)
+
+
+def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor) -> Tensor:
+    """Which token each row takes: those that move by (node, projection), behind those that do not, which come first."""
+    index = torch.arange(node.shape[-1], device=node.device).expand_as(node)
+    along = torch.where(moves, projection, index.float())
+    order = along.argsort(dim=-1, stable=True)
+    group = torch.where(moves, node.long() + 1, torch.where(live, 0, torch.iinfo(torch.int32).max))
+    return order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def draw_of(i, salt):
+    return (mix(mix(i) + tl.full((), salt, tl.uint32)) >> 1).to(tl.int32)
+
+
+@triton.jit
+def level_of(position, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr):
+    """`levels_of`; `salt` is that of the first level."""
+    level = tl.full(position.shape, 1, tl.int32)
+    at = position
+    rising = position >= 0
+    for step in tl.static_range(LEVELS - 1):
+        if EVERY > 0:
+            rising = rising & (at % EVERY == draw_of(at // EVERY, salt + step) % EVERY)
+            at = at // EVERY
+        else:
+            rising = rising & (draw_of(position, salt + step) < chance)
+        level += rising.to(tl.int32)
+    return level
+
+
+@triton.jit
+def lift_of(x, radius2):
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.maximum(radius2 - tl.sum(x * x, 1), 0.0))
+
+
+@triton.jit
+def nearest_of(
+    x, level, key, key_level, radius2, begin, end, D: tl.constexpr, DP: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """`nearest` among the nodes from `begin` to `end` of a head, with its score: -inf and the root for none."""
+    d = tl.arange(0, DP)
+    far = lift_of(x, radius2)
+    top = tl.full(level.shape, float("-inf"), tl.float32)
+    node = tl.full(level.shape, 0, tl.int32)
+    for first in range(begin, end, NODES):
+        u = first + tl.arange(0, NODES)
+        m = (u < end)[:, None] & (d < D)[None, :]
+        y = tl.load(key + u.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0.0)
+        above = tl.load(key_level + u, mask=u < end, other=-1)
+        score = tl.dot(x, tl.trans(y), input_precision="ieee") + far[:, None] * lift_of(y, radius2)[None, :]
+        score = tl.where(above[None, :] == level[:, None] + 1, score, float("-inf"))
+        best, place = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+        node = tl.where(best > top, first + place, node)
+        top = tl.maximum(best, top)
+    return top, node

@@ -1,0 +1,57 @@
+"""Keep a copy of every key that leaves the ring, in fp8 and on the device: what static sets are chosen by anew.
+
+The keys of the pool would have to come over the link, all of them; the copy is a quarter of a row. Keys beyond the
+range of fp8 are stored as its largest number.
+"""
+from typing import Annotated, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.store.views import Far, Lengths, NewKeys
+
+Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
+TILE = 32
+
+
+def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:
+    for b, old, new, keys in leaving_keys(k, far, lengths):
+        coarse[b, :, old:new] = keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+
+
+@triton.jit
+def _copy(
+    k, pool, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, rows,
+    MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
+    first = tl.load(previous_ring_begin + b) + tl.program_id(1) * TILE
+    if (n > 0) & (first < new):
+        pos, d = first + tl.arange(0, TILE), tl.arange(0, DP)
+        live = pos < new
+        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, live, D, DP).to(tl.float32)
+        byte, _ = to_e4m3(tl.minimum(tl.maximum(x, -MAX), MAX), False)
+        at = coarse + (bh * rows + pos[:, None]) * D + d[None, :]
+        tl.store(at, byte, mask=live[:, None] & (d < D)[None, :])
+
+
+def launch(k, far, coarse, lengths) -> None:
+    (pool,) = far
+    batch, heads, rows, _, d = pool.shape
+    parts = cdiv(min(k.shape[2] + lengths.interval, rows), TILE)
+    _copy[(batch * heads, parts)](
+        k, pool, coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, MAX=FP8_MAX, D=d,
+        DP=next_power_of_2(d), TILE=TILE, **chained(k.device, batch * heads * parts),
+    )  # fmt: skip
+
+
+copy_keys = register("copy_keys", reference, impls=(by_triton(launch),))

@@ -1,0 +1,250 @@
+"""Choose, now and then, the tokens that are attended to whatever the query: those that the latest queries looked at.
+
+The observation window are the queries of the latest tokens (`observed`). Per query head their attention weights over
+all that came before the ring (the sinks and what can be retrieved) are a softmax each; their mean over the window and
+over the query heads of a kv head is the score of a token, and the `target` best that can be retrieved are the static
+set (PRKV, algorithm 1; ties go to the lower row). Averaging the queries first would find another set. An extra logit of
+the model does not count.
+
+A head is due if it has not chosen since the last prompt, if it has not for `every` tokens, and when more tokens can be
+retrieved but the set is not full yet. On other steps nothing is read but that: the newest query is kept, and `updated`
+is 0. Rows that are past their capacity are left alone.
+
+With a `coarse` copy of the keys (ops/index/copy_keys.py) that is read in place of the pool, which may be host memory.
+
+One launch for all of it (ops/_meet.py). In its phases a head's programs keep the query, find the logarithm of the sum
+of every softmax, then the scores, and one of them takes the best.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._fp8 import FP8
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._meet import leave, meet, parts_of, phases
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Changed
+from torchsparsekv.ops._top import GROUP, store_peaks
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.attend._split import capped, soft_capped
+from torchsparsekv.ops.index.copy_keys import Coarse
+from torchsparsekv.ops.select.top_blocks import best_of_peaks
+from torchsparsekv.ops.store.rows import keys_of, row_at
+from torchsparsekv.ops.store.views import Attention, Far, Lengths, Near, Observed, Query, Static
+
+NEVER = (1 << 31) - 1  # as `every`: once after each prompt
+TILE = 64  # keys at a time
+QUERY_BYTES = 32768  # of the window, at a time: with a tile of keys they fit the shared memory of a small GPU
+PHASES = 4
+
+
+def check(q, observed, static, near, far, coarse, lengths, attention) -> None:
+    _check.heads(q, far.rows)
+
+
+def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:
+    """The definition, of one head: queries [window, group, dim], keys [tokens, dim]; scores [tokens]."""
+    z = soft_capped(queries.float() @ keys.float().T * attention.scale, attention.softcap)
+    return z.softmax(-1).mean((0, 1))
+
+
+def reference(
+    q: Query, observed: Changed[Observed], static: Changed[Static], near: Near, far: Far, coarse: Coarse | None,
+    lengths: Lengths, attention: Attention,
+) -> None:  # fmt: skip
+    window, heads, sink = observed.queries.shape[1], far.rows.shape[1], lengths.sink
+    for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
+        static.updated[b] = 0
+        if n <= 0:
+            continue
+        observed.queries[b, (n - 1) % window] = q[b, :, 0]
+        seen = observed.queries[b, : min(n, window)].unflatten(1, (heads, -1))
+        for h in range(heads):
+            count, target, _, at, lead, every = (int(t[b, h]) for t in static[1:7])
+            if not (at < 0 or n - at >= every or count < min(target, end - sink)):
+                continue
+            held = min(n, sink)
+            behind = keys_of(far.rows[b, h]) if coarse is None else coarse[b, h].view(FP8).float()
+            keys = torch.cat([keys_of(near.ring[b, h, :held]).float(), behind[sink:end].float()])
+            scores = window_scores(seen[:, h], keys, attention)[held:]
+            best = scores.argsort(descending=True, stable=True)[:target].sort().values
+            static.ids[b, h] = -1
+            static.ids[b, h, : len(best)] = best + sink
+            static.count[b, h], static.updated[b, h] = len(best), 1
+            static.at[b, h] = n - (lead if at < 0 else 0)
+            static.updates[b, h] += 1
+
+
+@triton.jit
+def key_of(pool, head, row, d, mask, rows, D: tl.constexpr, COARSE: tl.constexpr):
+    """Channels `d` of the keys in these rows of the pool, or of their coarse copy."""
+    if COARSE:
+        return tl.load(pool + (head * rows + row) * D + d, mask=mask, other=0.0)
+    else:
+        return tl.load(row_at(pool, head, row, rows, D) + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def _logits(
+    queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale, softcap,
+    COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of tokens and Q queries from `first` on, [TILE, Q], -inf where either is none that counts; which
+    queries there are."""
+    d, r, pos = tl.arange(0, DP), first + tl.arange(0, Q), tile * TILE + tl.arange(0, TILE)
+    channel = (d < D)[None, :]
+    in_ring = (pos < tl.minimum(n, sink))[:, None] & channel
+    in_pool = ((pos >= sink) & (pos < end))[:, None] & channel
+    k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
+    k = tl.where(in_pool, key_of(pool, bh, pos[:, None], d[None, :], in_pool, rows, D, COARSE).to(k.dtype), k)
+    there = r // G < tl.minimum(n, window)
+    at = queries + ((b * window + r // G) * heads * G + h * G + r % G)[:, None] * D + d[None, :]
+    x = tl.load(at, mask=there[:, None] & channel, other=0.0)
+    z = capped(tl.dot(k, tl.trans(x), input_precision="ieee") * scale, softcap)
+    counts = ((pos < tl.minimum(n, sink)) | ((pos >= sink) & (pos < end)))[:, None] & there[None, :]
+    return tl.where(counts, z, float("-inf")), there
+
+
+@triton.jit
+def _sum_up(
+    queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows, scale,
+    softcap, padded, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    Q: tl.constexpr,
+):  # fmt: skip
+    """Largest logit of every query over the tiles of this program, and the sum of exp(logit - largest)."""
+    at = (bh * parts + part) * padded + tl.arange(0, Q)
+    for first in range(0, padded, Q):
+        tl.store(tops + at + first, tl.full((Q,), float("-inf"), tl.float32))
+        tl.store(totals + at + first, tl.zeros((Q,), tl.float32))
+    tl.debug_barrier()
+    for tile in range(part, tl.cdiv(end, TILE), parts):
+        for first in range(0, padded, Q):
+            z, _ = _logits(
+                queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale,
+                softcap, COARSE, G, D, DP, TILE, Q,
+            )  # fmt: skip
+            top, total = tl.load(tops + at + first), tl.load(totals + at + first)
+            peak = tl.maximum(top, tl.max(z, 0))
+            safe = tl.where(peak == float("-inf"), 0.0, peak)
+            total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[None, :]), 0)
+            tl.store(tops + at + first, peak)
+            tl.store(totals + at + first, total)
+
+
+@triton.jit
+def _score(
+    queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows,
+    rows, scale, softcap, padded, groups, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Scores and peaks of all tiles of this program, also of those behind the last token."""
+    i = tl.arange(0, TILE)
+    at = bh * parts * padded + tl.arange(0, Q)
+    for tile in range(part, tl.cdiv(rows, TILE), parts):
+        mass = tl.zeros((TILE,), tl.float32)
+        if tile * TILE < end:
+            for first in range(0, padded, Q):
+                z, there = _logits(
+                    queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale,
+                    softcap, COARSE, G, D, DP, TILE, Q,
+                )  # fmt: skip
+                top = tl.full((Q,), float("-inf"), tl.float32)
+                for other in range(parts):
+                    top = tl.maximum(top, tl.load(tops + at + other * padded + first))
+                top = tl.where(there, top, 0.0)
+                total = tl.zeros((Q,), tl.float32)
+                for other in range(parts):
+                    away = tl.load(tops + at + other * padded + first) - top
+                    total += tl.load(totals + at + other * padded + first) * tl.exp(away)
+                share = tl.exp(z - top[None, :]) / tl.where(there, total, 1.0)[None, :]
+                mass += tl.sum(share, 1)
+        pos = tile * TILE + i
+        mass = tl.where((pos >= sink) & (pos < end), mass, float("-inf"))
+        tl.store(scores + bh * rows + pos, mass, mask=pos < rows)
+        store_peaks(peaks + bh * groups, mass, tile * TILE, rows, TILE, GROUP)
+
+
+@triton.jit
+def _keep_newest(
+    q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
+    if n > 0:
+        g, d = tl.arange(0, GP), tl.arange(0, DP)
+        m = (g < G)[:, None] & (d < D)[None, :]
+        x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
+        kept = (b * window + (n - 1) % window) * heads * G + h * G + g
+        tl.store(queries + kept[:, None] * D + d[None, :], x, mask=m)
+
+
+@triton.jit
+def _choose(
+    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, pool, length, ring_begin,
+    tops, totals, scores, peaks, scratch, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded,
+    groups, most, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    b, h = bh // heads, bh % heads
+    n, end = tl.load(length + b), tl.load(ring_begin + b)
+    last, want = tl.load(at + bh), tl.load(target + bh)
+    due = (last < 0) | (n - last >= tl.load(every + bh)) | (tl.load(count + bh) < tl.minimum(want, end - sink))
+    due = due & (n > 0)
+    if (FIRST == 0) & (part == 0):
+        tl.store(updated + bh, due.to(tl.int32))
+        _keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
+    if due:
+        if (FIRST <= 1) & (LAST > 1):
+            if FIRST < 1:
+                meet(arrived + bh, parts)
+            _sum_up(
+                queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
+                scale, softcap, padded, COARSE, G, D, DP, TILE, Q,
+            )  # fmt: skip
+        if (FIRST <= 2) & (LAST > 2):
+            if FIRST < 2:
+                meet(arrived + bh, parts)
+            _score(
+                queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window,
+                ring_rows, rows, scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, GROUP,
+            )  # fmt: skip
+        if LAST > 3:
+            if FIRST < 3:
+                meet(arrived + bh, parts)
+                leave(arrived + bh, gone + bh, parts)
+            if part == 0:
+                best_of_peaks(
+                    scores + bh * rows, peaks + bh * groups, ids + bh * most, scratch + bh * L, rows, groups, want,
+                    most, GROUP, N, L,
+                )  # fmt: skip
+                tl.store(count + bh, tl.minimum(want, end - sink))
+                tl.store(at + bh, tl.where(last < 0, n - tl.load(lead + bh), n))
+                tl.store(updates + bh, tl.load(updates + bh) + 1)
+
+
+def launch(q, observed, static, near, far, coarse, lengths, attention) -> None:
+    (queries,), (ring,), (pool,) = observed, near, far
+    batch, heads, rows, _, d = pool.shape
+    window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
+    parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE))
+    width = QUERY_BYTES // (next_power_of_2(d) * q.element_size())
+    width = max(16, min(width, next_power_of_2(window * group)))
+    padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
+    lead = (batch * heads,)
+    tops, totals = torch.empty((2, *lead, parts, padded), dtype=torch.float32, device=pool.device)
+    scores = torch.empty((*lead, rows), dtype=torch.float32, device=pool.device)
+    peaks = torch.empty((*lead, groups), dtype=torch.float32, device=pool.device)
+    scratch = torch.empty((*lead, lanes), dtype=torch.int32, device=pool.device)
+    for phase in phases(pool.device, parts, PHASES):
+        _choose[(batch * heads, parts)](
+            q, queries, *static[:10], ring, pool if coarse is None else coarse.view(FP8), lengths.length,
+            lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
+            window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
+            COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE,
+            Q=width, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=8, num_stages=1,
+            **chained(pool.device, batch * heads * parts),
+        )  # fmt: skip
+
+
+choose_static = register("choose_static", reference, impls=(by_triton(launch),), check=check)

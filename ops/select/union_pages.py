@@ -1,0 +1,99 @@
+"""Each query head of a group has chosen pages of its own: take turns until there are as many different ones as may be.
+
+`ids` [batch, q_heads, n] are a query head's pages, distinct, -1 for none, and `scores` how good each page is to it.
+First comes the best page of every head, in order of heads, then the second of every head, and so on (of equal scores
+the lower page first); a page that is there already is passed by, and the first n are taken. Returns [batch, kv_heads,
+n] in that order, -1 behind them.
+
+A program per kv head: ranks by comparing the n entries of a head with each other, then the turns one after the other,
+each compared with those before it. For 4 heads of 16 pages that is 64 entries; no more than 8 SMs have work, and the
+launch is most of what it costs.
+"""
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Of
+from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.store.views import I32
+
+PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
+PageIds = Annotated[Tensor, Of("batch q_heads n", I32)]
+PART = 32  # entries compared with others at a time
+
+
+def check(scores, ids, heads) -> None:
+    if heads < 1 or ids.shape[1] % heads:
+        raise ValueError(f"{ids.shape[1]} query heads are no multiple of {heads} kv heads")
+
+
+def reference(scores: PageScores, ids: PageIds, heads: int) -> Tensor:
+    batch, _, n = ids.shape
+    by_id = ids.sort(dim=-1).values
+    own = torch.where(by_id >= 0, scores.gather(2, by_id.clamp(min=0).long()), -torch.inf)
+    ranked = by_id.gather(2, own.argsort(dim=-1, descending=True, stable=True))
+    turns = ranked.view(batch, heads, -1, n).transpose(2, 3).flatten(2)
+    again = (turns[..., :, None] == turns[..., None, :]).tril(-1).any(-1)
+    new = (turns >= 0) & ~again
+    first = (~new).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
+    return torch.where(new.gather(2, first), turns.gather(2, first), -1)
+
+
+@triton.jit
+def _union(
+    scores, ids, turns, out, blocks, n, G: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    i, p = tl.arange(0, N), tl.arange(0, PART)
+    turns, out = turns + bh * G * n, out + bh * n
+    for g in range(G):  # an entry of rank k of head g goes to place k * G + g
+        own = ids + (bh * G + g) * n
+        x = tl.load(own + i, mask=i < n, other=-1)
+        score = tl.load(scores + (bh * G + g) * blocks + x, mask=x >= 0, other=float("-inf"))
+        rank = tl.zeros((N,), tl.int32)
+        for first in range(0, n, PART):
+            y = tl.load(own + first + p, mask=first + p < n, other=-1)
+            other = tl.load(scores + (bh * G + g) * blocks + y, mask=y >= 0, other=float("-inf"))
+            before = (other[None, :] == score[:, None]) & (y[None, :] < x[:, None])
+            before = (other[None, :] > score[:, None]) | before
+            before = ((x >= 0)[:, None] & before) | (x < 0)[:, None]
+            rank += tl.sum((before & (y >= 0)[None, :]).to(tl.int32), 1)
+        # Those that are none stand behind the others, in any order.
+        rank += tl.where(x < 0, tl.cumsum((x < 0).to(tl.int32), 0) - 1, 0)
+        tl.store(turns + rank * G + g, x, mask=i < n)
+    tl.store(out + i, tl.full((N,), -1, tl.int32), mask=i < n)
+    tl.debug_barrier()
+    seen = 0
+    for first in range(0, G * n, PART):
+        at = first + p
+        x = tl.load(turns + at, mask=at < G * n, other=-1)
+        again = tl.zeros((PART,), tl.int32)
+        for earlier in range(0, first + PART, PART):
+            y = tl.load(turns + earlier + p, mask=earlier + p < G * n, other=-1)
+            again += tl.sum(((x[:, None] == y[None, :]) & ((earlier + p)[None, :] < at[:, None])).to(tl.int32), 1)
+        new = (x >= 0) & (again == 0)
+        place = seen + tl.cumsum(new.to(tl.int32), 0) - 1
+        tl.store(out + place, x, mask=new & (place < n))
+        seen += tl.sum(new.to(tl.int32), 0)
+
+
+def launch(scores, ids, heads) -> Tensor:
+    batch, q_heads, n = ids.shape
+    out, turns = fake(scores, ids, heads), torch.empty_like(ids)
+    wide = next_power_of_2(n)
+    _union[(batch * heads,)](
+        scores, ids, turns, out, scores.shape[2], n, G=q_heads // heads, N=wide, PART=PART,
+        num_warps=4 if wide <= 256 else 8, **chained(ids.device, batch * heads),
+    )  # fmt: skip
+    return out
+
+
+def fake(scores, ids, heads: int) -> Tensor:
+    return ids.new_empty((ids.shape[0], heads, ids.shape[2]))
+
+
+union_pages = register("union_pages", reference, impls=(by_triton(launch),), fake=fake, check=check)
