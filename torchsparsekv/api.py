@@ -1,10 +1,14 @@
 """What users call."""
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchsparsekv.method import Offload, all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Offload, all_methods, as_int, hyper_parameters, make_method
+from torchsparsekv.ops._impl import use_kernels
+
+__all__ = ["methods", "patch", "use_kernels"]
 
 if TYPE_CHECKING:
-    from torchsparsekv.patches._seam import Handle
+    from torchsparsekv.patches._handle import Handle
 
 
 def patch(
@@ -16,7 +20,8 @@ def patch(
     sink: int | None = None,
     window: int | None = None,
     offload: Offload = "auto",
-    skip_layers: int = 2,
+    skip_layers: int | None = None,
+    layers: Mapping[int, str | Mapping] | None = None,
     **hyper,
 ) -> "Handle":
     """Make this model instance decode with `method`; `torchsparsekv.methods()` lists them and their hyper-parameters.
@@ -24,18 +29,33 @@ def patch(
     max_length: capacity of a cache row, prompt and generation together. None: each cache is sized for the call that
         needs it (powers of two, up to the model's own limit).
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest tokens.
-        None, for each of the three: the method's default.
+        None, for each of the three: the method's default; a default budget above what a cache holds is lowered to it.
     offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory if the cache takes at most half
         of what is free there.
-    skip_layers: the first layers, which attend densely (their pool stays on the device).
+    skip_layers: the first layers, which attend densely (their pool stays on the device). None: 2, but at least one
+        layer is left to the method.
+    layers: what single layers run instead, by index: the name of a method, or a dict of hyper-parameters of `method`
+        (with "method", of that one), as in `layers={0: "full", 5: dict(budget=512)}`. What is given here wins over
+        `skip_layers`. Where an entry does not name budget, sink or window, what was given to patch() holds; of its
+        other hyper-parameters an entry has the given ones if its method is `method`, else the defaults.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
-    chosen = make_method(method, **given, **hyper)
-    from torchsparsekv.patches._seam import install  # transformers is imported here and nowhere above
+    given = {name: as_int(value) for name, value in (given | hyper).items()}
+    chosen = make_method(method, **given)
+    from torchsparsekv.patches._install import install  # transformers is imported here and nowhere above
 
-    return install(model, chosen, max_length, offload, skip_layers)
+    return install(
+        model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers
+    )
 
 
 def methods() -> dict[str, dict[str, object]]:
     """Every method by name, with its hyper-parameters and their defaults."""
     return {name: hyper_parameters(cls) for name, cls in all_methods().items()}
+
+
+def model_table() -> str:
+    """The types of models that patch() takes and what their layers run, and those that it refuses, as Markdown."""
+    from torchsparsekv.patches._table import markdown
+
+    return markdown()

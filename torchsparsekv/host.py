@@ -31,7 +31,7 @@ class _Pinned:
         if error:
             raise MemoryError(
                 f"the driver refused to pin {size / 2**30:.2f} GiB of host memory (cudaHostRegister error {error}); "
-                f"{memlock_said(_memlock())}"
+                f"{memlock_said(memlock())}"
             )
         self.pointer = pointer
         self.__cuda_array_interface__ = {
@@ -59,7 +59,7 @@ UNLIMITED = 1 << 62
 PROBE_LIMIT = 64 << 20  # a limit above this is lowered for the probe, so that the probe stays small
 
 
-def _memlock() -> int:
+def memlock() -> int:
     import resource
 
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -72,7 +72,7 @@ def memlock_said(limit: int) -> str:
 
 def pinnable(wanted: int, device: torch.device) -> int:
     """How many of the `wanted` bytes the memlock limit allows to pin: all where it is higher or does not count."""
-    limit = _memlock()
+    limit = memlock()
     return wanted if wanted <= limit or not _memlock_counts(device) else limit
 
 

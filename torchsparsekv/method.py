@@ -1,57 +1,71 @@
-"""What a retrieval method is: hyper-parameters, the buffers it wants, and how it updates and searches its index."""
+"""What a retrieval method is: hyper-parameters, the buffers it wants, and the three verbs of its index."""
 import dataclasses
 import importlib
 import importlib.util
+import operator
+import os
 import pkgutil
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
+from torchsparsekv.ops.attend.window_attention import window_attention
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.index.append import append
-from torchsparsekv.ops.index.store_prompt import store_prompt
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline, common_buffers, hot_buffers
+from torchsparsekv.ops.store.append import append
+from torchsparsekv.ops.store.flush_ring import flush_ring
+from torchsparsekv.ops.store.store_prompt import store_prompt
+from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
+UNPROVEN = "TORCHSPARSEKV_UNPROVEN"  # in the environment: lets methods run whose kernels nobody has seen on a GPU
 _METHODS: dict[str, type["Method"]] = {}
-
-
-class Attention(NamedTuple):
-    """What a model wants of its attention beside q, k and v."""
-
-    scale: float
-    softcap: float = 0.0
-    sinks: Tensor | None = None  # one extra logit per query head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Base of every method. Holds no tensor: state lives in `LayerState`, maths in `ops`.
 
+    A method says which buffers it needs and answers three questions: what to do when many tokens come (`prompt`), when
+    one comes (`step`), and which blocks a query is to attend to (`choose`). How a step goes is the same for all.
+
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
-    block_size: consecutive tokens that are chosen, stored and moved together; a power of two.
     """
 
     budget: int = 1024
     sink: int = 64
     window: int = 256
-    block_size: int = 16
+
+    if TYPE_CHECKING:  # tokens that are chosen, stored and moved together: a field where that can be chosen, else 1
+
+        @property
+        def block_size(self) -> int: ...
+
+    else:
+        block_size = 1
 
     name: ClassVar[str] = ""
     retrieves: ClassVar[bool] = True  # chooses by content
     dense: ClassVar[bool] = False  # attends to everything
     scans: ClassVar[bool] = False  # reads all keys to choose
+    offered: ClassVar[bool] = True  # users can choose it, by its name
+    forgets: ClassVar[bool] = False  # what leaves its ring is gone: it keeps no pool
+    places: ClassVar[bool] = False  # puts tokens at pool rows of its own choice, beyond the length of their row too
+    unproven: ClassVar[bool] = False  # its kernels have not run on a GPU yet
     regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
             return
-        if cls.name in _METHODS:
+        # The cell of a notebook may be run again: a class of the same place and name replaces the one before.
+        had = _METHODS.get(cls.name)
+        if had is not None and (had.__module__, had.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"method {cls.name!r} is defined twice: {_METHODS[cls.name]} and {cls}")
         _METHODS[cls.name] = cls
 
@@ -77,82 +91,104 @@ class Method:
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
 
-    def settled(self) -> dict[str, object]:
+    def effective(self) -> dict[str, object]:
         """The hyper-parameters as they act, which a default alone may not say."""
         return dataclasses.asdict(self)
+
+    @property
+    def whole_up_to(self) -> int:
+        """Rows of so many tokens, and shorter ones, are attended to whole."""
+        return self.sink + self.window + self.budget
 
     # ---- what a method declares
 
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(self.sink, self.window, self.block_size)
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, self.block_size)
+
+    @property
+    def couples_heads(self) -> bool:
+        """Whether it decides by all heads of a layer together: then they must be on one device."""
+        return False
 
     @property
     def least_capability(self) -> tuple[int, int]:
         """The oldest CUDA compute capability its kernels compile for."""
         return (8, 0)
 
-    def buffers(self, g: Geometry) -> dict[str, Buffer]:
+    def buffers(self, g: Geometry) -> Buffers:
         """Everything one layer keeps. Extend what this returns with the index."""
-        places = min(2 * self.budget, g.rows) // self.block_size  # a buffer of just the budget would thrash
-        return common_buffers(g, self.timeline) | hot_buffers(g, self.block_size, places)
+        slots = min(2 * self.budget, g.rows) // self.block_size  # a buffer of just the budget would thrash
+        chosen = min(self.budget, g.rows) // self.block_size
+        return store_buffers(g, self.ring_plan) | {"hot": hot_buffer(g, self.block_size, slots, chosen)}
 
-    def update(self, s: LayerState, k: Tensor) -> None:
-        """Stage 1: take the blocks that leave the ring into the index. `k` holds the new keys, the pool the others."""
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor | None:
+        """Many tokens came: take what leaves the ring into the index.
 
-    def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        """Stage 2: ids of the blocks to attend to, int32 [batch, kv_heads, n], distinct, -1 = none."""
+        What was in the ring before is in the pool by now, and still in the ring; the new keys are in `k` alone. Returns
+        the order in which the pool is to take the new tokens (ops/store/store_prompt.py), or None for their own.
+        `join`: see ops/_side.py.
+        """
+
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        """One token came: take what leaves the ring into the index. The pool has it already."""
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice | None:
+        """The blocks to attend to beside the ring, or None where there are never any."""
         raise NotImplementedError
 
     # ---- what it inherits
 
-    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Tensor:
+    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Choice:
         """As many of the best blocks as the budget allows."""
-        return top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]), peaks)
+        return Choice(top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]), peaks))
 
-    def frontier(self, s: LayerState) -> Tensor:
-        """Where attention takes over from the retrieved tokens to the ring: [batch] or [batch, kv_heads]."""
-        return s.clock.retired
-
-    def places(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        """Stages 2 and 3: the chosen blocks as places of the hot buffer, fetched where they were not there."""
-        chosen = self.select(s, q, a)
-        return fetch(chosen, s.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats)
-
-    def attend(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        """Stages 2 to 4."""
-        c, t = s.clock, self.timeline
-        return sparse_attention(
-            q, s.ring, s.hot, self.places(s, q, a), c.length, self.frontier(s), a.sinks, t.sink, a.scale, a.softcap
-        )
-
+    @final
     def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
-        c, t = s.clock, self.timeline
-        append(k, v, s.ring, s.pool, s.stats, c.length, c.leaving, c.retired, t.sink, t.interval)
-        self.update(s, k)
-        return self.attend(s, q, a)
+        if s.steer is not None:
+            q = s.steer(s, q)
+        append(k, v, s.near, s.far, s.stats, s.lengths)
+        self.step(s, q, k)
+        choice = None
+        if self.dense:
+            out = dense_attention(q, s.far, s.lengths, a)
+        else:
+            choice = self.choose(s, q, a)
+            if choice is not None:
+                fetch(choice.ids, choice.retrieve_now, s.far, s.hot, s.stats)
+            frontier, fill = (choice.frontier, choice.fill) if choice else (None, None)
+            out = sparse_attention(q, s.near, s.hot, s.lengths, frontier, a, fill)
+        if s.tap is not None:
+            s.tap(s, q, a, choice, out)
+        return out
 
-    def take_in(self, s: LayerState, k: Tensor, v: Tensor, *, join: bool) -> None:
-        """Many new tokens into the store and the index; `join`: see ops/_side.py."""
-        c = s.clock
-        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, None, self.timeline.sink, join)
-        self.update(s, k)
+    @final
+    def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, *, join: bool) -> None:
+        """Many new tokens into the store and the index."""
+        flush_ring(s.near, s.far, s.lengths)
+        order = self.prompt(s, q, k, join=join)
+        store_prompt(k, v, s.near, s.far, s.lengths, order, join)
 
+    @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
-        """Many new tokens: exact attention over all that came before, whatever the method."""
-        c = s.clock
-        self.take_in(s, k, v, join=last or torch.compiler.is_compiling())
-        return prompt_attention(q, k, v, s.pool, c.start, c.length, a.sinks, a.scale, a.softcap, c.spans(k.shape[2]))
+        """Many new tokens: exact attention over all that the layer may see, whatever the method."""
+        join = last or torch.compiler.is_compiling()
+        if self.forgets:  # all of its past is in the ring, where the new tokens will be
+            out = window_attention(q, k, v, s.near, s.lengths, a, self.window)
+            self.take_in(s, q, k, v, join=join)
+            return out
+        self.take_in(s, q, k, v, join=join)
+        return prompt_attention(q, k, v, s.far, s.lengths, a, s.row_lengths.spans(k.shape[2]))
 
 
 def all_methods() -> dict[str, type[Method]]:
-    """Every method by name; a file in torchsparsekv/zoo is all it takes to be one."""
+    """Every method that users can choose, by name; a file in torchsparsekv/zoo is all it takes to be one."""
     from torchsparsekv import zoo
 
     for m in pkgutil.iter_modules(zoo.__path__):
         importlib.import_module(f"{zoo.__name__}.{m.name}")
-    return dict(sorted(_METHODS.items()))
+    return {name: cls for name, cls in sorted(_METHODS.items()) if cls.offered}
 
 
 def hyper_parameters(cls: type[Method]) -> dict[str, object]:
@@ -170,6 +206,22 @@ def make_method(name: str, **hyper) -> Method:
     return known[name](**hyper)
 
 
+def layer_method(name: str, **hyper) -> Method:
+    """What layers of a certain kind need, whatever users choose."""
+    all_methods()
+    return _METHODS[name](**hyper)
+
+
+def as_int(value):
+    """Integers of numpy and torch as Python's; whatever is no integer stays as it is, to be refused by name."""
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
 def check_skip_layers(skip_layers: int, layers: int) -> None:
     if type(skip_layers) is not int or not 0 <= skip_layers < layers:
         raise ValueError(f"skip_layers must be from 0 to {layers - 1}, got {skip_layers!r}")
@@ -182,6 +234,11 @@ def check_device(device: torch.device, method: Method) -> None:
         return
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("the CUDA kernels need Triton: pip install triton")
+    if method.unproven and os.environ.get(UNPROVEN) != "1":
+        raise NotImplementedError(
+            f"{method.name} runs on the CPU only so far: its kernels compile for CUDA and have not been run there; "
+            f"{UNPROVEN}=1 in the environment lets them"
+        )
     have, need = torch.cuda.get_device_capability(device), method.least_capability
     if have < need:
         hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""

@@ -5,8 +5,8 @@
         model.generate(ids, past_key_values=cache, disable_compile=True)
     seen.mass().mean(), seen.error().mean()
 
-Nothing of this is in the decode path: inside the `with`, the methods of this one cache are stood in for by ones that
-also compute exact attention over all that the row holds. That reads every key and value, in fp32.
+Nothing of this is in the decode path: inside the `with`, every layer of this one cache shows what it chose and answered
+to a probe, which computes exact attention over all that the row holds. That reads every key and value, in fp32.
 """
 import contextlib
 from collections.abc import Iterator
@@ -14,8 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
-from torchsparsekv.ops.attend._rows import ring_positions
+from torchsparsekv.method import Method
+from torchsparsekv.ops.attend._split import soft_capped
+from torchsparsekv.ops.store.rows import keys_of, ring_positions, values_of
+from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import LayerState
 
 
@@ -26,13 +28,16 @@ class LayerProbe:
         self.method = method
         self.mass: list[Tensor] = []
         self.error: list[Tensor] = []
-        self.places: Tensor | None = None  # of the step under way
 
-    def take(self, s: LayerState, q: Tensor, a: Attention, out: Tensor) -> None:
-        if not self.method.dense and self.places is None:
-            raise RuntimeError(f"{self.method.name}: a probe needs attend() to go through places(), and it did not")
-        weights, exact = exact_attention(s, q, a, self.method)
-        kept = weights * attended(s, self.method, self.places)[:, :, None]
+    def __call__(self, s: LayerState, q: Tensor, a: Attention, choice: Choice | None, out: Tensor) -> None:
+        """A tap of LayerState."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a probe works in eager decode only: pass disable_compile=True to generate()")
+        frontier = s.lengths.ring_begin[:, None].expand(s.far.rows.shape[:2])
+        if choice is not None and choice.frontier is not None:
+            frontier = choice.frontier
+        weights, exact = exact_attention(s, q, a, frontier, choice.fill if choice else None)
+        kept = weights * attended(s, self.method)[:, :, None]
         self.mass.append((kept.sum(-1) / weights.sum(-1)).flatten(1))
         got = out[:, :, 0].float()
         self.error.append((got - exact).norm(dim=-1) / exact.norm(dim=-1))
@@ -55,7 +60,7 @@ class Probe:
 
     def sparse(self) -> list[int]:
         """The layers whose method leaves something out."""
-        return [i for i, p in enumerate(self.layers) if not p.method.dense]
+        return [i for i, p in enumerate(self.layers) if not (p.method.dense or p.method.forgets)]
 
     def clear(self) -> None:
         for p in self.layers:
@@ -72,73 +77,66 @@ class Probe:
 @contextlib.contextmanager
 def probe(cache) -> Iterator[Probe]:
     """Measure every eager decode step that uses this cache, until the `with` ends."""
-    before = [layer.method for layer in cache.layers]
-    found = Probe(before)
-    for layer, p in zip(cache.layers, found.layers):
-        layer.method = _watched(layer.method, p)
-    try:
+    found = Probe([layer.method for layer in cache.stored.values()])
+    with tapped(cache, found.layers):
         yield found
+
+
+@contextlib.contextmanager
+def tapped(cache, taps) -> Iterator[None]:
+    """Show every step of a layer to its tap: a function of (state, query, attention, choice, output)."""
+    layers = [*cache.stored.values()]
+    before = [layer.state.tap for layer in layers]
+    for layer, tap in zip(layers, taps):
+        layer.state.tap = tap
+    try:
+        yield
     finally:
-        for layer, method in zip(cache.layers, before):
-            layer.method = method
+        for layer, tap in zip(layers, before):
+            layer.state.tap = tap
 
 
-def _watched(method: Method, p: LayerProbe) -> Method:
-    """The same method, as an instance of a subclass that tells the probe what it does."""
-    own = type(method)
+def exact_attention(
+    s: LayerState, q: Tensor, a: Attention, frontier: Tensor, fill: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights of all rows of pool and ring, [batch, kv heads, group, pool rows + ring rows], and the dense output.
 
-    def places(self, s, q, a):
-        p.places = own.places(self, s, q, a)
-        return p.places
-
-    def attend(self, s, q, a):
-        if torch.compiler.is_compiling():
-            raise RuntimeError("a probe works in eager decode only: pass disable_compile=True to generate()")
-        p.places = None
-        out = own.attend(self, s, q, a)
-        p.take(s, q, a, out)
-        return out
-
-    twin: Method = object.__new__(type(own.__name__, (own,), {"places": places, "attend": attend}))
-    twin.__dict__.update(method.__dict__)
-    return twin
-
-
-def exact_attention(s: LayerState, q: Tensor, a: Attention, method: Method) -> tuple[Tensor, Tensor]:
-    """Weights of all rows of pool and ring, [batch, kv heads, group, pool rows + ring rows], and the dense output."""
-    c = s.clock
-    x = q[:, :, 0].unflatten(1, (s.pool.shape[1], -1)).float()
-    z = torch.cat([x @ rows[..., 0, :].float().transpose(-1, -2) for rows in (s.pool, s.ring)], -1) * a.scale
-    z = torch.tanh(z / a.softcap) * a.softcap if a.softcap else z
-    z = z.masked_fill(~_live(s, method)[:, :, None], -torch.inf)
+    The ring counts from `frontier` on, per (row, kv head); of a block of the pool with `fill` so many of its rows.
+    """
+    pool, ring = s.far.rows, s.near.ring
+    x = q[:, :, 0].unflatten(1, (pool.shape[1], -1)).float()
+    z = torch.cat([x @ keys_of(rows).float().transpose(-1, -2) for rows in (pool, ring)], -1)
+    z = soft_capped(z * a.scale, a.softcap).masked_fill(~_live(s, frontier, fill)[:, :, None], -torch.inf)
     total = z.logsumexp(-1, keepdim=True)
-    if a.sinks is not None:
-        total = torch.logaddexp(total, a.sinks.float().view(1, s.pool.shape[1], -1, 1))
+    if a.sink_logits is not None:
+        total = torch.logaddexp(total, a.sink_logits.float().view(1, pool.shape[1], -1, 1))
     weights = (z - total).exp()
-    far, near = weights.split([s.pool.shape[2], s.ring.shape[2]], -1)
-    out = far @ s.pool[..., 1, :].float() + near @ s.ring[..., 1, :].float()
-    out = torch.where((c.length < 0).view(-1, 1, 1, 1), torch.nan, out)
+    far, near = weights.split([pool.shape[2], ring.shape[2]], -1)
+    out = far @ values_of(pool).float() + near @ values_of(ring).float()
+    out = torch.where((s.lengths.length < 0).view(-1, 1, 1, 1), torch.nan, out)
     return weights, out.flatten(1, 2)
 
 
-def _live(s: LayerState, method: Method) -> Tensor:
+def _live(s: LayerState, frontier: Tensor, fill: Tensor | None) -> Tensor:
     """Which rows of pool and ring stand for a token, [batch, kv heads, pool rows + ring rows]; no token twice."""
-    sink, (batch, heads) = method.timeline.sink, s.pool.shape[:2]
-    frontier = method.frontier(s).view(batch, -1).expand(-1, heads)
-    row = torch.arange(s.pool.shape[2], device=s.pool.device)
+    pool, ring, sink, length = s.far.rows, s.near.ring, s.lengths.sink, s.lengths.length
+    row = torch.arange(pool.shape[2], device=pool.device)
     far = (row >= sink) & (row < frontier[..., None])
-    near = [ring_positions(s.ring.shape[2], s.clock.length, f, sink) >= 0 for f in frontier.unbind(1)]
+    if fill is not None:
+        size = pool.shape[2] // fill.shape[2]
+        far = row % size < fill.repeat_interleave(size, -1)
+    near = [ring_positions(ring.shape[2], length, f, sink) >= 0 for f in frontier.unbind(1)]
     return torch.cat([far, torch.stack(near, 1)], -1)
 
 
-def attended(s: LayerState, method: Method, places: Tensor | None) -> Tensor:
+def attended(s: LayerState, method: Method) -> Tensor:
     """Rows of pool and ring that this step attended to, [batch, kv heads, pool rows + ring rows]."""
-    near = torch.ones(*s.ring.shape[:3], dtype=torch.bool, device=s.ring.device)
-    if places is None:
-        return torch.cat([near.new_ones(s.pool.shape[:3]), near], -1)
-    blocks = s.pool.shape[2] // method.block_size
-    chosen = near.new_zeros(*s.pool.shape[:2], blocks + 1)  # the last one takes the places that are empty
-    if places.shape[-1]:
-        ids = s.resident.gather(-1, places.clamp(min=0).long())
-        chosen.scatter_(-1, torch.where(places < 0, blocks, ids).long(), True)
+    pool, near = s.far.rows, torch.ones(*s.near.ring.shape[:3], dtype=torch.bool, device=s.near.ring.device)
+    if method.dense:
+        return torch.cat([near.new_ones(pool.shape[:3]), near], -1)
+    slots, blocks = s.hot.chosen, pool.shape[2] // method.block_size
+    chosen = near.new_zeros(*pool.shape[:2], blocks + 1)  # the last one takes the slots that are empty
+    if slots.shape[-1]:
+        ids = s.hot.block_of.gather(-1, slots.clamp(min=0).long())
+        chosen.scatter_(-1, torch.where(slots < 0, blocks, ids).long(), True)
     return torch.cat([chosen[..., :blocks].repeat_interleave(method.block_size, -1), near], -1)

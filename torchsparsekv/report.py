@@ -3,9 +3,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-import torch
-
-from torchsparsekv.state import STATS, LayerState
+from torchsparsekv.ops.store.rows import STATS, counted, row_width
+from torchsparsekv.state import LayerState
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class LayerReport:
     pool_bytes_read: int  # wherever the pool lives
     host_bytes_read: int  # the same where that is host memory, else 0
     retrieval_rate: float  # share of the steps at which anything was chosen anew
+    static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
 
     @property
     def density(self) -> float:
@@ -41,6 +41,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     host_bytes: int
     device_bytes: int
+    notes: tuple[str, ...] = ()  # layers that run something else, and defaults that did not fit
 
     @property
     def warnings(self) -> list[str]:
@@ -72,8 +73,11 @@ class Report:
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
             lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
+        static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
+        if static:
+            lines.append(f"static share of the budget by layer: {', '.join(static)}")
         lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
-        return "\n".join(lines + [f"!! {w}" for w in self.warnings])
+        return "\n".join([*lines, *self.notes, *(f"!! {w}" for w in self.warnings)])
 
 
 def _size(n: float) -> str:
@@ -86,17 +90,21 @@ def _size(n: float) -> str:
 
 def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
-    total = dict(zip(STATS, state.stats.sum((0, 1)).tolist()))
-    steps = int(state.stats[..., 0].max())
+    total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
+    steps = int(counted(state.stats.counts, "steps").max())
     count = max(total["steps"], 1)
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
-    row = 2 * state.pool.shape[-1] * state.pool.dtype.itemsize
+    row = row_width(state.far.rows.shape[-1]) * state.far.rows.dtype.itemsize
     moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
         moved += (total["context"] - total["near"]) * row // 2
-    rate = float(method.retrieves and steps > 0)
-    if "retrievals" in state.buffers:  # a method that does not retrieve at every step counts those where it does
-        rate = int(state.retrievals.sum()) / count
+    rate, share = float(method.retrieves and steps > 0), None
+    if "static" in state.buffers:
+        share = float(state.static.target.float().mean()) / method.budget
+        if "digests" not in state.buffers:  # nothing is chosen between two static sets
+            rate = int(state.static.updates.sum()) / count
+    if "trigger" in state.buffers:  # a method that does not retrieve at every step counts those where it does
+        rate = int(state.trigger.retrievals.sum()) / count
     return LayerReport(
         layer=layer,
         method=method.name,
@@ -108,6 +116,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         pool_bytes_read=moved,
         host_bytes_read=moved if state.pool_on_host else 0,
         retrieval_rate=rate,
+        static_share=share,
     )
 
 
@@ -115,8 +124,7 @@ def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
     """(host, device) bytes that these layers hold, read off the tensors themselves."""
     host = device = 0
     for s in states:
-        for name, b in s.buffers.items():
-            t: torch.Tensor = getattr(s, name)
+        for b, t in s.tensors():
             if b.home == "pool" and s.pool_on_host:
                 host += t.nbytes
             else:

@@ -1,14 +1,15 @@
 """The only module that allocates. Every tensor keeps its address for the life of the cache."""
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchsparsekv import host
-from torchsparsekv.ops.index.advance import advance
-
-STATS = ("steps", "context", "near", "selected", "missed")  # columns of LayerState.stats, per (row, kv head)
+from torchsparsekv.ops.store.advance import advance
+from torchsparsekv.ops.store.rows import STATS, row_shape
+from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,16 @@ class Geometry:
     rows: int  # pool rows per (batch row, kv head): the capacity, in whole blocks
     dtype: torch.dtype
     group: int = 1  # query heads per kv head
+    layer: int = 0  # its number, of so many: what not all layers are to do at the same step
+    layers: int = 1
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.batch, self.kv_heads
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RingPlan:
     """When tokens leave the ring: it keeps `sink` for good, and of the others `window` to `window + interval - 1`."""
 
     sink: int
@@ -50,26 +57,47 @@ class Buffer:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def common_buffers(g: Geometry, t: Timeline) -> dict[str, Buffer]:
+    def is_on_host(self, pool_on_host: bool) -> bool:
+        return self.home == "pool" and pool_on_host
+
+
+# Buffers by name, alone or in a view (ops/store/views.py) of them: `state.hot` is a view of the tensors declared here.
+Buffers = dict[str, Any]
+
+
+def each(buffers: Buffers) -> Iterator[Buffer]:
+    return iter(named(buffers).values())
+
+
+def named(buffers: Buffers) -> dict[str, Buffer]:
+    """All of them, those of a view as `view.field`."""
+    found: dict[str, Buffer] = {}
+    for name, given in buffers.items():
+        found |= {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
+    return found
+
+
+def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
     """What every layer has: the pool of all tokens, the ring of near ones, the counters."""
-    lead = (g.batch, g.kv_heads)
+    row = row_shape(g.head_dim)
     return {
-        "pool": Buffer((*lead, g.rows, 2, g.head_dim), g.dtype, home="pool"),
-        "ring": Buffer((*lead, t.ring_rows, 2, g.head_dim), g.dtype),
-        "stats": Buffer((*lead, len(STATS)), torch.int64),
+        "far": Far(Buffer((*g.lead, g.rows, *row), g.dtype, home="pool")),
+        "near": Near(Buffer((*g.lead, plan.ring_rows, *row), g.dtype)),
+        "stats": Stats(Buffer((*g.lead, len(STATS)), torch.int64)),
     }
 
 
-def hot_buffers(g: Geometry, block_size: int, places: int) -> dict[str, Buffer]:
-    """The hot buffer of a retrieving layer: `places` blocks on the device and the tables that say which."""
-    lead, i32 = (g.batch, g.kv_heads), torch.int32
-    return {
-        "hot": Buffer((*lead, places, block_size, 2, g.head_dim), g.dtype),
-        "table": Buffer((*lead, g.rows // block_size), i32, fill=-1),
-        "resident": Buffer((*lead, places), i32, fill=-1),
-        "age": Buffer((*lead, places), i32),
-        "arrivals": Buffer(lead, i32),
-    }
+def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
+    """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
+    i32 = torch.int32
+    return Hot(
+        rows=Buffer((*g.lead, slots, block_size, *row_shape(g.head_dim)), g.dtype),
+        slot_of=Buffer((*g.lead, g.rows // block_size), i32, fill=-1),
+        block_of=Buffer((*g.lead, slots), i32, fill=-1),
+        age=Buffer((*g.lead, slots), i32),
+        done_count=Buffer(g.lead, i32),
+        chosen=Buffer((*g.lead, chosen), i32, fill=-1),
+    )
 
 
 def mark_static(t: Tensor) -> Tensor:
@@ -78,38 +106,42 @@ def mark_static(t: Tensor) -> Tensor:
     return t
 
 
-class Clock:
-    """Lengths of the rows of one cache, for all layers that share a timeline. See ops/index/advance.py."""
+class RowLengths:
+    """Lengths of the rows of one cache, for all layers that share a ring plan. See ops/store/advance.py."""
 
-    def __init__(self, timeline: Timeline, batch: int, capacity: int, device: torch.device):
-        self.timeline, self.capacity = timeline, capacity
+    def __init__(self, plan: RingPlan, batch: int, capacity: int, device: torch.device):
+        self.plan, self.capacity = plan, capacity
         self._spans: tuple[int, list[int]] | None = None
         with torch.inference_mode(False):
             self.seq_len = mark_static(torch.zeros((), dtype=torch.int64, device=device))
-            start, length, leaving, retired, left_pad = (
+            self.left_pad, *times = (
                 mark_static(torch.zeros(batch, dtype=torch.int32, device=device)) for _ in range(5)
             )
-        self.start, self.length, self.leaving, self.retired, self.left_pad = start, length, leaving, retired, left_pad
+        self.view = Lengths._make((*times, plan.sink, plan.interval))
         self.reset()
 
     def reset(self) -> None:
-        for t in (self.seq_len, self.start, self.length, self.left_pad):
+        for t in (self.seq_len, self.left_pad, self.view.start, self.view.length):
             t.zero_()
-        self.leaving.fill_(self.timeline.sink)
-        self.retired.fill_(self.timeline.sink)
+        self.view.previous_ring_begin.fill_(self.plan.sink)
+        self.view.ring_begin.fill_(self.plan.sink)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.seq_len, self.left_pad, *self.view[:4])
+
+    def copy_from(self, other: "RowLengths") -> None:
+        """One row there may become many here."""
+        for to, source in zip(self.tensors(), other.tensors()):
+            to.copy_(source)
 
     def advance(self, tokens: int, pad: Tensor | None = None) -> None:
         """Take in `tokens` more columns; `pad` is the left padding of rows that begin.
 
         Of a prompt outside a compiled graph the host remembers the lengths too.
         """
-        t = self.timeline
-        advance(
-            self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad, pad, tokens,
-            self.capacity, t.sink, t.window, t.interval,
-        )  # fmt: skip
+        advance(self.seq_len, self.left_pad, self.view, pad, tokens, self.capacity, self.plan.window)
         if tokens > 1 and not torch.compiler.is_compiling():
-            self._spans = (tokens, torch.cat([self.start, self.length]).tolist())
+            self._spans = (tokens, torch.cat(self.view[:2]).tolist())
 
     def spans(self, tokens: int) -> list[int] | None:
         """start and length of the prompt of `tokens` just taken in, as host integers, where the host saw it."""
@@ -119,33 +151,63 @@ class Clock:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.seq_len, self.start, self.length, self.leaving, self.retired, self.left_pad))
+        return sum(t.nbytes for t in self.tensors())
+
+    @staticmethod
+    def bytes_for(batch: int) -> int:
+        """The same, before there are any: one total, and five numbers a row."""
+        return torch.int64.itemsize + 5 * batch * torch.int32.itemsize
 
 
 class LayerState:
-    """Named tensors of one attention layer. Mutated in place by ops, never re-assigned."""
+    """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned."""
 
     if TYPE_CHECKING:  # the attribute names come from the declared buffers
 
-        def __getattr__(self, name: str) -> Tensor: ...
+        def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, buffers: dict[str, Buffer], clock: Clock, device: torch.device, *, pool_on_host: bool):
-        self.clock, self.buffers = clock, buffers
+    def __init__(self, buffers: Buffers, row_lengths: RowLengths, device: torch.device, *, pool_on_host: bool):
+        self.row_lengths, self.buffers = row_lengths, buffers
         self.pool_on_host = pool_on_host and device.type == "cuda"
+        # For probes and benchmarks: what a decode step chose and answered is shown to `tap` (torchsparsekv/probe.py),
+        # and `steer` gives other queries than the model's.
+        self.tap: Callable | None = None
+        self.steer: Callable | None = None
         with torch.inference_mode(False):  # else no one outside inference mode could update them
-            for name, b in buffers.items():
-                if b.home == "pool" and self.pool_on_host:
-                    t = host.pinned(b.shape, b.dtype, device)
-                else:
-                    t = torch.zeros(b.shape, dtype=b.dtype, device=device)
-                setattr(self, name, mark_static(t))
+            for name, given in buffers.items():
+                view = isinstance(given, tuple)
+                made = [mark_static(self._allocated(b, device)) for b in (given if view else (given,))]
+                setattr(self, name, type(given)(*made) if view else made[0])
         self.reset()
+
+    def _allocated(self, b: Buffer, device: torch.device) -> Tensor:
+        if b.home == "pool" and self.pool_on_host:
+            return host.pinned(b.shape, b.dtype, device)
+        return torch.zeros(b.shape, dtype=b.dtype, device=device)
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.row_lengths.view
+
+    def tensors(self) -> Iterator[tuple[Buffer, Tensor]]:
+        """Every tensor, with how it was declared."""
+        for name, given in self.buffers.items():
+            t = getattr(self, name)
+            yield from zip(given, t) if isinstance(given, tuple) else ((given, t),)
+
+    def copy_from(self, other: "LayerState", rows: int | None) -> None:
+        """All of it, of the pool no more than `rows` rows, if a number is given. One row there may become many
+        here."""
+        for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
+            if b.home == "pool":
+                to, source = to[:, :, :rows], source[:, :, :rows]
+            to.copy_(source)
 
     def reset(self) -> None:
         """Forget the index and the hot buffer. Rows of the pool need no clearing: no length reaches them."""
-        for name, b in self.buffers.items():
+        for b, t in self.tensors():
             if b.home != "pool":
-                _fill(getattr(self, name), b.fill)
+                _fill(t, b.fill)
 
 
 def _fill(t: Tensor, value: float) -> None:
@@ -156,7 +218,7 @@ def _fill(t: Tensor, value: float) -> None:
         t.fill_(value)
 
 
-def total_bytes(buffers: dict[str, Buffer], *, pool_on_host: bool) -> tuple[int, int]:
+def total_bytes(buffers: Buffers, *, pool_on_host: bool) -> tuple[int, int]:
     """(host, device) bytes of a layer, known before anything is allocated."""
-    host_bytes = sum(b.nbytes for b in buffers.values() if b.home == "pool" and pool_on_host)
-    return host_bytes, sum(b.nbytes for b in buffers.values()) - host_bytes
+    host_bytes = sum(b.nbytes for b in each(buffers) if b.is_on_host(pool_on_host))
+    return host_bytes, sum(b.nbytes for b in each(buffers)) - host_bytes

@@ -4,17 +4,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
-from torchsparsekv.ops.gather.refetch import refetch
+from torchsparsekv.method import Method
 from torchsparsekv.ops.index._kmeans import SEEDS, WIDEST
 from torchsparsekv.ops.index._segments import unit_capacity
-from torchsparsekv.ops.index.append import append
-from torchsparsekv.ops.index.cluster_keys import cluster_keys
+from torchsparsekv.ops.index.cluster_keys import Kmeans, cluster_keys
 from torchsparsekv.ops.index.find_boundary import find_boundary
 from torchsparsekv.ops.index.settle_segments import settle_segments
-from torchsparsekv.ops.index.store_prompt import store_prompt
 from torchsparsekv.ops.select.pick_units import MOST_ROWS, pick_units
-from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline
+from torchsparsekv.ops.store.rows import row_shape
+from torchsparsekv.ops.store.views import Attention, Boundaries, Choice, Near, Segments, Trigger, Units
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
 # three samples each, 0.79 is right with 8, all with 16.
@@ -35,7 +34,6 @@ class ClusterMethod(Method):
 
     regroups = True
 
-    block_size: int = 1
     cluster_size: int | None = None
     stretch: int = WIDEST
     rounds: int = 3
@@ -48,11 +46,9 @@ class ClusterMethod(Method):
         self.check_int("stretch", 2, WIDEST, power=True)
         self.check_int("rounds", 1, 100)
         self.check_int("seed", 0, SEEDS - 1)
-        if self.block_size != 1:
-            raise ValueError(f"{self.name} retrieves units of any size: block_size must be 1, got {self.block_size}")
         if self.stretch < self.per_cluster:
             raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
-        shortest, longest = self.segment
+        _, _, shortest, longest = self.rule
         if shortest > longest:
             raise ValueError(f"{self.name}: segments need shortest <= longest, got {shortest}, {longest}")
         if self.budget < max(self.per_cluster, longest):
@@ -69,75 +65,56 @@ class ClusterMethod(Method):
         share = max(2, self.budget // CLUSTERS)
         return min(16, 1 << (share.bit_length() - 1))
 
-    def settled(self) -> dict[str, object]:
-        return super().settled() | {"cluster_size": self.per_cluster}
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"cluster_size": self.per_cluster}
 
     @property
-    def segment(self) -> tuple[int, int]:
-        """The least and the most tokens of a segment."""
+    def rule(self) -> Boundaries:
+        """Retrieve where the likeness to the last query is below tau, and cut segments of so many tokens."""
         raise NotImplementedError
-
-    @property
-    def trigger(self) -> tuple[float, bool]:
-        """Retrieve where the likeness to the last query is below this, and whether each kv head decides for itself."""
-        return 2.0, False  # no cosine reaches it: at every step
 
     # ---- what it declares
 
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(self.sink, self.window, 2 * self.segment[1])
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, 2 * self.rule.longest)
 
-    def buffers(self, g: Geometry) -> dict[str, Buffer]:
+    def buffers(self, g: Geometry) -> Buffers:
         if g.rows > MOST_ROWS:
             raise ValueError(f"{self.name}: a cache row holds at most {MOST_ROWS} tokens, got {g.rows}")
-        t, lead, i32 = self.timeline, (g.batch, g.kv_heads), torch.int32
-        # Behind the window: what waits for the clock, a segment not yet whole, and as much again before a boundary is
-        # forced for want of room.
-        turn = t.window + t.interval + 2 * self.segment[1]
-        units = unit_capacity(g.rows, t.interval, min(self.segment[0], self.per_cluster))
-        per_head = dict.fromkeys(("wanted", "units", "retrievals", "picked"), 0)
-        per_head |= {"seen": -1, "begun": self.sink, "frontier": self.sink}
+        plan, lead, i32 = self.ring_plan, g.lead, torch.int32
+        # Behind the window: what waits to leave, a segment not yet whole, and as much again before a boundary is forced
+        # for want of room.
+        span = plan.window + plan.interval + 2 * self.rule.longest
+        units = unit_capacity(g.rows, plan.interval, min(self.rule.shortest, self.per_cluster))
+        at_sink, none = Buffer(lead, i32, fill=self.sink), Buffer(lead, i32)
         return super().buffers(g) | {
-            "ring": Buffer((*lead, self.sink + turn, 2, g.head_dim), g.dtype),
-            "cuts": Buffer((*lead, turn), i32),
-            "first": Buffer((*lead, units + 1), i32, fill=self.sink),
-            "centroid": Buffer((*lead, units, g.head_dim), g.dtype),
-            "previous": Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), g.dtype),
-            "chosen": Buffer((*lead, min(self.budget, g.rows)), i32, fill=-1),
-            **{name: Buffer(lead, i32, fill=value) for name, value in per_head.items()},
-        }
+            "near": Near(Buffer((*lead, self.sink + span, *row_shape(g.head_dim)), g.dtype)),
+            "units": Units(
+                first=Buffer((*lead, units + 1), i32, fill=self.sink),
+                centroid=Buffer((*lead, units, g.head_dim), g.dtype),
+                unit_count=none,
+            ),
+            "segments": Segments(cuts=Buffer((*lead, span), i32), segment_begin=at_sink, frontier=at_sink),
+            "trigger": Trigger(
+                previous=Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), g.dtype),
+                seen=Buffer(lead, i32, fill=-1), retrieve_now=none, retrievals=none,
+            ),
+            "pick_done": none,
+        }  # fmt: skip
 
-    # ---- the stages
+    # ---- the index
 
-    def frontier(self, s: LayerState) -> Tensor:
-        return s.frontier
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+        settle_segments(s.near, s.units, s.segments, s.lengths, self.rule.longest)
+        return cluster_keys(
+            k, s.units, s.lengths, Kmeans(self.per_cluster, self.stretch, self.rounds, self.seed), join
+        )
 
-    def take_in(self, s: LayerState, k: Tensor, v: Tensor, *, join: bool) -> None:
-        c, (_, longest) = s.clock, self.segment
-        settle_segments(
-            s.ring, s.cuts, s.begun, s.frontier, s.units, s.first, s.centroid, c.start, c.length, c.retired, self.sink,
-            longest,
-        )  # fmt: skip
-        order = cluster_keys(
-            k, s.units, s.first, s.centroid, c.start, c.length, c.retired, self.sink, self.per_cluster, self.stretch,
-            self.rounds, self.seed, join,
-        )  # fmt: skip
-        store_prompt(k, v, s.ring, s.pool, c.start, c.length, c.leaving, c.retired, order, self.sink, join)
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        find_boundary(q, s.near, s.units, s.segments, s.trigger, s.stats, s.lengths, self.rule)
 
-    def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-        c, t = s.clock, self.timeline
-        append(k, v, s.ring, s.pool, s.stats, c.length, c.leaving, c.retired, t.sink, t.interval)
-        find_boundary(
-            q, s.ring, s.previous, s.seen, s.cuts, s.begun, s.frontier, s.units, s.first, s.centroid, s.wanted,
-            s.retrievals, s.stats, c.length, c.retired, t.sink, *self.trigger, *self.segment,
-        )  # fmt: skip
-        return self.attend(s, q, a)
-
-    def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        return pick_units(q, s.centroid, s.first, s.units, s.wanted, s.picked, s.chosen.shape[2], a.scale)
-
-    def places(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        rows = self.select(s, q, a)
-        refetch(s.wanted, rows, s.pool, s.hot, s.table, s.resident, s.age, s.arrivals, s.stats, s.chosen)
-        return s.chosen
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        now = s.trigger.retrieve_now
+        rows = pick_units(q, s.units, now, s.pick_done, s.hot.chosen.shape[2], a.scale)
+        return Choice(rows, now, s.segments.frontier)

@@ -2,10 +2,12 @@
 from dataclasses import dataclass
 
 from torchsparsekv.ops.index._kmeans import WIDEST
-from torchsparsekv.state import Timeline
+from torchsparsekv.ops.store.views import Boundaries
+from torchsparsekv.state import RingPlan
 from torchsparsekv.zoo._clusters import ClusterMethod
 
 RUNS = 8  # that leave the ring at a time
+ALWAYS = 2.0  # no cosine reaches it: retrieves at every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +28,9 @@ class ClusterKV(ClusterMethod):
         super().__post_init__()
 
     @property
-    def segment(self) -> tuple[int, int]:
-        return self.run, self.run
+    def rule(self) -> Boundaries:
+        return Boundaries(ALWAYS, False, self.run, self.run)
 
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(self.sink, self.window, RUNS * self.run)
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, RUNS * self.run)

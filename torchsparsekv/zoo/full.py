@@ -1,11 +1,8 @@
 """Dense attention over the same store: the reference for every other method, and what skipped layers run."""
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from torchsparsekv.method import Attention, Method
-from torchsparsekv.ops.attend.dense_attention import dense_attention
-from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline, common_buffers
+from torchsparsekv.method import Method
+from torchsparsekv.state import Buffers, Geometry, RingPlan, store_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +11,9 @@ class Full(Method):
     retrieves = False
     dense = True
 
-    block_size: int = 1
-
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(sink=0, window=0, interval=1)  # every token goes straight to the pool
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(sink=0, window=0, interval=1)  # every token goes straight to the pool
 
-    def buffers(self, g: Geometry) -> dict[str, Buffer]:
-        return common_buffers(g, self.timeline)
-
-    def attend(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        return dense_attention(q, s.pool, s.clock.length, a.sinks, a.scale, a.softcap)
+    def buffers(self, g: Geometry) -> Buffers:
+        return store_buffers(g, self.ring_plan)

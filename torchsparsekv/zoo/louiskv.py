@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchsparsekv.ops.index._kmeans import WIDEST
+from torchsparsekv.ops.store.views import Boundaries
 from torchsparsekv.zoo._clusters import ClusterMethod
 
 
@@ -40,12 +41,12 @@ class LouisKV(ClusterMethod):
         super().__post_init__()
 
     @property
-    def segment(self) -> tuple[int, int]:
-        return self.segment_min, self.segment_max
+    def couples_heads(self) -> bool:
+        return not self.per_head
 
     @property
-    def trigger(self) -> tuple[float, bool]:
-        return float(self.tau), self.per_head
+    def rule(self) -> Boundaries:
+        return Boundaries(float(self.tau), self.per_head, self.segment_min, self.segment_max)
 
 
 def calibrated(path: str | Path) -> float:

@@ -3,19 +3,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
+from torchsparsekv.method import Method
 from torchsparsekv.ops.select.attention_mass import attention_mass
+from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import LayerState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Method):
+    """block_size: consecutive tokens that are chosen and moved together; a power of two."""
+
     name = "oracle"
     scans = True
+
     block_size: int = 1
 
-    def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        c = s.clock
-        return self.best(
-            attention_mass(q, s.pool, s.ring, c.length, c.retired, self.sink, self.block_size, a.scale, a.softcap)
-        )
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        return self.best(attention_mass(q, s.near, s.far, s.lengths, self.block_size, a))

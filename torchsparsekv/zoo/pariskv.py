@@ -5,22 +5,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
+from torchsparsekv.method import Method
 from torchsparsekv.ops._code import WORDS
 from torchsparsekv.ops._srht import SEEDS
 from torchsparsekv.ops._triton import next_power_of_2
 from torchsparsekv.ops.index.encode_keys import encode_keys
+from torchsparsekv.ops.select.centroid_votes import ONE, centroid_votes
 from torchsparsekv.ops.select.collide import MOST_SPACES, candidate_capacity, candidates_of, collide
-from torchsparsekv.ops.select.earn_points import ONE, earn_points
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.state import Buffer, Geometry, LayerState, Timeline, hot_buffers
+from torchsparsekv.ops.store.views import Attention, Choice, Codes
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan, hot_buffer
 
 # (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
 # but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
-# beta = 5-10 % for long contexts. By benchmarks/recall_pariskv.py half the candidates hold no less of the exact top 100
-# if more keys earn points (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of its
-# time when that was found.
+# beta = 5-10 % for long contexts. By benchmarks/quality/recall_pariskv.py half the candidates hold no less of the exact
+# top 100 if more keys get votes (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of
+# its time when that was found.
 BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))
 
 
@@ -30,20 +31,19 @@ class ParisKV(Method):
 
     budget: the paper's final top-k.
     update_interval: tokens that leave the ring, and are encoded, at a time. None: as many as the window, at most 256.
-    rho: share of the keys that can earn points in a subspace. None: by the length of the row (BY_LENGTH). It costs next
+    rho: share of the keys that can get votes in a subspace. None: by the length of the row (BY_LENGTH). It costs next
         to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
     beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row.
     full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
         the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
     group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
-        key counts as much as it does for the head that wants it most, in both stages. By benchmarks/recall_pariskv.py
-        "max" finds more of the attention weight from 32K tokens on (128K: 86 % against 83 % of what the exact top-100
-        holds, recall 0.58 against 0.56) and about as much below.
+        key counts as much as it does for the head that wants it most, in both stages. By
+        benchmarks/quality/recall_pariskv.py "max" finds more of the attention weight from 32K tokens on (128K: 86 %
+        against 83 % of what the exact top-100 holds, recall 0.58 against 0.56) and about as much below.
     m: dimensions of a subspace. seed: of the rotation.
     """
 
     name = "pariskv"
-    block_size: int = 1
     budget: int = 100
     update_interval: int | None = None
     rho: float | None = None
@@ -61,8 +61,6 @@ class ParisKV(Method):
             self.check_int("update_interval")
         self.check_int("full_threshold", 0)
         self.check_int("seed", 0, SEEDS - 1)
-        if self.block_size != 1:
-            raise ValueError(f"{self.name} retrieves single tokens: block_size must be 1, got {self.block_size}")
         if self.interval > self.window:
             raise ValueError(
                 f"{self.name}: update_interval {self.interval} is above window {self.window}: the tokens that "
@@ -86,7 +84,7 @@ class ParisKV(Method):
             if rho < beta:
                 where = "" if below is None or None not in (self.rho, self.beta) else f" in contexts below {below}"
                 raise ValueError(
-                    f"{self.name}: rho {rho} is below beta {beta}{where}: too few keys would earn points to tell the "
+                    f"{self.name}: rho {rho} is below beta {beta}{where}: too few keys would get votes to tell the "
                     "candidates apart"
                 )
 
@@ -100,8 +98,8 @@ class ParisKV(Method):
         flat = [(below, round(beta * ONE), round(rho * ONE)) for below, beta, rho in self._by_length()]
         return [x for row in flat for x in row if x is not None]
 
-    def settled(self) -> dict[str, object]:
-        return super().settled() | {"update_interval": self.interval, "ratios": self.ratios}
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"update_interval": self.interval, "ratios": self.ratios}
 
     # ---- what it declares
 
@@ -110,20 +108,38 @@ class ParisKV(Method):
         return min(256, self.window) if self.update_interval is None else self.update_interval
 
     @property
-    def timeline(self) -> Timeline:
-        return Timeline(self.sink, self.window, self.interval)
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, self.interval)
 
     @property
     def dense_below(self) -> int:
         """Rows with at most this many retrievable tokens attend to all of them: `full_threshold` less what is near."""
         return max(self.budget, self.full_threshold - self.sink - self.window)
 
+    @property
+    def whole_up_to(self) -> int:
+        return self.sink + self.window + self.dense_below
+
     def sizes(self, rows: int) -> tuple[int, int]:
         """(candidates, tokens chosen) at most, for a pool of so many rows."""
         dense = min(self.dense_below, rows)
         return candidate_capacity(rows, self.ratios, self.budget, dense), dense
 
-    def buffers(self, g: Geometry) -> dict[str, Buffer]:
+    def buffers(self, g: Geometry) -> Buffers:
+        self._check_size(g)
+        spaces, u8 = next_power_of_2(g.head_dim) // self.m, torch.uint8
+        slots, chosen = min(2 * self.budget, g.rows), self.sizes(g.rows)[1]
+        return super().buffers(g) | {
+            "hot": hot_buffer(g, 1, max(slots, chosen), chosen),  # room for a context below `full_threshold`, whole
+            "codes": Codes(
+                ids=Buffer((*g.lead, g.rows, spaces), u8),
+                codes=Buffer((*g.lead, g.rows, spaces * self.m // 2), u8),
+                weights=Buffer((*g.lead, g.rows, spaces), torch.float16),
+                counts=Buffer((*g.lead, spaces, 1 << self.m), torch.int32),
+            ),
+        }
+
+    def _check_size(self, g: Geometry) -> None:
         size = next_power_of_2(g.head_dim)
         if size % self.m:
             raise ValueError(f"{self.name}: m {self.m} does not divide the padded head_dim {size}")
@@ -138,35 +154,23 @@ class ParisKV(Method):
             raise ValueError(
                 f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens"
             )
-        lead, spaces, u8 = (g.batch, g.kv_heads), size // self.m, torch.uint8
-        chosen = self.sizes(g.rows)[1]
-        common = super().buffers(g)
-        if common["hot"].shape[2] < chosen:
-            common |= hot_buffers(g, 1, chosen)  # a context below `full_threshold`, whole
-        return common | {
-            "ids": Buffer((*lead, g.rows, spaces), u8),
-            "codes": Buffer((*lead, g.rows, size // 2), u8),
-            "weights": Buffer((*lead, g.rows, spaces), torch.float16),
-            "counts": Buffer((*lead, spaces, 1 << self.m), torch.int32),
-        }
 
-    # ---- the stages
+    # ---- the index
 
-    def update(self, s: LayerState, k: Tensor) -> None:
-        c = s.clock
-        encode_keys(
-            k, s.pool, s.ids, s.codes, s.weights, s.counts, c.start, c.length, c.leaving, c.retired,
-            self.interval, self.m, self.seed,
-        )  # fmt: skip
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+        encode_keys(k, s.far, s.codes, s.lengths, self.m, self.seed)
 
-    def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        capacity, dense = self.sizes(s.pool.shape[2])
-        retired, ratios = s.clock.retired, self.ratios
-        rotated, earned = earn_points(q, s.counts, retired, self.sink, ratios, self.group == "mean", self.seed)
-        candidates = collide(earned, s.ids, retired, self.sink, ratios, self.budget, dense, capacity)
-        keep = min(self.budget, capacity)
-        estimates, peaks = rerank(rotated, s.codes, s.weights, candidates)
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        self.prompt(s, q, k, join=True)
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        capacity, dense = self.sizes(s.far.rows.shape[2])
+        ratios, keep = self.ratios, min(self.budget, capacity)
+        rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
+        candidates = collide(votes, s.codes, s.lengths, ratios, self.budget, dense, capacity)
+        estimates, peaks = rerank(rotated, s.codes, candidates)
         if dense <= keep:
-            return top_blocks(estimates, keep, peaks, candidates)
+            return Choice(top_blocks(estimates, keep, peaks, candidates))
         # Where there are few, every retrievable token is a candidate: take them all.
-        return top_blocks(estimates, keep, peaks, candidates, retired, self.sink + dense, dense)
+        counter = s.lengths.ring_begin
+        return Choice(top_blocks(estimates, keep, peaks, candidates, counter, self.sink + dense, dense))

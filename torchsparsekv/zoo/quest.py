@@ -1,6 +1,5 @@
 """Quest: pages chosen by the per-channel minimum and maximum of their keys (arXiv 2406.10774)."""
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torchsparsekv.zoo._pages import PageMethod
 
@@ -8,4 +7,7 @@ from torchsparsekv.zoo._pages import PageMethod
 @dataclass(frozen=True, kw_only=True)
 class Quest(PageMethod):
     name = "quest"
-    box: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> str:
+        return "box"

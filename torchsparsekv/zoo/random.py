@@ -3,25 +3,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
-from torchsparsekv.ops.select.random_scores import LOW, random_scores
+from torchsparsekv.method import Method
+from torchsparsekv.ops._hash import LOW
+from torchsparsekv.ops.select.random_scores import random_scores
+from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import LayerState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Method):
-    """seed: of the draw. Every layer draws the same blocks in a step, the kv heads each their own."""
+    """block_size: consecutive tokens that are drawn together; a power of two.
+    seed: of the draw. Every layer draws the same blocks in a step, the kv heads each their own.
+    """
 
     name = "random"
 
+    block_size: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_int("seed", 0, LOW)
 
-    def select(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        heads, rows = s.pool.shape[1:3]
-        c = s.clock
-        blocks = rows // self.block_size
-        return self.best(random_scores(c.length, c.retired, heads, blocks, self.sink, self.block_size, self.seed))
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        heads, rows = s.far.rows.shape[1:3]
+        return self.best(random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))

@@ -1,24 +1,24 @@
 """StreamingLLM: the sinks and the window, nothing retrieved (arXiv 2309.17453). The baseline without an index."""
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from torchsparsekv.method import Attention, Method
-from torchsparsekv.state import Buffer, Geometry, LayerState, common_buffers
+from torchsparsekv.method import Method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
+    """block_size: tokens leave the window so many at a time; a power of two."""
+
     name = "streaming"
     retrieves = False
 
-    def buffers(self, g: Geometry) -> dict[str, Buffer]:
-        empty = (g.batch, g.kv_heads, 0)
-        return common_buffers(g, self.timeline) | {
-            "hot": Buffer((*empty, self.block_size, 2, g.head_dim), g.dtype),
-            "nothing": Buffer(empty, torch.int32),
-        }
+    block_size: int = 16
 
-    def places(self, s: LayerState, q: Tensor, a: Attention) -> Tensor:
-        return s.nothing
+    def buffers(self, g: Geometry) -> Buffers:
+        return super().buffers(g) | {"hot": hot_buffer(g, self.block_size, slots=0, chosen=0)}
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        return None

@@ -1,0 +1,96 @@
+"""What methods with a static set have in common: an observation window, and when the set is chosen anew."""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops.index.copy_keys import copy_keys
+from torchsparsekv.ops.select.choose_static import NEVER, choose_static
+from torchsparsekv.ops.store.observe import observe
+from torchsparsekv.ops.store.views import I32, Attention, Observed, Static
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
+
+WINDOW = 64  # the paper's
+SOURCES = ("keys", "codes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticMethod(Method):
+    """Keeps the queries of the latest tokens, and at the first step after a prompt a set of tokens chosen by them.
+
+    observe: tokens of the observation window. They must be in the local window, so that all that can be retrieved came
+        before them. None: as many as the window, at most 64.
+    update_every: tokens after which the set is chosen anew. None: not before the next prompt.
+    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link each time where it is in
+        host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool.
+    """
+
+    unproven = True
+
+    observe: int | None = None
+    update_every: int | None = None
+    update_from: str = "keys"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.observe is not None:
+            self.check_int("observe", 1)
+            if self.observe > self.window:
+                raise ValueError(
+                    f"{self.name}: observe {self.observe} is above window {self.window}: tokens would be scored by "
+                    "queries that came before them"
+                )
+        if self.update_every is not None:
+            self.check_int("update_every", 1, NEVER - 1)
+        if self.update_from not in SOURCES:
+            raise ValueError(
+                f"{self.name}: update_from must be one of {', '.join(SOURCES)}, got {self.update_from!r}"
+            )
+
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        return (8, 9) if self.copies else super().least_capability
+
+    @property
+    def observed(self) -> int:
+        return min(WINDOW, self.window) if self.observe is None else self.observe
+
+    @property
+    def copies(self) -> bool:
+        return self.update_from == "codes"
+
+    @property
+    def every(self) -> int:
+        return NEVER if self.update_every is None else self.update_every
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"observe": self.observed}
+
+    def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
+        """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
+        one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
+        lead = 0 if self.update_every is None else g.layer * self.update_every // g.layers
+        ids = Buffer((*g.lead, most), I32, fill=-1)
+        copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
+        return copy | {
+            "observed": Observed(Buffer((g.batch, self.observed, g.kv_heads * g.group, g.head_dim), g.dtype)),
+            "static": Static(
+                ids, one(), one(target), one(), one(-1), one(lead), one(self.every), *(one() for _ in range(4))
+            ),
+        }
+
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+        observe(q, s.observed, s.static, s.lengths)
+        self.copy(s, k)
+
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        """The newest query is kept where it is also seen whether the set is due."""
+        self.copy(s, k)
+
+    def copy(self, s: LayerState, k: Tensor) -> None:
+        if self.copies:
+            copy_keys(k, s.far, s.coarse, s.lengths)
+
+    def choose_static(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        choose_static(q, s.observed, s.static, s.near, s.far, s.coarse if self.copies else None, s.lengths, a)

@@ -1,0 +1,37 @@
+"""What layers with a sliding window run: all of their window, exactly, and nothing else is kept."""
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Method):
+    """Chosen by the model, not by users. `window` is the model's: a token attends to so many, itself among them."""
+
+    name = "window"
+    retrieves = False
+    offered = False
+    forgets = True
+
+    budget: int = 0
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        self.check_int("window")
+
+    @property
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(sink=0, window=self.window, interval=1)  # so the ring begins exactly a window back
+
+    def buffers(self, g: Geometry) -> Buffers:
+        plan = dataclasses.replace(self.ring_plan, window=min(self.window, g.rows))  # a cache may be shorter than that
+        nothing = dataclasses.replace(g, rows=0)
+        return store_buffers(nothing, plan) | {"hot": hot_buffer(nothing, 1, slots=0, chosen=0)}
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        return None

@@ -1,0 +1,142 @@
+"""IceCache: pages of tokens with similar keys, found by descending a tree that grows while decoding (ICLR 2026)."""
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops._triton import cdiv
+from torchsparsekv.ops.index._tree import SALTS, SEEDS
+from torchsparsekv.ops.index.insert_page import WIDEST, insert_page
+from torchsparsekv.ops.index.plant_tree import plant_tree
+from torchsparsekv.ops.select.page_peaks import page_peaks
+from torchsparsekv.ops.select.top_blocks import top_blocks
+from torchsparsekv.ops.select.union_pages import union_pages
+from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
+from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Tree, View
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
+
+PAGES = 16  # that a budget should hold, as in the paper: 256 tokens in pages of 16
+DRAWS = 1 << 31
+PROMOTIONS = ("quota", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IceCache(Method):
+    """A tree of the keys of each kv head, whose nodes are pages; a query descends it for the pages of its best tokens.
+
+    r: share of the tokens of a level that are promoted to the next one.
+    levels: of the tree, with that of the leaves.
+    promotion: "quota", one token of every 1 / r, drawn; or "random", each token with chance r, as the paper's text has
+        it (its code has a quota).
+    page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 16
+        pages (64 tokens: 4 each).
+    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. At 1.0 the
+        choice is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes
+        to fill the budget with their pages.
+    growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
+        node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
+        counts as `page_size` tokens of the budget.
+    seed: of promotion and projection.
+
+    Its index holds all keys on the device: half of what a cache there would need. A prompt that has less than a page
+    beyond window and sinks is attended to as a whole.
+    """
+
+    name = "icecache"
+    unproven = True
+    places = True
+    regroups = True
+
+    r: float = 1 / 16
+    levels: int = 2
+    promotion: str = "quota"
+    page_size: int | None = None
+    field_of_view: float = 0.1
+    least_view: int = 32
+    growth: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.page_size is not None:
+            self.check_int("page_size", most=WIDEST, power=True)
+        super().__post_init__()
+        if not 0 < self.r < 1:
+            raise ValueError(f"{self.name}: r must be between 0 and 1, both excluded, got {self.r!r}")
+        for field in ("field_of_view", "growth"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {getattr(self, field)!r}")
+        if self.promotion not in PROMOTIONS:
+            raise ValueError(f"{self.name}: promotion must be one of {', '.join(PROMOTIONS)}, got {self.promotion!r}")
+        self.check_int("levels", 2, SALTS - 1)
+        self.check_int("least_view", 1)
+        self.check_int("seed", 0, SEEDS - 1)
+
+    @property
+    def block_size(self) -> int:
+        """`page_size`, or what it is by default."""
+        if self.page_size is not None:
+            return self.page_size
+        share = max(1, self.budget // PAGES) if isinstance(self.budget, int) else 1
+        return min(16, 1 << (share.bit_length() - 1))
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"page_size": self.block_size}
+
+    @property
+    def promoted(self) -> Promotion:
+        if self.promotion == "random":
+            return Promotion(0, max(1, int(self.r * DRAWS)), self.levels, self.seed)
+        return Promotion(max(2, round(1 / self.r)), 0, self.levels, self.seed)
+
+    # ---- what it declares
+
+    def nodes(self, rows: int) -> int:
+        """Room for nodes: all that a quota promotes of so many tokens; of those that chance does, and is not above."""
+        p = self.promoted
+        if p.every:
+            return 2 + rows // p.every
+        mean = rows * self.r
+        return min(rows, int(mean + 6 * mean**0.5)) + 2
+
+    def buffers(self, g: Geometry) -> Buffers:
+        nodes, i32 = self.nodes(g.rows), torch.int32
+        if nodes > MOST_NODES:
+            raise ValueError(f"{self.name}: at most {MOST_NODES} nodes, got {nodes} of {g.rows} tokens at r={self.r}")
+        page = self.block_size
+        pages = g.rows // page
+        grown = replace(g, rows=(pages + int(pages * self.growth)) * page)
+        # A budget of everything is every page, full or not.
+        chosen = grown.rows if self.budget >= g.rows else self.budget
+        lead, none = g.lead, Buffer(g.lead, i32)
+        inner = Buffer((*lead, nodes), i32)
+        return super().buffers(grown) | {
+            "hot": hot_buffer(grown, page, min(2 * chosen, grown.rows) // page, chosen // page),
+            "tree": Tree(
+                key=Buffer((*lead, nodes, g.head_dim), g.dtype), parent=inner, level=inner,
+                open_page=Buffer((*lead, nodes), i32, fill=-1), node_count=Buffer(lead, i32, fill=1), page_count=none,
+                radius2=Buffer(lead, torch.float32), done_count=none,
+            ),
+            "leaves": Leaves(
+                key=Buffer((*lead, grown.rows, g.head_dim), g.dtype),
+                node=Buffer((*lead, grown.rows), i32, fill=-1), fill=Buffer((*lead, grown.rows // page), i32),
+            ),
+        }  # fmt: skip
+
+    # ---- the index
+
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+        return plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted)
+
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
+        insert_page(s.near, s.far, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
+        view = View(MILLION if whole else round(self.field_of_view * MILLION), self.least_view, self.levels)
+        peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
+        ids = top_blocks(peaks, s.hot.chosen.shape[2])
+        if q.shape[1] != s.leaves.key.shape[1]:
+            ids = union_pages(peaks, ids, s.leaves.key.shape[1])
+        return Choice(ids, fill=s.leaves.fill)
