@@ -8,10 +8,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchsparsekv.method import Attention
+from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SENTINEL, SparseCache
+from torchsparsekv.patches._family import Layer
 
 PREFIX = "torchsparsekv_over_"
+NOTHING_BUT_PADDING = "torchsparsekv: a row of the batch is nothing but padding"
+NO_ATTENTIONS = "output_attentions=True: a sparse step has no attention weights to return; unpatch, or leave it out"
 
 
 def register_over(base: str) -> str:
@@ -20,6 +23,15 @@ def register_over(base: str) -> str:
     AttentionInterface.register(name, partial(attention, base=base))
     AttentionMaskInterface.register(name, partial(mask, base=base))
     return name
+
+
+def check_implementation(config) -> None:
+    """With another implementation nothing of ours would run, and nothing be stored."""
+    name = config._attn_implementation
+    if not name.startswith(PREFIX):
+        raise RuntimeError(
+            f"the attention implementation was set to {name!r} after patch: unpatch, set it, and patch again"
+        )
 
 
 class _Stored:
@@ -36,38 +48,67 @@ def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        if cache.owner is not module._torchsparsekv_owner:
+        owner = module._torchsparsekv_owner
+        if cache.owner is not owner:
             raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
         kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
-        if module.layer_idx == 0:
+        if module.layer_idx == owner.first:
+            check_implementation(module.config)
+            cache.use.check()
             cache.check_room(kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1])
     return args, kwargs
+
+
+def enter_model(model, args, kwargs):
+    """Forward pre-hook of the whole model: what nobody further in can refuse, or tell the end of."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, SparseCache):
+        wanted = kwargs.get("output_attentions")
+        if model.config.get_text_config(decoder=True).output_attentions if wanted is None else wanted:
+            raise ValueError(NO_ATTENTIONS)
+        if not torch.compiler.is_compiling():
+            cache.use.called = True
+
+
+def leave_model(model, args, kwargs, output):
+    """Forward hook of the whole model: it got this far."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, SparseCache):
+        cache.use.end_of_model()
 
 
 def attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, sparse_layer=None, base="sdpa", **kwargs
 ):
     if sparse_layer is None:  # not our cache: the model's own attention
-        if query.shape[2] == 1 and module.layer_idx == 0 and not torch.compiler.is_compiling():
-            _warn_dense()
+        if query.shape[2] == 1 and not torch.compiler.is_compiling():
+            _warn_dense(module)
         modeling = sys.modules[type(module).__module__]
         fn = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else modeling.eager_attention_forward
         return fn(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    _refuse(module, query, key, attention_mask, sparse_layer)
-    layer, tokens = sparse_layer, query.shape[2]
-    if layer.advances:
-        layer.state.clock.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     a = Attention(scale, kwargs.get("softcap") or 0.0, kwargs.get("s_aux"))
+    _refuse(module, query, key, value, attention_mask, sparse_layer)
+    _refuse_shape(module, query, key, a, sparse_layer.shape)
+    layer, tokens = sparse_layer, query.shape[2]
+    if layer.first:
+        layer.use.begin()
+    if layer.advances:
+        layer.state.row_lengths.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
     if tokens == 1:
         out = layer.method.decode(layer.state, query, key, value, a)
     else:
         out = layer.method.prefill(layer.state, query, key, value, a, last=layer.last)
+    if layer.last:
+        layer.use.end_of_layers()
     return out.transpose(1, 2).contiguous(), None
 
 
-def _warn_dense() -> None:
+def _warn_dense(module) -> None:
     """A loop that leaves the cache to the model gets a DynamicCache: right, but nothing is retrieved."""
+    owner = getattr(module, "_torchsparsekv_owner", None)
+    if owner is None or module.layer_idx != owner.first:
+        return
     warnings.warn(
         "torchsparsekv: this decode step is dense, its cache is not one of this patch: use generate(), or pass "
         "past_key_values=handle.make_cache(...)",
@@ -75,18 +116,94 @@ def _warn_dense() -> None:
     )
 
 
-def _refuse(module, query, key, attention_mask, layer) -> None:
+def _refuse(module, query, key, value, attention_mask, layer) -> None:
     """All of it is static: nothing is left of these checks in a compiled step."""
     if torch.is_grad_enabled() and query.requires_grad:
         raise RuntimeError("torchsparsekv is for inference: run under torch.no_grad() or torch.inference_mode()")
     if module.training:
         raise RuntimeError("torchsparsekv is for inference: call model.eval()")
-    pool = layer.state.pool
-    if key.shape[0] != pool.shape[0]:
-        raise ValueError(f"this cache was made for batch size {pool.shape[0]}, got {key.shape[0]}")
+    if key.shape[0] != layer.batch_size:
+        raise ValueError(f"this cache was made for batch size {layer.batch_size}, got {key.shape[0]}")
+    ring, given = layer.state.near.ring, (query, key, value)
+    other = [x for x in given if (x.dtype, x.device) != (ring.dtype, ring.device)]
+    if other:
+        raise TypeError(
+            f"this cache is in {ring.dtype} on {ring.device}, the model computes in {other[0].dtype} on "
+            f"{other[0].device} (model.to() after patch, or autocast?): unpatch, bring the model to what it is to "
+            "compute in, patch again"
+        )
     counts = attention_mask is None or (attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0])
     if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
+
+
+def _refuse_shape(module, query, key, a: Attention, shape: Layer) -> None:
+    """What the plan was made from is what the model does. Static as well."""
+    got = (query.shape[1], key.shape[1], key.shape[3], a.softcap, a.sink_logits is not None)
+    said = (shape.heads, shape.kv_heads, shape.head_dim, shape.softcap, shape.sink_logits)
+    if got != said:
+        names = ("heads", "kv_heads", "head_dim", "softcap", "sink_logits")
+        wrong = ", ".join(f"{n} {x} and not {y}" for n, x, y in zip(names, got, said) if x != y)
+        raise ValueError(f"layer {module.layer_idx} of this model is not what its family says of it: {wrong}")
+
+
+WINDOWED: tuple[str, ...] = ("sliding_window_overlay.<locals>.inner_mask",)
+# By these the tokens of an image see one another, before and behind; the second is the name up to transformers 5.12.
+BOTH_WAYS: tuple[str, ...] = (
+    "blockwise_overlay.<locals>.inner_mask", "token_type_ids_mask_function.<locals>.inner_mask",
+)  # fmt: skip
+
+
+def _causal(mask_function) -> bool:
+    """Causal, with or without a sliding window (of which the layer knows), and nothing laid over it.
+
+    What lets the tokens of images see one another lies over text alone too, where it changes nothing.
+    """
+    if mask_function is causal_mask_function:
+        return True
+    name = getattr(mask_function, "__qualname__", "")
+    if name == "and_masks.<locals>.and_mask":
+        beside = WINDOWED
+    elif name == "or_masks.<locals>.or_mask":
+        beside = BOTH_WAYS
+    else:
+        return False
+    parts = mask_function.__closure__[0].cell_contents
+    rest = [f for f in parts if f.__qualname__ not in beside]
+    return len(rest) == len(parts) - 1 == 1 and not any(map(_joins, parts)) and _causal(rest[0])
+
+
+def _joins(mask_function) -> bool:
+    """Whether it lets tokens of this prompt see later ones. Waits for the device, in prompts of models with images."""
+    if mask_function.__qualname__ not in BOTH_WAYS:
+        return False
+    (ids,) = (x for x in (c.cell_contents for c in mask_function.__closure__) if isinstance(x, torch.Tensor))
+    return torch.compiler.is_compiling() or bool((ids >= 0).any())
+
+
+def _check_mask(attention_mask, tokens: int, layer) -> None:
+    """Refuse a mask that contradicts what the cache holds. In a decode step on CUDA that would wait for the device."""
+    if tokens == 1 and attention_mask.is_cuda:
+        return
+    lengths = layer.state.row_lengths
+    past, (rows, width) = int(lengths.seq_len), attention_mask.shape
+    if rows != layer.batch_size:
+        raise ValueError(f"this cache was made for batch size {layer.batch_size}, the attention mask has {rows} rows")
+    if width not in (tokens, past + tokens):
+        raise ValueError(
+            f"an attention mask of {width} columns does not fit: the cache holds {past} tokens and {tokens} are new, "
+            f"so it needs {past + tokens} columns, or {tokens} for the new ones alone"
+        )
+    if past == 0:
+        return
+    begun = lengths.view.length > 0  # of the others the padding goes on
+    first = past if width == tokens else 0
+    live = torch.arange(first, first + width, device=attention_mask.device) >= lengths.left_pad[:, None]
+    if bool((attention_mask.bool() != live)[begun].any()):
+        raise ValueError(
+            "this attention mask contradicts the cache: it hides tokens that are stored or new, or shows padding; "
+            "only the padding that the first prompt had can be hidden"
+        )
 
 
 def mask(
@@ -100,13 +217,19 @@ def mask(
             *args, q_length=q_length, kv_offset=kv_offset, attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip, config=config, **kwargs,
         )  # fmt: skip
+    layer = getattr(kv_offset, "layer", None)  # None in a graph
+    if layer is not None and attention_mask is not None:
+        _check_mask(attention_mask, q_length, layer)
     if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
-        return None  # the padding is in the clock since the prompt, and a growing mask must not enter the graph
+        return None  # the padding is in the row lengths since the prompt, and a growing mask must not enter the graph
     # At one token transformers says so of every static cache, and before 5.14 of every prompt for one too: there the
     # mask function itself tells.
-    plain = allow_is_causal_skip or kwargs.get("mask_function") is causal_mask_function
+    plain = allow_is_causal_skip or _causal(kwargs.get("mask_function"))
     if q_length > 1 and not plain:
-        raise NotImplementedError("torchsparsekv: only causal masks with left padding; no packed or overlaid sequences")
+        raise NotImplementedError(
+            "torchsparsekv: only causal masks with left padding; no packed or overlaid sequences, and no images whose "
+            "tokens see one another in both directions (gemma3)"
+        )
     if attention_mask is None:
         return None
     pad = (attention_mask.long().cumsum(-1) == 0).sum(-1)
@@ -116,6 +239,7 @@ def mask(
     else:
         if not bool(left_only.all()):
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
-        if bool((pad == attention_mask.shape[-1]).any()):
-            raise ValueError("torchsparsekv: a row of the batch is nothing but padding (or its first chunk is)")
+        chunked = layer is not None and layer.use.chunked
+        if not chunked and bool((pad == attention_mask.shape[-1]).any()):
+            raise ValueError(f"{NOTHING_BUT_PADDING} (or its first chunk is: only generate() can cut prompts so)")
     return pad.view(-1, 1, 1, 1)

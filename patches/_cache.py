@@ -1,13 +1,27 @@
 """The store of torchsparsekv, presented to transformers as a cache."""
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
 from torchsparsekv.method import Method
-from torchsparsekv.patches._family import head_dim_of
-from torchsparsekv.state import Buffer, Clock, Geometry, LayerState, total_bytes
+from torchsparsekv.ops._side import wait_for_side
+from torchsparsekv.patches._family import Layer
+from torchsparsekv.patches._plan import Plan
+from torchsparsekv.patches._use import Use
+from torchsparsekv.state import LayerState, RingPlan, RowLengths
 
 # As `kv_offset` in the mask arguments it says that the mask is for one of our caches. No real offset looks like it.
 SENTINEL = -(1 << 40)
+
+
+class Offset(int):
+    """SENTINEL, with the layer for whose cache the mask is."""
+
+    layer: "SparseLayer"
+
+    def __new__(cls, layer: "SparseLayer"):
+        made = super().__new__(cls, SENTINEL)
+        made.layer = layer
+        return made
 
 
 class SparseLayer(CacheLayerMixin):
@@ -18,12 +32,16 @@ class SparseLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, method: Method, state: LayerState, capacity: int, owner, *, advances: bool, last: bool):
+    def __init__(
+        self, method: Method, shape: Layer, state: LayerState, capacity: int, owner, use: Use, *, advances: bool,
+        first: bool, last: bool,
+    ):  # fmt: skip
         super().__init__()
-        self.owner, self.method, self.state, self.capacity = owner, method, state, capacity
-        self.advances = advances  # the first layer on its clock moves it
-        self.last = last
-        self.is_initialized, self.batch_size = True, state.pool.shape[0]
+        self.use = use
+        self.owner, self.method, self.shape, self.state, self.capacity = owner, method, shape, state, capacity
+        self.advances = advances  # the first layer of those that share row lengths moves them
+        self.first, self.last = first, last
+        self.is_initialized, self.batch_size = True, state.far.rows.shape[0]
 
     def lazy_initialization(self, *args) -> None: ...
 
@@ -34,10 +52,10 @@ class SparseLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         if not self.owner.active:
             raise RuntimeError("the patch that made this SparseCache was taken off the model")
-        return self.capacity, SENTINEL
+        return self.capacity, SENTINEL if torch.compiler.is_compiling() else Offset(self)
 
     def get_seq_length(self):
-        return self.state.clock.seq_len
+        return self.state.row_lengths.seq_len
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -46,7 +64,7 @@ class SparseLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.state.reset()
-        self.state.clock.reset()
+        self.state.row_lengths.reset()
 
     def offload(self) -> None: ...
 
@@ -61,31 +79,54 @@ class SparseLayer(CacheLayerMixin):
 
 
 class SparseCache(Cache):
-    """One LayerState per layer, over clocks shared by the layers with the same timeline."""
+    """One LayerState per layer, over row lengths shared by the layers with the same ring plan.
 
-    def __init__(self, plan: "Plan", batch: int, max_length: int, owner: object, *, pool_on_host: bool):
+    Layers whose state is not keys and values are transformers' own, in the same places.
+    """
+
+    def __init__(self, plan: Plan, batch: int, max_length: int, owner, *, pool_on_host: bool):
         self.owner, self.batch, self.max_length = owner, batch, max_length
-        self.clocks: dict = {}
+        self.use = Use()
+        self.row_lengths: dict[RingPlan, RowLengths] = {}
+        own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
+        last = max(plan.attending)
         layers = []
-        for i, method in enumerate(plan.methods):
-            advances = method.timeline not in self.clocks
+        for i, (method, shape) in enumerate(zip(plan.methods, plan.layers)):
+            if method is None or shape is None:
+                layers.append(own[i])
+                continue
+            ring = method.ring_plan
+            first, advances = not self.row_lengths, ring not in self.row_lengths
             if advances:
-                self.clocks[method.timeline] = Clock(method.timeline, batch, max_length, plan.device)
-            buffers = plan.buffers(method, batch, max_length)
-            on_host = pool_on_host and plan.may_offload(method)
-            state = LayerState(buffers, self.clocks[method.timeline], plan.device, pool_on_host=on_host)
-            last = i == len(plan.methods) - 1
-            layers.append(SparseLayer(method, state, max_length, owner, advances=advances, last=last))
+                self.row_lengths[ring] = RowLengths(ring, batch, max_length, plan.device)
+            buffers, on_host = plan.buffers(i, batch, max_length), pool_on_host and plan.may_offload(i)
+            state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host)
+            roles = dict(advances=advances, first=first, last=i == last)
+            layers.append(SparseLayer(method, shape, state, max_length, owner, self.use, **roles))
         super().__init__(layers=layers)
 
     def reset(self) -> None:
+        """As it was made. What an interrupted prompt still does to it on another stream is waited for."""
+        wait_for_side(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()
+        self.use.end_of_model()
+
+    @property
+    def stored(self) -> dict[int, SparseLayer]:
+        """The layers that keep keys and values, by index."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
+
+    def own_bytes(self) -> int:
+        """What transformers' own layers hold; they allocate when a prompt comes."""
+        own = [vars(x).values() for i, x in enumerate(self.layers) if i not in self.stored]
+        given = [t for values in own for v in values for t in (v.values() if isinstance(v, dict) else (v,))]
+        return sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
 
     def check_room(self, tokens: int) -> None:
         """Raise on overrun where that costs no sync that matters. In a compiled or CUDA decode step it would: there the
-        clock turns an overrun into NaN (ops/index/advance.py)."""
-        seq_len = self.layers[0].get_seq_length()
+        row lengths turn an overrun into NaN (ops/store/advance.py)."""
+        seq_len = self.get_seq_length()
         if torch.compiler.is_compiling() or (tokens == 1 and seq_len.is_cuda):
             return
         if int(seq_len) + tokens > self.max_length:
@@ -94,38 +135,25 @@ class SparseCache(Cache):
                 "patch or make_cache with a larger one"
             )
 
+    def copy_from(self, other: "SparseCache") -> None:
+        """All that the other one holds, into this one of the same sizes; one row there may become many here."""
+        if len(self.stored) < len(self.layers):
+            raise NotImplementedError("the state of linear-attention layers is transformers' own and is not copied")
+        other.use.check()
+        if other.use.generating:
+            raise RuntimeError("a generate() is running on the cache that is to be copied: wait for its end")
+        rows = 0
+        for ring, lengths in self.row_lengths.items():
+            lengths.copy_from(other.row_lengths[ring])
+            rows = max(rows, int(lengths.view.length.max()))
+        for mine, its in zip(self.stored.values(), other.stored.values()):
+            mine.state.copy_from(its.state, None if mine.method.places else rows)
+
     def __deepcopy__(self, memo):
-        raise TypeError("a SparseCache owns fixed memory and cannot be copied; make a new one with Handle.make_cache")
+        raise TypeError(
+            "a SparseCache owns fixed memory and cannot be copied by deepcopy: Handle.fork(cache) makes a copy, "
+            "Handle.make_cache() an empty one"
+        )
 
-
-class Plan:
-    """Which method each layer runs, and the memory that takes."""
-
-    def __init__(
-        self, config, method: Method, dense: Method, skip_layers: int,
-        dtype: torch.dtype, device: torch.device, shards: int,
-    ):  # fmt: skip
-        self.method, self.dtype, self.device = method, dtype, device
-        self.kv_heads = config.num_key_value_heads // shards
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        self.head_dim = head_dim_of(config)
-        layers = config.num_hidden_layers
-        self.methods = tuple(dense if i < skip_layers else method for i in range(layers))
-
-    def may_offload(self, method: Method) -> bool:
-        """The dense layers of a sparse method read their whole pool at every step: it stays on the device."""
-        return self.method.dense or not method.dense
-
-    def buffers(self, method: Method, batch: int, max_length: int) -> dict[str, Buffer]:
-        block = self.method.block_size
-        rows = -(-max_length // block) * block
-        return method.buffers(Geometry(batch, self.kv_heads, self.head_dim, rows, self.dtype, self.group))
-
-    def bytes(self, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
-        """(host, device) bytes of a cache, before it exists."""
-        host = device = 0
-        for m in self.methods:
-            on_host = pool_on_host and self.may_offload(m)
-            h, d = total_bytes(self.buffers(m, batch, max_length), pool_on_host=on_host)
-            host, device = host + h, device + d
-        return host, device
+    def __reduce__(self):
+        raise TypeError("a SparseCache owns fixed memory and cannot be pickled: keep the tokens, and prompt again")

@@ -1,8 +1,62 @@
 """What the seam must know about a group of models."""
+import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
 
 FAMILIES: dict[str, "Family"] = {}
+# Models with eyes whose text model is of a family: patched as a whole, for generate() is theirs. What they put between
+# the words is a prompt like any other, attended to causally.
+MULTIMODAL = (
+    "gemma3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+)  # fmt: skip
+
+Shard = Literal["heads", "replicated", "unknown"]
+# What transformers' tensor parallel plans say of the projection that gives the keys. The second kind gathers them again
+# on every rank, because a norm or a slice needs all of them.
+SHARDS: dict[str, Shard] = {
+    "colwise": "heads", "colwise_gather_output": "replicated", "colwise_rep": "replicated",
+}  # fmt: skip
+KINDS = ("full_attention", "sliding_attention")
+OWN_KINDS = ("linear_attention", "conv")  # whose state is not keys and values: transformers keeps it
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer of a model is; the plan is made from these."""
+
+    heads: int  # query heads
+    kv_heads: int
+    head_dim: int
+    window: int | None = None  # tokens that it attends to, None: all
+    softcap: float = 0.0  # of its logits, 0: none
+    sink_logits: bool = False  # one learned logit more per query head
+    shard: Shard = "unknown"  # what a rank of a tensor parallel model has of its kv heads
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.kv_heads
+
+    def on_rank(self, ranks: int) -> "Layer":
+        """What one of so many tensor parallel ranks has of this layer."""
+        if ranks == 1 or self.shard == "replicated":
+            return self
+        if self.shard == "unknown":
+            raise NotImplementedError(
+                f"the tensor parallel plan of this model does not say how kv heads are shared by {ranks} ranks"
+            )
+        if self.kv_heads % ranks or self.heads % ranks:
+            raise ValueError(f"{self.heads} query heads and {self.kv_heads} kv heads cannot be shared by {ranks} ranks")
+        return dataclasses.replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
+
+
+def decoder_type(config) -> str:
+    """The model_type by which a family is looked up."""
+    return config.get_text_config(decoder=True).model_type if config.model_type in MULTIMODAL else config.model_type
 
 
 def window_of(config, layer: int) -> int | None:
@@ -17,15 +71,84 @@ def head_dim_of(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def shard_of(config) -> Shard:
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    for name, style in plan.items():
+        if name.endswith((".k_proj", ".qkv_proj")):
+            return SHARDS.get(style, "unknown")
+    return "unknown"
+
+
+def layer_of(config, layer: int) -> Layer | None:
+    """The answer for most models."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[layer] in OWN_KINDS:
+        return None
+    if types is not None and types[layer] not in KINDS:
+        known = ", ".join((*KINDS, *OWN_KINDS))
+        raise NotImplementedError(f"layer {layer} is of type {types[layer]!r}; supported: {known}")
+    return Layer(
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim_of(config),
+        window=window_of(config, layer),
+        softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        shard=shard_of(config),
+    )
+
+
+def is_self_attention(module: nn.Module) -> bool:
+    """Whether it asks transformers' attention dispatch, with a cache, and attends to its own tokens.
+
+    Others have a `layer_idx` too (decoder layers, linear attention, indexers), and names of projections differ.
+    """
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    takes = inspect.signature(forward).parameters
+    crosses = any(p.startswith(("encoder_", "cross_attention_", "key_value_states")) for p in takes)
+    return "past_key_values" in takes and not crosses and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+
+
 @dataclass(frozen=True)
 class Family:
-    """Data about model types; every field has the common answer as default."""
+    """Data about model types; every field has the common answer as default.
+
+    about: what their layers are, for the table of models.
+    since: the first transformers in which they work, where that is not the oldest that is supported.
+    layer: what the layer of this index is, from the text config; None where it keeps no keys and values.
+    is_attention: which modules are the attention of those layers; each has its index as `layer_idx`.
+    """
 
     model_types: tuple[str, ...]
-    window: Callable[[object, int], int | None] = window_of
+    about: str = "full attention; sliding windows in all layers where the config has them"
+    since: str = ""
+    layer: Callable[[object, int], Layer | None] = layer_of
+    is_attention: Callable[[nn.Module], bool] = is_self_attention
 
     def __post_init__(self) -> None:
         for t in self.model_types:
             if t in FAMILIES:
                 raise ValueError(f"model_type {t!r} is claimed by two families")
             FAMILIES[t] = self
+
+    def layers(self, config) -> tuple[Layer | None, ...]:
+        return tuple(self.layer(config, i) for i in range(config.num_hidden_layers))
+
+    def modules(self, model: nn.Module, config) -> list[nn.Module]:
+        """The attention module of every layer that has one, by index; refused unless there is exactly one for each."""
+        found = [m for m in model.modules() if self.is_attention(m)]
+        indices = [m.layer_idx for m in found]
+        expected = [i for i, layer in enumerate(self.layers(config)) if layer is not None]
+        if sorted(indices) != expected:
+            wrong = {
+                "without": [i for i in expected if i not in indices],
+                "twice": [i for i in expected if indices.count(i) > 1],
+                "unknown": sorted(set(indices) - set(expected)),
+            }
+            said = "; ".join(f"{what}: {', '.join(map(str, which))}" for what, which in wrong.items() if which)
+            raise NotImplementedError(
+                f"{type(model).__name__} has {len(found)} attention modules that torchsparsekv can reach, for "
+                f"{len(expected)} layers ({said})"
+            )
+        return sorted(found, key=lambda m: m.layer_idx)

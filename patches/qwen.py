@@ -1,4 +1,7 @@
-"""Qwen: biases (2) or normalised queries and keys (3) change nothing at the seam."""
+"""Qwen: biases (2), normalised queries and keys (3) and experts change nothing at the seam."""
 from torchsparsekv.patches._family import Family
 
-Family(model_types=("qwen2", "qwen3"))
+Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
+Family(
+    model_types=("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), about="full attention, in the models with images"
+)

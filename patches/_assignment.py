@@ -1,0 +1,131 @@
+"""From what the user asked for to one method per layer. All of it is refused or settled before a model is touched."""
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torchsparsekv.method import Method, as_int, check_skip_layers, layer_method, make_method
+from torchsparsekv.patches._family import Layer
+
+SKIP_LAYERS = 2
+COMMON = ("budget", "sink", "window")  # what patch() takes for all methods
+
+
+class Assignment(NamedTuple):
+    """The methods of a model's layers."""
+
+    method: Method  # of the layers of which nothing else is said
+    methods: tuple[Method | None, ...]  # of all; None: transformers' own, which is no attention over keys and values
+    skip_layers: int
+    notes: tuple[str, ...]  # what acts instead of a default that does not fit
+
+
+def choose(
+    method: Method, given: dict, shapes: tuple[Layer | None, ...], entries: Mapping | None, skip_layers: int | None,
+    max_length: int | None, limit: int,
+) -> Assignment:  # fmt: skip
+    """`given` are the hyper-parameters of `method` that are not defaults; `limit` is what a cache may hold at most."""
+    notes: list[str] = []
+    layers = len(shapes)
+    if skip_layers is None:
+        skip_layers = min(SKIP_LAYERS, layers - 1)
+        if skip_layers < SKIP_LAYERS and not method.dense:
+            notes.append(f"skip_layers {skip_layers}: the default of {SKIP_LAYERS} leaves none of {layers} layers")
+    else:
+        skip_layers = as_int(skip_layers)
+        check_skip_layers(skip_layers, layers)
+    wanted = _checked(entries, layers)
+    method = _fitted(method, given, max_length, limit, notes)
+    dense = make_method("full")
+    fixed = [_fixed(shape, limit) for shape in shapes]
+    chosen = [dense if i < skip_layers else method for i in range(layers)]
+    for i, entry in wanted.items():
+        if fixed[i]:
+            raise ValueError(f"layers[{i}]: this layer {fixed[i]}, which no method changes")
+        try:
+            own, hyper = _entry(entry, method, given)
+            chosen[i] = _fitted(own, hyper, max_length, limit, notes)
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"layers[{i}]: {e}") from e
+    runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
+    if any(fixed) and not method.dense and all(m is None or m.dense or m.forgets for m in runs):
+        notes.append(
+            f"{method.name} runs in no layer: {sum(map(bool, fixed))} of {layers} attend to a sliding window or keep "
+            "no keys and values, the others are dense"
+        )
+    return Assignment(method, runs, skip_layers, tuple(dict.fromkeys(notes)))
+
+
+def _fixed(shape: Layer | None, limit: int) -> str:
+    """What a layer does whatever is asked for; nothing where it attends to all that a cache may hold."""
+    if shape is None:
+        return "has no keys and values"
+    if shape.window is not None and shape.window < limit:
+        return f"attends to a sliding window of {shape.window} tokens"
+    return ""
+
+
+def _own(shape: Layer | None) -> Method | None:
+    return None if shape is None or shape.window is None else layer_method("window", window=shape.window)
+
+
+def _checked(entries: Mapping | None, layers: int) -> dict[int, object]:
+    """The entries by plain index."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, Mapping):
+        raise TypeError(f"layers must be a dict of layer index to method, got {entries!r}")
+    found: dict[int, object] = {}
+    for key, entry in entries.items():
+        i = as_int(key)
+        if type(i) is not int or not 0 <= i < layers:
+            raise ValueError(f"layers has an entry for layer {key!r}; this model has layers 0 to {layers - 1}")
+        if i in found:
+            raise ValueError(f"layers has two entries for layer {i}")
+        found[i] = entry
+    return found
+
+
+def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
+    """The method of one entry, and those of its hyper-parameters that are no defaults."""
+    if isinstance(entry, str):
+        entry = {"method": entry}
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"an entry is the name of a method or a dict of hyper-parameters, got {entry!r}")
+    hyper = {name: as_int(value) for name, value in entry.items()}
+    name = hyper.pop("method", method.name)
+    if not isinstance(name, str):
+        raise TypeError(f"method must be a name, got {name!r}")
+    if name == method.name:
+        hyper = {**given, **hyper}
+    elif name != "full":
+        hyper = {**{n: given[n] for n in COMMON if n in given}, **hyper}
+    return make_method(name, **hyper), hyper
+
+
+def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:
+    """A budget that was given and does not fit is refused; a default is lowered."""
+    if method.dense or method.budget <= limit:
+        return method
+    if "budget" in given:
+        if max_length is not None:
+            raise ValueError(f"budget {method.budget} is above max_length {max_length}")
+        return method
+    budget = max(limit // method.block_size, 1) * method.block_size
+    try:
+        fitted = dataclasses.replace(method, budget=budget)
+    except ValueError:  # it takes no budget as low
+        notes.append(f"{method.name} keeps its default budget of {method.budget}: all that a cache holds is within it")
+        return method
+    notes.append(f"{method.name} has budget {budget}: the default of {method.budget} is above the {limit} of a cache")
+    return fitted
+
+
+def described(method: Method, beside: Method) -> str:
+    """Its name, and what it has else than `beside` where that is the same method, else than its defaults."""
+    usual = beside if type(beside) is type(method) else type(method)()
+    differs = [
+        f"{f.name}={getattr(method, f.name)!r}"
+        for f in dataclasses.fields(method)
+        if getattr(method, f.name) != getattr(usual, f.name)
+    ]
+    return f"{method.name}({', '.join(differs)})" if differs else method.name

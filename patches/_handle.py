@@ -1,0 +1,188 @@
+"""What patch() returns: a model's caches, its report, and the way back."""
+import copy
+import threading
+import weakref
+
+from torchsparsekv.method import as_int
+from torchsparsekv.patches import _switch, _use
+from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._memory import check_memory, pool_on_host
+from torchsparsekv.patches._plan import Memory, Plan
+from torchsparsekv.report import LayerReport, Report, cache_bytes, layer_report
+
+SMALLEST_BUCKET = 1024
+
+
+class Handle:
+    """An active patch. Use it as a context manager, or call `unpatch()`."""
+
+    def __init__(self, model, plan: Plan, max_length: int | None, limit: int, offload: str):
+        self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
+        self.offload = offload
+        self._owner, self._base = _switch.Owner(), ""
+        self._copied = False
+        self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
+        self._latest: weakref.ref | None = None
+        self._lock = threading.Lock()  # of the choice of a cache: generate() may run in several threads
+        self._last_report: Report | None = None  # when the patch was taken off
+
+    # ---- for users
+
+    @property
+    def active(self) -> bool:
+        return self._owner.active
+
+    def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
+        """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
+
+        Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: memory()
+        says what that takes.
+        """
+        self._require_active()
+        batch, length = self._sizes(batch_size, max_length)
+        on_host = pool_on_host(self.plan, self.offload, batch, length)
+        check_memory(self.plan, batch, length, pool_on_host=on_host)
+        cache = SparseCache(self.plan, batch, length, self._owner, pool_on_host=on_host)
+        self._latest = weakref.ref(cache)
+        return cache
+
+    def _sizes(self, batch_size, max_length) -> tuple[int, int]:
+        batch = as_int(batch_size)
+        if type(batch) is not int:
+            raise TypeError(f"batch_size must be an int, got {batch_size!r}")
+        if batch < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch}")
+        length = (self.max_length or self.limit) if max_length is None else as_int(max_length)
+        if type(length) is not int or length < 1:
+            raise ValueError(f"max_length must be a positive int, got {max_length!r}")
+        if length > self.limit:
+            raise ValueError(f"max_length {length} is above the limit of this patch, {self.limit}")
+        return batch, length
+
+    def memory(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
+        """What make_cache() would take with the same arguments, by buffer; nothing is allocated."""
+        batch, length = self._sizes(batch_size, max_length)
+        on_host = pool_on_host(self.plan, self.offload, batch, length) and self.plan.device.type == "cuda"
+        return self.plan.memory(batch, length, pool_on_host=on_host)
+
+    def fork(self, cache: SparseCache, batch_size: int | None = None) -> SparseCache:
+        """A copy of what a cache holds, to go on with while the original stays as it is: a system prompt used again.
+
+        It costs the memory of a cache and one copy of the stored tokens and the index (in host memory at the speed of
+        the link, both ways), and no prompt. A cache of one row can be copied into `batch_size` rows.
+        """
+        if not isinstance(cache, SparseCache) or cache.owner is not self._owner:
+            raise ValueError(f"fork takes a SparseCache of this patch, got {type(cache).__name__}")
+        batch = cache.batch if batch_size is None else as_int(batch_size)
+        if cache.batch not in (1, batch):
+            raise ValueError(f"a cache of {cache.batch} rows cannot be forked into {batch}; one row can, into any")
+        cache.use.check()
+        twin = self.make_cache(batch, cache.max_length)
+        twin.copy_from(cache)
+        return twin
+
+    def report(self) -> Report:
+        """What the latest cache has seen since it was made or reset (generate() resets it at each call).
+
+        After unpatch() it is what that cache had seen by then.
+        """
+        if self._last_report is not None:
+            return self._last_report
+        cache = self._latest() if self._latest else None
+        if cache is None:
+            return Report(self.plan.method.name, (), 0, 0, self._notes())
+        rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
+        host_bytes, device_bytes = cache_bytes([layer.state for layer in cache.stored.values()])
+        rest = sum(x.nbytes for x in cache.row_lengths.values()) + cache.own_bytes()
+        notes = (*self._notes(), *self._whole(rows))
+        return Report(self.plan.method.name, rows, host_bytes, device_bytes + rest, notes)
+
+    def unpatch(self) -> None:
+        """Leave the model exactly as it was found."""
+        if not self.active:
+            return
+        _switch.off(self.model, self._owner, self._base)
+        cache, self._recycled = self._recycled, None
+        self._last_report = self.report()
+        del cache  # not before: the report is of it
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.unpatch()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "unpatched"
+        length = self.max_length or f"grows to {self.limit}"
+        exceptions = self.plan.exceptions()
+        layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
+        notes = "".join(f"; {note}" for note in self.plan.notes)
+        return (
+            f"<torchsparsekv {state} on {type(self.model).__name__}: {self.plan.method}, {layers}max_length={length}, "
+            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{notes}>"
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        """What a report says beside its table."""
+        return (*(f"layer {x}" for x in self.plan.exceptions()), *self.plan.notes)
+
+    def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
+        """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
+        methods = [self.plan.methods[r.layer] for r in rows if r.density == 1]
+        return [
+            f"density 1.000: {m.name} attends to all of rows of up to {m.whole_up_to} tokens, so nothing was saved here"
+            for m in dict.fromkeys(methods)
+            if m is not None and not m.dense
+        ]
+
+    # ---- for the seam
+
+    def install(self) -> None:
+        self._base = _switch.on(self.model, self, self._owner)
+
+    def hold(self, cache: SparseCache, *, chunked: bool) -> bool:
+        """For the generate() that runs; False if nobody will tell its end."""
+        held = _use.hold(cache.use, chunked=chunked)
+        self._latest = weakref.ref(cache)
+        return held
+
+    def cache_for_generate(self, batch: int, needed: int, *, keep: bool, chunked: bool = False) -> SparseCache:
+        """`keep`: the user gets the cache, so the next call must not use it again. Nor may another that still runs."""
+        if needed > (self.max_length or self.limit):
+            raise ValueError(
+                f"prompt and new tokens need a cache of {needed}, this patch allows max_length="
+                f"{self.max_length or self.limit}"
+            )
+        length = self.max_length or min(self.limit, max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()))
+        with self._lock:
+            c = self._recycled
+            busy = c is not None and c.use.generating
+            if c is not None and not keep and not busy and (c.batch, c.max_length) == (batch, length):
+                c.reset()
+                self.hold(c, chunked=chunked)
+                return c
+            if not busy:
+                c = self._recycled = None  # free the old one before the new one is made
+            c = self.make_cache(batch, length)
+            if self.hold(c, chunked=chunked) and not keep and not busy:
+                self._recycled = c
+        return c
+
+    def _require_active(self) -> None:
+        if not self.active:
+            raise RuntimeError("this handle is unpatched")
+
+    def __reduce__(self):
+        raise TypeError("a patched model cannot be pickled: call unpatch() first, and patch again where it is loaded")
+
+    def __deepcopy__(self, memo):
+        """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
+        copy of which is still without modules: nothing here may look at them."""
+        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload)
+        memo[id(self)] = twin
+        twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
+        twin._base, twin._copied = self._base, True
+        if twin.active:
+            _switch.activate(twin._owner)
+        return twin

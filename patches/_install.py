@@ -1,0 +1,134 @@
+"""patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from torchsparsekv.method import Method, Offload, as_int, check_device
+from torchsparsekv.patches import all_families
+from torchsparsekv.patches._assignment import choose
+from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
+from torchsparsekv.patches._handle import Handle
+from torchsparsekv.patches._memory import check_memory, pool_on_host
+from torchsparsekv.patches._plan import Plan
+from torchsparsekv.patches._refused import REFUSED
+
+OFFLOAD = get_args(Offload)
+
+
+def install(
+    model, method: Method, given: dict, *, max_length: int | None, offload: str, skip_layers: int | None,
+    layers: Mapping | None,
+) -> Handle:  # fmt: skip
+    """`given`: the hyper-parameters of `method` that the user named."""
+    model = unwrapped(model)
+    check_model(model)
+    plan, max_length, limit = planned(
+        model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
+        layers=layers,
+    )  # fmt: skip
+    if max_length is None:
+        plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
+    else:
+        check_memory(plan, 1, max_length, pool_on_host=pool_on_host(plan, offload, 1, max_length))
+    handle = Handle(model, plan, max_length, limit, offload)
+    handle.install()
+    return handle
+
+
+def planned(
+    model, method: Method, given: dict, device: torch.device, *, max_length: int | None, offload: str,
+    skip_layers: int | None, layers: Mapping | None,
+) -> tuple[Plan, int | None, int]:  # fmt: skip
+    """The plan for a model on `device`, which may be without weights yet; max_length, and what a cache may hold."""
+    config = check_model(model)
+    family = all_families()[decoder_type(model.config)]
+    if offload not in OFFLOAD:
+        raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
+    max_length = check_length(max_length, config.max_position_embeddings)
+    limit = max_length or config.max_position_embeddings
+    shapes = family.layers(config)
+    check_layers(shapes)
+    assignment = choose(method, given, shapes, layers, skip_layers, max_length, limit)
+    family.modules(model, config)
+    for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run what was asked for
+        if m is not None:
+            check_device(device, m)
+    plan = Plan(shapes, assignment, model.dtype, device, getattr(model, "_tp_size", None) or 1, config)
+    return plan, max_length, limit
+
+
+def unwrapped(model):
+    """The model in an adapter of PEFT, whose generate() and forward are this one's; what compiles is refused."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise TypeError(
+            "patch takes the model itself, got what torch.compile made of it: patch model._orig_mod, and compile "
+            "after that; generate() on a GPU compiles its steps anyway"
+        )
+    if type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
+
+
+def check_model(model):
+    """The text config of a model we can patch, or an error that says why not."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
+    if hasattr(model, "_torchsparsekv"):
+        raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
+    if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
+        raise RuntimeError("this model is patched already, through a model that it is part of or that is part of it")
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise RuntimeError("this model is compiled already, and would not see the patch: patch first, compile() then")
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError("encoder-decoder models are not supported")
+    if not model.can_generate():
+        raise NotImplementedError(f"{type(model).__name__} has no generate(): patch the model that has it, not a part")
+    model_type, families = decoder_type(model.config), all_families()
+    if model_type in REFUSED:
+        raise NotImplementedError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type not in families:
+        raise NotImplementedError(
+            f"no family for model_type {model_type!r}; available: {', '.join(families)}; with images: "
+            f"{', '.join(MULTIMODAL)}"
+        )
+    since = families[model_type].since
+    if since and Version(transformers.__version__) < Version(since):
+        raise NotImplementedError(
+            f"{model_type} works with transformers >= {since}, this is {transformers.__version__}"
+        )
+    if model.training:
+        raise RuntimeError("torchsparsekv is for inference: call model.eval() first")
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(f"{type(model).__name__} bypasses transformers' attention dispatch")
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"the model must compute in float32, float16 or bfloat16, got {model.dtype}")
+    devices = {str(d) for d in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise NotImplementedError(
+            f"the model is spread over several devices ({', '.join(sorted(devices))}): load it onto one "
+            "(device_map={'': 0}), or run one rank for each under torchrun (tp_plan='auto')"
+        )
+    return model.config.get_text_config(decoder=True)
+
+
+def check_length(max_length, limit: int) -> int | None:
+    if max_length is None:
+        return None
+    length = as_int(max_length)
+    if type(length) is not int or length < 1:
+        raise ValueError(f"max_length must be a positive int, got {max_length!r}")
+    if length > limit:
+        raise ValueError(f"max_length {length} is above the model's max_position_embeddings, {limit}")
+    return length
+
+
+def check_layers(layers: tuple[Layer | None, ...]) -> None:
+    if all(layer is None for layer in layers):
+        raise NotImplementedError("no layer of this model has keys and values")
+    for layer in layers:
+        if layer is not None and (layer.head_dim % 16 or not 16 <= layer.head_dim <= 256):
+            raise ValueError(f"head_dim must be a multiple of 16 up to 256, this model has {layer.head_dim}")

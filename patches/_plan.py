@@ -1,0 +1,119 @@
+"""Which method each layer of a model runs, on which heads, and the memory that takes."""
+from typing import NamedTuple
+
+import torch
+
+from torchsparsekv.method import Method
+from torchsparsekv.patches._assignment import Assignment, described
+from torchsparsekv.patches._family import Layer
+from torchsparsekv.state import Buffers, Geometry, RowLengths, named, total_bytes
+
+
+class MemoryRow(NamedTuple):
+    """One kind of buffer, in all the layers that have it."""
+
+    name: str
+    on_host: bool
+    layers: int
+    nbytes: int
+
+
+class Memory(NamedTuple):
+    """What a cache will hold; `print` it for a table."""
+
+    batch: int
+    max_length: int
+    rows: tuple[MemoryRow, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.nbytes for r in self.rows if r.on_host)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(r.nbytes for r in self.rows if not r.on_host)
+
+    def __str__(self) -> str:
+        lines = [f"a cache of {self.max_length} tokens x batch {self.batch}"]
+        lines.append(f"{'buffer':<24} {'layers':>6} {'MiB':>12}")
+        for r in self.rows:
+            lines.append(f"{r.name:<24} {r.layers:>6} {r.nbytes / 2**20:>12.3f} {'host' if r.on_host else 'device'}")
+        total = f"{self.host_bytes / 2**20:.2f} MiB host, {self.device_bytes / 2**20:.2f} MiB device"
+        return "\n".join([*lines, f"in all: {total}"])
+
+OWN = "linear (transformers)"
+
+
+class Plan:
+    """Made from what the layers are and what was chosen for them; knows every buffer before it exists."""
+
+    def __init__(
+        self, layers: tuple[Layer | None, ...], assignment: Assignment, dtype: torch.dtype, device: torch.device,
+        ranks: int, config,
+    ):  # fmt: skip
+        self.layers = tuple(layer and layer.on_rank(ranks) for layer in layers)
+        for here, whole, method in zip(self.layers, layers, assignment.methods):
+            if here and whole and method and here.kv_heads < whole.kv_heads and method.couples_heads:
+                raise NotImplementedError(
+                    f"{method.name} decides by all heads of a layer together, and each of {ranks} ranks has only its "
+                    "own: pass per_head=True"
+                )
+        self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
+        self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
+        self.config = config  # of the text model: by it transformers makes the layers that it keeps
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers with keys and values."""
+        return [i for i, m in enumerate(self.methods) if m is not None]
+
+    def may_offload(self, i: int) -> bool:
+        """A dense layer among sparse ones reads its whole pool at every step: that stays on the device."""
+        pools = [m for m in self.methods if m and not m.forgets]
+        method = self.methods[i]
+        return method in pools and (not method.dense or all(m.dense for m in pools))
+
+    def buffers(self, i: int, batch: int, max_length: int) -> Buffers:
+        """Nothing where transformers keeps the layer's state."""
+        method, layer = self.methods[i], self.layers[i]
+        if method is None or layer is None:
+            return {}
+        rows = -(-max_length // method.block_size) * method.block_size
+        sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
+        return method.buffers(Geometry(*sizes, i, len(self.layers)))
+
+    def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
+        """(host, device) bytes of one layer of a cache, before it exists."""
+        on_host = pool_on_host and self.may_offload(i)
+        return total_bytes(self.buffers(i, batch, max_length), pool_on_host=on_host)
+
+    def bytes(self, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
+        """The same of all layers."""
+        each = [self.layer_bytes(i, batch, max_length, pool_on_host=pool_on_host) for i in range(len(self.methods))]
+        return sum(h for h, _ in each), sum(d for _, d in each)
+
+    def memory(self, batch: int, max_length: int, *, pool_on_host: bool) -> "Memory":
+        """The same by buffer, and with the lengths of the rows: all that a cache will hold."""
+        found: dict[tuple[str, bool], tuple[int, int]] = {}
+        for i in self.attending:
+            aside = pool_on_host and self.may_offload(i)
+            for name, b in named(self.buffers(i, batch, max_length)).items():
+                key = (name, b.is_on_host(aside))
+                layers, size = found.get(key, (0, 0))
+                found[key] = layers + 1, size + b.nbytes
+        rows = [MemoryRow(name, host, layers, size) for (name, host), (layers, size) in found.items()]
+        rings = {m.ring_plan for m in self.methods if m is not None}
+        rows.append(MemoryRow("row lengths", False, len(self.attending), len(rings) * RowLengths.bytes_for(batch)))
+        return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)))
+
+    def exceptions(self) -> list[str]:
+        """`layer: what it runs` where that is neither the model's method nor a layer skipped; runs of layers as one."""
+        runs: list[tuple[int, int, Method | None]] = []
+        for i, m in enumerate(self.methods):
+            if m == self.method if i >= self.skip_layers else m and m.name == "full":
+                continue
+            if runs and runs[-1][1:] == (i - 1, m):
+                runs[-1] = (runs[-1][0], i, m)
+            else:
+                runs.append((i, i, m))
+        return [f"{a if a == b else f'{a}-{b}'}: {described(m, self.method) if m else OWN}" for a, b, m in runs]

@@ -1,0 +1,21 @@
+"""Models that would be accepted by their modules, or nearly, and would be wrong; by name, with the reason."""
+
+BY_REASON = {
+    "its cache holds latents from which keys and values are expanded (MLA), and this store keys and values": (
+        "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu",
+    ),
+    "it chooses what it attends to by an indexer of its own": (
+        "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "minimax_m3_vl_text",
+    ),
+    "some of its layers use the keys and values of other layers": (
+        "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
+    ),
+    "its state spaces or linear layers have not been shown to work beside this store": (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "minimax",
+        "nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    ),
+    "some of its layers attend within chunks of the context": ("llama4", "llama4_text"),
+    "its keys and values are of different sizes": ("mimo_v2_flash",),
+    "its attention does not go through transformers' dispatch": ("bloom", "falcon", "mpt"),
+}  # fmt: skip
+REFUSED = {model_type: reason for reason, types in BY_REASON.items() for model_type in types}

@@ -1,0 +1,103 @@
+"""On and off: the hooks, the attention implementation and the instance method by which a model comes to us."""
+import types
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from torchsparsekv.patches import all_families
+from torchsparsekv.patches._attention import enter_model, hand_over_layer, leave_model, register_over
+from torchsparsekv.patches._family import decoder_type
+from torchsparsekv.patches._generate import forget_compiled, generate, prepare_cache
+
+RECOMPILE_LIMIT = 64  # at least: torch's is per code object, and every cache length or batch size may need a graph
+
+
+class Owner:
+    """Ties caches to the patch that made them. Copied with the model by deepcopy, so a clone is an owner of its own."""
+
+    active = False
+    first = 0  # the first layer with keys and values
+
+
+def on(model, handle, owner: Owner) -> str:
+    """Patch the instance; returns the attention implementation that it had."""
+    config = model.config.get_text_config(decoder=True)
+    base = config._attn_implementation
+    modules = all_families()[decoder_type(model.config)].modules(model, config)
+    owner.first = modules[0].layer_idx
+    for m in modules:
+        m._torchsparsekv_owner = owner
+        m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
+    _set_implementation(model, register_over(base))
+    model.register_forward_pre_hook(enter_model, with_kwargs=True)
+    model.register_forward_hook(leave_model, with_kwargs=True)
+    model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
+    if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
+        model.generate = types.MethodType(generate, model)
+    model._torchsparsekv = handle
+    activate(owner)
+    forget_compiled(model)
+    return base
+
+
+def off(model, owner: Owner, base: str) -> None:
+    """Leave the instance as `on` found it."""
+    for m in model.modules():
+        if getattr(m, "_torchsparsekv_owner", None) is owner:
+            _remove_hook(m, hand_over_layer)
+            del m._torchsparsekv_owner
+    for hook in (enter_model, leave_model):
+        _remove_hook(model, hook)
+    _set_implementation(model, base)
+    if getattr(vars(model).get("generate"), "__func__", None) is generate:
+        del model.generate
+    del model._prepare_cache_for_generation, model._torchsparsekv
+    forget_compiled(model)
+    owner.active = False
+    _limit.drop(owner)
+
+
+def _set_implementation(model, name: str) -> None:
+    """Of the text model alone: a vision tower keeps its own."""
+    text = model.config.get_text_config(decoder=True)
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0]: name} if keys else name)
+
+
+def activate(owner: Owner) -> None:
+    owner.active = True
+    _limit.hold(owner)
+
+
+def _remove_hook(module, hook: Callable) -> None:
+    """By function, not by RemovableHandle: after a deep copy of the model that is still the original's."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = getattr(module, name)
+        for key in [key for key, fn in hooks.items() if fn is hook]:
+            del hooks[key], getattr(module, f"{name}_with_kwargs")[key]
+
+
+class _RecompileLimit:
+    """The process's limit, raised while any model is patched. A value that the user sets meanwhile stays."""
+
+    def __init__(self) -> None:
+        self.owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self.found: int | None = None  # what it was before we raised it
+
+    def hold(self, owner: Owner) -> None:
+        self.owners.add(owner)
+        if torch._dynamo.config.recompile_limit < RECOMPILE_LIMIT:
+            self.found = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+
+    def drop(self, owner: Owner) -> None:
+        self.owners.discard(owner)
+        if self.owners or self.found is None:
+            return
+        if torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT:
+            torch._dynamo.config.recompile_limit = self.found
+        self.found = None
+
+
+_limit = _RecompileLimit()

@@ -1,0 +1,14 @@
+"""Models with sliding-window layers beside full ones: those run the window method (_assignment.py)."""
+import dataclasses
+
+from torchsparsekv.patches._family import Family, Layer, layer_of
+
+
+def with_sinks(config, layer: int) -> Layer | None:
+    said = layer_of(config, layer)
+    return said and dataclasses.replace(said, sink_logits=True)
+
+
+IN_TURN = "sliding windows and full attention in turn"
+Family(model_types=("cohere2", "exaone4", "gemma2", "gemma3_text", "olmo3"), about=IN_TURN)
+Family(model_types=("gpt_oss",), about=f"{IN_TURN}; sink logits", layer=with_sinks)
