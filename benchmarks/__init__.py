@@ -1,1 +1,1 @@
-"""Measurements, one module each; `torchsparsekv bench NAME` runs them."""
+"""Measurements: speed (`torchsparsekv bench`), quality (`eval`, recall), a model to measure on, and their report."""

@@ -11,14 +11,19 @@ RECALL = "recall"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
+# All that leave something out. The dense model always runs beside them, and has no other answers than `full`.
+METHODS: tuple[str, ...] = tuple(name for name, cls in all_methods().items() if not cls.dense)
+
+
 @dataclass(frozen=True)
-class Options:
-    model: str = option(RECALL, "The project's own recall model, or a Hugging Face path or name (RULER tasks).")
-    tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal (long generation)")
-    lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
-    methods: tuple[str, ...] = option(
-        ("quest", "arkvale", "pariskv", "streaming", "oracle", "random"), "comma-separated; beside the dense model"
+class Compared:
+    """What every comparison of methods on a model is told."""
+
+    model: str = option(
+        RECALL, "The project's own recall model; or smollm2, a Hugging Face path or name, a .gguf file: RULER tasks."
     )
+    lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
+    methods: tuple[str, ...] = option(METHODS, "comma-separated; beside the dense model")
     budgets: tuple[int, ...] = option((128, 256, 512), "comma-separated; tokens retrieved per kv head and step")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
     probe: int = option(2, "Of these, how many also measure attention mass and output error; they decode eagerly.")
@@ -32,6 +37,13 @@ class Options:
     offload: str = option("auto", "Where the pool lives: auto, host or device.")
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
+
+
+@dataclass(frozen=True)
+class Options(Compared):
+    tasks: tuple[str, ...] = option(
+        (), "comma-separated; empty: all of the model's kind but journal and readout (long generations)"
+    )
     compiled: bool = option(False, "Let generate() compile the decode step (CUDA), anew for each method and budget.")
     quick: bool = option(False, "A small selection: minutes on a CPU. What is given beside it stays as given.")
 
@@ -49,7 +61,7 @@ def resolved(o: Options) -> Options:
     return dataclasses.replace(o, **{name: value for name, value in quick.items() if name in left})
 
 
-def check(o: Options) -> None:
+def check_compared(o: Compared) -> None:
     """All that can be known before a model is loaded."""
     at_least(o, samples=1, probe=0, batch=1)
     different(o, "lengths", "methods", "budgets")
@@ -79,7 +91,7 @@ class Setting:
         return self.method if self.budget is None else f"{self.method} {self.budget}"
 
 
-def settings(o: Options) -> list[Setting]:
+def settings(o: Compared) -> list[Setting]:
     """The dense model, then every method at every budget; `full` has no budget, so it comes once."""
     out, hyper = [Setting(DENSE, None, None)], parse(o.hyper)
     for method in o.methods:
@@ -88,7 +100,7 @@ def settings(o: Options) -> list[Setting]:
             patch = {"budget": budget, "sink": o.sink, "window": o.window, **hyper.get(method, {})}
             if not cls.retrieves and not cls.dense:
                 patch["window"] += budget  # so that it attends to as many tokens as the others
-            means = make_method(method, **patch).settled()
+            means = make_method(method, **patch).effective()
             patch["skip_layers"] = o.skip_layers
             out.append(Setting(method, None if cls.dense else budget, patch, means))
     return out

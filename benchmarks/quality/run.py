@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality import summary
-from torchsparsekv.benchmarks.quality.options import DENSE, Options, Setting, check, resolved, settings
+from torchsparsekv.benchmarks.quality.options import (
+    DENSE,
+    Compared,
+    Options,
+    Setting,
+    check_compared,
+    resolved,
+    settings,
+)
 from torchsparsekv.benchmarks.quality.sources import Sample, Source, load
 from torchsparsekv.benchmarks.quality.store import Store, key
 from torchsparsekv.probe import Probe, probe
@@ -80,7 +88,7 @@ def runner(source: Source, setting: Setting, length: int, o: Options) -> Iterato
         yield Runner(source.model, setting, length, o, handle)
 
 
-def patched(model, setting: Setting, length: int, o: Options):
+def patched(model, setting: Setting, length: int, o: Compared):
     offload: Any = o.offload
     return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, **(setting.patch or {}))
 
@@ -100,11 +108,14 @@ def cost(report, rows: int) -> dict:
     }
 
 
-def kept(seen: Probe) -> dict:
-    """Mass and error over the sparse layers, and the means of every head of every layer."""
+def kept(seen: Probe, row: int | None = None) -> dict:
+    """Mass and error over the sparse layers, and the means of every head of every layer; of all rows of the batch, or
+    of one."""
+    rows = slice(None) if row is None else slice(row, row + 1)
     layers = seen.sparse() or list(range(len(seen.layers)))
     out = {}
-    for what, values, tail in (("mass", seen.mass(), 0.05), ("error", seen.error(), 0.95)):
+    for what, of_all, tail in (("mass", seen.mass(), 0.05), ("error", seen.error(), 0.95)):
+        values = of_all[:, :, rows]
         sparse = values[layers].flatten().double()
         heads = [[round(x, 5) for x in layer] for layer in values.mean((1, 2)).tolist()]
         out[what] = {
@@ -177,20 +188,25 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     from tqdm import tqdm
 
     o = resolved(o)
-    check(o)
+    check_compared(o)
     if out is None:
         raise ValueError("out must name a file for the finished samples")
     if out.suffix == ".csv":
         raise ValueError(f"out is the file of samples, JSON lines; the table goes beside it as CSV: {out}")
     source = source or load(o)
     check_model(source, o, settings(o))
-    store = Store(out, _common.header(BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
+    store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
     total = len(o.lengths) * len(settings(o)) * len(o.tasks or source.tasks) * o.samples
     rows = list(tqdm(evaluate(source, o, store), total=total, unit="sample", disable=None))
     table = summary.summarize(rows, DENSE)
+    tell(rows, table, [summary.shown(r) for r in table], summary.ABOUT, out)
+    return table
+
+
+def tell(rows: list[dict], table: list[dict], shown: list[dict], about: str, out: Path) -> None:
+    """The table of all samples, beside their file and on the screen, with what it means and what must not be missed."""
     summary.write_csv(table, out.with_suffix(".csv"))
-    _common.print_table([summary.shown(r) for r in table])
-    print(summary.ABOUT)
+    _results.print_table(shown)
+    print(about)
     for warning in summary.warnings(rows, DENSE):
         print(warning)
-    return table

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from torchsparsekv.benchmarks.quality.options import RECALL, Options
+from torchsparsekv.benchmarks.quality.options import RECALL, Compared, Options
+from torchsparsekv.benchmarks.quality.pretrained import pretrained
 
 
 class Sample(Protocol):
@@ -26,6 +27,7 @@ class Sample(Protocol):
 
 
 JOURNAL = "journal"  # the long generation: all that is asked for has come through the decode path
+READOUT = "readout"  # the context-intensive one: 64 records of the prompt in one output
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Source:
 
     def about(self) -> dict:
         """Which model this is, so that results of another one are never mixed in."""
-        m = self.model
-        return {
-            "name": self.name, "tasks": self.kind, "dtype": str(m.dtype).removeprefix("torch."),
-            "device": m.device.type, "parameters": sum(p.numel() for p in m.parameters()), "weights": fingerprint(m),
-        }  # fmt: skip
+        return about(self.name, self.model, self.kind)
+
+
+def about(name: str, m, tasks: str) -> dict:
+    return {
+        "name": name, "tasks": tasks, "dtype": str(m.dtype).removeprefix("torch."), "device": m.device.type,
+        "parameters": sum(p.numel() for p in m.parameters()), "weights": fingerprint(m),
+    }  # fmt: skip
 
 
 def fingerprint(model) -> str:
@@ -57,32 +62,36 @@ def fingerprint(model) -> str:
 
 
 def load(o: Options) -> Source:
+    device, dtype = placed(o)
+    return _recall(device, dtype) if o.model == RECALL else _hugging_face(o.model, device, dtype)
+
+
+def placed(o: Compared) -> tuple[torch.device, Any]:
+    """Where a model is to be, and in which data type ("auto": as it is stored)."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("device cuda was asked for, and torch finds none")
     auto = "auto" if device.type == "cuda" else torch.float32
-    dtype = auto if o.dtype == "auto" else getattr(torch, o.dtype)
-    return _recall(device, dtype) if o.model == RECALL else _hugging_face(o.model, device, dtype)
+    return device, auto if o.dtype == "auto" else getattr(torch, o.dtype)
 
 
 def _recall(device: torch.device, dtype) -> Source:
-    from torchsparsekv.benchmarks.recall_model import journal, model, tasks
+    from torchsparsekv.benchmarks.recall_model import journal, model, readout, tasks
 
     def sample(task: str, length: int, index: int) -> Sample:
+        if task == READOUT:
+            return readout.readout(length, index)
         if task != JOURNAL:
             return tasks.sample(task, length, index)
         prompt = len(journal.journal(length, index).prompt)
         return journal.journal(length - prompt, index)
 
     net, _ = model.load(device=device, dtype=torch.bfloat16 if dtype == "auto" else dtype)
-    return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL,))
+    return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL, READOUT))
 
 
 def _hugging_face(name: str, device: torch.device, dtype) -> Source:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from torchsparsekv.benchmarks.quality import ruler
 
-    from torchsparsekv.benchmarks import ruler
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    tokenizer, model = pretrained(name, device, dtype)
     return Source(name, "ruler", model, ruler.TASKS, ruler.Ruler(tokenizer).sample)

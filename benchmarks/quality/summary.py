@@ -71,8 +71,12 @@ def _cell(out: dict, rows: list[dict], right: dict, dense: str) -> dict:
     if losses:
         loss_low, loss_high = bootstrap(losses)
         out |= {"loss": statistics.fmean(losses), "loss_low": loss_low, "loss_high": loss_high}
-    for name in (*COST, "seconds"):
-        out[name] = _mean(rows, lambda r, name=name: r.get(name))  # type: ignore[misc]
+    return out | costs(rows)
+
+
+def costs(rows: list[dict]) -> dict:
+    """What was read for them, and how much of the attention was kept."""
+    out: dict = {name: _mean(rows, lambda r, name=name: r.get(name)) for name in (*COST, "seconds")}  # type: ignore
     out["mass"] = _mean(rows, lambda r: r["mass"] and r["mass"]["mean"])
     out["mass_p5"] = _mean(rows, lambda r: r["mass"] and r["mass"]["p5"])
     out["mass_worst"] = _worst(rows)
@@ -101,6 +105,13 @@ def shown(row: dict) -> dict:
     return {
         "task": row["task"], "length": row["length"], "method": row["method"], "budget": text(row["budget"], "d"),
         "n": row["samples"], "score": interval("score"), "loss": interval("loss") if "loss" in row else "-",
+        **shown_costs(row),
+    }  # fmt: skip
+
+
+def shown_costs(row: dict) -> dict[str, str]:
+    text = lambda x, f: "-" if x is None else format(x, f)  # noqa: E731
+    return {
         "density": text(row["density"], ".3f"), "hits": text(row["hit_rate"], ".2f"),
         "retrieves": text(row["retrieval_rate"], ".2f"),
         "KB/token": text(row["bytes_per_token"] and row["bytes_per_token"] / 1e3, ".0f"),

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.recall_model import accuracy, documents, flat, optimizer
 from torchsparsekv.benchmarks.recall_model import model as shipped
 from torchsparsekv.benchmarks.recall_model.tasks import CODES
@@ -235,7 +235,7 @@ def finish(o: Options, model, began: float) -> None:
     seconds = round(time.monotonic() - began, 1)
     found = {"greedy": rows, "samples": o.samples, "locality": {"length": length, **local}, "seconds": seconds}
     options = {k: v for k, v in dataclasses.asdict(o).items() if k != "out"}
-    found |= {"options": options, "environment": _common.environment()}
+    found |= {"options": options, "environment": _results.environment()}
     (o.out / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n")
     for row in rows:
         print("  ".join(f"{k}: {v}" if k == "task" else f"{k} {v:.3f}" for k, v in row.items()), flush=True)

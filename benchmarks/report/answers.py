@@ -34,12 +34,17 @@ def counted(rows: list[dict]) -> str:
         cells.setdefault((r["task"], r["length"]), set()).add(r["index"])
     sizes = ordered(len(x) for x in cells.values())
     n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return f"{n} samples per task and length, the same for every method. {budget_counts(rows)}"
+
+
+def budget_counts(rows: list[dict]) -> str:
+    """What the budget of these rows counts."""
     patches = [r["patch"] for r in rows if r["patch"] and r["method"] not in (STREAMING, "full")]
     near = ordered((p["sink"], p["window"], p["skip_layers"]) for p in patches)
     beside = "; ".join(f"{s} sink and {w} latest tokens, {k} dense layers" for s, w, k in near)
     return (
-        f"{n} samples per task and length, the same for every method. Budget: tokens retrieved per kv head and decode "
-        f"step, beside {beside}; streaming has the budget in its window."
+        f"Budget: tokens retrieved per kv head and decode step, beside {beside}; streaming has the budget in its "
+        "window."
     )
 
 
@@ -58,11 +63,11 @@ def accuracy(plt, results: list[Result]) -> list[Drawn]:
             mine = Scores([r for r in rows if r["length"] == length])
             note = f"{what} Thin lines: Wilson 95 % intervals. {mine.gaps(methods, at)}{counted(mine.rows)}"
             tag = f"{sources[0].model['name']}, {style.tokens(length)} tokens"
-            out.append(Drawn(_accuracy(plt, mine, methods, at), note, _holding(sources, mine.rows), tag))
+            out.append(Drawn(_accuracy(plt, mine, methods, at), note, holding(sources, mine.rows), tag))
     return out
 
 
-def _holding(sources: Sequence[Result], rows: list[dict]) -> tuple[Result, ...]:
+def holding(sources: Sequence[Result], rows: list[dict]) -> tuple[Result, ...]:
     """The files that some of these samples are from."""
     wanted = {key(r) for r in rows}
     return tuple(s for s in sources if any(key(r) in wanted for r in s.rows))
@@ -158,7 +163,7 @@ def needles(plt, results: list[Result]) -> list[Drawn]:
             f"Mean score at budget {budget}, over {', '.join(tasks)}; of several needles, the depth of the first. "
             f"{_per_cell(rows)} Blank: none. {counted(rows)}"
         )
-        out.append(Drawn(figure, note, _holding(sources, rows), sources[0].model["name"]))
+        out.append(Drawn(figure, note, holding(sources, rows), sources[0].model["name"]))
     return out
 
 
@@ -240,7 +245,7 @@ def recall_map(plt, results: list[Result]) -> list[Drawn]:
             f"method ({', '.join(task_order(probed))}; {style.tokens(longest)}; budget {budget}). {short}The first "
             f"layers are dense. {counted(rows)}"
         )
-        out.append(Drawn(figure, note, _holding(sources, probed), sources[0].model["name"]))
+        out.append(Drawn(figure, note, holding(sources, probed), sources[0].model["name"]))
     return out
 
 

@@ -1,4 +1,4 @@
-"""The figure of benchmarks/recall_pariskv.py: what an index still finds after the keys have moved away."""
+"""The figure of benchmarks/quality/recall_pariskv.py: what an index still finds after the keys have moved away."""
 from torchsparsekv.benchmarks.report import style
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv.benchmarks.report.load import DRIFT, Result
@@ -34,4 +34,4 @@ def _drift(plt, source: Result) -> Drawn:
     return Drawn(figure, note, (source,))
 
 
-FIGURES = (Figure("drift", "Recall while keys drift", "python benchmarks/recall_pariskv.py drift", drift),)
+FIGURES = (Figure("drift", "Recall while keys drift", "python benchmarks/quality/recall_pariskv.py drift", drift),)

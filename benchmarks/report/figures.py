@@ -22,6 +22,7 @@ class Figure:
     title: str
     provided_by: str  # the command whose file it needs
     draw: Callable[[Any, list[Result]], list[Drawn]]  # (pyplot, results)
+    leads: bool = False  # it stands before the table of scores
 
 
 def of(results: list[Result], *benchmarks: str) -> list[Result]:

@@ -8,9 +8,10 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-CLUSTERS = "clusters"
+TEXT, CLUSTERS = "eval-text", "clusters"
 NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests")  # benchmarks/results/README.md has their numbers
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, *NO_FIGURE)
+SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Result:
     environment: dict[str, Any]
     options: dict[str, Any]
     rows: list[dict[str, Any]] = field(repr=False)
-    model: dict[str, Any] = field(default_factory=dict)  # of `eval`
+    model: dict[str, Any] = field(default_factory=dict)  # of `eval` and `eval-text`
 
     @property
     def hardware(self) -> str:
@@ -36,7 +37,7 @@ class Result:
     @property
     def about_model(self) -> str:
         """Name and data type. The benchmarks build theirs with random weights, in bfloat16."""
-        if self.benchmark == EVAL:
+        if self.benchmark in SAMPLED:
             size = f"{self.model['parameters'] / 1e6:.1f}M parameters"
             return f"{self.model['name']} ({size}, {self.model['dtype']})"
         if "shape" in self.options:
@@ -62,11 +63,11 @@ def _load(path: Path) -> Result:
     benchmark = head.get("benchmark")
     if benchmark not in KNOWN:
         raise ValueError(f"{path} holds {benchmark or 'nothing'} of {', '.join(KNOWN)}: not a file of results")
-    wanted = ("command", "environment", "options", *(("model",) if benchmark == EVAL else ("rows",)))
+    wanted = ("command", "environment", "options", *(("model",) if benchmark in SAMPLED else ("rows",)))
     absent = [k for k in wanted if k not in head]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}: not a whole file of `{benchmark}`")
-    rows = [x for x in lines if "benchmark" not in x] if benchmark == EVAL else head["rows"]
+    rows = [x for x in lines if "benchmark" not in x] if benchmark in SAMPLED else head["rows"]
     if not rows:
         raise ValueError(f"{path} has no rows")
     heads = store.heads(lines)

@@ -2,13 +2,13 @@
 import re
 from pathlib import Path
 
-from torchsparsekv.benchmarks.quality import summary
+from torchsparsekv.benchmarks.quality import summary, text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, style
+from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, style, text
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import EVAL, Result, load
+from torchsparsekv.benchmarks.report.load import EVAL, TEXT, Result, load
 
-FIGURES: tuple[Figure, ...] = (*answers.FIGURES, *speed.FIGURES, *drift.FIGURES)
+FIGURES: tuple[Figure, ...] = (*text.FIGURES, *answers.FIGURES, *speed.FIGURES, *drift.FIGURES)
 
 
 def check_name(out: Path) -> None:
@@ -31,8 +31,8 @@ def make(paths: list[Path], out: Path) -> list[Path]:
                 continue
             made.append((f, pictures))
             files |= {file_name(f, drawn, i): data for i, (drawn, data) in enumerate(pictures)}
-    text = page.page(made, absent, scores.section(results), _numbers(results), results)
-    return page.write(out, text, files)
+    said = page.page(made, absent, scores.section(results), _numbers(results), results)
+    return page.write(out, said, files)
 
 
 def file_name(f: Figure, drawn: Drawn, number: int) -> str:
@@ -43,9 +43,17 @@ def file_name(f: Figure, drawn: Drawn, number: int) -> str:
 def _numbers(results: list[Result]) -> str:
     """The table of every evaluation, folded away."""
     out = ""
-    for r in of(results, EVAL):
-        rows = [summary.shown(x) for x in summary.summarize(r.rows, DENSE)]
-        warnings = "".join(f"<li>{w}</li>" for w in summary.warnings(r.rows, DENSE))
-        out += f"<details><summary>{r.path.name}</summary><ul>{warnings}</ul>{page.table(rows, left=3)}</details>"
-    head = f'<section id="numbers"><h2>All numbers</h2><p class="note">{summary.ABOUT}</p>'
-    return f"{head}{out}</section>" if out else ""
+    for r in of(results, TEXT):
+        out += _table(r, [text_summary.shown(x) for x in text_summary.summarize(r.rows)])
+    out = f'<p class="note">{text_summary.ABOUT}</p>{out}' if out else ""
+    answered = of(results, EVAL)
+    if answered:
+        out += f'<p class="note">{summary.ABOUT}</p>'
+    for r in answered:
+        out += _table(r, [summary.shown(x) for x in summary.summarize(r.rows, DENSE)])
+    return f'<section id="numbers"><h2>All numbers</h2>{out}</section>' if out else ""
+
+
+def _table(r: Result, rows: list[dict[str, object]]) -> str:
+    warnings = "".join(f"<li>{w}</li>" for w in summary.warnings(r.rows, DENSE))
+    return f"<details><summary>{r.path.name}</summary><ul>{warnings}</ul>{page.table(rows, left=3)}</details>"

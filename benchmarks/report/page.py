@@ -71,18 +71,28 @@ def _sources(results: list[Result]) -> str:
     return f'<section id="sources"><h2>Sources</h2>{table(rows, left=5)}</section>'
 
 
-def page(
-    made: list[tuple[Figure, list[tuple[Drawn, bytes]]]], absent: list[Figure], scores: str, details: str,
-    results: list[Result],
-) -> str:  # fmt: skip
-    links = '<a href="#scores">Scores</a>' if scores else ""
-    links += "".join(f'<a href="#{f.name}">{html.escape(f.title)}</a>' for f, _ in made)
-    body = "".join(
+Made = list[tuple[Figure, list[tuple[Drawn, bytes]]]]
+
+
+def _links(made: Made) -> str:
+    return "".join(f'<a href="#{f.name}">{html.escape(f.title)}</a>' for f, _ in made)
+
+
+def _sections(made: Made) -> str:
+    return "".join(
         f'<section id="{f.name}"><h2>{html.escape(f.title)}</h2>'
         + "".join(_figure(f.title, drawn, picture, headed=len(pictures) > 1) for drawn, picture in pictures)
         + "</section>"
         for f, pictures in made
     )
+
+
+def page(
+    made: Made, absent: list[Figure], scores: str, details: str, results: list[Result]
+) -> str:
+    leading, others = ([x for x in made if x[0].leads is leads] for leads in (True, False))
+    links = _links(leading) + ('<a href="#scores">Scores</a>' if scores else "") + _links(others)
+    body = _sections(leading) + scores + _sections(others)
     if absent:
         items = "".join(
             f"<li>{html.escape(f.title)}: a file of <code>{html.escape(f.provided_by)}</code></li>" for f in absent
@@ -92,7 +102,7 @@ def page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>torchsparsekv report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>'
         f"<h1>torchsparsekv</h1><p class=lead>Sparse KV-cache retrieval: what it costs in answers and what it saves in "
-        f"time and memory. Every figure says what it was measured on.</p><nav>{links}</nav>{scores}{body}{details}"
+        f"time and memory. Every figure says what it was measured on.</p><nav>{links}</nav>{body}{details}"
         f"{_sources(results)}</main></body></html>\n"
     )
 

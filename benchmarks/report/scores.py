@@ -21,9 +21,9 @@ ABOUT = (
 )
 
 
-def groups(results: list[Result]) -> list[tuple[list[Result], list[dict]]]:
+def groups(results: list[Result], kind: str = EVAL) -> list[tuple[list[Result], list[dict]]]:
     """(files, their samples) for every model; of a sample that is in two files, the later one."""
-    out = [(g, list({key(row): row for r in g for row in r.rows}.values())) for g in by_model(of(results, EVAL))]
+    out = [(g, list({key(row): row for r in g for row in r.rows}.values())) for g in by_model(of(results, kind))]
     for sources, rows in out:
         _one_setting(sources, rows)
     return out

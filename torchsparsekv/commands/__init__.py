@@ -1,23 +1,37 @@
 """One file per command: import `app`, decorate a function with `@app.command()`. Files that start with `_` are helpers.
 
-These are applications on top of the library. They may import anything, transformers too; only cli.py imports them.
+A command has the name of its file, which is imported when the command is called or asked for its own --help. The help
+of the application has the first lines of the files instead, "`torchsparsekv NAME`: what it does".
+These are applications on top of the library. They may import transformers too; only cli.py imports them.
 """
 import importlib
-import pkgutil
 
 import typer
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Sparse KV-cache retrieval for Hugging Face models.",
-)
+import torchsparsekv
+from torchsparsekv.commands._later import later
 
 
-def load() -> typer.Typer:
-    """The application with every command in this folder."""
-    for m in pkgutil.iter_modules(__path__):
-        if not m.name.startswith("_"):
-            importlib.import_module(f"{__name__}.{m.name}")
+def load(name: str = "") -> typer.Typer:
+    """The application; with a name, after the file of that command has registered it there."""
+    if name:
+        importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     return app
+
+
+app = typer.Typer(
+    cls=later(__path__[0], load), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchsparsekv {torchsparsekv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_say_version, help="Say it and leave."),
+) -> None:
+    """Sparse KV-cache retrieval for Hugging Face models."""

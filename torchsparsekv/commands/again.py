@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from torchsparsekv.benchmarks.again import run
+from torchsparsekv.benchmarks.report.again import run
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
 

@@ -1,19 +1,29 @@
-"""`torchsparsekv bench NAME`: the benchmarks, each with the fields of its Options as command-line options."""
+"""`torchsparsekv bench NAME`: measure time and throughput; needs a CUDA device."""
+import functools
 import importlib
 import inspect
-import pkgutil
+from pathlib import Path
 
 import typer
 
-from torchsparsekv import benchmarks
+from torchsparsekv.benchmarks import speed
 from torchsparsekv.commands import app
+from torchsparsekv.commands._later import about, later
 from torchsparsekv.commands._options import add
 
-bench = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Measure; needs a CUDA device.")
-app.add_typer(bench, name="bench")
 OUT = "Write rows, options, versions and the command here, as JSON."
 
-for found in pkgutil.iter_modules(benchmarks.__path__):
-    module = importlib.import_module(f"{benchmarks.__name__}.{found.name}")
-    if hasattr(module, "Options"):
-        add(bench, found.name, module.Options, module.run, inspect.getdoc(module), None, OUT)
+
+@functools.cache
+def load(name: str) -> typer.Typer:
+    """The application of benchmarks, after one has got its command there, its Options being the options of the line."""
+    module = importlib.import_module(f"{speed.__name__}.{name}")
+    add(bench, name, module.Options, module.run, inspect.getdoc(module), None, OUT)
+    return bench
+
+
+bench = typer.Typer(
+    cls=later(speed.__path__[0], load), no_args_is_help=True, pretty_exceptions_enable=False,
+    help=about(Path(__file__)),
+)  # fmt: skip
+app.add_typer(bench, name="bench")

@@ -6,10 +6,12 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
+from tqdm import tqdm
 
 import torchsparsekv
+from torchsparsekv.benchmarks._table import table
 from torchsparsekv.commands import app
-from torchsparsekv.commands._table import table
+from torchsparsekv.commands._models import check_name
 
 TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
@@ -36,7 +38,7 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
     if not loss >= 0:
         raise ValueError(f"loss must be at least 0, got {loss}")
     rows: list[dict[str, float]] = []
-    for tau in sorted({1.0, *taus}, reverse=True):
+    for tau in tqdm(sorted({1.0, *taus}, reverse=True), unit="tau", disable=None):
         with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
             cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
             nats = surprise(model, ids, prompt, cache)
@@ -74,6 +76,7 @@ def command(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        check_name(model)
         ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
         found = calibrate(loaded, ids, prompt, loss, tuple(float(t) for t in taus.split(",")), budget=budget)

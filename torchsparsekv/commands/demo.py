@@ -9,7 +9,8 @@ import torch
 import typer
 from tqdm import tqdm
 
-from torchsparsekv.benchmarks import _common
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._table import table
 from torchsparsekv.benchmarks.quality import run
 from torchsparsekv.benchmarks.quality.options import Options, Setting, settings
 from torchsparsekv.benchmarks.quality.sources import Source, load
@@ -20,10 +21,8 @@ from torchsparsekv.benchmarks.report.make import check_name, make
 from torchsparsekv.benchmarks.report.style import pyplot
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
-from torchsparsekv.commands._table import table
 
 TASK = "passkeys"
-METHODS = ("streaming", "quest", "louiskv", "clusterkv", "pariskv")
 BLOCK = 64  # capacities are a multiple of every method's block size
 AROUND = 6  # words of the text that are shown before and after the passkey
 
@@ -69,7 +68,7 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
     check_name(out)
     asked = passkeys(tokens, questions)
     o = Options(
-        tasks=(TASK,), lengths=(-(-(tokens + asked.new_tokens) // BLOCK) * BLOCK,), methods=METHODS, budgets=(budget,),
+        tasks=(TASK,), lengths=(-(-(tokens + asked.new_tokens) // BLOCK) * BLOCK,), budgets=(budget,),
         samples=questions, probe=1, device="cpu",
     )  # fmt: skip
     source = load(o)
@@ -143,7 +142,7 @@ def _conclusion(answered: list[Answered], asked: Passkeys) -> str:
 def _keep(path: Path, answered: list[Answered], asked: Passkeys, source: Source, o: Options) -> None:
     """A file as `eval` writes it, a row for every question; what was measured on all of them is in the first."""
     path.unlink(missing_ok=True)
-    store = Store(path, _common.header(run.BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
+    store = Store(path, _results.header(run.BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
     (length,) = o.lengths
     for a in answered:
         for i, (right, told) in enumerate(zip(asked.right(a.found["output"]), asked.told(a.found["output"]).tolist())):

@@ -7,7 +7,7 @@ from torchsparsekv.benchmarks.report.make import make
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
 
-RESULTS = typer.Argument(..., help="Files of `eval`, `bench` and benchmarks/recall_*.py.")
+RESULTS = typer.Argument(..., help="Files of `eval`, `bench` and benchmarks/quality/recall_*.py.")
 OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page; its figures go beside it as PNG.")
 
 

@@ -1,0 +1,132 @@
+"""Every method beside the dense model on real text, token by token: what it expects next, and what it reads for that.
+
+Teacher-forced: a sample is a stretch of a text. Its prompt is taken in as always, exactly; then the method decodes the
+last --steps tokens, each after the true ones.
+"""
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks.quality import summary, teacher, text_summary, texts
+from torchsparsekv.benchmarks.quality.options import Setting, settings
+from torchsparsekv.benchmarks.quality.pretrained import pretrained
+from torchsparsekv.benchmarks.quality.run import cost, kept, patched, tell
+from torchsparsekv.benchmarks.quality.sources import about, placed
+from torchsparsekv.benchmarks.quality.store import Store, key
+from torchsparsekv.benchmarks.quality.text_options import Options, check
+from torchsparsekv.probe import probe
+
+BENCHMARK = "eval-text"
+DIGITS = 4  # of a single step's values in the file
+
+
+class Chunk:
+    """Samples that are decoded together. What the dense model says of them is computed when it is first needed."""
+
+    def __init__(self, model, text: texts.Text, length: int, samples: range, o: Options):
+        self.model, self.text, self.length, self.samples, self.o = model, text, length, samples, o
+        self.probed = samples.start < o.probe
+        self.ids = text.rows(length, samples).to(model.device)
+        self._logits: Any = None
+
+    @property
+    def logits(self):
+        if self._logits is None:
+            self._logits = teacher.dense_logits(self.model, self.ids, self.o.steps)
+        return self._logits
+
+    def rows(self, setting: Setting) -> list[dict]:
+        """Without results."""
+        of_all = {"task": self.text.name, "length": self.length, **dataclasses.asdict(setting)}
+        return [{**of_all, "index": i} for i in self.samples]
+
+    def measured(self, setting: Setting) -> list[dict]:
+        """The results of its samples: what was read and the seconds are the mean over them."""
+        begin, row = time.perf_counter(), dict.fromkeys((*summary.COST, "mass", "error"))
+        seen: list[dict] = [{} for _ in self.samples]
+        if setting.patch is None:
+            forced = teacher.of_the_teacher(self.logits, self.ids)
+        else:
+            logits = self.logits  # before the model is patched
+            with patched(self.model, setting, self.length, self.o) as handle:
+                cache = handle.make_cache(len(self.samples), self.length)
+                with probe(cache) if self.probed else contextlib.nullcontext() as found:
+                    forced = teacher.decoded(self.model, self.ids, logits, cache)
+                row |= cost(handle.report(), len(self.samples))
+                if found:
+                    seen = [_brief(kept(found, i)) for i in range(len(self.samples))]
+        row["seconds"] = round((time.perf_counter() - begin) / len(self.samples), 3)
+        return [row | seen[i] | _values(forced, i, dense=setting.patch is None) for i in range(len(self.samples))]
+
+
+def _values(forced: teacher.Forced, i: int, *, dense: bool) -> dict:
+    """Of every step the KL, for its percentiles; of the others the mean is all that is asked for."""
+    kl = None if dense else [float(f"{x:.{DIGITS}g}") for x in forced.kl[i].tolist()]
+    return {"nats": float(forced.nats[i].mean()), "agrees": float(forced.agrees[i].mean()), "kl": kl}
+
+
+def _brief(seen: dict) -> dict:
+    """With the heads of the mass alone, to three digits: there are hundreds."""
+    heads = [[round(x, 3) for x in layer] for layer in seen["mass"]["heads"]]
+    return {"mass": seen["mass"] | {"heads": heads}, "error": {k: v for k, v in seen["error"].items() if k != "heads"}}
+
+
+def chunks(model, text: texts.Text, length: int, o: Options) -> Iterator[Chunk]:
+    """All samples of a text, probed ones apart from the others."""
+    probed = min(o.probe, o.samples)
+    for start, end in ((0, probed), (probed, o.samples)):
+        for i in range(start, end, o.batch):
+            yield Chunk(model, text, length, range(i, min(i + o.batch, end)), o)
+
+
+def evaluate(model, every: list[texts.Text], o: Options, store: Store) -> Iterator[dict]:
+    """Rows as they are measured; those that the store has are not measured again."""
+    for length in o.lengths:
+        for text in every:
+            for chunk in chunks(model, text, length, o):
+                for setting in settings(o):
+                    rows = chunk.rows(setting)
+                    if not all(_has(store, row, chunk) for row in rows):
+                        for row, found in zip(rows, chunk.measured(setting)):
+                            store.add(row | found)
+                    yield from (store.rows[key(row)] for row in rows)
+
+
+def _has(store: Store, row: dict, chunk: Chunk) -> bool:
+    had = store.had(row)
+    return had is not None and (not chunk.probed or row["patch"] is None or had["mass"] is not None)
+
+
+def check_model(model, o: Options) -> None:
+    """Refuse what the model cannot do, before the first of many samples."""
+    positions = model.config.get_text_config(decoder=True).max_position_embeddings
+    for length in o.lengths:
+        if length > positions:
+            raise ValueError(f"lengths may have {positions} tokens at most, the positions of {o.model}; got {length}")
+        for setting in settings(o):
+            if setting.patch is not None:
+                with patched(model, setting, length, o) as handle:
+                    handle.plan.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
+
+
+def run(o: Options, out: Path | None = None) -> list[dict]:
+    """Evaluate, print the table, write samples to `out` and the table beside it as CSV."""
+    from tqdm import tqdm
+
+    check(o)
+    if out is None or out.suffix == ".csv":
+        raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
+    tokenizer, model = pretrained(o.model, *placed(o))
+    every = texts.read(o, tokenizer)
+    check_model(model, o)
+    which = about(o.model, model, BENCHMARK) | {"steps": o.steps, "texts": {t.name: t.digest for t in every}}
+    store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": which})
+    total = len(o.lengths) * len(every) * len(settings(o)) * o.samples
+    rows = list(tqdm(evaluate(model, every, o, store), total=total, unit="sample", disable=None))
+    table = text_summary.summarize(rows)
+    tell(rows, table, [text_summary.shown(r) for r in table], text_summary.ABOUT, out)
+    return table

@@ -1,0 +1,1 @@
+"""How fast: `torchsparsekv bench NAME` runs a module of these."""

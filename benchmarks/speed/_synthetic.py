@@ -1,0 +1,63 @@
+"""Keys and queries with the structure that makes retrieval work, and a knob for how fast attention moves.
+
+Keys: every token belongs to a topic (runs of tokens share one), plus noise and a few outlier channels; the first tokens
+are sinks, which have a part of every topic. Queries:
+follow one topic for a while and drift within it; now and then they jump to another. A selection of the best blocks then
+changes a little at every step and much at a jump, so hit rates are neither 0 nor 1.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SINKS = 4  # no method of the benchmarks retrieves them: they stay on the device
+
+
+@dataclass(frozen=True)
+class Topics:
+    """`tokens_per_topic` about the retrieval budget: then one topic fills a selection and a jump replaces all of it."""
+
+    heads: int
+    dim: int
+    topics: int
+    run: int = 64
+    noise: float = 0.7
+    seed: int = 0
+
+    def _generator(self, salt: int, device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(self.seed * 1_000_003 + salt)
+
+    def centres(self, device) -> Tensor:
+        x = torch.randn(self.topics, self.heads, self.dim, generator=self._generator(1, device), device=device)
+        return torch.nn.functional.normalize(x, dim=-1) * self.dim**0.5
+
+    def outliers(self, device) -> Tensor:
+        x = torch.zeros(self.heads, self.dim, device=device)
+        channels = torch.randint(0, self.dim, (self.heads, 3), generator=self._generator(2, device), device=device)
+        return x.scatter_(1, channels, 6.0)
+
+    def keys(self, batch: int, begin: int, end: int, device, dtype) -> Tensor:
+        """[batch, heads, end - begin, dim] of the tokens at those positions."""
+        g = self._generator(begin + 3, device)
+        runs = torch.arange(begin, end, device=device) // self.run
+        topic = (runs * 2_654_435_761 % 4_294_967_291) % self.topics  # a fixed hash: the same from any chunk
+        centres = self.centres(device)
+        centre = centres[topic].transpose(0, 1)[None]
+        centre[:, :, : max(0, SINKS - begin)] = centres.sum(0)[:, None]  # for any query about as good as its topic
+        noise = torch.randn(batch, self.heads, end - begin, self.dim, generator=g, device=device) * self.noise
+        return (centre + noise + self.outliers(device)[:, None]).to(dtype)
+
+    def queries(self, steps: int, group: int, locality: float, device, dtype) -> Tensor:
+        """[steps, heads * group, dim]. locality 1: one topic for ever; 0: another topic at every step."""
+        g = self._generator(5, "cpu")
+        centres = self.centres(device)
+        topic, drift = 0, torch.randn(self.heads, self.dim, generator=g)
+        out = []
+        for _ in range(steps):
+            if torch.rand((), generator=g) < (1 - locality):
+                topic = int(torch.randint(0, self.topics, (), generator=g))
+            drift = locality * drift + (1 - locality**2) ** 0.5 * torch.randn(self.heads, self.dim, generator=g)
+            out.append(centres[topic] + 0.5 * drift.to(device))
+        q = torch.stack(out).repeat_interleave(group, 1)
+        own = torch.randn(q.shape[1:], generator=g).to(device) * 0.2  # heads of a group are alike, not the same
+        return (q + own).to(dtype)

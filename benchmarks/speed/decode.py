@@ -1,0 +1,278 @@
+"""TPOT by context, batch and method, beside the dense baselines, all compiled the same way in one process."""
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import torchsparsekv
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._options import Setup, at_least, different, option
+from torchsparsekv.benchmarks.speed import _common, _dense
+from torchsparsekv.benchmarks.speed._synthetic import Topics
+from torchsparsekv.patches._family import head_dim_of
+from torchsparsekv.state import LayerState
+
+FLOOR_CONTEXT = 256
+BANK = 512  # steered queries, used in turn
+CHUNK = 16384
+HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
+BLOCK = 16  # what a budget for short contexts is a multiple of
+WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
+HF_STATIC = "hf-static"
+SHORTEST_STATIC = WARM + 3  # it must not be overrun, and is timed three times
+
+
+@dataclass(frozen=True)
+class Options(Setup):
+    """locality: how much a query is like the last; one step in 1 / (1 - locality) jumps to another topic. Methods that
+    retrieve at boundaries do it there, so their retrieval rate is 1 - locality."""
+
+    shape: str = "llama-3.1-8b"
+    contexts: tuple[int, ...] = (131072,)
+    batches: tuple[int, ...] = (1,)
+    methods: tuple[str, ...] = ("quest",)
+    locality: float = 0.95
+    steps: int = 100
+    hf_static: bool = True
+    dense: tuple[str, ...] = option(("sdpa-cudnn",), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
+    through_generate: bool = False
+
+    @property
+    def grows(self) -> int:
+        """Tokens that a run adds to a context."""
+        return (2 if self.through_generate else 1) * (WARM + 3 * self.steps) + 8
+
+    def check(self, methods: Sequence[str]) -> None:
+        super().check(methods)
+        different(self, "contexts", "batches")
+        at_least(self, batches=1)
+        _dense.check(self.dense, self.contexts)
+        if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
+            raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
+
+
+class Steering:
+    """Queries from a bank in the place of the model's, so that its random weights do not decide what is retrieved.
+
+    Every row of a batch is elsewhere in it: as in independent sequences, they do not all turn at the same step.
+    """
+
+    def __init__(self, bank: Tensor):
+        self.bank = bank
+
+    def __call__(self, s: LayerState, q: Tensor) -> Tensor:
+        rows = torch.arange(q.shape[0], device=q.device) * BANK // q.shape[0]
+        at = (s.row_lengths.seq_len + rows) % BANK
+        steered = self.bank.index_select(0, at).unsqueeze(2) + 0 * q  # `0 * q`: the model's own work is still done
+        return steered.contiguous()
+
+
+def topics_of(config, context: int, budget: int) -> Topics:
+    return Topics(config.num_key_value_heads, head_dim_of(config), max(2, context // max(budget, 256)))
+
+
+def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
+    """Put structured tokens at these positions in the store of every layer, through the ops a prompt goes through."""
+    chunk = max(1024, CHUNK // cache.batch)
+    for at in range(begin, end, chunk):
+        stop = min(at + chunk, end)
+        k = topics.keys(cache.batch, at, stop, device, torch.bfloat16)
+        for lengths in cache.row_lengths.values():
+            lengths.advance(stop - at)
+        for layer in cache.stored.values():
+            layer.method.take_in(layer.state, k, k, k, join=layer.last)
+    torch.cuda.synchronize()
+
+
+def bank_of(config, topics: Topics, locality: float, device) -> Tensor:
+    """Queries for a model of this config, [BANK, heads, head_dim]."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    return topics.queries(BANK, group, locality, device, torch.bfloat16)
+
+
+def steer(cache, bank: Tensor) -> None:
+    torch._dynamo.mark_static_address(bank)
+    for layer in cache.stored.values():
+        if layer.method.retrieves:
+            layer.state.steer = Steering(bank)
+
+
+class Step:
+    """The compiled decode step of a model on one cache."""
+
+    def __init__(self, model, cache, batch: int):
+        torch._dynamo.reset()
+        counters.clear()
+        self.cache = cache
+        self.compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        self.ids = torch.full((batch, 1), 7, device=model.device)
+        self.position = torch.zeros_like(self.ids)
+
+    def __call__(self, _=None):
+        self.position.add_(1)
+        return self.compiled(self.ids, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1)
+
+    @torch.no_grad()
+    def warm_up(self, context: int) -> None:
+        """The first steps after so many tokens: compile, or only settle the hot buffer."""
+        self.position.fill_(context)
+        for _ in range(WARM):
+            self()
+
+    @torch.no_grad()
+    def time(self, steps: int, repeats: int = 3) -> float:
+        """Milliseconds per step; a host sync raises."""
+        with _no_host_sync():
+            return _common.time_loop(self, steps, repeats)
+
+    @property
+    def graphs(self) -> int:
+        """So many were compiled."""
+        return counters["stats"]["unique_graphs"]
+
+    @property
+    def skips(self) -> int:
+        """So often the step, or a part of it, was not made a CUDA graph."""
+        return counters["inductor"].get("cudagraph_skips", 0) + counters["inductor"].get("cudagraph_partitions", 0)
+
+
+def bare_tpot(model, cache, batch: int, context: int, steps: int) -> dict:
+    """Milliseconds per compiled step, and what the compiler and the allocator did meanwhile."""
+    step = Step(model, cache, batch)
+    step.warm_up(context)
+    graphs, memory = step.graphs, torch.cuda.memory_allocated()
+    return {
+        "tpot_ms": step.time(steps),
+        "recompiles": step.graphs - graphs,
+        "graph_skips": step.skips,
+        "memory_growth": torch.cuda.memory_allocated() - memory,
+    }
+
+
+@contextlib.contextmanager
+def _no_host_sync():
+    """An operation that waits for the device raises in here (the timer's own, explicit waits do not count)."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
+    """Milliseconds per token of stock `generate()` on the filled cache: the difference of two runs."""
+    torch._dynamo.reset()
+    ids = torch.full((batch, context + 1), 7, device=model.device)
+    took = []
+    for new in (WARM, steps, 2 * steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        ids = model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - begin)
+    return (took[2] - took[1]) / steps * 1e3
+
+
+def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
+    config, device = model.config, model.device
+    topics = topics_of(config, context, o.budget)
+    length = context + o.grows
+    told = o.patch(name)
+    # In contexts shorter than the budget all of them, as far as blocks go; the row says so.
+    small = {"budget": max(BLOCK, context // BLOCK * BLOCK)} if name != "full" and context < o.budget else {}
+    with torchsparsekv.patch(model, name, max_length=length, **told | small) as handle:
+        cache = handle.make_cache(batch)
+        fill(cache, topics, 0, context, device)
+        steer(cache, bank_of(config, topics, o.locality, device))
+        row = {"method": name, **o.told(name), **small, "context": context, "batch": batch}
+        row |= bare_tpot(model, cache, batch, context, o.steps)
+        if o.through_generate:
+            row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)
+        report = handle.report()
+        row |= rates(counts(report)) | memory_of(report)
+        del cache
+    collect()
+    return row
+
+
+def counts(report) -> Tensor:
+    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched and bytes
+    read from the host (sums)."""
+    sparse = [r for r in report.layers if r.method != "full"]
+    rows = [(r.steps, r.retrieval_rate * r.steps) for r in sparse]
+    total = [(r.blocks_selected, r.blocks_fetched, r.host_bytes_read) for r in sparse]
+    mean = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2).sum(0) / max(1, len(sparse))
+    return torch.cat([mean, torch.tensor(total, dtype=torch.float64).reshape(-1, 3).sum(0)])
+
+
+def rates(counted: Tensor) -> dict:
+    """Hit rate and traffic; nothing where nothing was selected."""
+    steps, retrieved, selected, fetched, moved = counted.tolist()
+    if not selected:
+        return {}
+    hits = 1 - fetched / selected
+    return {"hit_rate": hits, "host_MB_per_step": moved / steps / 1e6, "retrieval_rate": retrieved / steps}
+
+
+def memory_of(report) -> dict:
+    return {"host_GiB": report.host_bytes / 2**30, "device_GiB": report.device_bytes / 2**30}
+
+
+def run_static(model, batch: int, context: int, o: Options, name: str = HF_STATIC) -> dict:
+    """Hugging Face's StaticCache compiled as users have it, or with dense attention of another name. What it holds does
+    not matter for its speed."""
+    from transformers import StaticCache
+
+    cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
+    steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
+    heads = model.config.num_key_value_heads
+    cache.early_initialization(batch, heads, head_dim_of(model.config), torch.bfloat16, model.device)
+    row = {"method": name, **_dense.told(name), "context": context, "batch": batch}
+    with contextlib.nullcontext() if name == HF_STATIC else _dense.attending_by(name, model, batch, context):
+        row |= bare_tpot(model, cache, batch, context, steps)
+    del cache
+    collect()
+    return row
+
+
+def run_dense(model, batch: int, context: int, o: Options) -> list[dict]:
+    """Ours, and those of others that are asked for. The fastest is what methods are measured against."""
+    hf_static = o.hf_static and context <= HF_STATIC_LIMIT
+    names = (HF_STATIC,) * hf_static + o.dense
+    return [run_method(model, "full", o, batch, context), *(run_static(model, batch, context, o, n) for n in names)]
+
+
+def collect() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    """Saved whenever a context is done, so that one too many does not cost the others; but not gone on with, since the
+    ratios are of one run."""
+    device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
+    _dense.try_out(o.dense, device)
+    model = _common.build(o.shape, device)
+    rows: list[dict] = []
+    for batch in o.batches:
+        floor = run_static(model, batch, FLOOR_CONTEXT, o)
+        rows.append({**floor, "over_floor": 1.0})
+        for context in o.contexts:
+            group = run_dense(model, batch, context, o)
+            best = min(r["tpot_ms"] for r in group)
+            for name in o.methods:
+                group.append(run_method(model, name, o, batch, context))
+            for r in group:
+                r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
+                print(r, flush=True)
+            rows += group
+            _results.save("decode", rows, options, out)
+    return _results.finish("decode", rows, options, out)

@@ -1,0 +1,270 @@
+"""Each kernel of the decode step at a real shape, in a CUDA graph, beside what torch offers and the measured ceilings.
+
+Every call of a replay has inputs of its own, so that no cache carries over from one to the next.
+"""
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchsparsekv import host
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._options import option
+from torchsparsekv.benchmarks.speed import _common, _flashinfer
+from torchsparsekv.benchmarks.speed._layers import Layers
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.attend.dense_attention import dense_attention
+from torchsparsekv.ops.attend.sparse_attention import sparse_attention
+from torchsparsekv.ops.gather.fetch import fetch
+from torchsparsekv.ops.select.bound_scores import bound_scores
+from torchsparsekv.ops.select.centroid_votes import centroid_votes
+from torchsparsekv.ops.select.collide import collide
+from torchsparsekv.ops.select.rerank import rerank
+from torchsparsekv.ops.select.top_blocks import top_blocks
+from torchsparsekv.ops.store.append import append
+from torchsparsekv.ops.store.views import Attention, Far, Lengths
+from torchsparsekv.state import Geometry, LayerState
+
+READ, LINK = "read in HBM", "read of pinned host memory"
+PINNED_GIB = 16  # to be pinned for their time, a quarter of the free host memory at most; torch is slow and gets less
+TORCH_GIB = 4
+CALLS = 48  # inputs of a replay: several times the L2 even where one call's are small
+
+
+@dataclass(frozen=True)
+class Options:
+    contexts: tuple[int, ...] = (131072, 524288)
+    methods: tuple[str, ...] = ("quest", "arkvale", "pariskv")
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    budget: int = 1024
+    tokens: int = option(100, "The budget of methods that retrieve single tokens.")
+
+
+class Bench(Layers):
+    """One method at one context."""
+
+    def __init__(self, name: str, o: Options, context: int, device):
+        self.o, self.device, self.context = o, device, context
+        method = make_method(name, budget=o.tokens if name == "pariskv" else o.budget)
+        super().__init__(method, Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16), o.q_heads, CALLS, device)
+        self.lengths.advance(context - 100)
+        for s in self.states:
+            STAGES[name].fill(s, self)
+
+    def rows(self) -> list[dict]:
+        """In the order of a decode step; bytes are what the kernel must move at least."""
+        m, o, q, states = self.method, self.o, self.q, self.states
+        n, token, scale = m.budget // m.block_size, o.kv_heads * o.head_dim * 4, Attention(o.head_dim**-0.5)
+        chosen = [m.choose(s, q[i], scale).ids for i, s in enumerate(states)]
+        new = [self.random_blocks(n, chosen[0].shape[-1]) for _ in states]
+
+        def draw():
+            for x in new:
+                x.copy_(self.random_blocks(n, x.shape[-1]))
+
+        def get(blocks):
+            return lambda i, s: fetch(blocks[i], None, s.far, s.hot, s.stats)
+
+        def attend(i, s):
+            return sparse_attention(q[i], s.near, s.hot, s.lengths, None, scale)
+
+        for i, s in enumerate(states):
+            get(chosen)(i, s)
+        self.still()
+        return [
+            self.row("append", lambda i, s: append(self.k, self.k, s.near, s.far, s.stats, s.lengths)),
+            self.row("index update (nothing leaves)", lambda i, s: m.step(s, q[i], self.k)),
+            *STAGES[m.name].select(self),
+            self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
+            self.row("fetch, all hits", get(chosen)),
+            self.row("attention", attend, self.near * token),
+            self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
+        ]
+
+    @property
+    def near(self) -> int:
+        """The tokens that a step attends to."""
+        return self.method.ring_plan.ring_rows + self.method.budget
+
+    def random_blocks(self, n: int, slots: int) -> torch.Tensor:
+        """`n` blocks, the rest of the slots empty."""
+        total = (self.context - self.method.ring_plan.ring_rows) // self.method.block_size
+        picks = [torch.randperm(total)[:n].sort().values for _ in range(self.o.kv_heads)]
+        picks = torch.nn.functional.pad(torch.stack(picks), (0, slots - n), value=-1)
+        return picks[None].to(torch.int32).to(self.device)
+
+    def row(self, what: str, f, nbytes: int = 0, refresh=lambda: None) -> dict:
+        us = self.time(f, refresh)
+        out = {"context": self.context, "method": self.method.name, "kernel": what, "us": us}
+        return out | ({"GB_per_s": nbytes / us / 1e3} if nbytes else {})
+
+
+class PageStages:
+    @staticmethod
+    def fill(s: LayerState, b: Bench) -> None:
+        for t in s.digests:
+            t.view(torch.uint8).random_(1, 100) if t.dtype.itemsize == 1 else t.uniform_(0.1, 1)
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        n, size = b.method.budget // b.method.block_size, b.method.block_size
+        score = lambda i, s: bound_scores(b.q[i], s.digests, s.lengths, size)  # noqa: E731
+        scores, peaks = zip(*(score(i, s) for i, s in enumerate(b.states)))
+        return [
+            b.row("scores", score, sum(t.nbytes for t in b.states[0].digests)),
+            b.row("top blocks", lambda i, s: top_blocks(scores[i], n, peaks[i])),
+            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
+        ]
+
+
+class ParisKVStages:
+    @staticmethod
+    def fill(s: LayerState, b: Bench) -> None:
+        c = s.codes
+        c.ids.random_(0, 256), c.codes.random_(0, 256), c.weights.uniform_(0.5, 1)
+        names = c.ids[0, :, b.method.sink : int(s.lengths.ring_begin[0])].transpose(1, 2).long()
+        c.counts[0].scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        m = b.method
+        capacity, dense = m.sizes(b.context)
+
+        def vote(i, s):
+            return centroid_votes(b.q[i], s.codes, s.lengths, m.ratios, m.group == "mean", m.seed)
+
+        rotated, votes = zip(*(vote(i, s) for i, s in enumerate(b.states)))
+
+        def stage_1(i, s):
+            return collide(votes[i], s.codes, s.lengths, m.ratios, m.budget, dense, capacity)
+
+        candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
+        stage_2 = lambda i, s: rerank(rotated[i], s.codes, candidates[i])  # noqa: E731
+        scores, peaks = zip(*(stage_2(i, s) for i, s in enumerate(b.states)))
+        found, codes = int((candidates[0] >= 0).sum()), b.states[0].codes
+        return [
+            b.row("votes", vote),
+            b.row("collide", stage_1, codes.ids.nbytes),
+            b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * codes.weights.shape[-1])),
+            b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, peaks[i], candidates[i])),
+            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(m.budget)),
+        ]
+
+
+STAGES: dict[str, Any] = {"quest": PageStages, "arkvale": PageStages, "pariskv": ParisKVStages}
+
+
+def dense_rows(o: Options, context: int, device) -> list[dict]:
+    """Attention over everything: ours, and what torch has for a plain contiguous cache."""
+    pools = [
+        torch.randn(1, o.kv_heads, context, 2, o.head_dim, device=device, dtype=torch.bfloat16) for _ in range(2)
+    ]
+    q = torch.randn(1, o.q_heads, 1, o.head_dim, device=device, dtype=torch.bfloat16)
+    length = torch.tensor([context], dtype=torch.int32, device=device)
+    lengths, plain = Lengths(length, length, length, length, 0, 1), Attention(0.09)
+    kv = [(p[..., 0, :].contiguous(), p[..., 1, :].contiguous()) for p in pools]
+    sdpa = [lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True) for k, v in kv]
+    rows = []
+
+    def add(method: str, kernel: str, calls) -> None:
+        us = _common.time_graph(calls)
+        speed = pools[0].nbytes / us / 1e3
+        rows.append({"context": context, "method": method, "kernel": kernel, "us": us, "GB_per_s": speed})
+
+    add("full", "dense attention", [lambda p=p: dense_attention(q, Far(p), lengths, plain) for p in pools])
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            add("torch", f"sdpa {name} (beside)", sdpa)
+    return rows + [{"context": context, **row} for row in flashinfer_rows(o, context, len(pools), device)]
+
+
+def flashinfer_rows(o: Options, tokens: int, copies: int, device) -> list[dict]:
+    """Its attention over so many tokens, by its two kernels; nothing where it is not installed."""
+    rows = []
+    for name, tensor_cores in (("", False), (" on tensor cores", True)) if _flashinfer.installed() else ():
+        calls = _flashinfer.paged_decode(o.q_heads, o.kv_heads, o.head_dim, tokens, device, tensor_cores, copies)
+        us = _common.time_graph(calls)
+        what = f"attention over {tokens} tokens{name} (beside)"
+        speed = tokens * o.kv_heads * o.head_dim * 4 / us / 1e3
+        row = {"method": "flashinfer", "version": _flashinfer.version(), "kernel": what, "us": us, "GB_per_s": speed}
+        rows.append(row)
+    return rows
+
+
+def pinning(device) -> list[dict]:
+    """How long it takes to pin host memory, by a clock on the wall. Nothing of it is left afterwards."""
+    gib = max(1, min(PINNED_GIB, host.available() >> 32))
+    less = min(TORCH_GIB, gib)
+    ways = (
+        ("torchsparsekv", f"pin host memory ({gib} GiB)", gib << 30, lambda n: host.pinned((n,), torch.uint8, device)),
+        ("torch", f"torch.empty(pin_memory=True), {less} GiB (beside)", less << 30,
+         lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True)),
+    )  # fmt: skip
+    rows = []
+    for method, kernel, nbytes, pin in ways:
+        pin(1)  # what a first call takes is not of the memory
+        us = statistics.median(time_pin(pin, nbytes) for _ in range(3))
+        rows.append({"method": method, "kernel": kernel, "us": us, "GB_per_s": nbytes / us / 1e3})
+    return rows
+
+
+def time_pin(pin, nbytes: int) -> float:
+    """Microseconds. What was pinned is let go of, by torch's cache too."""
+    begin = time.perf_counter()
+    held = pin(nbytes)
+    us = (time.perf_counter() - begin) * 1e6
+    del held
+    torch._C._host_emptyCache()
+    return us
+
+
+def ceilings(device) -> list[dict]:
+    a, b = (torch.zeros(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = host.pinned((1 << 30,), torch.uint8, device)
+    calls = {
+        "copy in HBM, read + write": (lambda: torch.bitwise_not(a, out=b), 2),
+        READ: (lambda: a.view(torch.float32).sum(), 1), LINK: (lambda: b.copy_(pinned), 1),
+    }  # fmt: skip
+    rows = []
+    for kernel, (call, times) in calls.items():
+        us = _common.time_graph([call])
+        rows.append({"method": "torch", "kernel": kernel, "us": us, "GB_per_s": times * a.nbytes / us / 1e3})
+    return rows
+
+
+def against_ceilings(rows: list[dict]) -> None:
+    """Which share of its ceiling a kernel reaches: of the link where it fetches, else of a plain read."""
+    speed = {r["kernel"]: r["GB_per_s"] for r in rows if "context" not in r and "GB_per_s" in r}
+    for r in rows:
+        if "GB_per_s" in r and "context" in r:
+            r["of_ceiling"] = r["GB_per_s"] / speed[LINK if r["kernel"].startswith("fetch") else READ]
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    unknown = [name for name in o.methods if name not in STAGES]
+    if unknown:
+        raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
+    device = _common.prepare(o.methods, o)
+    rows = pinning(device) + ceilings(device)
+    near = set()
+    for context in o.contexts:
+        for name in o.methods:
+            bench = Bench(name, o, context, device)
+            rows += bench.rows()
+            near.add(bench.near)
+            del bench
+        torch.cuda.empty_cache()  # from pieces of what the states had, a pool of 2 GiB was read 14 % slower
+        rows += dense_rows(o, context, device)
+        torch.cuda.empty_cache()
+    for tokens in sorted(near):  # the same at every context
+        rows += flashinfer_rows(o, tokens, CALLS, device)
+    against_ceilings(rows)
+    return _results.finish("kernels", rows, dataclasses.asdict(o), out)

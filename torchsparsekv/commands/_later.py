@@ -1,0 +1,45 @@
+"""Commands whose files are imported when they are called: a list of commands costs the import of none."""
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+def about(path: Path) -> str:
+    """The first paragraph of a file's docstring, without the "`torchsparsekv NAME`: " of commands."""
+    text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+    text = re.sub("^`torchsparsekv [^`]*`: ", "", text)
+    return text[:1].upper() + text[1:]
+
+
+class Later(TyperCommand):
+    """The command of a file, by its name (with "-" for "_") and a line of help; `load` adds it to an application."""
+
+    def __init__(self, path: Path, load: Callable[[str], typer.Typer]):
+        super().__init__(path.stem.replace("_", "-"), help=about(path))
+        self.load = load
+
+    def real(self) -> Any:
+        name = str(self.name)
+        return typer.main.get_group(self.load(name)).commands[name]
+
+    def make_context(self, *given, **named) -> Any:
+        """The first that a group asks of a command it calls; all else is then asked of the command of this context."""
+        return self.real().make_context(*given, **named)
+
+
+def later(folder: str, load: Callable[[str], typer.Typer]) -> type[TyperGroup]:
+    """For typer.Typer(cls=...): a command for every file of a folder but those that start with `_`."""
+
+    class Folder(TyperGroup):
+        def __init__(self, **given):
+            super().__init__(**given)
+            found = (Later(p, load) for p in Path(folder).glob("[!_]*.py"))
+            here = {str(c.name): c for c in found}
+            self.commands = dict(sorted({**here, **self.commands}.items()))
+
+    return Folder

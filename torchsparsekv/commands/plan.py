@@ -1,0 +1,70 @@
+"""`torchsparsekv plan`: what the caches of a model would take of host and device memory, by buffer.
+
+Nothing is allocated: a model is made of its config alone, without weights.
+"""
+import json
+from typing import Any
+
+import torch
+import typer
+
+from torchsparsekv.commands import app
+from torchsparsekv.commands._models import check_name
+from torchsparsekv.commands._options import TOLD
+from torchsparsekv.method import as_int, make_method
+
+MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its config is enough.")
+METHOD = typer.Option("quest", help="One of `torchsparsekv methods`.")
+TOKENS = typer.Option(32768, "--max-length", help="Tokens of a row, prompt and generation together.")
+BATCH = typer.Option(1, min=1, help="Rows.")
+OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
+HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
+SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend densely.  [default: as for patch]")
+
+
+@app.command()
+def plan(
+    model: str = MODEL, method: str = METHOD, max_length: int = TOKENS, batch: int = BATCH, offload: str = OFFLOAD,
+    hyper: list[str] = HYPER, skip_layers: int = SKIP,
+) -> None:  # fmt: skip
+    """Say what a cache would take of host and device memory, by buffer; no weights are loaded."""
+    try:
+        found, said = planned(model, method, max_length, batch, offload, _parsed(hyper), skip_layers)
+    except TOLD as e:
+        typer.echo(f"plan: {e}", err=True)
+        raise typer.Exit(2) from e
+    typer.echo(f"{said}\n{found}")
+
+
+def planned(name: str, method: str, max_length: int, batch: int, offload: str, hyper: dict, skip_layers: int | None):
+    """The table, and the method as it acts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from torchsparsekv.patches._install import planned
+
+    if offload not in ("host", "device"):
+        raise ValueError(f"offload must be host or device, got {offload!r}")
+    check_name(name)
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.bfloat16)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan, length, _ = planned(
+        model.eval(), make_method(method, **hyper), hyper, device, max_length=max_length, offload=offload,
+        skip_layers=skip_layers, layers=None,
+    )  # fmt: skip
+    said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
+    return plan.memory(batch, as_int(length), pool_on_host=offload == "host"), "; ".join([said, *plan.notes])
+
+
+def _parsed(texts: list[str]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--set takes NAME=VALUE, got {text!r}")
+        try:
+            out[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name] = value
+    return out
