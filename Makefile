@@ -5,10 +5,11 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo report results test quick lint clean
+.PHONY: help demo report results real-model test quick fuzz sanitize lint clean
 help:
-	@echo "make demo | report | test | quick (no slow tests) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | report | test | quick (no slow tests) | fuzz | sanitize (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: what is committed as measured, again where the hardware is;  ONLY='h200_decode* quality/*' chooses"
+	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
 
 demo: $(READY)
 	$(BIN)/torchsparsekv demo
@@ -16,7 +17,13 @@ demo: $(READY)
 # The page of what is measured and committed.
 report: $(READY)
 	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
+		benchmarks/results/quality/text/*.jsonl \
 		-o benchmarks/results/report/report.html
+
+# A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.
+real-model: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[real]"
+	$(BIN)/python -m torchsparsekv.benchmarks.quality.real_model
 
 # What is on the page, measured again, and the page: also where some runs failed (1), but not of a call that was refused.
 results: $(READY)
@@ -28,6 +35,15 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
+fuzz: $(READY)
+	TORCHSPARSEKV_FUZZ=1000 $(BIN)/python -m pytest -n auto --dist worksteal tests/test_ops.py
+	TORCHSPARSEKV_FUZZ=500 $(BIN)/python -m pytest -n auto --dist worksteal tests/test_store_machine.py
+
+# Every kernel under compute-sanitizer; needs a GPU and the tool, which comes with the CUDA toolkit.
+sanitize: $(READY)
+	$(BIN)/python tests/sanitize.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

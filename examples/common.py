@@ -1,0 +1,38 @@
+"""What the examples share: a model to try them on, and a text that is long enough."""
+import argparse
+import random
+from pathlib import Path
+
+import torch
+
+RECALL = "recall"  # the model of 7.2M parameters that comes with this package; it knows no language, but recalls
+
+
+def options(about: str, **defaults) -> argparse.Namespace:
+    """`--model` and `--method`, and an option for each of `defaults`."""
+    parser = argparse.ArgumentParser(description=about)
+    for name, default in {"model": RECALL, "method": "pariskv", **defaults}.items():
+        kind = int if isinstance(default, bool) else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"[{default}]")
+    return parser.parse_args()
+
+
+def load(name: str):
+    """(model, tokenizer) by name or folder, on the GPU if there is one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == RECALL:
+        from torchsparsekv.benchmarks.recall_model import model
+
+        net, tokenizer = model.load(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        return net.eval(), tokenizer
+    net = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    return net, AutoTokenizer.from_pretrained(name)
+
+
+def document(path: str, words: int) -> str:
+    """The text of a file; without one, made-up words, which the recall model knows."""
+    if path:
+        return Path(path).read_text()
+    return " ".join(f"w{random.Random(i).randrange(480):03d}" for i in range(words))

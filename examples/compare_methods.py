@@ -1,0 +1,37 @@
+"""Which method keeps most of what your model attends to, on your text, at your budget?
+
+    python examples/compare_methods.py --model MODEL --document FILE --methods quest,pariskv,clusterkv --budget 256
+
+Every method decodes the same tokens, those that the dense model says. `same` is how many of them it would have said
+itself, `kept` the share of the attention weight that it attended to (`worst` of any head), `error` how far the outputs
+of its heads are off.
+"""
+import torch
+from common import document, load, options
+
+import torchsparsekv
+from torchsparsekv.probe import probe
+
+o = options(
+    __doc__.splitlines()[0], document="", words=2000, new_tokens=16, budget=64,
+    methods="streaming,quest,arkvale,clusterkv,louiskv,pariskv,oracle",
+)  # fmt: skip
+model, tokenizer = load(o.model)
+ids = tokenizer(document(o.document, o.words), return_tensors="pt").input_ids.to(model.device)
+length = ids.shape[1] + o.new_tokens
+dense = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=o.new_tokens, do_sample=False)
+said = dense[0, ids.shape[1] :].tolist()
+
+print(f"{ids.shape[1]} tokens, budget {o.budget}\n{'method':<12} {'same':>7} {'kept':>7} {'worst':>7} {'error':>7}")
+for method in o.methods.split(","):
+    with torchsparsekv.patch(model, method, max_length=length, budget=o.budget) as handle, torch.inference_mode():
+        cache = handle.make_cache()
+        logits, same = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1], 0
+        with probe(cache) as seen:
+            for token in said:
+                same += int(logits.argmax(-1)) == token
+                logits = model(torch.tensor([[token]], device=model.device), past_key_values=cache).logits[:, -1]
+        sparse = seen.sparse()
+        kept, error = seen.mass()[sparse], seen.error()[sparse]
+        worst = kept.mean((1, 2)).min()
+    print(f"{method:<12} {same:>3}/{len(said):<3} {kept.mean():>7.3f} {worst:>7.3f} {error.mean():>7.3f}")
