@@ -1,275 +1,301 @@
 """The three tables. A new op, method or family is a new row here; the tests need no edit."""
+import dataclasses
 import math
 
+import cases_static
+import cases_tree
 import torch
-from world import World
+from world import World, integers
 
 from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops.index.block_bounds import VOLUMES
+from torchsparsekv.ops.index.cluster_keys import Kmeans
 from torchsparsekv.ops.index.encode_keys import encode
 from torchsparsekv.ops.select.collide import candidate_capacity
-from torchsparsekv.state import Timeline
+from torchsparsekv.ops.store.views import (
+    Attention,
+    Boundaries,
+    Codes,
+    Digests,
+    Far,
+    Hot,
+    Lengths,
+    Segments,
+    Trigger,
+    Units,
+)  # fmt: skip
+from torchsparsekv.state import RingPlan
 
 FP8 = torch.float8_e4m3fn
+I32 = torch.int32
 
-
-# ---------------------------------------------------------------- ops: arguments from a world, in schema order
+# ---------------------------------------------------------------- ops: what they take, from a world; axes are picked
 
 
 def _advance(w: World):
     seq_len = torch.tensor(max(w.lengths) - w.tokens)
-    left_pad = (max(w.lengths) - w.length).to(torch.int32)
-    before = (seq_len - left_pad).clamp(min=0).to(torch.int32)
-    pad = torch.randint(0, 3, left_pad.shape, generator=w.g) if w.seed % 2 else None
-    return (
-        seq_len, torch.zeros_like(before), before, torch.zeros_like(before), w.frontier(before), left_pad, pad,
-        w.tokens, w.rows - w.seed % 3, w.sink, w.window, w.interval,
-    )  # fmt: skip
+    left_pad = (max(w.lengths) - w.length).to(I32)
+    before = (seq_len - left_pad).clamp(min=0).to(I32)
+    pad = torch.randint(0, 3, left_pad.shape, generator=w.g) if w.pick(False, True) else None
+    zeros = torch.zeros_like(before)
+    lengths = Lengths(zeros, before, zeros.clone(), w.begins(before), w.sink, w.interval)
+    return (seq_len, left_pad, lengths, pad, w.tokens, w.rows - w.pick(0, 1, 2), w.window)
 
 
 def _append(w: World):
-    ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
-    return (w.k, w.v, ring, pool, w.stats(), w.length, w.leaving, w.retired, w.sink, w.interval)
+    near, far = w.near(w.start, w.previous_begin), _kept(w, w.far(w.previous_begin))
+    return (w.k, w.v, near, far, w.stats(), w.lengths_view)
+
+
+def _kept(w: World, far: Far) -> Far:
+    """A pool, or one without rows: what leaves that ring is forgotten."""
+    return far if w.pick(True, False) else Far(far.rows[:, :, :0].contiguous())
+
+
+def _flush_ring(w: World):
+    return (w.near(w.start, w.previous_begin), _kept(w, w.far(w.previous_begin)), w.lengths_view)
 
 
 def _store_prompt(w: World):
-    ring, pool = w.ring(w.start, w.leaving), w.pool(w.leaving)
-    return (w.k, w.v, ring, pool, w.start, w.length, w.leaving, w.retired, _order(w), w.sink, True)
+    near, far = w.near(w.start, w.previous_begin), _kept(w, w.far(w.start))
+    return (w.k, w.v, near, far, w.lengths_view, _order(w), True)
 
 
 def _order(w: World):
     """None, or a random order of the new tokens of every row that do not stay in the ring."""
-    if w.seed % 2:
+    if not w.pick(True, False):
         return None
-    order = torch.arange(w.tokens, dtype=torch.int32).expand(w.batch, w.heads, -1).clone()
-    for b, (n0, n, end) in enumerate(torch.stack([w.start, w.length, w.retired], 1).tolist()):
+    order = torch.arange(w.tokens, dtype=I32).expand(w.batch, w.heads, -1).clone()
+    for b, (n0, n, end) in enumerate(torch.stack([w.start, w.length, w.begin], 1).tolist()):
         first, last = max(n0, w.sink) - n + w.tokens, end - n + w.tokens
         for h in range(w.heads * (last > first)):
             order[b, h, first:last] = first + torch.randperm(last - first, generator=w.g)
     return order
 
 
+def _forget(w: World):
+    _, _, far, hot, _ = _fetch(w)
+    ids = w.chosen(max(1, w.blocks // 2))
+    return (ids, Far(far.rows * 2), hot, w.pick(True, False))
+
+
 def _block_bounds(w: World):
-    box = w.seed % 2 == 0
-    dtype = (torch.float32, FP8, torch.float16)[w.seed // 2 % 3]
+    volume = w.pick(*range(len(VOLUMES)))
+    dtype = w.pick(torch.float32, FP8, torch.float16)
     lead = (w.batch, w.heads, w.blocks)
-    centre = torch.zeros(*lead, w.dim).to(dtype)
-    spread = torch.zeros(*lead, w.dim).to(dtype) if box else torch.zeros(*lead, 1)
-    args = (w.start, w.length, w.leaving, w.retired, w.interval, w.block)
-    return (w.k, w.pool(torch.maximum(w.retired, w.length)), centre, spread, *args)
+    one = VOLUMES[volume] == "ball"
+    spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
+    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread)
+    return (w.k, w.far(torch.maximum(w.begin, w.length)), digests, w.lengths_view, w.block, volume)
 
 
 def _bound_scores(w: World):
-    box = w.seed % 2 == 0
-    dtype = (torch.float32, FP8)[w.seed // 2 % 2]
+    box, dtype = w.pick(True, False), w.pick(torch.float32, FP8)
     keys = w.truth[:, :, :, 0].unflatten(2, (-1, w.block)).float()
     spread = torch.rand(*keys.shape[:3], w.dim if box else 1, generator=w.g)
     spread = spread.to(dtype) if box else spread
-    q = w.q[:, :, :1]
-    return (q, keys.mean(3).to(dtype), spread, w.retired, w.sink, w.block)
+    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread), w.lengths_view, w.block)
 
 
 def _top_blocks(w: World):
-    n = w.rows * (1, 24)[w.seed // 2 % 2]  # for one program, or for several or the peaks
+    n = w.rows * w.pick(1, 24)  # for one program, or for several or the peaks
     few = torch.randint(-2, 3, (w.batch, w.heads, n), generator=w.g).float()  # many ties
     few[torch.rand(few.shape, generator=w.g) < 0.3] = -math.inf
     few[torch.rand(few.shape, generator=w.g) < 0.1] = math.nan
-    names = torch.rand(few.shape, generator=w.g).argsort(-1).sort(-1).values.to(torch.int32) * 3 + 1
-    scores = few if w.seed % 2 else torch.randn(few.shape, generator=w.g)
-    k, ids = 1 + w.seed % (w.rows + 2), None if w.seed % 3 == 1 else names
-    peaks = None if w.seed % 5 == 1 else peaks_of(scores)
-    if ids is None or w.seed % 4 == 0:
-        return (scores, k, peaks, ids)
-    return (scores, k, peaks, ids, w.retired, int(w.retired.float().median()), k + w.seed % 7)
-
-
-def _integers(x: torch.Tensor) -> torch.Tensor:
-    """Small integers: their sums of products are exact in any order, so no sign, cell or tie differs by rounding."""
-    return (x * 8).round()
+    names = torch.rand(few.shape, generator=w.g).argsort(-1).sort(-1).values.to(I32) * 3 + 1
+    scores = few if w.pick(True, False) else torch.randn(few.shape, generator=w.g)
+    k, ids = 1 + w.seed % (w.rows + 2), w.pick(names, None)
+    peaks = peaks_of(scores) if w.pick(True, False) else None
+    if ids is None or w.pick(True, False):
+        return (scores, k, peaks, ids, None, 0, 0)
+    return (scores, k, peaks, ids, w.begin, int(w.begin.float().median()), k + w.seed % 7)
 
 
 def _encode_keys(w: World):
-    m = (8, 4, 2)[w.seed % 3]
+    m = w.pick(8, 4, 2)
     size = 1 << (w.dim - 1).bit_length()
     lead = (w.batch, w.heads, w.rows)
     ids, codes = torch.zeros(*lead, size // m, dtype=torch.uint8), torch.zeros(*lead, size // 2, dtype=torch.uint8)
-    weights, counts = torch.zeros(*lead, size // m).half(), torch.ones(*lead[:2], size // m, 1 << m, dtype=torch.int32)
-    pool = _integers(w.pool(torch.maximum(w.retired, w.length)))
-    times = (w.start, w.length, w.leaving, w.retired)
-    return (_integers(w.k), pool, ids, codes, weights, counts, *times, w.interval, m, w.seed)
+    weights, counts = torch.zeros(*lead, size // m).half(), torch.ones(*lead[:2], size // m, 1 << m, dtype=I32)
+    far = Far(integers(w.far(torch.maximum(w.begin, w.length)).rows))
+    return (integers(w.k), far, Codes(ids, codes, weights, counts), w.lengths_view, m, w.seed)
 
 
-def _encoded(w: World, m: int):
-    """Ids, codes and weights of all rows, and how often each id occurs among the retrievable ones."""
+def _encoded(w: World, m: int) -> Codes:
+    """Of all rows; the counts are of how often each id occurs among the retrievable ones."""
     ids, codes, weights = encode(w.truth[:, :, :, 0], m, w.seed)
-    counts = torch.zeros(w.batch, w.heads, ids.shape[3], 1 << m, dtype=torch.int32)
-    for b, end in enumerate(w.retired.tolist()):
+    counts = torch.zeros(w.batch, w.heads, ids.shape[3], 1 << m, dtype=I32)
+    for b, end in enumerate(w.begin.tolist()):
         names = ids[b, :, w.sink : end].transpose(1, 2).long()
-        counts[b].scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
-    return ids, codes, weights, counts
+        counts[b].scatter_add_(2, names, torch.ones_like(names, dtype=I32))
+    return Codes(ids, codes, weights, counts)
 
 
-def _earn_points(w: World):
-    _, _, _, counts = _encoded(w, (8, 4, 2)[w.seed % 3])
-    group = (1, w.group, 5, 11)[w.seed // 3 % 4]
-    q = _integers(torch.randn(w.batch, w.heads * group, 1, w.dim, generator=w.g)).to(w.dtype)
-    ratios = [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, 0, (400_000, 1_000_000)[w.seed // 5 % 2]]
-    return (q, counts, w.retired, w.sink, ratios, w.seed % 2 == 0, w.seed)
+def _ratios(w: World) -> list[int]:
+    """For rows of few keys and, picked, for the rest."""
+    beta, rho = w.pick(100_000, 333_333, 1_000_000), w.pick(400_000, 1_000_000)
+    return [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, beta, rho]
+
+
+def _centroid_votes(w: World):
+    codes = _encoded(w, w.pick(8, 4, 2))
+    group = w.pick(1, w.group, 5, 11)
+    q = integers(torch.randn(w.batch, w.heads * group, 1, w.dim, generator=w.g)).to(w.dtype)
+    return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 
 
 def _collide(w: World):
-    m = max((8, 4, 2)[w.seed % 3], 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
-    ids = _encoded(w, m)[0]
-    packs = 1 + w.seed // 3 % 3
-    earned = torch.randint(0, 7, (w.batch, w.heads, packs, 1 << m, ids.shape[3], 4), generator=w.g, dtype=torch.uint8)
-    beta, rho = (100_000, 333_333, 1_000_000)[w.seed // 2 % 3], (400_000, 1_000_000)[w.seed // 5 % 2]
-    ratios = [7, 500_000, 600_000, 9, 300_000, 500_000, 30, 200_000, 700_000, beta, rho]
-    least, dense = w.seed % 7, (0, w.rows // 2)[w.seed // 7 % 2]
-    capacity = candidate_capacity(w.rows, ratios, least, dense) + w.seed % 2
-    return (earned, ids, w.retired, w.sink, ratios, least, dense, capacity)
+    m = max(w.pick(8, 4, 2), 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
+    codes, packs = _encoded(w, m), w.pick(1, 2, 3)
+    shape = (w.batch, w.heads, packs, 1 << m, codes.ids.shape[3], 4)
+    votes = torch.randint(0, 7, shape, generator=w.g, dtype=torch.uint8)
+    ratios, least, dense = _ratios(w), w.seed % 7, w.pick(0, w.rows // 2)
+    capacity = candidate_capacity(w.rows, ratios, least, dense) + w.pick(0, 1)
+    return (votes, codes, w.lengths_view, ratios, least, dense, capacity)
 
 
 def _rerank(w: World):
-    _, codes, weights, _ = _encoded(w, (8, 4, 2)[w.seed % 3])
+    codes = _encoded(w, w.pick(8, 4, 2))
     size = 1 << (w.dim - 1).bit_length()
-    rotated = torch.randn(w.batch, w.heads, (1, w.group)[w.seed // 3 % 2], size, generator=w.g)
-    candidates = torch.cat([w.chosen(max(1, w.blocks // 2)), torch.full((w.batch, w.heads, 70 * (w.seed % 2)), -1)], 2)
-    return (rotated, codes, weights, candidates.to(torch.int32).contiguous())
+    rotated = torch.randn(w.batch, w.heads, w.pick(1, w.group), size, generator=w.g)
+    empty = torch.full((w.batch, w.heads, w.pick(0, 70)), -1)
+    candidates = torch.cat([w.chosen(max(1, w.blocks // 2)), empty], 2)
+    return (rotated, codes, candidates.to(I32).contiguous())
 
 
 def _attention_mass(w: World):
-    past = (w.pool(w.retired), w.ring(w.length, w.retired), w.length, w.retired)
-    return (w.q[:, :, :1], *past, w.sink, w.block, w.dim**-0.5, 0.0)
+    near, far = w.near(w.length, w.begin), w.far(w.begin)
+    return (w.q[:, :, :1], near, far, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
 
 
 def _random_scores(w: World):
-    return (w.length, w.retired, w.heads, w.blocks, w.sink, w.block, w.seed * 4_294_967)
+    return (w.lengths_view, w.heads, w.blocks, w.block, w.seed * 4_294_967)
 
 
 def _fetch(w: World):
     n = max(1, w.blocks // 3)
-    places = min(w.blocks, n + w.seed % (n + 1))
+    slots = min(w.blocks, n + w.seed % (n + 1))
     lead = (w.batch, w.heads)
-    resident = torch.full((*lead, places), -1, dtype=torch.int32)
-    table = torch.full((*lead, w.blocks), -1, dtype=torch.int32)
-    hot = torch.full((*lead, places, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
+    block_of = torch.full((*lead, slots), -1, dtype=I32)
+    slot_of = torch.full((*lead, w.blocks), -1, dtype=I32)
+    rows = torch.full((*lead, slots, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
     pages = w.truth.unflatten(2, (-1, w.block))
     for b in range(w.batch):
         for h in range(w.heads):
-            for place, x in enumerate(torch.randperm(w.blocks, generator=w.g)[:places].tolist()):
+            for slot, x in enumerate(torch.randperm(w.blocks, generator=w.g)[:slots].tolist()):
                 if torch.rand((), generator=w.g) < 0.7:
-                    resident[b, h, place], table[b, h, x], hot[b, h, place] = x, place, pages[b, h, x]
-    age = torch.randint(0, 4, (*lead, places), generator=w.g, dtype=torch.int32)
-    return (w.chosen(n), w.truth, hot, table, resident, age, torch.zeros(lead, dtype=torch.int32), w.stats())
+                    block_of[b, h, slot], slot_of[b, h, x], rows[b, h, slot] = x, slot, pages[b, h, x]
+    age = torch.randint(0, 4, (*lead, slots), generator=w.g, dtype=I32)
+    chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
+    now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
+    hot = Hot(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    return (w.chosen(n), now, Far(w.truth.clone()), hot, w.stats())
 
 
-def _refetch(w: World):
-    blocks, *rest = _fetch(w)
-    wanted = torch.randint(0, 2, blocks.shape[:2], generator=w.g, dtype=torch.int32)
-    return (wanted, blocks, *rest, torch.randint(-1, 3, blocks.shape, generator=w.g, dtype=torch.int32))
-
-
-def _frontier(w: World, length: torch.Tensor, retired: torch.Tensor) -> torch.Tensor:
-    """Where the ring begins per (row, head): `retired` or as much further back as the ring has room."""
+def _frontier(w: World, length: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+    """Where the ring counts from per (row, head): `begin` or as much further back as the ring has room."""
     least = (length - (w.ring_rows - w.sink)).clamp(min=w.sink)[:, None]
     back = torch.randint(0, 2 * w.interval, (w.batch, w.heads), generator=w.g)
-    return torch.maximum(retired[:, None] - back, least).to(torch.int32)
+    return torch.maximum(begin[:, None] - back, least).to(I32)
 
 
-def _units(w: World, frontier: torch.Tensor, *, most: int):
-    """Units of random sizes, empty ones too, that fill [sink, frontier): (units, first, centroid), NaN behind them."""
-    units = torch.randint(0, 7, frontier.shape, generator=w.g, dtype=torch.int32)
-    units[frontier > w.sink] += 1
-    first = torch.full((w.batch, w.heads, most + 1), w.sink, dtype=torch.int32)
+def _units(w: World, frontier: torch.Tensor, *, most: int) -> Units:
+    """Units of random sizes, empty ones too, that fill [sink, frontier), NaN behind them."""
+    count = torch.randint(0, 7, frontier.shape, generator=w.g, dtype=I32)
+    count[frontier > w.sink] += 1
+    first = torch.full((w.batch, w.heads, most + 1), w.sink, dtype=I32)
     centroid = torch.full((w.batch, w.heads, most, w.dim), torch.nan, dtype=w.dtype)
     for b in range(w.batch):
         for h in range(w.heads):
-            count, end = int(units[b, h]), int(frontier[b, h])
-            first[b, h, : count + 1] = torch.randint(w.sink, end + 1, (count + 1,), generator=w.g).sort().values
-            first[b, h, 0], first[b, h, count] = w.sink, end
-            few = torch.randint(0, 4, (count,), generator=w.g)  # alike in part: ties
-            centroid[b, h, :count] = _integers(torch.randn(4, w.dim, generator=w.g) / 4)[few].to(w.dtype)
-    return units, first, centroid
+            n, end = int(count[b, h]), int(frontier[b, h])
+            first[b, h, : n + 1] = torch.randint(w.sink, end + 1, (n + 1,), generator=w.g).sort().values
+            first[b, h, 0], first[b, h, n] = w.sink, end
+            few = torch.randint(0, 4, (n,), generator=w.g)  # alike in part: ties
+            centroid[b, h, :n] = integers(torch.randn(4, w.dim, generator=w.g) / 4)[few].to(w.dtype)
+    return Units(first, centroid, count)
 
 
-def _segments(w: World, length: torch.Tensor, retired: torch.Tensor):
-    """Ring, cuts, begun, frontier, units, first, centroid of rows with so many tokens."""
-    turn = w.ring_rows - w.sink
-    frontier = _frontier(w, length, retired)
-    cuts = torch.randint(0, 2, (w.batch, w.heads, turn), generator=w.g, dtype=torch.int32)
-    begun = (length[:, None] - torch.randint(1, 6, frontier.shape, generator=w.g)).clamp(min=w.sink).to(torch.int32)
+def _segments(w: World, length: torch.Tensor, begin: torch.Tensor):
+    """Ring, units and segments of rows with so many tokens."""
+    frontier = _frontier(w, length, begin)
+    cuts = torch.randint(0, 2, (w.batch, w.heads, w.ring_rows - w.sink), generator=w.g, dtype=I32)
+    newest = (length[:, None] - torch.randint(1, 6, frontier.shape, generator=w.g)).clamp(min=w.sink).to(I32)
     units = _units(w, frontier, most=w.rows + 8)
-    return (w.ring(length, frontier.amin(1)), cuts, begun, frontier, *units)
+    return w.near(length, frontier.amin(1)), units, Segments(cuts, newest, frontier)
 
 
 def _find_boundary(w: World):
-    ring, *state = _segments(w, w.length, w.retired)
+    near, units, segments = _segments(w, w.length, w.begin)
     q = w.q[:, :, :1]
     previous = torch.randn(w.batch, 2, q.shape[1], w.dim, generator=w.g) + q[:, None, :, 0].float()
     lead = (w.batch, w.heads)
-    seen = (w.length[:, None] - torch.randint(1, 2 + w.seed % 2, lead, generator=w.g)).to(torch.int32)
-    wanted, retrievals = (torch.randint(0, 2, lead, generator=w.g, dtype=torch.int32) for _ in range(2))
-    tau = (-0.9, 0.2, 0.6, 0.7, 0.8, 1.0)[w.seed % 6]
-    return (
-        q, ring, previous.to(w.dtype), seen, *state, wanted, retrievals, w.stats(), w.length, w.retired, w.sink, tau,
-        w.seed % 4 == 0, 1 + w.seed % 3, w.ring_rows,
-    )  # fmt: skip
+    seen = (w.length[:, None] - torch.randint(1, w.pick(2, 3), lead, generator=w.g)).to(I32)
+    now, retrievals = (torch.randint(0, 2, lead, generator=w.g, dtype=I32) for _ in range(2))
+    trigger = Trigger(previous.to(w.dtype), seen, now, retrievals)
+    rule = Boundaries(w.pick(0.7, -0.9, 0.2, 0.6, 0.8, 1.0), w.pick(False, True), w.pick(1, 2, 3), w.ring_rows)
+    return (q, near, units, segments, trigger, w.stats(), w.lengths_view, rule)
 
 
 def _settle_segments(w: World):
-    return (*_segments(w, w.start, w.leaving), w.start, w.length, w.retired, w.sink, w.ring_rows)
+    return (*_segments(w, w.start, w.previous_begin), w.lengths_view, w.ring_rows)
 
 
 def _cluster_keys(w: World):
-    units, first, centroid = _units(w, torch.minimum(w.start, w.retired)[:, None].clamp(min=w.sink).expand(-1, w.heads),
-                                    most=w.rows + 8)  # fmt: skip
-    size, stretch = ((2, 4), (1, 2), (4, 8), (2, 16))[w.seed % 4]
-    times = (w.start, w.length, w.retired)
-    return (w.k, units, first, centroid.nan_to_num(0), *times, w.sink, size, stretch, 1 + w.seed % 3, w.seed, True)
+    frontier = torch.minimum(w.start, w.begin)[:, None].clamp(min=w.sink).expand(-1, w.heads)
+    units = _units(w, frontier, most=w.rows + 8)
+    units = units._replace(centroid=units.centroid.nan_to_num(0))
+    size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16))
+    return (w.k, units, w.lengths_view, Kmeans(size, stretch, w.pick(1, 2, 3), w.seed), True)
 
 
 def _pick_units(w: World):
-    units, first, centroid = _units(w, w.retired[:, None].expand(-1, w.heads), most=w.blocks + 8)
-    wanted = (torch.rand(w.batch, w.heads, generator=w.g) < 0.8).to(torch.int32)
+    units = _units(w, w.begin[:, None].expand(-1, w.heads), most=w.blocks + 8)
+    now = (torch.rand(w.batch, w.heads, generator=w.g) < 0.8).to(I32)
     budget = 1 + w.seed % (w.rows + 2)
-    return (_integers(w.q[:, :, :1] / 8), centroid, first, units, wanted, torch.zeros_like(units), budget, w.dim**-0.5)
+    return (integers(w.q[:, :, :1] / 8), units, now, torch.zeros_like(now), budget, w.dim**-0.5)
+
+
+def _attention(w: World) -> Attention:
+    return Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
 
 
 def _sparse_attention(w: World):
-    n = max(1, w.blocks // 3)
     hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
-    sinks = w.sinks() if w.seed % 2 else None
-    cap = (0.0, 5.0)[w.seed // 2 % 2]
-    q = w.q[:, :, :1]
-    retired = w.retired
-    if w.seed % 3 == 0:  # one frontier per head, further back by what the ring still holds
-        back = torch.randint(0, w.interval, (w.batch, w.heads), generator=w.g, dtype=torch.int32)
-        room = w.ring_rows - w.sink - (w.length - w.retired)[:, None]
-        retired = torch.maximum(retired[:, None] - back.clamp(max=room), torch.tensor(w.sink)).to(torch.int32)
-    ring = w.ring(w.length, retired if retired.dim() == 1 else retired.amin(1))
-    return (q, ring, hot, w.chosen(n), w.length, retired, sinks, w.sink, w.dim**-0.5, cap)
+    each = torch.arange(w.blocks, dtype=I32).expand(w.batch, w.heads, -1).contiguous()  # a block is in its own slot
+    none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
+    hot = Hot(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
+    frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
+    near = w.near(w.length, w.begin if frontier is None else frontier.amin(1))
+    fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
+    return (w.q[:, :, :1], near, hot, w.lengths_view, frontier, _attention(w), fill)
 
 
 def _dense_attention(w: World):
-    sinks = w.sinks() if w.seed % 2 else None
-    cap = (0.0, 5.0)[w.seed // 2 % 2]
-    return (w.q[:, :, :1], w.pool(w.length), w.length, sinks, w.dim**-0.5, cap)
+    return (w.q[:, :, :1], w.far(w.length), w.lengths_view, _attention(w))
 
 
 def _prompt_attention(w: World):
-    sinks = w.sinks() if w.seed % 5 == 0 else None
-    spans = [*w.start.tolist(), *w.length.tolist()] if w.seed % 2 else None
-    return (w.q, w.k, w.v, w.pool(w.start), w.start, w.length, sinks, w.dim**-0.5, 0.0, spans)
+    attention = Attention(w.dim**-0.5, 0.0, w.sink_logits() if w.pick(False, False, True) else None)
+    spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
+    return (w.q, w.k, w.v, w.far(w.start), w.lengths_view, attention, spans)
+
+
+def _window_attention(w: World):
+    w = dataclasses.replace(w, sink=0)
+    return (w.q, w.k, w.v, w.near(w.start, w.previous_begin), w.lengths_view, _attention(w), w.window)
 
 
 OPS = {
     "advance": _advance,
     "append": _append,
+    "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
+    "forget": _forget,
     "block_bounds": _block_bounds,
     "bound_scores": _bound_scores,
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
-    "earn_points": _earn_points,
+    "centroid_votes": _centroid_votes,
     "collide": _collide,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
@@ -277,29 +303,44 @@ OPS = {
     "settle_segments": _settle_segments,
     "cluster_keys": _cluster_keys,
     "pick_units": _pick_units,
+    "observe": cases_static.observe,
+    "copy_keys": cases_static.copy_keys,
+    "choose_static": cases_static.choose_static,
+    "static_target": cases_static.static_target,
+    "pin_blocks": cases_static.pin_blocks,
+    "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
+    "plant_tree": cases_tree.plant_tree,
+    "insert_page": lambda w: cases_tree.insert_page(w, _fetch(w)),
+    "visit_nodes": cases_tree.visit_nodes,
+    "page_peaks": cases_tree.page_peaks,
+    "union_pages": cases_tree.union_pages,
     "random_scores": _random_scores,
     "fetch": _fetch,
-    "refetch": _refetch,
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
+    "window_attention": _window_attention,
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
-    "advance", "store_prompt", "settle_segments", "cluster_keys", "block_bounds", "encode_keys", "prompt_attention",
+    "advance", "flush_ring", "store_prompt", "observe", "copy_keys", "settle_segments", "cluster_keys", "plant_tree",
+    "block_bounds", "encode_keys", "prompt_attention", "window_attention",
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
 
 METHODS = {
     "arkvale": dict(block_size=8),
-    "clusterkv": dict(block_size=1, cluster_size=4, stretch=16, run=3),
+    "clusterkv": dict(cluster_size=4, stretch=16, run=3),
     "full": {},
-    "louiskv": dict(block_size=1, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "icecache": dict(page_size=4, r=0.25, least_view=8),
+    "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "oracle": {},
-    "pariskv": dict(block_size=1, update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
     "random": dict(block_size=4),
+    "snapkv": dict(update_every=7, update_from="codes"),
     "streaming": dict(block_size=4),
 }
 
@@ -314,4 +355,12 @@ FAMILIES = {
     "qwen3": SIZES,
 }
 
-TIMELINE = Timeline(sink=4, window=6, interval=4)
+
+def hyper_of(method: str, **common) -> dict:
+    """What `method` is tested with, over what is `common` to all; a block size only where it has one."""
+    own = common | METHODS[method]
+    return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
+
+
+IN_BLOCKS = {"arkvale", "oracle", "prkv", "quest", "random", "streaming"}
+RING_PLAN = RingPlan(sink=4, window=6, interval=4)

@@ -17,7 +17,7 @@ from torchsparsekv.ops._registry import load_all
 
 SHARED = 101_376  # bytes a program may have on the smallest GPUs that are supported (compute capability 8.6, 8.9)
 SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the largest
-TILED = {"cluster_keys", "pick_units"}  # beside attention, what keeps tiles of rows in shared memory
+TILED = {"cluster_keys", "pick_units", "choose_static"}  # beside attention, what keeps tiles of rows in shared memory
 
 
 def launcher(kernel, grid):
@@ -44,16 +44,18 @@ def compile_only() -> None:
 
 
 def compile_op(name: str, entry) -> str:
-    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options vary with the seed."""
+    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways."""
     for dtype in (torch.bfloat16, torch.float32):
         for dim in SIZES if "attention" in name or name in TILED else SIZES[:1]:
-            for seed in (0, 3) if dim == SIZES[0] else (0,):
-                tokens = 5 if name in MANY_TOKENS else 1
-                w = World(tokens=tokens, dim=dim, group=3, dtype=dtype, seed=seed, lengths=[60, 33])
+            for way in range(3) if dim == SIZES[0] else (0,):
+                w = World(
+                    tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],
+                    pick=lambda *options, way=way: options[way % len(options)],
+                )  # fmt: skip
                 try:
-                    entry.cuda(*OPS[name](w))
+                    entry.run("triton", *OPS[name](w))
                 except Exception as e:
-                    return f"{dtype}, head_dim {dim}, seed {seed}: {type(e).__name__}\n{e}\n{e.__cause__ or ''}"
+                    return f"{dtype}, head_dim {dim}, way {way}: {type(e).__name__}\n{e}\n{e.__cause__ or ''}"
     return ""
 
 

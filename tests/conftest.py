@@ -7,12 +7,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
+if torch.cuda.is_available():
+    os.environ.setdefault("TORCHSPARSEKV_UNPROVEN", "1")  # the suite is what proves them
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
 settings.register_profile("gpu", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-settings.load_profile("gpu" if torch.cuda.is_available() else "default")
+# make fuzz: as many of everything as TORCHSPARSEKV_FUZZ says
+fuzz = int(os.environ.get("TORCHSPARSEKV_FUZZ", "0"))
+settings.register_profile("fuzz", deadline=None, max_examples=fuzz or 1, suppress_health_check=list(HealthCheck))
+settings.load_profile("fuzz" if fuzz else "gpu" if torch.cuda.is_available() else "default")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -1,6 +1,6 @@
 """Tiny models and the ways of driving them."""
 import torch
-from cases import FAMILIES
+from families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 from world import DEVICE
 

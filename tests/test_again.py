@@ -13,8 +13,9 @@ import time
 import pytest
 from test_cli import ROOT, refused
 
-from torchsparsekv.benchmarks import _common, again
+from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality.store import heads, read
+from torchsparsekv.benchmarks.report import again
 
 RESULTS = ROOT / "benchmarks/results"
 GPU = {"gpu": "NVIDIA Z1"}
@@ -69,8 +70,8 @@ def runs(monkeypatch) -> Runs:
 def test_files_are_made_again_by_what_their_heads_say(tmp_path):
     """By the real commands: `eval`, which adds to its file in a second run, and a script, on the threads they had."""
     one = "torchsparsekv eval --tasks single --lengths 256 --samples 1 --probe 0 --budgets 32 --out s.jsonl --methods "
-    drift = "python benchmarks/recall_pariskv.py drift --prefill 256 --steps 64 --points 1 --first 64 --queries 1 "
-    drift += "--heads 1 --k 4 --out benchmarks/results/drift.json"
+    drift = "python benchmarks/quality/recall_pariskv.py drift --prefill 256 --steps 64 --points 1 --first 64 "
+    drift += "--queries 1 --heads 1 --k 4 --out benchmarks/results/drift.json"
     commands, samples = [one + "streaming", one + "random"], tmp_path / "quality/s.jsonl"
     put(tmp_path, "drift.json", drift)
     old = {**OLD, "benchmark": "eval", "environment": {"threads": 1}, "model": {}}
@@ -200,8 +201,8 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     assert (tmp_path / "a.json").read_text() == old
 
 
-ONLY = "runs only torchsparsekv eval, torchsparsekv bench, python benchmarks/recall_pariskv.py, python "
-ONLY += "benchmarks/recall_digests.py, got"
+ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
+ONLY += "python benchmarks/quality/recall_pariskv.py, python benchmarks/quality/recall_digests.py, got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
     "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",
@@ -232,4 +233,4 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
 @pytest.mark.gpu
 def test_the_gpu_is_named_as_in_the_files():
-    assert again.gpu() == _common.environment()["gpu"]
+    assert again.gpu() == _results.environment()["gpu"]

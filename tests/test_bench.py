@@ -7,9 +7,10 @@ import pytest
 import torch
 from test_cli import refused
 
-from torchsparsekv.benchmarks import _common, decode, kernels, patterns, prefill
-from torchsparsekv.benchmarks.synthetic import SINKS, Topics
-from torchsparsekv.benchmarks.throughput import SPARE_GIB
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks.speed import _common, decode, kernels, patterns, prefill
+from torchsparsekv.benchmarks.speed._synthetic import SINKS, Topics
+from torchsparsekv.benchmarks.speed.throughput import SPARE_GIB
 
 PROMPT_MS, WARM = 50.0, 1
 SMALL = dict(budget=32, sink=32, window=32, skip_layers=1, shape="tiny")
@@ -162,7 +163,7 @@ def test_a_run_that_was_stopped_goes_on(whole, watch, tmp_path):
 
 def test_a_file_that_something_else_made_is_refused(watch, tmp_path):
     out = tmp_path / "patterns.json"
-    _common.save("patterns", [], dataclasses.asdict(PATTERNS), out)
+    _results.save("patterns", [], dataclasses.asdict(PATTERNS), out)
     with pytest.raises(ValueError, match=r"was made with .*'points': 3.* choose another"):
         patterns.run(dataclasses.replace(PATTERNS, points=4), out)
     out.write_text("[]")

@@ -1,4 +1,4 @@
-"""Bounds of blocks in fp8 by csrc/bound_scores.cu, of which the few small blocks of a world are no test."""
+"""Bounds of blocks: they hold for every key; and in fp8 by csrc/bound_scores.cu, for which a world is too small."""
 import importlib
 import math
 
@@ -6,14 +6,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_methods import BLOCK, SINK, Past, frontier, small
+from test_ops import on
 from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops.store.views import Digests, Lengths
 
 BOUNDS = importlib.import_module("torchsparsekv.ops.select.bound_scores")
 ENTRY = load_all()["bound_scores"]
 FP8, NAN = torch.float8_e4m3fn, 0x7F
+# What a chain with CUDA C++ chooses of arguments that this is for, and the reason if it does not.
+NATIVE = ("cuda", {}) if DEVICE.type == "cuda" else ("triton", {"cuda": "these tensors are on cpu"})
+
+
+def until(ends: list[int], sink: int) -> Lengths:
+    """Of rows whose tokens from `sink` up to `ends` can be retrieved."""
+    end = torch.tensor(ends, dtype=torch.int32)
+    return Lengths(end, end, end, end, sink, 1)
 
 
 def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, largest: float, seed: int):
@@ -30,8 +41,10 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
         live[b, :, sink:end] = True
     centre = torch.where(live, centre.view(torch.uint8), NAN).view(FP8)
     spread = torch.where(live, spread.view(torch.uint8), NAN).view(FP8) if box else torch.where(live, spread, math.nan)
-    retired = torch.tensor([end * block + seed % block for end in ends], dtype=torch.int32)
-    return q, centre, spread, retired, sink * block, block
+    return q, Digests(centre, spread), until([end * block + seed % block for end in ends], sink * block), block
+
+
+# ---------------------------------------------------------------- the CUDA kernel
 
 
 @pytest.mark.gpu
@@ -46,30 +59,122 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
 def test_native(resident, d, group, blocks, share, sink, block, box, dtype, largest, strided, seed):
     """By one program a head, and by as many as there are tiles for; and Triton's kernel at the same shapes."""
     ends = [round(x * blocks) for x in share]
-    args = arguments((2, group, blocks, d), ends, sink, block, box, dtype, largest, seed)
-    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
+    things = arguments((2, group, blocks, d), ends, sink, block, box, dtype, largest, seed)
+    q, *rest = on(DEVICE, things)
     if strided:  # as if it were cut from the output of one product for q, k and v
-        there[0] = there[0].transpose(1, 2).repeat(1, 1, 1, 3)[..., d : 2 * d].transpose(1, 2)
-    assert BOUNDS._native(*there[:3]) is not None
-    scores, peaks = ENTRY.reference(*args)
+        q = q.transpose(1, 2).repeat(1, 1, 1, 3)[..., d : 2 * d].transpose(1, 2)
+    assert ENTRY.chain.chosen(q, *rest) == NATIVE
+    scores, peaks = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(BOUNDS, "RESIDENT", resident)
-        results = ENTRY.cuda(*there), BOUNDS._by_triton(*there)
+        results = [ENTRY.run(kind, q, *rest) for kind in ("cuda", "triton")]
     for got, its_peaks in results:
         torch.testing.assert_close(got.cpu(), scores, rtol=2e-5, atol=1e-3)  # of sums of hundreds
         assert torch.equal(its_peaks, peaks_of(got))
     assert torch.equal(peaks.isinf(), results[0][1].isinf().cpu())
 
 
-@pytest.mark.gpu
-def test_other_arguments_are_left_to_triton():
-    there = [a.to(DEVICE) for a in arguments((2, 4, 40, 128), [40, 9], 0, 4, True, torch.bfloat16, 0.0, 0)[:3]]
-    q, centre, spread = there
-    assert BOUNDS._native(q, centre, spread) is not None
-    odd = torch.empty(2, 8, 1, 129, dtype=q.dtype, device=DEVICE)[..., 1:]
-    for other in (
-        (q.float(), centre, spread), (q, centre.bfloat16(), spread), (q, centre, spread.bfloat16()),
-        (q, centre, spread[..., :1].bfloat16()), (odd, centre, spread), (q.repeat(1, 5, 1, 1), centre, spread),
-        (q[..., :80].contiguous(), centre[..., :80].contiguous(), spread[..., :80].contiguous()),
-    ):  # fmt: skip
-        assert BOUNDS._native(*other) is None
+HALVES = "queries in {} against centres in {}, not halves against fp8"
+OTHERS = {
+    "q in float32": (lambda q, d: (q.float(), d), HALVES.format(torch.float32, FP8)),
+    "digests in bfloat16": (
+        lambda q, d: (q, Digests(*(x.bfloat16() for x in d))), HALVES.format(torch.bfloat16, torch.bfloat16),
+    ),
+    "q not aligned": (
+        lambda q, d: (torch.nn.functional.pad(q, (1, 0))[..., 1:], d), "tensors are not aligned to 16 bytes",
+    ),
+    "too many heads": (lambda q, d: (q.repeat(1, 5, 1, 1), d), "head_dim 128 with 20 query heads a kv head"),
+    "head_dim 80": (
+        lambda q, d: (q[..., :80].contiguous(), Digests(*(x[..., :80].contiguous() for x in d))),
+        "head_dim 80 with 4 query heads a kv head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_arguments_are_left_to_triton(other):
+    """With the reason, which the device is only where all the rest fits."""
+    change, reason = OTHERS[other]
+    q, digests, *rest = on(DEVICE, arguments((2, 4, 40, 128), [40, 9], 0, 4, True, torch.bfloat16, 0.0, 0))
+    assert ENTRY.chain.chosen(q, digests, *rest) == NATIVE
+    assert ENTRY.chain.chosen(*change(q, digests), *rest) == ("triton", {"cuda": reason})
+
+
+# ---------------------------------------------------------------- small digests are looser, never wrong
+
+OUTLIERS = torch.tensor([0.0, 1e-3, 0.02, 1.0, 7.0, 30.0, 447.0, 449.0, 600.0])
+
+
+# The methods whose volumes contain every key.
+CONTAINING = [("quest", {}), ("arkvale", dict(volume="cuboid")), ("arkvale", dict(volume="ball"))]
+
+
+def bounds(name: str, digest: str, past: Past, **more) -> torch.Tensor:
+    """What the index says of every retrievable page, [row, head, page]."""
+    s = past.fill(small(name, budget=256, digest=digest, **more)).state
+    scores, _ = BOUNDS.bound_scores(past.query.to(DEVICE), s.digests, s.lengths, BLOCK)
+    return scores[..., SINK // BLOCK : frontier(past.length) // BLOCK].cpu().double()
+
+
+def products(past: Past) -> torch.Tensor:
+    """q.k of every key of every retrievable page, [row, head, page, token], in double precision."""
+    keys = past.k[:, :, SINK : frontier(past.length)].double().unflatten(2, (-1, BLOCK))
+    return (keys @ past.query.double()[:, :, None].transpose(-1, -2)).squeeze(-1)
+
+
+def tighten(past: Past, ball: bool) -> None:
+    """Give every page a key for which its exact bound is reached, so that anything short of the bound is seen."""
+    q = past.query  # of one head a group
+    for p in range(SINK, frontier(past.length), BLOCK):
+        page = past.k[:, :, p : p + BLOCK]
+        if not ball:  # a corner of the box
+            page[:, :, 0] = page.abs().amax(2) * q[:, :, 0].sign()
+        else:  # the ball's pole in the direction of the query, and its opposite, so that the mean stays
+            centre, radius = page[:, :, 2].clone(), page[:, :, 3].norm(dim=-1, keepdim=True)
+            pole = radius * torch.nn.functional.normalize(q[:, :, 0], dim=-1)
+            page[:, :, 0], page[:, :, 1], page[:, :, 3] = centre + pole, centre - pole, centre
+
+
+def size(past: Past) -> torch.Tensor:
+    """The largest sum of |q_d k_d| of any key: what the rounding of fp32 products and sums is relative to."""
+    return (past.k.double().abs() @ past.query.double().abs().transpose(-1, -2)).amax()
+
+
+@pytest.mark.parametrize("digest", ["float8", "bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "more"), CONTAINING)
+@given(seed=st.integers(0, 999), outliers=st.booleans())
+def test_bounds_hold_for_every_key(name, more, digest, seed, outliers):
+    past = Past(80, 0, 1, [71] + [1] * 9, seed, False)
+    if outliers:
+        g = torch.Generator().manual_seed(seed)
+        sign = torch.randint(0, 2, past.k.shape, generator=g) * 2 - 1
+        past.k = OUTLIERS[torch.randint(0, len(OUTLIERS), past.k.shape, generator=g)] * sign
+    tighten(past, more.get("volume") == "ball")
+    rounding = 1e-6 * size(past)  # 16 products and sums of fp32, each to 6e-8
+    assert (bounds(name, digest, past, **more)[..., None] >= products(past) - rounding).all()
+
+
+@pytest.mark.parametrize(("name", "more"), [*CONTAINING, ("arkvale", {})])
+@given(seed=st.integers(0, 999))
+def test_small_digests_are_not_much_looser(name, more, seed):
+    """Else a bound of infinity would pass. Rounding the centre moves it by 1/16, the spread grows by that and 1/8."""
+    past = Past(80, 0, 1, [71] + [1] * 9, seed, False)
+    exact, rounded = (bounds(name, digest, past, **more) for digest in ("float32", "float8"))
+    assert (rounded <= exact + 0.3 * size(past)).all()
+    assert more or name == "quest" or (rounded >= exact - 0.3 * size(past)).all(), "a mean is rounded to the nearest"
+
+
+def test_the_mean_cuboid_is_smaller_than_the_whole_and_no_bound():
+    past = Past(80, 0, 1, [80], 0, False)
+    tighten(past, ball=False)
+    mean, whole = (bounds("arkvale", "float32", past, volume=v) for v in ("cuboid-mean", "cuboid"))
+    assert (mean < whole).all()
+    assert (mean < products(past).amax(-1)).any()
+
+
+def test_a_spread_beyond_fp8_is_still_a_bound():
+    """+600 and -600 in one page: half the range does not fit, and clamped it would promise less than there is."""
+    past = Past(80, 0, 1, [80], 0, False)
+    past.k[:, :, 20] = 600 * past.query[:, :, 0].sign()
+    past.k[:, :, 21] = -past.k[:, :, 20]
+    assert (bounds("quest", "float8", past)[..., None] >= products(past)).all()

@@ -33,6 +33,60 @@ def test_methods_are_listed():
         assert word in done.stdout
 
 
+WHAT_CAME = """
+heavy = ('transformers', 'matplotlib', 'torchsparsekv.patches')
+parts = [(m.split('.'), m) for m in sys.modules]
+ours = [m for p, m in parts if p[:1] == ['torchsparsekv'] and p[1:2] in (['commands'], ['benchmarks']) and p[2:]]
+print(*sorted(m[14:] for m in ours if '._' not in m), *(m for m in heavy if m in sys.modules))
+"""
+# What a command line imports of commands and benchmarks, helpers apart.
+CALLS = {
+    "methods": ["commands.methods"], "--help": [], "bench --help": ["benchmarks.speed", "commands.bench"],
+    "again --help": [
+        "benchmarks.quality", "benchmarks.quality.store", "benchmarks.report", "benchmarks.report.again",
+        "benchmarks.report.load", "commands.again",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_command_is_imported_when_it_is_called(call):
+    """Of what takes long, nothing that is not needed: neither transformers nor the other commands' benchmarks."""
+    leave = f"import atexit, sys; atexit.register(exec, {WHAT_CAME!r}, {{'sys': sys}}); "
+    done = cli(*call.split(), before=leave)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == CALLS[call]
+
+
+def commands_of(app) -> dict:
+    from typer.main import get_group
+
+    return get_group(app).commands
+
+
+def test_every_file_holds_the_command_of_its_name():
+    from torchsparsekv.commands import bench, load
+
+    names = (
+        "again", "bench", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan", "report",
+    )  # fmt: skip
+    speed = ("clusters", "decode", "kernels", "parallel", "patterns", "prefill", "throughput")
+    for app, load_one, wanted in ((load(), load, names), (bench.bench, bench.load, speed)):
+        assert (*commands_of(app),) == wanted
+        for name in wanted:
+            command = commands_of(load_one(name))[name]
+            assert command.name == name
+            assert command.help
+            assert type(command).__name__ != "Later"
+
+
+def test_the_help_of_a_command_that_is_not_imported_is_the_first_paragraph_of_its_file():
+    from torchsparsekv.commands._later import about
+
+    assert about(ROOT / "torchsparsekv/commands/methods.py") == "What can be passed to patch()."
+    assert about(ROOT / "benchmarks/speed/prefill.py").startswith("Time to first token: ")
+
+
 WRONG = [
     ["methods", "--nope"], ["nope"], ["demo", "--budget", "33"], ["demo", "--questions", "x"], ["bench", "nope"],
     ["bench", "decode", "--nope", "3"], ["bench", "decode", "--methods", "nope"], ["bench", "kernels", "--tokens", "x"],

@@ -7,17 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
+from test_ops import on
 from world import DEVICE
 
 from torchsparsekv.method import make_method
-from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.attend._rows import ring_positions
+from torchsparsekv.ops._impl import use_kernels
 from torchsparsekv.ops.index._segments import unit_capacity
 from torchsparsekv.ops.select.pick_units import MOST_ROWS, pick_units, scores
+from torchsparsekv.ops.store.rows import counted, keys_of, ring_positions
+from torchsparsekv.ops.store.views import Units
 from torchsparsekv.state import Geometry
-from torchsparsekv.zoo import _clusters
 
-SMALL = dict(sink=8, window=6, block_size=1, cluster_size=4, stretch=16)
+SMALL = dict(sink=8, window=6, cluster_size=4, stretch=16)
 LOUIS = dict(SMALL, segment_min=2, segment_max=4)
 
 
@@ -26,29 +27,30 @@ LOUIS = dict(SMALL, segment_min=2, segment_max=4)
 
 def check_partition(layer: Layer, past: Past) -> None:
     """Sinks and what follows the frontier are in the ring, the rest in units; a unit's centroid is its mean key."""
-    s, m, c = layer.state, layer.method, layer.clock
+    s, sink, at = layer.state, layer.method.sink, layer.state.lengths
+    ring_rows, units = s.near.ring.shape[2], s.units
     for b, first in enumerate((past.pad, 0)):
-        n, retired = int(c.length[b]), int(c.retired[b])
+        n, begin = int(at.length[b]), int(at.ring_begin[b])
         kv = torch.stack([past.k[b, :, first : first + n], past.v[b, :, first : first + n]], 2)
         for h in range(past.heads):
-            end, count = int(s.frontier[b, h]), int(s.units[b, h])
-            near = ring_positions(s.ring.shape[2], c.length[b : b + 1], s.frontier[b, h : h + 1], m.sink)[0]
+            end, count = int(s.segments.frontier[b, h]), int(units.unit_count[b, h])
+            near = ring_positions(ring_rows, at.length[b : b + 1], s.segments.frontier[b, h : h + 1], sink)[0]
             held = sorted(near[near >= 0].tolist())
-            assert held == [*range(min(n, m.sink)), *range(end, n)]
-            assert m.sink <= end <= retired
-            ring = s.ring[b, h].cpu()
+            assert held == [*range(min(n, sink)), *range(end, n)]
+            assert sink <= end <= begin
+            ring = s.near.ring[b, h].cpu()
             for row, pos in enumerate(near.tolist()):
                 assert pos < 0 or torch.equal(ring[row], kv[h, pos])
-            edges = s.first[b, h, : count + 1].tolist()
-            assert edges[0] == m.sink
+            edges = units.first[b, h, : count + 1].tolist()
+            assert edges[0] == sink
             assert edges[-1] == end
             assert all(i < j for i, j in pairwise(edges)), "an empty unit"
-            pool = s.pool[b, h, m.sink : end].cpu()
-            order = [(pool == row).all(-1).all(-1).nonzero().flatten().tolist() for row in kv[h, m.sink : end]]
-            assert sorted(chain(*order)) == list(range(end - m.sink)), "the pool holds every token once"
+            pool = s.far.rows[b, h, sink:end].cpu()
+            order = [(pool == row).all(-1).all(-1).nonzero().flatten().tolist() for row in kv[h, sink:end]]
+            assert sorted(chain(*order)) == list(range(end - sink)), "the pool holds every token once"
             for u, (i, j) in enumerate(pairwise(edges)):
-                mean = s.pool[b, h, i:j, 0].mean(0)
-                torch.testing.assert_close(s.centroid[b, h, u], mean, atol=1e-5, rtol=1e-5)
+                mean = keys_of(s.far.rows[b, h, i:j]).mean(0)
+                torch.testing.assert_close(units.centroid[b, h, u], mean, atol=1e-5, rtol=1e-5)
 
 
 HOW = [
@@ -72,7 +74,7 @@ def test_a_lost_token_is_noticed():
     past = Past(80, 3, 2, [60] + [1] * 20, 1, False)
     layer = past.fill(made("louiskv", tau=0.1))
     check_partition(layer, past)
-    layer.state.first[0, 0, 3] += 1
+    layer.state.units.first[0, 0, 3] += 1
     with pytest.raises(AssertionError):
         check_partition(layer, past)
 
@@ -88,8 +90,9 @@ def test_units_never_outgrow_their_buffer(sizes, seed, segment):
     x = torch.randn(1, 1, sum(sizes), 16, generator=g)
     layer = Layer(method, heads=1)
     layer.feed_parts(x, x, x, sizes)
-    assert int(layer.state.units.max()) <= layer.state.centroid.shape[2]
-    assert layer.state.centroid.shape[2] == unit_capacity(256, 2 * segment[1], min(segment[0], 4))
+    units = layer.state.units
+    assert int(units.unit_count.max()) <= units.centroid.shape[2]
+    assert units.centroid.shape[2] == unit_capacity(256, 2 * segment[1], min(segment[0], 4))
 
 
 @pytest.mark.parametrize(("name", "more"), HOW)
@@ -100,8 +103,8 @@ def test_a_reset_layer_is_a_new_one(name, more, past, other):
         other = Past(other.length, other.pad, past.group, other.sizes, other.seed, False)
     used = past.fill(method)
     used.state.reset()
-    used.clock.reset()
-    used.clock.left_pad.copy_(torch.tensor([other.pad, 0]))
+    used.row_lengths.reset()
+    used.row_lengths.left_pad.copy_(torch.tensor([other.pad, 0]))
     again = used.feed_parts(other.q, other.k, other.v, other.sizes)
     fresh = Layer(method, batch=2, heads=other.heads, group=other.group, dim=other.dim, left_pad=[other.pad, 0])
     for a, b in zip(again, fresh.feed_parts(other.q, other.k, other.v, other.sizes)):
@@ -119,16 +122,16 @@ def test_rows_too_long_for_the_choice_are_refused():
 
 
 def steps_of(q: torch.Tensor, prompt: int, method, v=None):
-    """`wanted` after every decode step on queries q [heads, tokens, dim], and the layer."""
+    """`retrieve_now` after every decode step on queries q [heads, tokens, dim], and the layer."""
     g = torch.Generator().manual_seed(1)
     k = torch.randn(1, 2, q.shape[1], q.shape[2], generator=g)
     layer = Layer(method, heads=2, group=q.shape[0] // 2, dim=q.shape[2])
     layer.feed(q[None, :, :prompt], k[:, :, :prompt], k[:, :, :prompt])
-    wanted = []
+    now = []
     for t in range(prompt, q.shape[1]):
         layer.feed(q[None, :, t : t + 1], k[:, :, t : t + 1], k[:, :, t : t + 1])
-        wanted.append(layer.state.wanted[0].tolist())
-    return wanted, layer
+        now.append(layer.state.trigger.retrieve_now[0].tolist())
+    return now, layer
 
 
 def turning(cosines: list[list[float]], prompt: int) -> torch.Tensor:
@@ -148,8 +151,8 @@ COSINES = st.lists(FOUR, min_size=2, max_size=20)
 @given(cosines=COSINES, tau=st.sampled_from([-0.4, 0.11, 0.29, 0.61, 0.9]))
 def test_it_retrieves_where_the_mean_cosine_is_below_tau(per_head, cosines, tau):
     """The taus are no mean of 2 or 4 of the cosines, so rounding decides nothing. The first step always retrieves."""
-    wanted, _ = steps_of(turning(cosines, 30), 30, made("louiskv", tau=tau, per_head=per_head, window=40))
-    for t, (got, row) in enumerate(zip(wanted, cosines)):
+    now, _ = steps_of(turning(cosines, 30), 30, made("louiskv", tau=tau, per_head=per_head, window=40))
+    for t, (got, row) in enumerate(zip(now, cosines)):
         means = [sum(row[:2]) / 2, sum(row[2:]) / 2] if per_head else [sum(row) / 4] * 2
         assert got == [int(t == 0 or mean < tau) for mean in means]
 
@@ -158,24 +161,24 @@ def test_a_second_turn_retrieves_at_its_first_step():
     method = made("louiskv", tau=-0.99)
     q = torch.ones(1, 2, 60, 16)
     layer = Layer(method, heads=2)
-    wanted = []
+    now = []
     for n in (30, 1, 1, 1, 20, 1, 1):
         layer.feed(q[:, :, :n], q[:, :, :n], q[:, :, :n])
-        wanted.append(int(layer.state.wanted[0, 0]))
-    assert [wanted[i] for i in (1, 2, 3, 5, 6)] == [1, 0, 0, 1, 0]
+        now.append(int(layer.state.trigger.retrieve_now[0, 0]))
+    assert [now[i] for i in (1, 2, 3, 5, 6)] == [1, 0, 0, 1, 0]
 
 
 def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
     """And attention goes on over what was chosen last; a full ring makes a boundary of its own."""
-    wanted, layer = steps_of(torch.ones(2, 100, 16), 30, made("louiskv", budget=8, tau=0.5))
-    slack = layer.state.cuts.shape[2]
-    forced = [t for t, w in enumerate(wanted) if w[0]]
+    now, layer = steps_of(torch.ones(2, 100, 16), 30, made("louiskv", budget=8, tau=0.5))
+    slack = layer.state.segments.cuts.shape[2]
+    forced = [t for t, w in enumerate(now) if w[0]]
     assert forced[0] == 0
-    assert 1 < len(forced) <= 1 + math.ceil(70 / (slack - layer.method.window - layer.method.timeline.interval - 4))
-    selected, missed = layer.state.stats[0, 0, 3:].tolist()
+    assert 1 < len(forced) <= 1 + math.ceil(70 / (slack - layer.method.window - layer.method.ring_plan.interval - 4))
+    selected, missed = (int(counted(layer.state.stats.counts, name)[0, 0]) for name in ("selected", "missed"))
     assert selected > 8 * 60
     assert missed <= 8 * len(forced)
-    assert layer.state.retrievals.tolist() == [[len(forced)] * 2]
+    assert layer.state.trigger.retrievals.tolist() == [[len(forced)] * 2]
 
 
 # ---------------------------------------------------------------- clusters
@@ -186,7 +189,7 @@ def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
     ("budget", "size"), [(32, 2), (63, 2), (64, 4), (100, 4), (128, 8), (255, 8), (256, 16), (1024, 16), (1 << 20, 16)]
 )
 def test_a_small_budget_holds_16_clusters(name, budget, size):
-    hyper = dict(budget=budget, sink=8, window=6, block_size=1)
+    hyper = dict(budget=budget, sink=8, window=6)
     assert make_method(name, **hyper).per_cluster == size
     for told in (4, 16):
         assert make_method(name, **hyper, cluster_size=told).per_cluster == told
@@ -195,10 +198,10 @@ def test_a_small_budget_holds_16_clusters(name, budget, size):
 def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
     for more, size in (({}, 4), (dict(cluster_size=2), 2), (dict(cluster_size=32), 32)):
         layer = Layer(make_method("clusterkv", budget=64, sink=8, window=6, **more), batch=1, heads=1, group=1)
-        k = torch.randn(1, 1, LENGTH, layer.state.ring.shape[-1], generator=torch.Generator().manual_seed(0))
+        k = torch.randn(1, 1, LENGTH, layer.state.near.ring.shape[-1], generator=torch.Generator().manual_seed(0))
         layer.feed(k, k, k)
-        inside = int(layer.clock.retired[0]) - 8
-        assert int(layer.state.units[0, 0]) == inside // size
+        inside = int(layer.state.lengths.ring_begin[0]) - 8
+        assert int(layer.state.units.unit_count[0, 0]) == inside // size
 
 
 # ---------------------------------------------------------------- segments
@@ -211,44 +214,46 @@ def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
 def test_segments_are_cut_at_boundaries(cosines, low, more):
     """Against the rule in a few lines: a new one at a boundary if the last is long enough, or if it is full."""
     method = made("louiskv", tau=0.2, segment_min=low, segment_max=low + more, window=3, sink=0, cluster_size=8)
-    wanted, layer = steps_of(turning([[c] * 2 for c in cosines], 2), 2, method)
-    begins = [*range(0, 2, low + more)]  # of the two tokens of the prompt nothing retires
-    for t, w in enumerate(wanted):
+    now, layer = steps_of(turning([[c] * 2 for c in cosines], 2), 2, method)
+    begins = [*range(0, 2, low + more)]  # of the two tokens of the prompt nothing leaves the ring
+    for t, w in enumerate(now):
         size = 2 + t - begins[-1]
         if size >= low + more or (w[0] and size >= low):
             begins.append(2 + t)
-    edges = layer.state.first[0, 0, : int(layer.state.units[0, 0]) + 1].tolist()
+    units = layer.state.units
+    edges = units.first[0, 0, : int(units.unit_count[0, 0]) + 1].tolist()
     assert edges == begins[: len(edges)]
-    last = max(t for t, w in enumerate(wanted) if w[0])  # when segments entered the index last
-    retired = max(0, (2 + last + 1 - 3) // (2 * (low + more))) * 2 * (low + more)
-    assert edges[-1] == max(x for x in begins if x <= retired)
+    last = max(t for t, w in enumerate(now) if w[0])  # when segments entered the index last
+    begin = max(0, (2 + last + 1 - 3) // (2 * (low + more))) * 2 * (low + more)
+    assert edges[-1] == max(x for x in begins if x <= begin)
 
 
 # ---------------------------------------------------------------- kernels and references, for a whole life
 
-STAGES = ("append", "find_boundary", "settle_segments", "cluster_keys", "store_prompt", "pick_units", "refetch")
-ALIKE = ("units", "first", "frontier", "begun", "cuts", "wanted", "retrievals", "chosen", "table", "resident", "stats")
+def life(method, past: Past, kind: str | None):
+    """All that a layer holds after these tokens, and its outputs; by references, or by kernels of a kind or of any."""
+    layer = Layer(
+        method, batch=2, heads=past.heads, group=past.group, left_pad=[past.pad, 0],
+        device=torch.device("cpu") if kind == "reference" else DEVICE,
+    )  # fmt: skip
+    with use_kernels(kind):
+        out = layer.feed_parts(past.q, past.k, past.v, past.sizes)
+    views = ("units", "segments", "trigger", "hot", "stats")
+    return {(view, n): t.cpu() for view in views for n, t in getattr(layer.state, view)._asdict().items()}, out
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["triton", pytest.param(None, marks=pytest.mark.gpu, id="as on a GPU")])
 @pytest.mark.parametrize(("name", "more"), HOW)
 @given(past=pasts(most=60))
-def test_kernels_and_references_live_alike(name, more, past):
+def test_kernels_and_references_live_alike(name, more, kind, past):
     """What one op leaves another reads: the same steps, by references and by kernels, end in the same state."""
     method = made(name, budget=20, **more)
-    layers = []
-    for run, device in (("reference", "cpu"), ("cuda", DEVICE)):
-        shape = dict(batch=2, heads=past.heads, group=past.group, left_pad=[past.pad, 0])
-        layer = Layer(method, **shape, device=torch.device(device))
-        with pytest.MonkeyPatch.context() as m:
-            for op in STAGES:
-                m.setattr(_clusters, op, getattr(load_all()[op], run))
-            out = layer.feed_parts(past.q, past.k, past.v, past.sizes)
-        layers.append((layer.state, out))
-    (want, want_out), (got, got_out) = layers
-    for part in ALIKE:
-        assert torch.equal(getattr(got, part).cpu(), getattr(want, part)), part
-    for g, w in zip(got_out, want_out):
+    (want, want_out), (got, got_out) = (life(method, past, k) for k in ("reference", kind))
+    for part, t in want.items():
+        close = 1e-5 if part == ("units", "centroid") else 0
+        torch.testing.assert_close(got[part], t, rtol=close, atol=close, msg=lambda m, part=part: f"{part}: {m}")
+    for g, w in zip(got_out, want_out, strict=True):
         torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-4)
 
 
@@ -274,8 +279,8 @@ def test_whole_units_are_taken_until_the_budget_is_full(sizes, kinds, budget, gr
     q = torch.randint(-2, 3, (1, group, 1, 16), generator=g).float()
     first = torch.tensor([5, *sizes]).cumsum(0).to(torch.int32)
     one = torch.ones(1, 1, dtype=torch.int32)
-    args = (q, centroid[None, None], first[None, None], one * len(sizes), one, one * 0)
-    got = pick_units(*(t.to(DEVICE) for t in args), budget, 0.25)[0, 0].tolist()
+    things = (q, Units(first[None, None], centroid[None, None], one * len(sizes)), one, one * 0)
+    got = pick_units(*on(DEVICE, things), budget, 0.25)[0, 0].tolist()
     # In double precision: what is equal there is equal, what differs does so by more than fp32 rounds.
     z = q[0, :, 0].double() @ centroid.double().T * 0.25
     mean = torch.softmax(z, -1).mean(0)
@@ -290,15 +295,15 @@ def test_the_choice_is_the_papers(name, past, budget):
     """Mean of the heads' softmax over the mean keys of the units, recomputed from the pool in double precision."""
     layer = past.fill(made(name, budget=budget))
     s = layer.state
-    s.wanted.fill_(1)
-    chosen = layer.select(past.query)
+    s.trigger.retrieve_now.fill_(1)
+    chosen = layer.choose(past.query)
     for b, h, _, queries in past.heads_of_rows():
-        edges = s.first[b, h, : int(s.units[b, h]) + 1].tolist()
+        edges = s.units.first[b, h, : int(s.units.unit_count[b, h]) + 1].tolist()
         if len(edges) == 1:
             assert (chosen[b, h] == -1).all()
             continue
-        pool = s.pool[b, h].double().cpu()
-        keys = torch.stack([pool[i:j, 0].mean(0) for i, j in pairwise(edges)])
+        pool = keys_of(s.far.rows[b, h]).double().cpu()
+        keys = torch.stack([pool[i:j].mean(0) for i, j in pairwise(edges)])
         mean = torch.softmax(queries @ keys.T * past.dim**-0.5, -1).mean(0).log().tolist()
         want = by_hand([(m, *e) for m, e in zip(mean, pairwise(edges))], budget)
         got = chosen[b, h]

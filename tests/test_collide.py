@@ -6,26 +6,35 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_bound_scores import NATIVE, until
+from test_ops import on
 from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.store.views import Codes
 
 COLLIDE = importlib.import_module("torchsparsekv.ops.select.collide")
 ENTRY = load_all()["collide"]
+
+
+def names_alone(ids: torch.Tensor) -> Codes:
+    """Of keys of which the centroids are known; the rest is not looked at."""
+    none = torch.empty(*ids.shape[:3], 0)
+    return Codes(ids, none.to(torch.uint8), none.half(), none.int())
 
 
 def arguments(rows: int, ends: list[int], packs: int, alike: bool, seed: int, spaces: int = 4) -> tuple:
     """`alike`: few kinds of keys, so that most scores are ties."""
     g = torch.Generator().manual_seed(seed)
     heads, sink = 2, 3
-    earned = torch.randint(0, 7, (len(ends), heads, packs, 256, spaces, 4), generator=g, dtype=torch.uint8)
+    votes = torch.randint(0, 7, (len(ends), heads, packs, 256, spaces, 4), generator=g, dtype=torch.uint8)
     ids = torch.randint(0, 256, (len(ends), heads, rows, spaces), generator=g, dtype=torch.uint8)
     if alike:
         ids = ids[:, :, torch.randint(0, 3, (rows,), generator=g)].contiguous()
     ratios = [50, 500_000, 500_000, 200, 250_000, 300_000, 300, 200_000, 250_000, 100_000, 700_000]
     least, dense = 7, 20
     capacity = COLLIDE.candidate_capacity(rows, ratios, least, dense)
-    return earned, ids, torch.tensor(ends, dtype=torch.int32), sink, ratios, least, dense, capacity
+    return votes, names_alone(ids), until(ends, sink), ratios, least, dense, capacity
 
 
 @contextlib.contextmanager
@@ -46,10 +55,10 @@ def patched(**values):
 )  # fmt: skip
 def test_many_chunks_and_spans(resident, chunk, rows, share, packs, alike, seed):
     """A program with all chunks of a head, and one for each, up to forty: more than are added up at a time."""
-    args = arguments(rows, [round(x * rows) for x in share], packs, alike, seed)
+    things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed)
     with patched(CHUNK=chunk, RESIDENT=resident):
-        got = ENTRY.cuda(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args))
-    assert torch.equal(got.cpu(), ENTRY.reference(*args))
+        got = ENTRY.run("triton", *on(DEVICE, things))
+    assert torch.equal(got.cpu(), ENTRY.reference(*things))
 
 
 @pytest.mark.gpu
@@ -61,17 +70,23 @@ def test_many_chunks_and_spans(resident, chunk, rows, share, packs, alike, seed)
 )  # fmt: skip
 def test_native(resident, spaces, rows, share, packs, alike, seed):
     """csrc/collide.cu, and Triton's kernels at the same shapes."""
-    args = arguments(rows, [round(x * rows) for x in share], packs, alike, seed, spaces)
-    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-    expected = ENTRY.reference(*args)
-    with patched(RESIDENT=resident):
-        by_triton = COLLIDE._by_triton(*there)
-    native = {"native_parts": lambda *_: min(resident, -(-rows // COLLIDE.NATIVE_STEP))}
-    if packs <= COLLIDE.NATIVE_PACKS:
-        native["_by_triton"] = None  # not taken
-    with patched(**native):
-        assert torch.equal(ENTRY.cuda(*there).cpu(), expected)
-    assert torch.equal(by_triton.cpu(), expected)
+    things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed, spaces)
+    there = on(DEVICE, things)
+    kind, reasons = ENTRY.chain.chosen(*there)
+    assert (kind, list(reasons)) == (("cuda", []) if packs <= COLLIDE.NATIVE_PACKS else ("triton", ["cuda"]))
+    expected = ENTRY.reference(*things)
+    native_parts = lambda *_: min(resident, -(-rows // COLLIDE.NATIVE_STEP))  # noqa: E731
+    with patched(RESIDENT=resident, native_parts=native_parts):
+        for one in {kind, "triton"}:
+            assert torch.equal(ENTRY.run(one, *there).cpu(), expected), one
+
+
+@pytest.mark.parametrize(("spaces", "packs"), [(4, 1), (16, 4)])
+def test_other_shapes_are_left_to_triton(spaces, packs):
+    reason = f"{spaces} subspaces of 256 centroids, {packs} entries of query heads"
+    shape = lambda packs, spaces: on(DEVICE, arguments(64, [64, 9], packs, False, 0, spaces))  # noqa: E731
+    assert ENTRY.chain.chosen(*shape(packs, spaces)) == ("triton", {"cuda": reason})
+    assert ENTRY.chain.chosen(*shape(COLLIDE.NATIVE_PACKS, 16)) == NATIVE
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 60, 132])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_cli import cli, refused
 
+from torchsparsekv.benchmarks.quality.options import METHODS
 from torchsparsekv.benchmarks.recall_model.passkeys import passkeys
 from torchsparsekv.benchmarks.recall_model.vocabulary import ASK, END, VALUES, names
 from torchsparsekv.benchmarks.report.load import load
@@ -79,12 +80,13 @@ def test_dense_and_pariskv_are_right_and_streaming_is_not(shown):
 def test_it_tells_what_was_attended_to_and_the_memory(shown):
     done, _ = shown
     _, *dense = map(float, row(done, "dense")[7:])
-    for method in ("streaming", "quest", "louiskv", "clusterkv", "pariskv"):
+    for method in METHODS:
         attended, context, device, host = map(float, row(done, method)[7:])
         assert attended < context / 4
         assert context == pytest.approx(dense[0], abs=1)
         assert device < dense[1]
-        assert host == pytest.approx(dense[1] * 4 / 6, abs=0.1), "the pool of the four layers that are not dense"
+        pool = dense[1] * 4 / 6 * (1.25 if method == "icecache" else 1)  # which has a region for generated tokens
+        assert host == pytest.approx(pool, rel=0.01, abs=0.1), "the pool of the four layers that are not dense"
 
 
 def test_without_matplotlib_it_says_so_and_the_answers_stand(shown):
@@ -92,7 +94,8 @@ def test_without_matplotlib_it_says_so_and_the_answers_stand(shown):
     assert "No page: the report needs matplotlib: pip install 'torchsparsekv[report]'" in done.stdout
     assert [p.name for p in folder.iterdir()] == ["answers.jsonl"]
     (result,) = load([folder / "answers.jsonl"])
-    assert len(result.rows) == 6 * QUESTIONS
+    assert {r["method"] for r in result.rows} == {"dense", *METHODS}
+    assert len(result.rows) == (1 + len(METHODS)) * QUESTIONS
     assert result.commands[0].startswith("torchsparsekv demo --tokens 1024")
     p = passkeys(TOKENS, QUESTIONS)
     for r in result.rows:
@@ -114,7 +117,7 @@ def test_the_page(shown, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--budget", "33"], "demo: streaming: budget must be a multiple of block_size 16, got 33"),
+        (["--budget", "33"], "demo: arkvale: budget must be a multiple of block_size 32, got 33"),
         (["--out", "page.pdf"], "demo: the report is a page: its name must end in .html, got page.pdf"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_cli import refused
 
-from torchsparsekv.benchmarks import _common, _dense, _flashinfer, decode
+from torchsparsekv.benchmarks.speed import _common, _dense, _flashinfer, decode
 
 SLOTS, BATCH = 64, 2
 GPU = pytest.mark.gpu

@@ -13,7 +13,7 @@ from test_ruler import bytes_tokenizer
 from transformers import DynamicCache
 
 from torchsparsekv import method
-from torchsparsekv.benchmarks import ruler
+from torchsparsekv.benchmarks.quality import ruler
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import Options, settings
 from torchsparsekv.benchmarks.quality.store import read
@@ -47,10 +47,10 @@ def stand_in_for(monkeypatch, name: str, cls) -> None:
 class Drawn(Random):
     """A choice at random by torch's own generator, on its own in every layer."""
 
-    def select(self, s, q, a):
-        live = super().select(s, q, a)  # to know what may be chosen, and how many
-        blocks = torch.arange(s.pool.shape[2] // self.block_size)
-        can = (blocks >= self.sink // self.block_size) & (blocks * self.block_size < s.clock.retired)
+    def choose(self, s, q, a):
+        live = super().choose(s, q, a).ids  # to know what may be chosen, and how many
+        blocks = torch.arange(s.far.rows.shape[2] // self.block_size)
+        can = (blocks >= self.sink // self.block_size) & (blocks * self.block_size < s.lengths.ring_begin)
         scores = torch.where(can, torch.rand(*live.shape[:2], len(blocks)), -torch.inf)
         return self.best(scores)
 
@@ -59,9 +59,7 @@ class Drawn(Random):
 class PromptsOnly(Quest):
     """Quest that never takes into its index what is generated."""
 
-    def update(self, s, k) -> None:
-        if k.shape[2] > 1:
-            super().update(s, k)
+    def step(self, s, q, k) -> None: ...
 
 
 # ---------------------------------------------------------------- it tells methods apart
@@ -265,6 +263,10 @@ def test_a_text_that_the_model_writes_is_sampled_alike_for_all(model, tmp_path):
 # ---------------------------------------------------------------- what it runs
 
 
+def test_all_methods_run_by_default():
+    assert set(Options().methods) == set(method.all_methods()) - {"full"}, "which the dense model stands for"
+
+
 def test_settings_of_a_run():
     o = Options(methods=("full", "streaming", "quest"), budgets=(32, 64), window=16, hyper=("quest.digest=float32",))
     made = settings(o)
@@ -334,7 +336,7 @@ def test_quick_has_tasks_for_every_kind_of_model():
         (["--methods", "nope"], "eval: unknown method nope"),
         (["--lengths", "1k"], "eval: lengths takes int values with commas between them, got '1k'"),
         (["--out", "x.csv"], "eval: out is the file of samples, JSON lines"),
-        (["--model", "./nothing-here"], "eval: "),
+        (["--model", "./nothing-here"], "eval: there is no model at ./nothing-here"),
     ],
 )
 def test_the_command_refuses_with_2(args, says):

@@ -1,7 +1,7 @@
 """Stock transformers on a patched model with a full budget: every way of generating says the same as unpatched."""
 import pytest
 import torch
-from cases import METHODS
+from cases import METHODS, hyper_of
 from models import MAX_LENGTH, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -125,7 +125,7 @@ def test_greedy_for_every_method(method):
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
     window = {"window": MAX_LENGTH} if method == "streaming" else {}
-    with torchsparsekv.patch(model, method, **{**FULL, **METHODS[method], **window}) as handle:
+    with torchsparsekv.patch(model, method, **{**hyper_of(method, **FULL), **window}) as handle:
         assert torch.equal(WAYS["greedy, padded batch"](model), want)
         assert not handle.report().warnings
 
@@ -157,7 +157,7 @@ def test_calls_of_different_lengths_use_one_cache():
 
 
 def state_of(layer):
-    return [getattr(layer.state, name) for name in layer.state.buffers]
+    return [t for _, t in layer.state.tensors()]
 
 
 def test_a_cache_handed_out_is_not_used_again():
@@ -245,7 +245,7 @@ def test_auto_compiled_generate_is_one_graph(method):
     calls = [(IDS, MASK), (IDS[:, 9:], MASK[:, 9:])]
     want = [model.generate(input_ids=i, attention_mask=m, **GREEDY) for i, m in calls]
     window = {"window": MAX_LENGTH} if method == "streaming" else {}
-    with torchsparsekv.patch(model, method, **{**FULL, **METHODS[method], **window}) as handle:
+    with torchsparsekv.patch(model, method, **{**hyper_of(method, **FULL), **window}) as handle:
         counters.clear()
         compiled = auto_compiled()
         got = [model.generate(input_ids=i, attention_mask=m, **GREEDY, **compiled) for i, m in calls]

@@ -4,12 +4,14 @@ import resource
 
 import pytest
 import torch
-from cases import METHODS
+from cases import METHODS, hyper_of
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv import host
+from torchsparsekv.ops.select.random_scores import random_scores
+from torchsparsekv.ops.store.views import Lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +61,34 @@ def test_full_budget_is_dense_in_bf16(method, offload):
     assert (got - exact).norm() / exact.norm() < 1.5 * own_error + 1e-3
 
 
+@pytest.mark.parametrize("method", ["quest", "pariskv", "louiskv"])
+def test_every_kind_of_kernels_answers_alike(method):
+    """Forced for every op. These sizes are among those that the CUDA kernels are for, or they would be refused."""
+    model = tiny(dtype=torch.bfloat16, **SHAPE)
+    ids, mask = prompts(2, 100)
+    logits = {}
+    with torchsparsekv.patch(model, method, budget=32, **hyper_of(method, **SMALL)) as handle:
+        for kind in (None, "cuda", "triton", "reference"):
+            with torchsparsekv.use_kernels(kind):
+                logits[kind] = greedy_logits(model, ids, mask, 30, handle.make_cache(2)).float()
+    want = logits.pop("reference")
+    for kind, got in logits.items():
+        apart = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        assert apart.median() < 0.02, (kind, apart.median())
+
+
+def test_a_reference_is_refused_where_a_graph_is_captured():
+    length = torch.ones(1, dtype=torch.int32, device="cuda")
+    lengths = Lengths(length, length, length, length, 0, 1)
+    random_scores(lengths, 1, 4, 1, 0)  # compiled before
+    says = r"random_scores: kernels='reference' cannot run here: the reference waits for the device"
+    with torchsparsekv.use_kernels("reference"):
+        scores = random_scores(lengths, 1, 4, 1, 0)
+        with pytest.raises(RuntimeError, match=says), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            random_scores(lengths, 1, 4, 1, 0)
+    torch.testing.assert_close(random_scores(lengths, 1, 4, 1, 0), scores, rtol=0, atol=0)
+
+
 def test_generate_compiles_itself_once():
     """Stock generate() on CUDA compiles the decode step on its own: one graph for two prompts, tokens as dense."""
     model = tiny(**SHAPE)
@@ -84,7 +114,7 @@ def test_host_and_device_pools_hold_the_same(method):
             cache = handle.make_cache(3)
             greedy_logits(model, ids, mask, 40, cache)
             torch.cuda.synchronize()
-            pools.append([layer.state.pool.cpu() for layer in cache.layers])
+            pools.append([layer.state.far.rows.cpu() for layer in cache.layers])
             assert cache.layers[-1].state.pool_on_host == (offload == "host")
     for a, b in zip(*pools):
         assert torch.equal(a, b)

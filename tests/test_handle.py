@@ -7,16 +7,15 @@ import re
 
 import pytest
 import torch
-from cases import METHODS
+from cases import METHODS, hyper_of
 from models import prompts, tiny
 from snapshot import snapshot
 from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv import host
-from torchsparsekv.method import make_method
-from torchsparsekv.patches import _seam
-from torchsparsekv.patches._seam import check_device
+from torchsparsekv.method import check_device, make_method
+from torchsparsekv.patches import _memory
 
 SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
 IDS, MASK = prompts(2, 40)
@@ -262,7 +261,7 @@ def test_report_names_layers_never_hit():
     with patch(model) as handle:
         cache = handle.make_cache(2)
         run(model, cache, IDS, MASK, 1)
-        cache.layers[2].state.stats.zero_()
+        cache.layers[2].state.stats.counts.zero_()
         assert "!! LAYERS NEVER HIT: [2]" in str(handle.report())
 
 
@@ -284,23 +283,24 @@ def test_report_as_dict_is_json(steps):
 
 def tensors(cache):
     """Every tensor of the cache, found by looking and not by asking it."""
-    holders = [layer.state for layer in cache.layers] + list(cache.clocks.values())
-    return [t for h in holders for t in vars(h).values() if isinstance(t, torch.Tensor)]
+    holders = [layer.state for layer in cache.layers] + list(cache.row_lengths.values())
+    held = [x for h in holders for value in vars(h).values() for x in (value if isinstance(value, tuple) else (value,))]
+    return [t for t in held if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("offload", ["device", "host"])
 def test_memory_is_the_sum_of_the_tensors(method, offload):
     model = tiny()
-    with torchsparsekv.patch(model, method, **{**SMALL, "sink": 8, **METHODS[method]}, offload=offload) as handle:
+    with torchsparsekv.patch(model, method, **hyper_of(method, **{**SMALL, "sink": 8}), offload=offload) as handle:
         cache = handle.make_cache(3)
         report = handle.report()
         found = tensors(cache)
         promised = sum(handle.plan.bytes(3, 64, pool_on_host=offload == "host"))
-        clocks = sum(c.nbytes for c in cache.clocks.values())
+        lengths = sum(x.nbytes for x in cache.row_lengths.values())
     assert len({t.data_ptr() for t in found if t.numel()}) == len([t for t in found if t.numel()]), "counted twice"
-    assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + clocks
-    pools = sum(layer.state.pool.nbytes for layer in cache.layers if layer.state.pool_on_host)
+    assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + lengths
+    pools = sum(layer.state.far.rows.nbytes for layer in cache.layers if layer.state.pool_on_host)
     assert report.host_bytes == pools
     assert (pools > 0) == (offload == "host" and DEVICE.type == "cuda")
 
@@ -312,7 +312,7 @@ def test_short_host_memory_is_refused_before_allocating(monkeypatch, when):
     grows = dict(max_length=None) if when != "patch" else {}
     monkeypatch.setattr(host, "available", lambda: 1000)
     monkeypatch.setattr(host, "pinned", lambda *a: pytest.fail("allocated"))
-    monkeypatch.setattr("torchsparsekv.patches._seam.SparseCache", lambda *a, **k: pytest.fail("allocated"))
+    monkeypatch.setattr("torchsparsekv.patches._handle.SparseCache", lambda *a, **k: pytest.fail("allocated"))
     says = r"a cache of \d+ tokens x batch \d needs .* GiB host and .* GiB device.*host memory is free"
     with pytest.raises(MemoryError, match=says), patch(model, offload="host", **grows) as handle:
         handle.make_cache(2, 64) if when == "make_cache" else generate(model)
@@ -335,9 +335,10 @@ def test_methods_lists_every_hyper_parameter_and_default():
     assert list(found) == sorted(METHODS)
     common = dict(budget=1024, sink=64, window=256)
     assert found["quest"] == {**common, "block_size": 16, "digest": "float8"}
-    assert found["arkvale"] == {**common, "block_size": 32, "digest": "float8"}
+    assert found["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
     assert found["streaming"] == {**common, "block_size": 16}
-    assert found["oracle"] == found["full"] == {**common, "block_size": 1}
+    assert found["oracle"] == {**common, "block_size": 1}
+    assert found["full"] == common
     found["quest"]["budget"] = 0
     assert torchsparsekv.methods()["quest"]["budget"] == 1024, "the caller was given our own table"
 
@@ -347,5 +348,12 @@ def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
         needed = handle.plan.bytes(1, 64, pool_on_host=False)[1]
         handle.plan.device = torch.device("cuda")
         for free, on_host in ((2 * needed, False), (2 * needed - 1, True)):
-            monkeypatch.setattr(_seam, "free_device_bytes", lambda device, free=free: free)
-            assert handle._pool_on_host(1, 64) == on_host
+            monkeypatch.setattr(_memory, "free_device_bytes", lambda device, free=free: free)
+            assert _memory.pool_on_host(handle.plan, "auto", 1, 64) == on_host
+
+
+def test_a_method_that_no_gpu_has_run_is_refused_there(monkeypatch):
+    monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
+    for name in ("icecache", "prkv", "snapkv"):
+        with pytest.raises(NotImplementedError, match=rf"{name} runs on the CPU only so far.*TORCHSPARSEKV_UNPROVEN=1"):
+            check_device(torch.device("cuda"), torchsparsekv.method.make_method(name))

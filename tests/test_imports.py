@@ -1,5 +1,6 @@
 """Who may import whom, what the core must do without, and the limits on size."""
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -8,33 +9,69 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKS = {ROOT / "torchsparsekv/ops", ROOT / "torchsparsekv/patches"}
-FOLDERS = ("torchsparsekv", "ops", "patches", "csrc", "tests", "benchmarks")
+LINKS = {ROOT / "torchsparsekv" / name for name in ("ops", "patches", "benchmarks")}
+FOLDERS = ("torchsparsekv", "ops", "patches", "csrc", "tests", "benchmarks", "examples")
 MAX_FILE, MAX_FUNCTION = 400, 40
-TOO_LONG = {"ops/gather/fetch.py": {"_fetch"}}  # to be taken apart; nothing may be added here
+TOO_LONG: dict[str, set[str]] = {}  # to be taken apart; nothing may be added here
 
-# What each part may import of this package. The longest matching name counts; None: anything. A new module in
-# torchsparsekv/ needs a row; a new op, method, family or command does not.
-ARROWS: dict[str, set[str] | None] = {
+CORE = {"api", "host", "method", "ops", "state", "zoo"}  # for benchmarks that take the parts apart
+# What each part may import of this package: modules, and what is in them; `api` is also the package as a whole. The
+# longest matching name counts. A new module in torchsparsekv/ or benchmarks/ needs a row; a new op, method, family or
+# command, and a new module in a group of benchmarks, do not.
+ARROWS: dict[str, set[str]] = {
     "torchsparsekv.ops": {"ops"},
     "torchsparsekv.host": set(),
     "torchsparsekv.state": {"ops", "host"},
     "torchsparsekv.method": {"ops", "state", "zoo"},  # zoo: only to find the files in it
     "torchsparsekv.zoo": {"method", "ops", "state", "zoo"},
-    "torchsparsekv.report": {"state"},
+    "torchsparsekv.report": {"ops", "state"},
     "torchsparsekv.probe": {"method", "ops", "state"},
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
-    "torchsparsekv.api": {"method", "patches"},
+    "torchsparsekv.api": {"method", "ops", "patches"},
+    "torchsparsekv.benchmarks": set(),
+    "torchsparsekv.benchmarks._table": set(),
+    "torchsparsekv.benchmarks._options": {"method"},
+    "torchsparsekv.benchmarks._results": {"api", "benchmarks._table"},
+    "torchsparsekv.benchmarks.speed": {
+        *CORE, "patches", "benchmarks._options", "benchmarks._results", "benchmarks.speed",
+    },
+    "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
+    "torchsparsekv.benchmarks.quality": {
+        "api", "method", "probe", "benchmarks._options", "benchmarks._results", "benchmarks.quality",
+        "benchmarks.recall_model",
+    },
+    "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
+    "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
+    "torchsparsekv.benchmarks.quality.recall_digests": {*CORE, "benchmarks.quality._recall"},
+    "torchsparsekv.benchmarks.quality.recall_icecache": {*CORE, "benchmarks.quality._recall"},
+    "torchsparsekv.benchmarks.quality.recall_pariskv": {*CORE, "benchmarks.quality._recall"},
+    "torchsparsekv.benchmarks.report": {  # reads files, and runs nothing of what makes them
+        "benchmarks.report", "benchmarks.quality.options", "benchmarks.quality.store", "benchmarks.quality.summary",
+        "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
+    },
+    "torchsparsekv.benchmarks.report.load": {"benchmarks.quality.store"},
+    "torchsparsekv.benchmarks.report.again": {"api", "benchmarks.report.load"},
+    "torchsparsekv.commands": {"api", "method", "host", "patches", "benchmarks", "commands"},
     "torchsparsekv.cli": {"commands"},
-    "torchsparsekv.commands": None,
     "torchsparsekv": {"api"},
-}
+}  # fmt: skip
+BOTH_WAYS = {("torchsparsekv.method", "torchsparsekv.zoo")}  # the first only finds the files in the other
 # Third-party packages beside torch, and the only places that may import them.
-GUESTS = {
-    "transformers": ("torchsparsekv.patches", "torchsparsekv.commands"),
+GUESTS: dict[str, tuple[str, ...]] = {
+    "transformers": (
+        "torchsparsekv.patches", "torchsparsekv.commands", "torchsparsekv.benchmarks.speed",
+        "torchsparsekv.benchmarks.quality", "torchsparsekv.benchmarks.recall_model",
+    ),
+    "packaging": ("torchsparsekv.patches",),  # transformers needs it too
     "triton": ("torchsparsekv.ops._triton",),
     "typer": ("torchsparsekv.commands",),
-}
+    "tqdm": ("torchsparsekv.commands", "torchsparsekv.benchmarks.quality.run", "torchsparsekv.benchmarks.quality.text"),
+    "matplotlib": ("torchsparsekv.benchmarks.report",),
+    "PIL": ("torchsparsekv.benchmarks.report.style",),
+    "numpy": ("torchsparsekv.benchmarks.recall_model", "torchsparsekv.benchmarks.report.style"),
+    "tokenizers": ("torchsparsekv.benchmarks.recall_model.model",),
+    "flashinfer": ("torchsparsekv.benchmarks.speed._flashinfer",),
+}  # fmt: skip
 
 
 def files(*folders: str) -> list[Path]:
@@ -42,7 +79,7 @@ def files(*folders: str) -> list[Path]:
     return sorted(p for p in found if not LINKS & set(p.parents))
 
 
-PACKAGE = files("torchsparsekv", "ops", "patches")
+PACKAGE = files("torchsparsekv", "ops", "patches", "benchmarks")
 EVERYTHING = [*files(*FOLDERS), ROOT / "setup.py"]
 
 
@@ -56,32 +93,50 @@ def inside(module: str, part: str) -> bool:
     return module == part or module.startswith(part + ".")
 
 
+def row_of(module: str) -> str:
+    return max((r for r in ARROWS if inside(module, r)), key=len)
+
+
 def imports(path: Path) -> set[str]:
-    """Absolute names of what a file imports, wherever in it; `from package import x` counts as package.x."""
+    """Absolute names of what a file imports, wherever in it; `from module import x` counts as module.x."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
-            whole = node.module == "torchsparsekv"
-            found |= {f"{node.module}.{a.name}" if whole else str(node.module) for a in node.names}
+            found |= {f"{node.module}.{a.name}" for a in node.names}
     return found
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_arrows(path):
     module = name_of(path)
-    rule = max((r for r in ARROWS if inside(module, r)), key=len)
-    assert rule != "torchsparsekv" or module == rule, f"{module} has no row in ARROWS"
+    rule = row_of(module)
+    assert rule not in ("torchsparsekv", "torchsparsekv.benchmarks") or module == rule, f"{module} has no row in ARROWS"
     used, allowed = imports(path), ARROWS[rule]
-    own = {u.split(".")[1] if "." in u else "" for u in used if inside(u, "torchsparsekv")}
-    assert allowed is None or own <= allowed, f"{module} may import {sorted(allowed)} of this package"
+    own = {u.partition(".")[2] or "api" for u in used if inside(u, "torchsparsekv")}
+    bad = {u for u in own if not any(inside(u, a) for a in allowed)}
+    assert not bad, f"{module} imports {sorted(bad)}, and may import {sorted(allowed)} of this package"
     for guest, hosts in GUESTS.items():
         if any(inside(u, guest) for u in used):
             assert any(inside(module, h) for h in hosts), f"{guest} may be imported in {hosts} only"
-    known = {"torch", "torchsparsekv", "tqdm", *GUESTS, *sys.stdlib_module_names}
+    known = {"torch", "torchsparsekv", *GUESTS, *sys.stdlib_module_names}
     assert {u.split(".")[0] for u in used} <= known
+
+
+def test_arrows_go_one_way():
+    """What may import something is not, by any way round, imported by it."""
+    after: dict[str, set[str]] = {}
+    for row, allowed in ARROWS.items():
+        names = [f"torchsparsekv.{a}" for a in allowed]
+        after[row] = {row_of(n) for n in names} | {r for r in ARROWS for n in names if inside(r, n)}
+        after[row].discard(row)
+    for first, other in BOTH_WAYS:
+        assert other in after[first]
+        assert first in after[other]
+        after[first].remove(other)
+    assert len([*graphlib.TopologicalSorter(after).static_order()]) == len(ARROWS)
 
 
 def run(program: str) -> None:

@@ -3,13 +3,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_ops import clones, on
 from world import DEVICE
 
+from torchsparsekv.ops._impl import tensors
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.index import _kmeans, _kmeans_kernels
-from torchsparsekv.ops.index.cluster_keys import cluster_keys
+from torchsparsekv.ops.index.cluster_keys import Kmeans, cluster_keys
+from torchsparsekv.ops.store.views import Lengths, Units
 
 KEYS, CLUSTERS, ROUNDS = 4096, 256, 3  # a whole stretch, as the methods have it
+ENTRY = load_all()["cluster_keys"]
+
+
+def none_yet(k: torch.Tensor, sink: int) -> Units:
+    """Room for the units of these keys."""
+    batch, heads, tokens, dim = k.shape
+    first = torch.full((batch, heads, tokens + 1), sink, dtype=torch.int32)
+    return Units(first, torch.zeros(batch, heads, tokens, dim), torch.zeros(batch, heads, dtype=torch.int32))
+
+
+def times(start: list[int], length: list[int], ring_begin: list[int], sink: int) -> Lengths:
+    start, length, ring_begin = (torch.tensor(t, dtype=torch.int32) for t in (start, length, ring_begin))
+    return Lengths(start, length, torch.full_like(start, sink), ring_begin, sink, 1)
 
 
 def keys_of(kind: str) -> torch.Tensor:
@@ -29,14 +45,12 @@ def keys_of(kind: str) -> torch.Tensor:
 
 def inertia(x: torch.Tensor, seed: int) -> float:
     """Of the units that the op makes: squared distances of the keys from the mean of their unit."""
-    units, first = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, KEYS + 1, dtype=torch.int32)
-    centroid = torch.zeros(1, 1, KEYS, x.shape[1])
-    times = [torch.tensor([n], dtype=torch.int32) for n in (0, KEYS, KEYS)]
-    args = [t.to(DEVICE) for t in (x[None, None], units, first, centroid, *times)]
-    order = cluster_keys(*args, 0, KEYS // CLUSTERS, KEYS, ROUNDS, seed, True)[0, 0].long().cpu()
-    assert int(args[1]) == CLUSTERS
-    sizes = args[2][0, 0, : CLUSTERS + 1].diff().long().cpu()
-    return float((x[order] - args[3][0, 0, :CLUSTERS].cpu().repeat_interleave(sizes, 0)).square().sum())
+    k = x[None, None]
+    k, units, lengths = on(DEVICE, (k, none_yet(k, 0), times([0], [KEYS], [KEYS], 0)))
+    order = cluster_keys(k, units, lengths, Kmeans(KEYS // CLUSTERS, KEYS, ROUNDS, seed), True)[0, 0].long().cpu()
+    assert int(units.unit_count) == CLUSTERS
+    sizes = units.first[0, 0, : CLUSTERS + 1].diff().long().cpu()
+    return float((x[order] - units.centroid[0, 0, :CLUSTERS].cpu().repeat_interleave(sizes, 0)).square().sum())
 
 
 def plusplus(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
@@ -131,7 +145,8 @@ def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     k = torch.randn(2, tokens, 2, 32, generator=g)
     if alike:
         k = torch.randint(-1, 2, (2, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (tokens,), generator=g)]
-    both_ways(k.transpose(1, 2), ([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20]), size, stretch)
+    lengths = times([0, 0], [tokens, tokens - 9], [tokens - 5, tokens - 20], 4)
+    both_ways(k.transpose(1, 2), lengths, size, stretch)
 
 
 def test_a_draw_of_more_than_one_tile(monkeypatch):
@@ -139,19 +154,14 @@ def test_a_draw_of_more_than_one_tile(monkeypatch):
     for module in (_kmeans, _kmeans_kernels):
         monkeypatch.setattr(module, "DRAWS", 2)
     k = torch.randn(1, 1, 128, 256, generator=torch.Generator().manual_seed(0))
-    both_ways(k, ([0], [128], [128]), 2, 128, sink=0)
+    both_ways(k, times([0], [128], [128], 0), 2, 128)
 
 
-def both_ways(k: torch.Tensor, times, size: int, stretch: int, sink: int = 4) -> None:
-    entry = load_all()["cluster_keys"]
-    batch, heads, tokens, dim = k.shape
-    times = [torch.tensor(t, dtype=torch.int32) for t in times]
+def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int) -> None:
     both = []
-    for run, device in ((entry.reference, "cpu"), (entry.cuda, DEVICE)):
-        units = torch.zeros(batch, heads, dtype=torch.int32)
-        first = torch.full((batch, heads, tokens + 1), sink, dtype=torch.int32)
-        args = [t.to(device) for t in (k, units, first, torch.zeros(batch, heads, tokens, dim), *times)]
-        order = run(*args, sink, size, stretch, 3, 5, True)
-        both.append([t.cpu() for t in (order, *args[1:4])])
-    for got, want in zip(both[1], both[0]):
+    for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
+        k, units, of_rows = on(device, clones((k, none_yet(k, lengths.sink), lengths)))
+        order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5), True)
+        both.append([t.cpu() for t in tensors((order, units))])
+    for got, want in zip(both[1], both[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -1,21 +1,30 @@
 """The methods themselves, on one layer and without a model: what they find, and that they choose as defined."""
+import re
 from dataclasses import dataclass
+from itertools import combinations
 
 import pytest
 import torch
-from cases import METHODS
+from cases import IN_BLOCKS, METHODS
 from hypothesis import given
 from hypothesis import strategies as st
 from world import DEVICE
 
-from torchsparsekv.method import Attention, all_methods, make_method
-from torchsparsekv.ops.attend._rows import ring_positions
-from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.state import Clock, Geometry, LayerState
+from torchsparsekv.method import all_methods, make_method
+from torchsparsekv.ops.store.rows import ring_positions
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv.zoo.arkvale import VOLUMES
 from torchsparsekv.zoo.quest import Quest
 
 SINK, WINDOW, BLOCK = 8, 6, 4
-SMALL = dict(sink=SINK, window=WINDOW, block_size=BLOCK)
+SMALL = dict(sink=SINK, window=WINDOW)
+PAGES = dict(SMALL, block_size=BLOCK)
+
+
+def small(name: str, **hyper):
+    """A method of small sizes; one of single tokens has no block size."""
+    return make_method(name, **{**(PAGES if name in IN_BLOCKS else SMALL), **hyper})
 
 
 class Layer:
@@ -23,15 +32,15 @@ class Layer:
 
     def __init__(self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None, device=DEVICE):
         self.method, self.attention = method, Attention(scale=dim**-0.5)
-        self.device, self.clock = device, Clock(method.timeline, batch, rows, device)
-        self.clock.left_pad.copy_(torch.tensor(left_pad or [0] * batch))
+        self.device, self.row_lengths = device, RowLengths(method.ring_plan, batch, rows, device)
+        self.row_lengths.left_pad.copy_(torch.tensor(left_pad or [0] * batch))
         buffers = method.buffers(Geometry(batch, heads, dim, rows, torch.float32, group))
-        self.state = LayerState(buffers, self.clock, device, pool_on_host=False)
+        self.state = LayerState(buffers, self.row_lengths, device, pool_on_host=False)
 
     def feed(self, q, k, v):
         """New tokens; q [batch, query heads, tokens, dim]. One is a decode step, more are a prompt or part of one."""
         q, k, v = (t.to(self.device) for t in (q, k, v))
-        self.clock.advance(q.shape[2])
+        self.row_lengths.advance(q.shape[2])
         if q.shape[2] == 1:
             return self.method.decode(self.state, q, k, v, self.attention)
         return self.method.prefill(self.state, q, k, v, self.attention, last=True)
@@ -40,8 +49,9 @@ class Layer:
         assert sum(sizes) == q.shape[2]
         return [self.feed(*t) for t in zip(*(x.split(list(sizes), 2) for x in (q, k, v)))]
 
-    def select(self, q):
-        return self.method.select(self.state, q.to(self.device), self.attention).cpu()
+    def choose(self, q):
+        """Ids of the blocks that it would attend to."""
+        return self.method.choose(self.state, q.to(self.device), self.attention).ids.cpu()
 
 
 def frontier(length: int, sink=SINK, window=WINDOW, block=BLOCK) -> int:
@@ -78,45 +88,42 @@ def finds(method, position: int, prompt: int) -> bool:
     q[:, :, -1] = 12 * wanted.repeat_interleave(group, 1)  # its logit is 25, those of the others are below 10
     layer = Layer(method, heads=heads, group=group, dim=dim)
     out = layer.feed_parts(q, k, v, [prompt] + [1] * (LENGTH - prompt))[-1]
-    assert int(layer.clock.retired[0]) > position, "still in the ring, where no method could miss it"
+    assert int(layer.state.lengths.ring_begin[0]) > position, "still in the ring, where no method could miss it"
     return bool((out > 4.9).all())
 
 
-def budget_of_two_pages(name):
-    return make_method(name, **SMALL, budget=2 * BLOCK)
+FINDERS = [("quest", {}), ("oracle", {}), *(("arkvale", dict(volume=volume)) for volume in VOLUMES)]
 
 
 @pytest.mark.parametrize("where", PLANTED)
-@pytest.mark.parametrize("name", ["quest", "arkvale", "oracle"])
-def test_a_planted_key_is_found(name, where):
-    assert finds(budget_of_two_pages(name), *PLANTED[where])
+@pytest.mark.parametrize(("name", "more"), FINDERS)
+def test_a_planted_key_is_found(name, more, where):
+    assert finds(small(name, budget=2 * BLOCK, **more), *PLANTED[where])
 
 
 @pytest.mark.parametrize("where", PLANTED)
 def test_streaming_does_not_find_it(where):
-    assert not finds(budget_of_two_pages("streaming"), *PLANTED[where])
+    assert not finds(small("streaming", budget=2 * BLOCK), *PLANTED[where])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forgetful(Quest):
     """Quest that never updates its index."""
 
-    def update(self, s, k) -> None: ...
+    def prompt(self, s, q, k, *, join) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delayed(Quest):
     """Quest that indexes prompts only."""
 
-    def update(self, s, k) -> None:
-        if k.shape[2] > 1:
-            super().update(s, k)
+    def step(self, s, q, k) -> None: ...
 
 
 @pytest.mark.parametrize("where", [w for w, (position, _) in PLANTED.items() if position >= SINK + 2 * BLOCK])
 def test_a_forgotten_update_is_noticed(where):
     """(An index of nothing scores every page alike, and the two first win the tie: there it would go unseen.)"""
-    assert not finds(Forgetful(**SMALL, budget=2 * BLOCK), *PLANTED[where])
+    assert not finds(Forgetful(**PAGES, budget=2 * BLOCK), *PLANTED[where])
 
 
 WHERE = ["in the ring when the prompt ended", "decoded", "last page of all", "everything decoded"]
@@ -124,7 +131,7 @@ WHERE = ["in the ring when the prompt ended", "decoded", "last page of all", "ev
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_forgotten_update_in_decode_is_noticed(where):
-    assert not finds(Delayed(**SMALL, budget=2 * BLOCK), *PLANTED[where])
+    assert not finds(Delayed(**PAGES, budget=2 * BLOCK), *PLANTED[where])
 
 
 # ---------------------------------------------------------------- (b) the choice is the paper's
@@ -187,10 +194,16 @@ def quest_score(page, queries):
     return max(float(torch.maximum(q * low, q * high).sum()) for q in queries)
 
 
-def arkvale_score(page, queries):
-    centre = page.mean(0)
-    radius = max(float((key - centre).norm()) for key in page)
-    return max(float(q @ centre + q.norm() * radius) for q in queries)
+def arkvale_score(page, queries, volume="cuboid-mean"):
+    """The largest product of any of the queries with any point of the volume."""
+    if volume == "ball":
+        centre = page.mean(0)
+        radius = max(float((key - centre).norm()) for key in page)
+        return max(float(q @ centre + q.norm() * radius) for q in queries)
+    middle = (page.min(0).values + page.max(0).values) / 2
+    away = (page - middle).abs()
+    half = away.mean(0) if volume == "cuboid-mean" else away.max(0).values
+    return max(float(torch.maximum(q * (middle - half), q * (middle + half)).sum()) for q in queries)
 
 
 def best(scores: dict, n: int) -> list:
@@ -210,31 +223,69 @@ def check_choice(chosen, scores: dict, n: int, slack: float):
         assert min(scores[p] for p in ids) >= max(left) - slack
 
 
-@given(past=pasts(whole=True), n=st.integers(1, 12))
-def test_quest_chooses_by_its_definition(past, n):
-    method = make_method("quest", **SMALL, budget=n * BLOCK, digest="float32")
-    chosen = past.fill(method).select(past.query)
+def check_exactly(method, score, past: Past):
+    """Whole numbers: every score is exact, so the choice is too."""
+    chosen = past.fill(method).choose(past.query)
     for b, h, keys, queries in past.heads_of_rows():
-        want = best({p: quest_score(page, queries) for p, page in pages(keys).items()}, n)
+        scores = {p: score(page, queries) for p, page in pages(keys).items()}
+        want = best(scores, method.budget // BLOCK)
         got = chosen[b, h]
         assert got[: len(want)].tolist() == want
         assert (got[len(want) :] == -1).all()
 
 
+@given(past=pasts(whole=True), n=st.integers(1, 12))
+def test_quest_chooses_by_its_definition(past, n):
+    check_exactly(small("quest", budget=n * BLOCK, digest="float32"), quest_score, past)
+
+
+@pytest.mark.parametrize("volume", ["cuboid-mean", "cuboid"])
+@given(past=pasts(whole=True), n=st.integers(1, 12))
+def test_arkvale_chooses_exactly_by_its_definition(volume, past, n):
+    method = small("arkvale", budget=n * BLOCK, digest="float32", volume=volume)
+    check_exactly(method, lambda page, queries: arkvale_score(page, queries, volume), past)
+
+
+@pytest.mark.parametrize("volume", VOLUMES)
 @given(past=pasts(), n=st.integers(1, 12))
-def test_arkvale_chooses_by_its_definition(past, n):
-    method = make_method("arkvale", **SMALL, budget=n * BLOCK, digest="float32")
-    chosen = past.fill(method).select(past.query)
+def test_arkvale_chooses_by_its_definition(volume, past, n):
+    chosen = past.fill(small("arkvale", budget=n * BLOCK, digest="float32", volume=volume)).choose(past.query)
     for b, h, keys, queries in past.heads_of_rows():
-        scores = {p: arkvale_score(page, queries) for p, page in pages(keys).items()}
+        scores = {p: arkvale_score(page, queries, volume) for p, page in pages(keys).items()}
         check_choice(chosen[b, h], scores, n, slack=1e-4)  # scores are below 60: eight bits over their fp32 rounding
+
+
+@given(past=pasts(), n=st.integers(1, 12))
+def test_the_cuboid_of_arkvale_is_the_box_of_quest(past, n):
+    hyper = dict(budget=n * BLOCK, digest="float32")
+    of_quest = past.fill(small("quest", **hyper)).choose(past.query)
+    assert torch.equal(past.fill(small("arkvale", volume="cuboid", **hyper)).choose(past.query), of_quest)
+
+
+def test_every_volume_has_a_choice_of_its_own():
+    past = Past(90, 0, 1, [90], 0, False)
+    hyper = dict(budget=4 * BLOCK, digest="float32")
+    chosen = [past.fill(small("arkvale", volume=v, **hyper)).choose(past.query) for v in VOLUMES]
+    assert not any(torch.equal(x, y) for x, y in combinations(chosen, 2))
+
+
+def test_the_volume_is_the_published_one_by_default():
+    method = make_method("arkvale")
+    assert (method.volume, method.shape, method.block_size) == ("cuboid-mean", "mean-box", 32)
+    assert tuple(VOLUMES) == ("cuboid-mean", "cuboid", "ball")
+
+
+@pytest.mark.parametrize("volume", ["sphere", "mean-box", "", None])
+def test_another_volume_is_refused(volume):
+    says = f"arkvale: volume must be one of cuboid-mean, cuboid, ball, got {volume!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        make_method("arkvale", volume=volume)
 
 
 @pytest.mark.parametrize("block", [1, BLOCK])
 @given(past=pasts(), n=st.integers(1, 12))
 def test_oracle_chooses_by_true_weights(block, past, n):
-    method = make_method("oracle", sink=SINK, window=WINDOW, block_size=block, budget=n * block)
-    chosen = past.fill(method).select(past.query)
+    chosen = past.fill(small("oracle", block_size=block, budget=n * block)).choose(past.query)
     for b, h, keys, queries in past.heads_of_rows():
         weights = torch.softmax(queries @ keys.T * past.dim**-0.5, -1).mean(0)
         end = frontier(len(keys), block=block)
@@ -253,94 +304,26 @@ def test_one_page_of_the_definition_is_not_another(past):
                 check_choice(torch.tensor(worst), scores, 1, slack=1e-4)
 
 
-# ---------------------------------------------------------------- (c) small digests are looser, never wrong
-
-OUTLIERS = torch.tensor([0.0, 1e-3, 0.02, 1.0, 7.0, 30.0, 447.0, 449.0, 600.0])
-
-
-def bounds(name: str, digest: str, past: Past) -> torch.Tensor:
-    """What the index says of every retrievable page, [row, head, page]."""
-    layer = past.fill(make_method(name, **SMALL, budget=256, digest=digest))
-    s = layer.state
-    scores, _ = bound_scores(past.query.to(DEVICE), s.centre, s.spread, s.clock.retired, SINK, BLOCK)
-    return scores[..., SINK // BLOCK : frontier(past.length) // BLOCK].cpu().double()
-
-
-def products(past: Past) -> torch.Tensor:
-    """q.k of every key of every retrievable page, [row, head, page, token], in double precision."""
-    keys = past.k[:, :, SINK : frontier(past.length)].double().unflatten(2, (-1, BLOCK))
-    return (keys @ past.query.double()[:, :, None].transpose(-1, -2)).squeeze(-1)
-
-
-def tighten(past: Past, name: str) -> None:
-    """Give every page a key for which its exact bound is reached, so that anything short of the bound is seen."""
-    q = past.query  # of one head a group
-    for p in range(SINK, frontier(past.length), BLOCK):
-        page = past.k[:, :, p : p + BLOCK]
-        if name == "quest":  # a corner of the box
-            page[:, :, 0] = page.abs().amax(2) * q[:, :, 0].sign()
-        else:  # the ball's pole in the direction of the query, and its opposite, so that the mean stays
-            centre, radius = page[:, :, 2].clone(), page[:, :, 3].norm(dim=-1, keepdim=True)
-            pole = radius * torch.nn.functional.normalize(q[:, :, 0], dim=-1)
-            page[:, :, 0], page[:, :, 1], page[:, :, 3] = centre + pole, centre - pole, centre
-
-
-def size(past: Past) -> torch.Tensor:
-    """The largest sum of |q_d k_d| of any key: what the rounding of fp32 products and sums is relative to."""
-    return (past.k.double().abs() @ past.query.double().abs().transpose(-1, -2)).amax()
-
-
-@pytest.mark.parametrize("digest", ["float8", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["quest", "arkvale"])
-@given(seed=st.integers(0, 999), outliers=st.booleans())
-def test_bounds_hold_for_every_key(name, digest, seed, outliers):
-    past = Past(80, 0, 1, [71] + [1] * 9, seed, False)
-    if outliers:
-        g = torch.Generator().manual_seed(seed)
-        sign = torch.randint(0, 2, past.k.shape, generator=g) * 2 - 1
-        past.k = OUTLIERS[torch.randint(0, len(OUTLIERS), past.k.shape, generator=g)] * sign
-    tighten(past, name)
-    rounding = 1e-6 * size(past)  # 16 products and sums of fp32, each to 6e-8
-    assert (bounds(name, digest, past)[..., None] >= products(past) - rounding).all()
-
-
-@pytest.mark.parametrize("name", ["quest", "arkvale"])
-@given(seed=st.integers(0, 999))
-def test_small_digests_are_not_much_looser(name, seed):
-    """Else a bound of infinity would pass. Rounding the centre moves it by 1/16, the spread grows by that and 1/8."""
-    past = Past(80, 0, 1, [71] + [1] * 9, seed, False)
-    exact, small = (bounds(name, digest, past) for digest in ("float32", "float8"))
-    assert (small <= exact + 0.3 * size(past)).all()
-
-
-def test_a_spread_beyond_fp8_is_still_a_bound():
-    """+600 and -600 in one page: half the range does not fit, and clamped it would promise less than there is."""
-    past = Past(80, 0, 1, [80], 0, False)
-    past.k[:, :, 20] = 600 * past.query[:, :, 0].sign()
-    past.k[:, :, 21] = -past.k[:, :, 20]
-    assert (bounds("quest", "float8", past)[..., None] >= products(past)).all()
-
-
-# ---------------------------------------------------------------- (d) how tokens come in makes no difference
+# ---------------------------------------------------------------- (c) how tokens come in makes no difference
 
 
 def lives(layer: Layer) -> dict:
-    """Everything that counts: the index, the ring rows and the pool rows that hold a token, the clock."""
-    t, c = layer.method.timeline, layer.clock
-    near = ring_positions(t.ring_rows, c.length, c.retired, t.sink) >= 0
-    row = torch.arange(layer.state.pool.shape[2], device=DEVICE)
-    far = (row >= t.sink) & (row < c.retired[:, None])
-    spread = lambda m, x: x.masked_fill(~m[:, None, :, None, None], 0)  # noqa: E731
-    index = {n: getattr(layer.state, n).float() for n in ("centre", "spread") if n in layer.state.buffers}
-    clock = {n: getattr(c, n) for n in ("seq_len", "length", "retired")}
-    return {"ring": spread(near, layer.state.ring), "pool": spread(far, layer.state.pool), **index, **clock}
+    """Everything that counts: the index, the ring rows and the pool rows that hold a token, the lengths."""
+    s, at = layer.state, layer.state.lengths
+    near = ring_positions(s.near.ring.shape[2], at.length, at.ring_begin, at.sink) >= 0
+    row = torch.arange(s.far.rows.shape[2], device=DEVICE)
+    far = (row >= at.sink) & (row < at.ring_begin[:, None])
+    kept = lambda m, x: x.masked_fill(~m[:, None, :, None, None], 0)  # noqa: E731
+    index = {n: t.float() for n, t in s.digests._asdict().items()} if "digests" in s.buffers else {}
+    lengths = {"seq_len": layer.row_lengths.seq_len, "length": at.length, "ring_begin": at.ring_begin}
+    return {"ring": kept(near, s.near.ring), "pool": kept(far, s.far.rows), **index, **lengths}
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not all_methods()[name].regroups])
 @given(past=pasts(), other=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_pieces_and_single_tokens_leave_the_same_state(name, past, other):
     """The same tokens as one prompt, as drawn, one by one, and in another cut."""
-    method = make_method(name, **{**SMALL, **METHODS[name], "sink": SINK}, budget=16)
+    method = small(name, **METHODS[name], budget=16)
     cut = []
     while sum(cut) < past.length:
         cut.append(min(other[len(cut) % len(other)], past.length - sum(cut)))
@@ -350,7 +333,7 @@ def test_pieces_and_single_tokens_leave_the_same_state(name, past, other):
         layer = past.fill(method)
         states.append(lives(layer))
         if method.retrieves:
-            states[-1]["chosen"] = layer.select(past.query)
+            states[-1]["chosen"] = layer.choose(past.query)
     for state in states[1:]:
         for part, value in states[0].items():
             assert torch.equal(state[part], value), part
@@ -358,5 +341,5 @@ def test_pieces_and_single_tokens_leave_the_same_state(name, past, other):
 
 def test_different_tokens_leave_a_different_state():
     """The comparison above can fail, in every part."""
-    one, two = (lives(Past(80, 3, 2, [80], seed, False).fill(make_method("quest", **SMALL))) for seed in (1, 2))
-    assert [part for part in one if torch.equal(one[part], two[part])] == ["seq_len", "length", "retired"]
+    one, two = (lives(Past(80, 3, 2, [80], seed, False).fill(small("quest"))) for seed in (1, 2))
+    assert [part for part in one if torch.equal(one[part], two[part])] == ["seq_len", "length", "ring_begin"]

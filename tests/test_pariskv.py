@@ -3,20 +3,22 @@ import math
 
 import pytest
 import torch
-from cases import _integers
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+from test_bound_scores import until
+from world import integers
 
 import torchsparsekv
-from torchsparsekv.benchmarks import recall_pariskv
-from torchsparsekv.method import Attention, make_method
+from torchsparsekv.benchmarks.quality import recall_pariskv
+from torchsparsekv.method import make_method
 from torchsparsekv.ops._code import directions
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._srht import turned
 from torchsparsekv.ops.index.encode_keys import encode
+from torchsparsekv.ops.select.centroid_votes import ONE, centroid_votes, rotated_query
 from torchsparsekv.ops.select.collide import candidate_capacity, candidates_of, collide
-from torchsparsekv.ops.select.earn_points import ONE, earn_points, rotated_query
 from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.state import Clock, Geometry, LayerState
+from torchsparsekv.ops.store.views import Attention, Codes
+from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 CPU = torch.device("cpu")
 SMALL = dict(budget=8, sink=4, window=6, update_interval=5, full_threshold=0)
@@ -72,19 +74,24 @@ def test_levels_agree_with_samples_of_the_sphere():
 
 
 def test_metadata_is_112_bytes_a_token():
-    g = Geometry(2, 3, 128, 4096, torch.bfloat16)
-    b = make_method("pariskv").buffers(g)
-    assert sum(b[name].nbytes for name in ("ids", "codes", "weights")) == 112 * 2 * 3 * 4096
-    assert b["ids"].shape[-1] == 16
+    codes = make_method("pariskv").buffers(Geometry(2, 3, 128, 4096, torch.bfloat16))["codes"]
+    assert sum(b.nbytes for b in (codes.ids, codes.codes, codes.weights)) == 112 * 2 * 3 * 4096
+    assert codes.ids.shape[-1] == 16
 
 
 # ---------------------------------------------------------------- the estimator
 
 
-def estimates(keys, q, m=8):
-    _, codes, weights = (t[None, None] for t in encode(keys, m, seed=0))
+def encoded(keys, m=8) -> Codes:
+    """Of keys [batch, kv_heads, tokens, head_dim], and how often each id occurs among them."""
+    ids, codes, weights = encode(keys, m, 0)
+    counts = torch.nn.functional.one_hot(ids.long(), 1 << m).sum(2).to(torch.int32)
+    return Codes(ids, codes, weights, counts)
+
+
+def estimates(keys, q):
     every = torch.arange(len(keys), dtype=torch.int32)[None, None]
-    return rerank(rotated_query(q[None, None, None], 1, True, 0), codes, weights, every)[0][0, 0]
+    return rerank(rotated_query(q[None, None, None], 1, True, 0), encoded(keys[None, None]), every)[0][0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,8 +126,8 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
     """Equation 24 for one candidate at a time, from the bits."""
     g = torch.Generator().manual_seed(5)
     keys, q = clustered(300, 128, g), torch.randn(1, 4, 1, 128, generator=g)
-    _, codes, weights = encode(keys, 8, 0)
-    levels = quantiser(8)[1]
+    index, levels = encoded(keys[None, None]), quantiser(8)[1]
+    _, codes, weights, _ = (t[0, 0] for t in index)
     candidates = torch.randperm(300, generator=g)[:90].sort().values
     for mean in (True, False):
         rotated = rotated_query(q, 1, mean, 0)
@@ -135,7 +142,7 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
                     total += float(weights[i, j // 8]) * sign * levels[nibble & 7] * coordinate
                 per_query.append(total)
             plain.append(max(per_query))
-        got, _ = rerank(rotated, codes[None, None], weights[None, None], candidates[None, None].to(torch.int32))
+        got, _ = rerank(rotated, index, candidates[None, None].to(torch.int32))
         plain = torch.tensor(plain)
         room = 1.5e-4 * float(keys.norm(dim=-1).max() * q.norm(dim=-1).max())  # directions and queries are fp16
         torch.testing.assert_close(got[0, 0], plain, atol=room, rtol=0)
@@ -177,26 +184,24 @@ def brute_force(rotated, ids, sink, end, beta, rho, least, dense):
 def test_stage_one_is_equation_15(beta, rho, queries, m):
     g = torch.Generator().manual_seed(queries + m)
     heads, rows, dim, sink = 2, 200, 32, 3
-    retired = torch.tensor([200, 131, 4, 3, 3 + 64], dtype=torch.int32)
-    keys = torch.stack([clustered(heads * rows, dim, g).view(heads, rows, dim) for _ in retired])
-    ids, _, _ = encode(keys, m, 0)
-    q = _integers(torch.randn(len(retired), heads * queries, 1, dim, generator=g))
-    counts = torch.zeros(len(retired), heads, dim // m, 1 << m, dtype=torch.int32)
-    for b, end in enumerate(retired.tolist()):
-        for i in range(sink, end):
-            for h in range(heads):
-                counts[b, h, torch.arange(dim // m), ids[b, h, i].long()] += 1
+    ends = [200, 131, 4, 3, 3 + 64]
+    keys = torch.stack([clustered(heads * rows, dim, g).view(heads, rows, dim) for _ in ends])
+    codes, lengths = encoded(keys, m), until(ends, sink)
+    q = integers(torch.randn(len(ends), heads * queries, 1, dim, generator=g))
+    codes.counts.zero_()
+    for b, h, i in ((b, h, i) for b, end in enumerate(ends) for h in range(heads) for i in range(sink, end)):
+        codes.counts[b, h, torch.arange(dim // m), codes.ids[b, h, i].long()] += 1
     ratios = [10, ONE, ONE, 20, ONE, ONE, 70, 500_000, 500_000, beta, rho]
     for least, dense in ((0, 0), (20, 0), (5, 64)):
         capacity = candidate_capacity(rows, ratios, least, dense)
-        rotated, earned = earn_points(q, counts, retired, sink, ratios, False, 0)
-        got = collide(earned, ids, retired, sink, ratios, least, dense, capacity)
+        rotated, votes = centroid_votes(q, codes, lengths, ratios, False, 0)
+        got = collide(votes, codes, lengths, ratios, least, dense, capacity)
         rotated = (rotated * dim**0.5).round()  # sums of integers, scaled
-        for b, end in enumerate(retired.tolist()):
+        for b, end in enumerate(ends):
             n = end - sink
             share = (beta, rho) if n >= 70 else (500_000, 500_000) if n >= 20 else (ONE, ONE)
             for h in range(heads):
-                want = brute_force(rotated[b, h], ids[b, h], sink, end, *share, least, dense)
+                want = brute_force(rotated[b, h], codes.ids[b, h], sink, end, *share, least, dense)
                 assert len(want) == candidates_of(n, ratios, least, dense)
                 assert got[b, h].tolist() == want + [-1] * (capacity - len(want))
 
@@ -208,54 +213,46 @@ def driven(method, lengths, steps, *, heads=2, group=2, dim=32, rows=96, dtype=t
     """Prompts of `lengths` tokens (0: none), then `steps` decode steps; yields (state, keys, q, chosen) after each."""
     g = torch.Generator().manual_seed(0)
     batch = len(lengths)
-    buffers, clock = method.buffers(Geometry(batch, heads, dim, rows, dtype)), Clock(method.timeline, batch, rows, CPU)
-    s = LayerState(buffers, clock, CPU, pool_on_host=False)
-    a = Attention(dim**-0.5)
-    chosen, choose = [], type(method).select
-
-    def spied(state, q, attention):
-        chosen[:] = [choose(method, state, q, attention)]
-        return chosen[0]
-
-    object.__setattr__(method, "select", spied)
+    of_rows = RowLengths(method.ring_plan, batch, rows, CPU)
+    s = LayerState(method.buffers(Geometry(batch, heads, dim, rows, dtype)), of_rows, CPU, pool_on_host=False)
+    chosen = []
+    s.tap = lambda state, q, a, choice, out: chosen.append(choice.ids)
     draw = lambda h, n: torch.randn(batch, h, n, dim, generator=g).to(dtype)  # noqa: E731
     columns = max(lengths)
     keys = [[] for _ in lengths]
     if columns:
-        s.clock.left_pad.copy_(torch.tensor([columns - n for n in lengths]))
-        s.clock.advance(columns)
+        of_rows.left_pad.copy_(torch.tensor([columns - n for n in lengths]))
+        of_rows.advance(columns)
         k = draw(heads, columns)
-        method.prefill(s, draw(heads * group, columns), k, draw(heads, columns), a, last=True)
+        method.prefill(s, draw(heads * group, columns), k, draw(heads, columns), Attention(dim**-0.5), last=True)
         for b, n in enumerate(lengths):
             keys[b] += k[b, :, columns - n :].unbind(1)
     for _ in range(steps):
-        s.clock.advance(1)
+        of_rows.advance(1)
         q, k = draw(heads * group, 1), draw(heads, 1)
         for b in range(batch):
             keys[b].append(k[b, :, 0])
-        method.decode(s, q, k, draw(heads, 1), a)
-        yield s, keys, q, chosen[0]
+        method.decode(s, q, k, draw(heads, 1), Attention(dim**-0.5))
+        yield s, keys, q, chosen.pop()
 
 
 @pytest.mark.parametrize("dim", [32, 48])
 @pytest.mark.parametrize("lengths", [[0, 0], [1, 10, 11], [31, 12, 60]])
-def test_index_is_that_of_the_retired_keys_at_every_step(lengths, dim):
+def test_index_is_that_of_the_retrievable_keys_at_every_step(lengths, dim):
     """From nothing past several update intervals, ragged: ids, codes, weights and counts as if encoded in one go."""
     method = make_method("pariskv", **SMALL, beta=0.5, rho=0.6)
     for s, keys, _, chosen in driven(method, lengths, 33, dim=dim):
         for b in range(len(lengths)):
-            n, end = len(keys[b]), int(s.clock.retired[b])
+            n, end = len(keys[b]), int(s.lengths.ring_begin[b])
             assert end == 4 + max(0, (n - 10) // 5) * 5
             if end == 4:
                 assert (chosen[b] == -1).all()
-                assert (s.counts[b] == 0).all()
+                assert (s.codes.counts[b] == 0).all()
                 continue
             ids, codes, weights = encode(torch.stack(keys[b][4:end], 1), 8, 0)
-            assert torch.equal(s.ids[b, :, 4:end], ids)
-            assert torch.equal(s.codes[b, :, 4:end], codes)
-            assert torch.equal(s.weights[b, :, 4:end], weights)
+            assert all(torch.equal(got[b, :, 4:end], x) for got, x in zip(s.codes[:3], (ids, codes, weights)))
             tally = torch.nn.functional.one_hot(ids.long(), 256).sum(1)
-            assert torch.equal(s.counts[b].long(), tally)
+            assert torch.equal(s.codes.counts[b].long(), tally)
             for h in range(2):
                 picked = chosen[b, h][chosen[b, h] >= 0].tolist()
                 assert picked == sorted(set(picked))
@@ -270,10 +267,11 @@ def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
     for s, _, q, chosen in driven(method, [80, 47], 3):
         rotated = rotated_query(q, 2, group == "mean", 0)
         for b in range(2):
-            end = int(s.clock.retired[b])
+            end = int(s.lengths.ring_begin[b])
             for h in range(2):
-                some = brute_force(rotated[b, h], s.ids[b, h], 4, end, ONE // 2, 6 * ONE // 10, 8, 0)
-                v = directions(s.codes[b, h, some], 8) * s.weights[b, h, some].float()[..., None]
+                ids, codes, weights, _ = (t[b, h] for t in s.codes)
+                some = brute_force(rotated[b, h], ids, 4, end, ONE // 2, 6 * ONE // 10, 8, 0)
+                v = directions(codes[some], 8) * weights[some].float()[..., None]
                 estimate = (v.flatten(-2) @ rotated[b, h].T).amax(-1)
                 best = estimate.topk(8).indices.sort().values
                 assert [some[i] for i in best.tolist()] == chosen[b, h].tolist()
@@ -284,7 +282,7 @@ def test_rows_below_full_threshold_take_everything():
     assert method.dense_below == 40
     for s, _, _, chosen in driven(method, [20, 49, 80], 4):
         assert chosen.shape[-1] == 40
-        for b, end in enumerate(s.clock.retired.tolist()):
+        for b, end in enumerate(s.lengths.ring_begin.tolist()):
             want = list(range(4, end)) if end - 4 <= 40 else None
             for h in range(2):
                 got = [x for x in chosen[b, h].tolist() if x >= 0]
@@ -372,7 +370,6 @@ def test_recall_on_structured_keys():
         (dict(m=16), "m must be one of 2, 4, 8"),
         (dict(m=3), "m must be one of 2, 4, 8"),
         (dict(group="sum"), "group must be one of mean, max"),
-        (dict(block_size=4, sink=64, budget=100), "block_size must be 1"),
         (dict(full_threshold=-1), "full_threshold must be at least 0"),
         (dict(seed=1 << 20), "seed must be from 0 to 1048575, got 1048576"),
     ],
@@ -382,6 +379,11 @@ def test_refusals(hyper, reason):
         make_method("pariskv", **hyper)
 
 
+def test_refuses_blocks():
+    with pytest.raises(TypeError, match="method 'pariskv' has no hyper-parameter block_size; it has: budget, "):
+        make_method("pariskv", block_size=4, sink=64, budget=100)
+
+
 def test_refuses_a_budget_above_the_candidates():
     g = Geometry(1, 1, 128, 8192, torch.float32)
     with pytest.raises(ValueError, match=r"budget 2000 is above the 788 candidates that beta leaves of 7872 tokens"):
@@ -389,11 +391,10 @@ def test_refuses_a_budget_above_the_candidates():
     make_method("pariskv", budget=700, beta=0.1, rho=0.2).buffers(g)
 
 
-def test_refuses_m_that_makes_too_many_subspaces():
-    with pytest.raises(ValueError, match="m 2 makes 64 subspaces of head_dim 128"):
-        make_method("pariskv", m=2).buffers(Geometry(1, 1, 128, 512, torch.float32))
-
-
-def test_refuses_m_that_does_not_divide_the_padded_head_dim():
-    with pytest.raises(ValueError, match="m 8 does not divide the padded head_dim 4"):
-        make_method("pariskv").buffers(Geometry(1, 1, 3, 512, torch.float32))
+@pytest.mark.parametrize(
+    ("m", "head_dim", "reason"),
+    [(2, 128, "m 2 makes 64 subspaces of head_dim 128"), (8, 3, "m 8 does not divide the padded head_dim 4")],
+)
+def test_refuses_m_that_does_not_fit_the_head_dim(m, head_dim, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_method("pariskv", m=m).buffers(Geometry(1, 1, head_dim, 512, torch.float32))

@@ -5,12 +5,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import run_both
+from test_ops import on, run_both
 from world import DEVICE, World
 
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.store.views import Units
 
 SELECT = importlib.import_module("torchsparsekv.ops.select.pick_units")
+ENTRY = load_all()["pick_units"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,16 +24,16 @@ def small():
         yield
 
 
-def both(q, centroid, sizes: list[int], budget: int, *, wanted: int = 1, room: int = 0):
+def both(q, centroid, sizes: list[int], budget: int, *, now: int = 1, room: int = 0):
     """By kernel and by reference: the rows chosen from units of such sizes, with room for more behind them."""
     centroid = torch.cat([centroid, torch.full((room, 16), torch.nan)])
     first = torch.tensor([5, *sizes, *[7] * room]).cumsum(0).to(torch.int32)
     one = torch.ones(1, 1, dtype=torch.int32)
-    args = (q[None, :, None], centroid[None, None], first[None, None], one * len(sizes), one * wanted, one * 0)
-    want = load_all()["pick_units"].reference(*args, budget, 0.25)
-    moved = [a.to(DEVICE) for a in args]
-    got = load_all()["pick_units"].cuda(*moved, budget, 0.25)
-    assert int(moved[-1]) == 0, "arrivals of the next step start at 0"
+    things = (q[None, :, None], Units(first[None, None], centroid[None, None], one * len(sizes)), one * now, one * 0)
+    want = ENTRY.reference(*things, budget, 0.25)
+    there = on(DEVICE, things)
+    got = ENTRY.run("triton", *there, budget, 0.25)
+    assert int(there[3]) == 0, "the count of the next step starts at 0"
     return got[0, 0].tolist(), want[0, 0].tolist()
 
 
@@ -93,9 +95,9 @@ def test_a_budget_larger_than_everything_takes_everything():
     assert got == want == [*range(5, 105)] + [-1] * 30
 
 
-@pytest.mark.parametrize(("sizes", "wanted"), [([], 1), ([], 0), ([4] * 40, 0), ([0] * 40, 1)])
-def test_nothing_to_choose(sizes, wanted):
-    got, want = chosen(sizes, [0] * len(sizes), 50, wanted=wanted, room=20)
+@pytest.mark.parametrize(("sizes", "now"), [([], 1), ([], 0), ([4] * 40, 0), ([0] * 40, 1)])
+def test_nothing_to_choose(sizes, now):
+    got, want = chosen(sizes, [0] * len(sizes), 50, now=now, room=20)
     assert got == want == [-1] * 50
 
 
@@ -116,4 +118,5 @@ def test_more_units_than_a_sum_counts(monkeypatch):
 
 def test_rows_and_heads_of_their_own():
     for seed in range(8):
-        run_both("pick_units", World(lengths=[190, 77], rows=192, block=2, sink=2, heads=2, group=3, seed=seed))
+        w = World(lengths=[190, 77], rows=192, block=2, sink=2, heads=2, group=3, seed=seed)
+        run_both("pick_units", "triton", w)

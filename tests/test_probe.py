@@ -1,14 +1,15 @@
 """The probe against brute force: on one layer whose tokens the test knows, and on patched models."""
+import contextlib
+
 import pytest
 import torch
 from cases import METHODS
 from hypothesis import given
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
-from test_methods import BLOCK, SINK, SMALL, Past, frontier, pasts
+from test_methods import BLOCK, SINK, Past, frontier, pasts, small
 
 import torchsparsekv
-from torchsparsekv.method import make_method
-from torchsparsekv.probe import LayerProbe, _watched, probe
+from torchsparsekv.probe import LayerProbe, probe, tapped
 
 BUDGET = 2 * BLOCK
 PATCH = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6)
@@ -17,12 +18,11 @@ PATCH = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6)
 def step_of(past: Past, method):
     """One more token after `past` through a probed method: (the probe of it, its choice, all keys and values)."""
     layer = past.fill(method)
-    p = LayerProbe(method)
-    layer.method = _watched(method, p)
+    p = layer.state.tap = LayerProbe(method)
     g = torch.Generator().manual_seed(past.seed + 1)
     k, v = (torch.randn(2, past.heads, 1, past.dim, generator=g) for _ in "kv")
     out = layer.feed(past.query, k, v)
-    chosen = layer.select(past.query) if method.retrieves else None
+    chosen = layer.choose(past.query) if method.retrieves else None
     return p, chosen, torch.cat([past.k, k], 2), torch.cat([past.v, v], 2), out.cpu()
 
 
@@ -30,7 +30,7 @@ def step_of(past: Past, method):
 @given(past=pasts())
 def test_mass_and_error_are_those_of_the_definition(name, past):
     block = {"oracle": 1}.get(name, BLOCK)
-    method = make_method(name, **{**SMALL, "block_size": block}, budget=BUDGET)
+    method = small(name, block_size=block, budget=BUDGET)
     p, chosen, keys, values, out = step_of(past, method)
     for b, first in enumerate((past.pad, 0)):
         for head in range(past.heads * past.group):
@@ -60,6 +60,7 @@ def decode(method: str, steps: int, **hyper):
             probed = greedy_logits(model, ids, mask, steps, cache)
         assert [layer.method for layer in cache.layers] == methods
         assert all(type(layer.method) is type(m) for layer, m in zip(cache.layers, methods))
+        assert [layer.state.tap for layer in cache.layers] == [None] * len(methods)
     return plain, probed, seen
 
 
@@ -110,11 +111,19 @@ def test_a_compiled_step_is_refused():
             greedy_logits(model, ids, mask, 2, cache, torch.compile(model.forward, fullgraph=True))
 
 
-def test_a_method_that_hides_its_choice_is_refused():
-    class Hidden(type(make_method("quest"))):
-        def attend(self, s, q, a):
-            return q.clone()
-
-    past = Past(60, 0, 1, [60], 0, False)
-    with pytest.raises(RuntimeError, match=r"quest: a probe needs attend\(\) to go through places\(\)"):
-        step_of(past, Hidden(**SMALL, budget=BUDGET))
+def test_taps_are_those_of_before_also_after_an_error():
+    model = tiny(num_hidden_layers=2)
+    ids, mask = prompts(1, 40)
+    with torchsparsekv.patch(model, "quest", **PATCH, **METHODS["quest"], budget=16) as handle:
+        cache, steps = handle.make_cache(1), []
+        taps = [lambda s, q, a, choice, out, i=i: steps.append((i, choice is None)) for i in range(2)]
+        with tapped(cache, taps):
+            with contextlib.suppress(KeyError), probe(cache) as seen:
+                greedy_logits(model, ids, mask, 2, cache)
+                raise KeyError
+            assert [layer.state.tap for layer in cache.layers] == taps
+            assert (len(seen.layers[0].mass), steps) == (2, [])
+            cache.reset()
+            greedy_logits(model, ids, mask, 1, cache)
+        assert steps == [(0, True), (1, False)], "a dense layer chooses nothing"
+        assert [layer.state.tap for layer in cache.layers] == [None, None]

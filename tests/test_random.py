@@ -3,8 +3,9 @@ import pytest
 import torch
 from world import DEVICE
 
-from torchsparsekv.method import Attention, make_method
-from torchsparsekv.state import Clock, Geometry, LayerState
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 ROWS, BLOCK, SINK, WINDOW, BUDGET = 256, 4, 8, 6, 40
 LIVE = range(SINK // BLOCK, (SINK + (200 - SINK - WINDOW) // BLOCK * BLOCK) // BLOCK)  # blocks that have left at 200
@@ -13,15 +14,16 @@ LIVE = range(SINK // BLOCK, (SINK + (200 - SINK - WINDOW) // BLOCK * BLOCK) // B
 def draws(steps: int, seed: int = 0, heads: int = 2) -> torch.Tensor:
     """Chosen blocks of single decode steps at 200 tokens and later, [steps, heads, n]."""
     method = make_method("random", sink=SINK, window=WINDOW, block_size=BLOCK, budget=BUDGET, seed=seed)
-    clock = Clock(method.timeline, 1, 1 << 20, DEVICE)
-    state = LayerState(method.buffers(Geometry(1, heads, 16, ROWS, torch.float32)), clock, DEVICE, pool_on_host=False)
-    clock.advance(200)
-    retired, chosen = clock.retired.clone(), []
+    lengths = RowLengths(method.ring_plan, 1, 1 << 20, DEVICE)
+    buffers = method.buffers(Geometry(1, heads, 16, ROWS, torch.float32))
+    state = LayerState(buffers, lengths, DEVICE, pool_on_host=False)
+    lengths.advance(200)
+    begin, chosen = state.lengths.ring_begin.clone(), []
     q = torch.zeros(1, heads, 1, 16, device=DEVICE)
     for _ in range(steps):
-        chosen.append(method.select(state, q, Attention(0.25))[0].clone())
-        clock.advance(1)
-        clock.retired.copy_(retired)  # the same blocks to draw from at every step
+        chosen.append(method.choose(state, q, Attention(0.25)).ids[0].clone())
+        lengths.advance(1)
+        state.lengths.ring_begin.copy_(begin)  # the same blocks to draw from at every step
     return torch.stack(chosen).cpu()
 
 

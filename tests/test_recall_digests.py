@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchsparsekv.benchmarks import recall_digests
-from torchsparsekv.benchmarks._recall import Stream
-from torchsparsekv.benchmarks.recall_digests import PAGE_METHODS, Paged, exact, measure
+from torchsparsekv.benchmarks.quality import recall_digests
+from torchsparsekv.benchmarks.quality._recall import Stream
+from torchsparsekv.benchmarks.quality.recall_digests import PAGE_METHODS, Paged, exact, measure
 
 
 def options(**changes) -> SimpleNamespace:
@@ -45,7 +45,7 @@ def test_a_stream_is_taken_in_whole_whatever_the_chunks(monkeypatch):
     whole = Paged("quest", "float8", stream, options())
     monkeypatch.setattr(recall_digests, "CHUNK", 48)
     parts = Paged("quest", "float8", stream, options())
-    assert int(whole.clock.retired[0]) == int(parts.clock.retired[0]) == 288
+    assert int(whole.lengths.view.ring_begin[0]) == int(parts.lengths.view.ring_begin[0]) == 288
     q = stream.query(300)
     assert torch.equal(whole.choose(q), parts.choose(q))
 
@@ -53,11 +53,11 @@ def test_a_stream_is_taken_in_whole_whatever_the_chunks(monkeypatch):
 def test_the_command_measures_every_digest_on_the_same_queries(monkeypatch, tmp_path):
     out = tmp_path / "digests.json"
     words = "--contexts 2048 4096 --offsets 8 100 --queries 6 --heads 2 --budget 256 --block-size 16 --out"
-    monkeypatch.setattr(sys, "argv", ["benchmarks/recall_digests.py", *shlex.split(words), str(out)])
+    monkeypatch.setattr(sys, "argv", [recall_digests.__file__, *shlex.split(words), str(out)])
     recall_digests.main()
     result = json.loads(out.read_text())
     assert (result["benchmark"], result["options"]["dtype"]) == ("digests", "torch.bfloat16")
-    assert result["command"].startswith("python benchmarks/recall_digests.py --contexts")
+    assert result["command"].startswith("python benchmarks/quality/recall_digests.py --contexts")
     at = {(r["offset"], r["context"], r["method"], r["digest"]): r for r in result["rows"]}
     assert len(at) == len(result["rows"]) == 2 * 2 * 2 * 2
     for (offset, context, method, digest), r in at.items():

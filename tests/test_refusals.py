@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import MANY_TOKENS, METHODS, OPS
+from cases import IN_BLOCKS, MANY_TOKENS, METHODS, OPS
 from models import prompts, tiny
 from snapshot import snapshot
+from test_ops import flat, on
 from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
 from world import DEVICE, World
 
@@ -33,8 +34,9 @@ class Row(NamedTuple):
 
 
 def patch(method="quest", **changes):
-    """At patch time."""
-    return lambda model: torchsparsekv.patch(model, method, **{**SMALL, **changes})
+    """At patch time; a method of single tokens has no block size."""
+    sizes = {name: x for name, x in SMALL.items() if name != "block_size" or method in IN_BLOCKS}
+    return lambda model: torchsparsekv.patch(model, method, **{**sizes, **changes})
 
 
 def used(act, **changes):
@@ -64,12 +66,10 @@ def op(name, **spoil):
     """Call an op with valid arguments, except for those in `spoil`: name -> function of the valid one."""
 
     def act(_):
-        args = OPS[name](World(tokens=3 if name in MANY_TOKENS else 1))
-        known = [a.name for a in ENTRIES[name].op._schema.arguments]
-        assert set(spoil) <= set(known)
-        args = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-        args = [spoil[n](a) if n in spoil else a for n, a in zip(known, args)]
-        getattr(torch.ops.torchsparsekv, name)(*args)
+        things = flat(on(DEVICE, OPS[name](World(tokens=3 if name in MANY_TOKENS else 1))))
+        args = dict(zip((f.name for f in ENTRIES[name].signature.flat), things, strict=True))
+        assert set(spoil) <= set(args)
+        ENTRIES[name].op(*(args | {n: change(args[n]) for n, change in spoil.items()}).values())
 
     return act
 
@@ -81,6 +81,14 @@ def strided(t):
 
 def cut(t):
     return t[..., :-1].contiguous()
+
+
+def but_one(t):
+    return t[:, :, 1:].contiguous()
+
+
+def nine_times(t):
+    return t.repeat(1, 1, 9)
 
 
 def spread_over_devices():
@@ -197,38 +205,52 @@ ROWS = [
     Row("skip_layers negative", patch(skip_layers=-1), ValueError, r"skip_layers must be from 0 to 2, got -1"),
     Row("skip_layers all", patch(skip_layers=3), ValueError, r"skip_layers must be from 0 to 2, got 3"),
     Row("skip_layers a bool", patch(skip_layers=True), ValueError, r"skip_layers must be from 0 to 2, got True"),
+    Row("layers no dict", patch(layers=[1, 2]), TypeError, r"layers must be a dict of layer index to method, got \[1, 2\]"),
+    Row("layers: no such layer", patch(layers={3: "full"}), ValueError, r"an entry for layer 3; this model has layers 0 to 2"),
+    Row("layers: counted from the end", patch(layers={-1: "full"}), ValueError, r"an entry for layer -1; this model has layers 0 to 2"),
+    Row("layers: index a bool", patch(layers={True: "full"}), ValueError, r"an entry for layer True; this model has"),
+    Row("layers: index a string", patch(layers={"1": "full"}), ValueError, r"an entry for layer '1'; this model has"),
+    Row("layers: a layer twice", patch(layers={1: "full", torch.tensor(1): "quest"}), ValueError, r"layers has two entries for layer 1"),
+    Row("layers: method unknown", patch(layers={1: "qeust"}), ValueError, r"layers\[1\]: unknown method 'qeust'; available: arkvale"),
+    Row("layers: method no name", patch(layers={1: dict(method=3)}), TypeError, r"layers\[1\]: method must be a name, got 3"),
+    Row("layers: entry a number", patch(layers={1: 512}), TypeError, r"layers\[1\]: an entry is the name of a method or a dict of hyper-parameters, got 512"),
+    Row("layers: hyper-parameter unknown", patch(layers={2: dict(pages=3)}), TypeError, r"layers\[2\]: method 'quest' has no hyper-parameter pages"),
+    Row("layers: hyper-parameter of the other", patch(layers={2: dict(method="louiskv", digest="float8")}), TypeError, r"layers\[2\]: method 'louiskv' has no hyper-parameter digest"),
+    Row("layers: hyper-parameter wrong", patch(layers={2: dict(budget=18)}), ValueError, r"layers\[2\]: quest: budget must be a multiple of block_size 4, got 18"),
+    Row("layers: budget above max_length", patch(layers={2: dict(budget=68)}), ValueError, r"layers\[2\]: budget 68 is above max_length 64"),
+    Row("budget a bool tensor", patch(budget=torch.tensor(True)), TypeError, r"budget must be an int, got tensor\(True\)"),
+    Row("max_length a bool", patch(max_length=True), ValueError, r"max_length must be a positive int, got True"),
     Row("digest unknown", patch(digest="int4"), ValueError, r"digest must be one of float8, bfloat16, float32, got 'int4'"),
-    Row("tau minus one", patch("louiskv", block_size=1, tau=-1.0), ValueError, r"tau must be in \(-1, 1\].*got -1.0"),
-    Row("tau above one", patch("louiskv", block_size=1, tau=1.01), ValueError, r"tau must be in \(-1, 1\].*got 1.01"),
-    Row("tau not a number", patch("louiskv", block_size=1, tau=float("nan")), ValueError, r"tau must be in \(-1, 1\].*got nan"),
-    Row("tau a bool", patch("louiskv", block_size=1, tau=True), ValueError, r"tau must be in \(-1, 1\].*got True"),
-    Row("tau of no file", patch("louiskv", block_size=1, tau="nowhere.json"), ValueError, r"nowhere.json is no file of `torchsparsekv calibrate`"),
-    Row("per_head a string", patch("louiskv", block_size=1, per_head="yes"), TypeError, r"per_head must be a bool, got 'yes'"),
-    Row("segments reversed", patch("louiskv", block_size=1, segment_min=9, segment_max=8), ValueError, r"segments need shortest <= longest, got 9, 8"),
-    Row("segment a float", patch("louiskv", block_size=1, segment_max=8.0), TypeError, r"segment_max must be an int, got 8.0"),
-    Row("run zero", patch("clusterkv", block_size=1, run=0), ValueError, r"run must be from 1 to 4096, got 0"),
-    Row("run beyond a program", patch("clusterkv", block_size=1, run=4097), ValueError, r"run must be from 1 to 4096, got 4097"),
-    Row("run a float", patch("clusterkv", block_size=1, run=2.0), TypeError, r"run must be an int, got 2.0"),
-    Row("budget below a cluster", patch("clusterkv", block_size=1, budget=8, cluster_size=16), ValueError, r"budget 8 is below one unit: a cluster has 16 tokens"),
-    Row("budget below a segment", patch("louiskv", block_size=1), ValueError, r"budget 16 is below one unit.*segment up to 32"),
-    Row("clusters in blocks", patch("clusterkv"), ValueError, r"retrieves units of any size: block_size must be 1, got 4"),
-    Row("cluster size 12", patch("clusterkv", block_size=1, cluster_size=12), ValueError, r"cluster_size must be a power of two, got 12"),
-    Row("cluster size one", patch("clusterkv", block_size=1, cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
-    Row("a size no cache can have", patch("pariskv", block_size=1, budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
-    Row("stretch below a cluster", patch("clusterkv", block_size=1, stretch=8, cluster_size=16), ValueError, r"stretch 8 is below cluster_size 16"),
-    Row("stretch too long", patch("clusterkv", block_size=1, stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),
-    Row("no rounds", patch("clusterkv", block_size=1, rounds=0), ValueError, r"rounds must be from 1 to 100, got 0"),
-    Row("rounds a bool", patch("clusterkv", block_size=1, rounds=True), TypeError, r"rounds must be an int, got True"),
-    Row("seed of clusters negative", patch("clusterkv", block_size=1, seed=-1), ValueError, r"seed must be from 0 to 65535, got -1"),
+    Row("tau minus one", patch("louiskv", tau=-1.0), ValueError, r"tau must be in \(-1, 1\].*got -1.0"),
+    Row("tau above one", patch("louiskv", tau=1.01), ValueError, r"tau must be in \(-1, 1\].*got 1.01"),
+    Row("tau not a number", patch("louiskv", tau=float("nan")), ValueError, r"tau must be in \(-1, 1\].*got nan"),
+    Row("tau a bool", patch("louiskv", tau=True), ValueError, r"tau must be in \(-1, 1\].*got True"),
+    Row("tau of no file", patch("louiskv", tau="nowhere.json"), ValueError, r"nowhere.json is no file of `torchsparsekv calibrate`"),
+    Row("per_head a string", patch("louiskv", per_head="yes"), TypeError, r"per_head must be a bool, got 'yes'"),
+    Row("segments reversed", patch("louiskv", segment_min=9, segment_max=8), ValueError, r"segments need shortest <= longest, got 9, 8"),
+    Row("segment a float", patch("louiskv", segment_max=8.0), TypeError, r"segment_max must be an int, got 8.0"),
+    Row("run zero", patch("clusterkv", run=0), ValueError, r"run must be from 1 to 4096, got 0"),
+    Row("run beyond a program", patch("clusterkv", run=4097), ValueError, r"run must be from 1 to 4096, got 4097"),
+    Row("run a float", patch("clusterkv", run=2.0), TypeError, r"run must be an int, got 2.0"),
+    Row("budget below a cluster", patch("clusterkv", budget=8, cluster_size=16), ValueError, r"budget 8 is below one unit: a cluster has 16 tokens"),
+    Row("budget below a segment", patch("louiskv"), ValueError, r"budget 16 is below one unit.*segment up to 32"),
+    Row("clusters in blocks", patch("clusterkv", block_size=4), TypeError, r"method 'clusterkv' has no hyper-parameter block_size"),
+    Row("cluster size 12", patch("clusterkv", cluster_size=12), ValueError, r"cluster_size must be a power of two, got 12"),
+    Row("cluster size one", patch("clusterkv", cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
+    Row("a size no cache can have", patch("pariskv", budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
+    Row("stretch below a cluster", patch("clusterkv", stretch=8, cluster_size=16), ValueError, r"stretch 8 is below cluster_size 16"),
+    Row("stretch too long", patch("clusterkv", stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),
+    Row("no rounds", patch("clusterkv", rounds=0), ValueError, r"rounds must be from 1 to 100, got 0"),
+    Row("rounds a bool", patch("clusterkv", rounds=True), TypeError, r"rounds must be an int, got True"),
+    Row("seed of clusters negative", patch("clusterkv", seed=-1), ValueError, r"seed must be from 0 to 65535, got -1"),
     # models
     Row("not a transformers model", patch(), TypeError, r"takes a transformers PreTrainedModel, got Linear", lambda: torch.nn.Linear(2, 2)),
-    Row("family unknown", patch(), NotImplementedError, r"no family for model_type 'gpt2'; available: llama, mistral, qwen2, qwen3", gpt2),
+    Row("family unknown", patch(), NotImplementedError, r"no family for model_type 'gpt2'; available: apertus, .*llama, .*qwen3_moe", gpt2),
     Row("encoder-decoder", patch(), NotImplementedError, r"encoder-decoder", t5),
     Row("training mode at patch", patch(), RuntimeError, r"call model.eval\(\) first", lambda: tiny().train()),
     Row("dispatch bypassed", patch(), NotImplementedError, r"LlamaForCausalLM bypasses transformers' attention dispatch", no_dispatch),
     Row("double precision", patch(), TypeError, r"float32, float16 or bfloat16, got torch.float64", lambda: tiny(dtype=torch.float64)),
     Row("several devices", patch(), NotImplementedError, r"spread over several devices \(0, 1\)", spread_over_devices),
-    Row("sliding window", patch(), NotImplementedError, r"layer 0 attends to a sliding window of 32", lambda: tiny("mistral", sliding_window=32)),
     Row("head_dim", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
     Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
     # capacity
@@ -239,6 +261,8 @@ ROWS = [
     Row("generate overruns a given cache", generate(cache=lambda h: h.make_cache(2, 22)), ValueError, r"holds 22 tokens, this call needs 23"),
     Row("cache above the limit", used(lambda m, h: h.make_cache(2, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
     Row("cache of length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
+    Row("cache of length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
+    Row("cache of half a row", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
     Row("cache of no rows", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
     # modes of generate
     Row("beam search", generate(num_beams=2), ValueError, r"'beam_search' reorders or forks the cache"),
@@ -262,7 +286,7 @@ ROWS = [
     Row("batch size in generate", generate(cache=lambda h: h.make_cache(3)), ValueError, r"made for batch size 3, this call has 2"),
     Row("crop", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
     Row("reorder", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
-    Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied; make a new one with Handle.make_cache"),
+    Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by deepcopy: Handle.fork\(cache\) makes a copy"),
     Row("right padding", call(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("right padding in generate", generate(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("hole in the mask", call(mask=MASK.index_fill(1, torch.tensor([12], device=DEVICE), 0)), ValueError, r"padded on the left only"),
@@ -274,53 +298,60 @@ ROWS = [
     Row("gradients of weights", used(with_gradients), RuntimeError, r"for inference: run under torch.no_grad"),
     Row("gradients of inputs", used(with_gradients_of_inputs), RuntimeError, r"for inference: run under torch.no_grad"),
     # tensors into ops
-    Row("append: pool strided", op("append", pool=strided), ValueError, r"pool must be contiguous"),
-    Row("append: ring strided", op("append", ring=strided), ValueError, r"ring must be contiguous"),
-    Row("append: k in double", op("append", k=torch.Tensor.double), TypeError, r"dtypes must agree"),
-    Row("append: k of two tokens", op("append", k=lambda k: k.repeat(1, 1, 2, 1)), ValueError, r"k must have shape \(2, 2, 1, 16\)"),
-    Row("append: length in int64", op("append", length=torch.Tensor.long), TypeError, r"length must be torch.int32"),
-    Row("append: length of fewer rows", op("append", length=cut), ValueError, r"length must have shape \(2,\), got \(1,\)"),
-    Row("append: stats too narrow", op("append", stats=cut), ValueError, r"stats must have shape \(2, 2, 5\)"),
-    Row("append: ring too short", op("append", ring=lambda r: r[:, :, :6].contiguous()), ValueError, r"a ring of 6 rows cannot hold"),
-    Row("advance: seq_len in int32", op("advance", seq_len=torch.Tensor.int), TypeError, r"seq_len must be torch.int64"),
-    Row("advance: no tokens", op("advance", tokens=lambda _: 0), ValueError, r"need tokens, interval >= 1"),
-    Row("store_prompt: v reversed in memory", op("store_prompt", v=strided), ValueError, r"v must have stride 1 in its last dimension"),
-    Row("store_prompt: pool in half", op("store_prompt", pool=torch.Tensor.half), TypeError, r"dtypes must agree"),
-    Row("block_bounds: centre in int8", op("block_bounds", centre=torch.Tensor.char), TypeError, r"centre must be"),
-    Row("block_bounds: too few blocks", op("block_bounds", centre=lambda c: c[:, :, 1:].contiguous()), ValueError, r"centre must have shape"),
-    Row("bound_scores: spread cut", op("bound_scores", spread=cut), ValueError, r"spread .* does not fit centres"),
-    Row("bound_scores: q of three heads", op("bound_scores", q=lambda q: q[:, :3]), ValueError, r"queries .* do not fit"),
-    Row("attention_mass: sink not in blocks", op("attention_mass", sink=lambda _: 3), ValueError, r"not whole blocks of 4"),
-    Row("top_blocks: scores in half", op("top_blocks", scores=torch.Tensor.half), TypeError, r"scores must be torch.float32"),
-    Row("top_blocks: scores strided", op("top_blocks", scores=strided), ValueError, r"scores must be contiguous"),
-    Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"need k >= 1"),
-    Row("top_blocks: width", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, None, 0, 9), ValueError, r"few and width are of whole rows"),
+    Row("append: pool strided", op("append", far_rows=strided), ValueError, r"^far.rows must be contiguous, got shape \(2, 2, 64, 2, 16\) with strides \(8192, 4096, 64, 32, 2\)$"),
+    Row("append: ring strided", op("append", near_ring=strided), ValueError, r"^near.ring must be contiguous, got shape \(2, 2, 14, 2, 16\) with strides \(1792, 896, 64, 32, 2\)$"),
+    Row("append: k in double", op("append", k=torch.Tensor.double), TypeError, r"^dtypes must agree, got {'near.ring': torch.float32, 'far.rows': torch.float32, 'k': torch.float64}$"),
+    Row("append: k of two tokens", op("append", k=lambda k: k.repeat(1, 1, 2, 1)), ValueError, r"^k must have shape \(2, 2, 1, 16\), got \(2, 2, 2, 16\)$"),
+    Row("append: length in int64", op("append", lengths_length=torch.Tensor.long), TypeError, r"^lengths.length must be torch.int32, got torch.int64$"),
+    Row("append: length of fewer rows", op("append", lengths_length=cut), ValueError, r"^lengths.length must have shape \(2,\), got \(1,\)$"),
+    Row("append: counts too narrow", op("append", stats_counts=cut), ValueError, r"^stats.counts must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
+    Row("append: ring too short", op("append", near_ring=lambda r: r[:, :, :6].contiguous()), ValueError, r"^a ring of 6 rows cannot hold 4 sink rows and 4 leaving at once$"),
+    Row("advance: seq_len in int32", op("advance", seq_len=torch.Tensor.int), TypeError, r"^seq_len must be torch.int64, got torch.int32$"),
+    Row("advance: no tokens", op("advance", tokens=lambda _: 0), ValueError, r"^need tokens, interval >= 1 and sink, window >= 0: 0, 4, 4, 6$"),
+    Row("advance: pad in float", op("advance", pad=lambda _: torch.zeros(2)), TypeError, r"^pad must be torch.int32 or torch.int64, got torch.float32$"),
+    Row("flush_ring: pool of fewer rows", op("flush_ring", far_rows=lambda p: p[:1].contiguous()), ValueError, r"^far.rows must have shape \(2, 2, 64, 2, 16\), got \(1, 2, 64, 2, 16\)$"),
+    Row("store_prompt: v reversed in memory", op("store_prompt", v=strided), ValueError, r"^v must have stride 1 in its last dimension, got strides \(192, 96, 32, 2\)$"),
+    Row("store_prompt: pool in half", op("store_prompt", far_rows=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'near.ring': torch.float32, 'far.rows': torch.float16}$"),
+    Row("store_prompt: order of fewer tokens", op("store_prompt", order=cut), ValueError, r"^order must have shape \(2, 2, 3\), got \(2, 2, 2\)$"),
+    Row("block_bounds: centre in int8", op("block_bounds", digests_centre=torch.Tensor.char), TypeError, r"^digests.centre must be torch.float32 or torch.float16 or torch.bfloat16 or torch.float8_e4m3fn, got torch.int8$"),
+    Row("block_bounds: too few centres", op("block_bounds", digests_centre=but_one), ValueError, r"^digests.spread must have shape \(2, 2, 15, 16\), got \(2, 2, 16, 16\)$"),
+    Row("block_bounds: too few blocks", op("block_bounds", digests_centre=but_one, digests_spread=but_one), ValueError, r"^64 rows are not 15 blocks of 4$"),
+    Row("block_bounds: a fourth volume", op("block_bounds", volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
+    Row("block_bounds: balls with spreads of boxes", op("block_bounds", volume=lambda _: 1), ValueError, r"^volume is one of .*, got 1 with spreads \(2, 2, 16, 16\)$"),
+    Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has one value per channel \(boxes\) or per block \(ball\), got \(2, 2, 16, 15\)$"),
+    Row("bound_scores: spread of another type", op("bound_scores", digests_spread=torch.Tensor.half), TypeError, r"^spread must be torch.float32, got torch.float16$"),
+    Row("bound_scores: q of three heads", op("bound_scores", q=lambda q: q[:, :3]), ValueError, r"^queries \(2, 3, 1, 16\) do not fit keys and values \(2, 2, 16, 16\)$"),
+    Row("attention_mass: sink not in blocks", op("attention_mass", lengths_sink=lambda _: 3), ValueError, r"^64 rows and 3 sinks are not whole blocks of 4$"),
+    Row("top_blocks: scores in half", op("top_blocks", scores=torch.Tensor.half), TypeError, r"^scores must be torch.float32, got torch.float16$"),
+    Row("top_blocks: scores strided", op("top_blocks", scores=strided), ValueError, r"^scores must be contiguous, got shape \(2, 2, 64\) with strides \(256, 128, 2\)$"),
+    Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"^need k >= 1 and at least one score, got k=0, scores \(2, 2, 64\)$"),
+    Row("top_blocks: width", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
     Row("top_blocks: few", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
     Row("top_blocks: whole without ids", lambda _: top_blocks(torch.zeros(1, 1, 4, device=DEVICE), 2, None, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
-    Row("fetch: blocks in int64", op("fetch", blocks=torch.Tensor.long), TypeError, r"blocks must be torch.int32"),
-    Row("fetch: more than fit", op("fetch", blocks=lambda b: b.repeat(1, 1, 9)), ValueError, r"blocks do not fit a hot buffer"),
-    Row("fetch: table cut", op("fetch", table=cut), ValueError, r"pool rows are not 15 blocks"),
-    Row("fetch: table of fewer rows", op("fetch", table=lambda t: t[:1].contiguous()), ValueError, r"table must have shape"),
-    Row("store_prompt: order of fewer tokens", op("store_prompt", order=cut), ValueError, r"order must have shape \(2, 2, 3\)"),
-    Row("find_boundary: previous of one step", op("find_boundary", previous=lambda p: p[:, :1].contiguous()), ValueError, r"previous must have shape \(2, 2, 4, 16\)"),
-    Row("find_boundary: longest below shortest", op("find_boundary", longest=lambda _: 0), ValueError, r"need 1 <= shortest <= longest"),
-    Row("find_boundary: cuts of a shorter ring", op("find_boundary", cuts=cut), ValueError, r"cuts must have shape \(2, 2, 10\)"),
-    Row("settle_segments: units in int64", op("settle_segments", units=torch.Tensor.long), TypeError, r"units must be torch.int32"),
-    Row("settle_segments: centroid in half", op("settle_segments", centroid=torch.Tensor.half), TypeError, r"dtypes must agree"),
-    Row("cluster_keys: first too short", op("cluster_keys", first=cut), ValueError, r"first must have shape"),
-    Row("cluster_keys: stretch 12", op("cluster_keys", stretch=lambda _: 12), ValueError, r"stretch a power of two.*stretch 12"),
-    Row("cluster_keys: seed", op("cluster_keys", seed=lambda _: 1 << 16), ValueError, r"seed must be from 0 to 65535, got 65536"),
-    Row("pick_units: no budget", op("pick_units", budget=lambda _: 0), ValueError, r"budget must be at least 1, got 0"),
-    Row("pick_units: centroid in half", op("pick_units", centroid=torch.Tensor.half), TypeError, r"dtypes must agree"),
-    Row("refetch: places of fewer", op("refetch", places=cut), ValueError, r"places must have shape"),
-    Row("refetch: wanted in bool", op("refetch", wanted=torch.Tensor.bool), TypeError, r"wanted must be torch.int32"),
-    Row("sparse_attention: retired of fewer heads", op("sparse_attention", retired=lambda r: r[:, :1].contiguous()), ValueError, r"retired must have shape \(2, 2\)"),
-    Row("sparse_attention: places strided", op("sparse_attention", places=strided), ValueError, r"places must be contiguous"),
-    Row("sparse_attention: two queries", op("sparse_attention", q=lambda q: q.repeat(1, 1, 2, 1)), ValueError, r"q must hold one token, got 2"),
-    Row("sparse_attention: sinks of fewer heads", op("sparse_attention", sinks=lambda _: torch.zeros(3)), ValueError, r"sinks must have shape \(4,\)"),
-    Row("dense_attention: q in bfloat16", op("dense_attention", q=torch.Tensor.bfloat16), TypeError, r"dtypes must agree"),
-    Row("dense_attention: pool without V", op("dense_attention", pool=lambda p: p[..., :1, :].contiguous()), ValueError, r"pool must be"),
-    Row("prompt_attention: k of fewer tokens", op("prompt_attention", k=lambda k: k[:, :, 1:]), ValueError, r"k must have shape"),
+    Row("fetch: ids in int64", op("fetch", ids=torch.Tensor.long), TypeError, r"^ids must be torch.int32, got torch.int64$"),
+    Row("fetch: more than fit", op("fetch", ids=nine_times, hot_chosen=nine_times), ValueError, r"^45 blocks do not fit a hot buffer of 5$"),
+    Row("fetch: slot_of cut", op("fetch", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
+    Row("fetch: slot_of of fewer rows", op("fetch", hot_slot_of=lambda t: t[:1].contiguous()), ValueError, r"^hot.slot_of must have shape \(2, 2, 16\), got \(1, 2, 16\)$"),
+    Row("fetch: chosen of fewer", op("fetch", hot_chosen=cut), ValueError, r"^ids must have shape \(2, 2, 4\), got \(2, 2, 5\)$"),
+    Row("fetch: retrieve_now in bool", op("fetch", retrieve_now=lambda _: torch.ones(2, 2, dtype=torch.bool)), TypeError, r"^retrieve_now must be torch.int32, got torch.bool$"),
+    Row("forget: slot_of cut", op("forget", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
+    Row("find_boundary: previous of one step", op("find_boundary", trigger_previous=lambda p: p[:, :1].contiguous()), ValueError, r"^trigger.previous must have shape \(2, 2, 4, 16\), got \(2, 1, 4, 16\)$"),
+    Row("find_boundary: longest below shortest", op("find_boundary", rule_longest=lambda _: 0), ValueError, r"^need 1 <= shortest <= longest, got 1, 0$"),
+    Row("find_boundary: cuts of a shorter ring", op("find_boundary", segments_cuts=cut), ValueError, r"^segments.cuts must have shape \(2, 2, 10\), got \(2, 2, 9\)$"),
+    Row("settle_segments: unit_count in int64", op("settle_segments", units_unit_count=torch.Tensor.long), TypeError, r"^units.unit_count must be torch.int32, got torch.int64$"),
+    Row("settle_segments: centroid in half", op("settle_segments", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'near.ring': torch.float32, 'units.centroid': torch.float16}$"),
+    Row("cluster_keys: first too short", op("cluster_keys", units_first=cut), ValueError, r"^units.first must have shape \(2, 2, 73\), got \(2, 2, 72\)$"),
+    Row("cluster_keys: stretch 12", op("cluster_keys", kmeans_stretch=lambda _: 12), ValueError, r"stretch a power of two.*stretch 12"),
+    Row("cluster_keys: seed", op("cluster_keys", kmeans_seed=lambda _: 1 << 16), ValueError, r"^seed must be from 0 to 65535, got 65536$"),
+    Row("pick_units: no budget", op("pick_units", budget=lambda _: 0), ValueError, r"^budget must be at least 1, got 0$"),
+    Row("pick_units: centroid in half", op("pick_units", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'units.centroid': torch.float16, 'q': torch.float32}$"),
+    Row("sparse_attention: frontier of fewer heads", op("sparse_attention", frontier=lambda _: torch.ones(2, 1, dtype=torch.int32)), ValueError, r"^frontier must have shape \(2, 2\), got \(2, 1\)$"),
+    Row("sparse_attention: chosen strided", op("sparse_attention", hot_chosen=strided), ValueError, r"^hot.chosen must be contiguous, got shape \(2, 2, 5\) with strides \(20, 10, 2\)$"),
+    Row("sparse_attention: two queries", op("sparse_attention", q=lambda q: q.repeat(1, 1, 2, 1)), ValueError, r"^q must have shape \(2, 4, 1, 16\), got \(2, 4, 2, 16\)$"),
+    Row("sparse_attention: sinks of fewer heads", op("sparse_attention", attention_sink_logits=lambda _: torch.zeros(3)), ValueError, r"^attention.sink_logits must have shape \(4,\), got \(3,\)$"),
+    Row("dense_attention: q in bfloat16", op("dense_attention", q=torch.Tensor.bfloat16), TypeError, r"^dtypes must agree, got {'far.rows': torch.float32, 'q': torch.bfloat16}$"),
+    Row("dense_attention: pool without V", op("dense_attention", far_rows=lambda p: p[..., :1, :].contiguous()), ValueError, r"^far.rows must have shape \(2, 2, 64, 2, 16\), got \(2, 2, 64, 1, 16\)$"),
+    Row("prompt_attention: k of fewer tokens", op("prompt_attention", k=lambda k: k[:, :, 1:]), ValueError, r"^k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)$"),
 ]  # fmt: skip
 
 
@@ -346,17 +377,17 @@ def test_decode_past_the_end_is_never_an_answer():
         model(IDS, past_key_values=cache)
         for _ in range(2):  # tokens 21 and 22 still fit
             assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
-        kept = [layer.state.pool.clone() for layer in cache.layers]
+        kept = [layer.state.far.rows.clone() for layer in cache.layers]
         if DEVICE.type == "cpu":
             with pytest.raises(ValueError, match="1 tokens after 22 overrun this cache of max_length 22"):
                 model(IDS[:, :1], past_key_values=cache)
         else:
             assert model(IDS[:, :1], past_key_values=cache).logits.isnan().all()
-        assert all(torch.equal(layer.state.pool, old) for layer, old in zip(cache.layers, kept)), "overwritten"
+        assert all(torch.equal(layer.state.far.rows, old) for layer, old in zip(cache.layers, kept)), "overwritten"
 
 
 def test_compiled_decode_past_the_end_is_nan():
-    """No check is left in a compiled step: what the clock does there is seen on a CPU as well."""
+    """No check is left in a compiled step: what the row lengths do there is seen on a CPU as well."""
     model = tiny(num_hidden_layers=2)
     with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
         cache = handle.make_cache(2)

@@ -16,7 +16,8 @@ import typer
 from test_cli import ROOT
 
 from torchsparsekv import commands
-from torchsparsekv.benchmarks import _common, recall_digests, recall_pariskv
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks.quality import recall_digests, recall_pariskv, text_options
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import settings
 from torchsparsekv.benchmarks.quality.store import heads, key, read
@@ -27,6 +28,7 @@ from torchsparsekv.zoo.louiskv import LouisKV
 
 QUALITY = ROOT / "benchmarks/results/quality"
 FILES = sorted(QUALITY.glob("*.jsonl"))
+TEXTS = sorted((QUALITY / "text").glob("*.jsonl"))
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
 RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
@@ -52,7 +54,7 @@ def test_the_table_of_scores_is_that_of_the_files(measured):
     assert want in tables(ROOT / "README.md")
 
 
-def test_what_is_said_of_common_is_so(measured):
+def test_what_is_said_of_results_is_so(measured):
     _, rows = measured
     by_method = {r["method"]: list(r.values())[1:] for r in scores.overview(rows, ["common"])}
     dense = by_method.pop("dense")
@@ -121,25 +123,27 @@ def test_the_retrieval_rates_of_louiskv():
     assert [want] in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
     for head in heads(lines):
         words = shlex.split(head["command"])
-        assert words[:2] == ["torchsparsekv", "eval"]
+        assert words[:2] == ["torchsparsekv", "eval-text" if path in TEXTS else "eval"]
         assert words[words.index("--out") + 1] == path.name
         assert "/" not in head["command"]
 
 
 def means(command: str):
     """The options that a command line gives to its benchmark."""
-    words, at, name = shlex.split(command)[1:], typer.main.get_command(commands.load()), ""
+    words = shlex.split(command)[1:]
+    at, name = typer.main.get_command(commands.load(words[0])), ""
     while hasattr(at, "commands"):
         name = words.pop(0)
         at = at.commands[name]
     given = at.make_context(name, words).params
-    where = quality if name == "eval" else importlib.import_module(f"torchsparsekv.benchmarks.{name}")
+    known = {"eval": quality, "eval-text": text_options}
+    where = known[name] if name in known else importlib.import_module(f"torchsparsekv.benchmarks.speed.{name}")
     return made(where.Options, {k: v for k, v in given.items() if k != "out"})
 
 
@@ -157,6 +161,22 @@ def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
         o = means(head["command"])
         holds(head, dataclasses.asdict(o))
         cells = product(o.tasks, o.lengths, range(o.samples), settings(o))
+        asked |= {key({"task": t, "length": n, "index": i, **dataclasses.asdict(s)}) for t, n, i, s in cells}
+    found = [key(row) for row in lines if "benchmark" not in row]
+    assert len(found) == len(set(found))
+    assert set(found) == asked
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+def test_the_commands_of_a_file_of_text_ask_for_what_it_holds(path):
+    lines, _ = read(path)
+    asked = set()
+    for head in heads(lines):
+        o = means(head["command"])
+        holds(head, dataclasses.asdict(o))
+        assert head["model"]["texts"].keys() == {text_options.name_of(t) for t in o.texts}
+        assert head["model"]["steps"] == o.steps
+        cells = product(head["model"]["texts"], o.lengths, range(o.samples), settings(o))
         asked |= {key({"task": t, "length": n, "index": i, **dataclasses.asdict(s)}) for t, n, i, s in cells}
     found = [key(row) for row in lines if "benchmark" not in row]
     assert len(found) == len(set(found))
@@ -206,10 +226,10 @@ def test_the_command_of_a_recall_asks_for_what_the_file_holds(monkeypatch, file)
     result = json.loads((QUALITY.parent / f"{file}.json").read_text())
     module, name = RECALL[file]
     words, told = shlex.split(result["command"]), []
-    assert words[:2] == ["python", f"benchmarks/{module.__name__.split('.')[-1]}.py"]
+    assert words[:2] == ["python", f"benchmarks/quality/{module.__name__.split('.')[-1]}.py"]
     monkeypatch.setattr(sys, "argv", words[1:])
     monkeypatch.setattr(module, name, lambda o: [])
-    monkeypatch.setattr(_common, "finish", lambda *a: told.append(a))
+    monkeypatch.setattr(_results, "finish", lambda *a: told.append(a))
     module.main()
     ((kind, _, options, out),) = told
     assert kind == result["benchmark"] == name
@@ -243,7 +263,7 @@ def test_the_committed_page_is_of_the_committed_files():
     """Pictures differ with matplotlib's version; the numbers do not."""
     page = (ROOT / "benchmarks/results/report/report.html").read_text()
     assert scores.section(load(FILES)) in page
-    for r in load([*FILES, *QUALITY.parent.glob("*.json")]):
+    for r in load([*FILES, *TEXTS, *QUALITY.parent.glob("*.json")]):
         assert f"<td>{r.path.name}</td><td>{html.escape('; '.join(r.commands))}</td>" in page, "run `make report`"
 
 
@@ -251,8 +271,8 @@ def test_they_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     from torchsparsekv.benchmarks.report.make import make
 
-    names = [p.name for p in make(FILES, tmp_path / "report.html")]
+    names = [p.name for p in make([*FILES, *TEXTS], tmp_path / "report.html")]
     committed = {p.name for p in (ROOT / "benchmarks/results/report").iterdir()}
-    assert len(names) == 7, "the page, four lengths, needles, heads"
+    assert len(names) == 7 + len(TEXTS), "the page, four lengths, needles, heads, and one of each model and text"
     assert set(names) <= committed
     assert committed - {p.name for p in (ROOT / "benchmarks/results/report").glob("*.png")} == {"report.html"}

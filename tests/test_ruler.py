@@ -9,8 +9,8 @@ from test_cli import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from torchsparsekv.benchmarks.ruler import TASKS, Ruler
-from torchsparsekv.benchmarks.ruler.fit import found
+from torchsparsekv.benchmarks.quality.ruler import TASKS, Ruler
+from torchsparsekv.benchmarks.quality.ruler.fit import found
 
 CHAT = "{{ bos_token }}{% for m in messages %}[USER]{{ m.content }}{% endfor %}[ME]"
 

@@ -1,14 +1,21 @@
 """What the worlds of test_ops.py are too short for: several tiles a warp, several programs a head."""
 import dataclasses
+import importlib
+import random
 
 import pytest
 import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
+from test_bound_scores import NATIVE
+from test_ops import on
 from world import DEVICE, TOLERANCE, World
 
-from torchsparsekv.ops.attend import sparse_attention as op
+from torchsparsekv.ops._registry import load_all
+
+ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+ENTRY = load_all()["sparse_attention"]
 
 
 @dataclasses.dataclass
@@ -21,60 +28,86 @@ class Long(World):
     rows: int = 800
 
 
-def at(arguments: tuple, device: torch.device) -> list:
-    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("dim", op.NATIVE_DIMS)
+@pytest.mark.parametrize("dim", ATTENTION.NATIVE_DIMS)
 @given(
-    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3), group=st.sampled_from([1, 3, 4, op.NATIVE_GROUP]),
-    block=st.sampled_from([1, 16, 20]), dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    seed=st.integers(0, 99), strided=st.booleans(),
+    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3),
+    group=st.sampled_from([1, 3, 4, ATTENTION.NATIVE_GROUP]), block=st.sampled_from([1, 16, 20]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
 )  # fmt: skip
 def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
-    """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN."""
-    w = Long(lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed)
-    q, ring, hot, places, length, *rest = OPS["sparse_attention"](w)
-    length[torch.tensor(lengths) < 0] = -1
-    q = q if strided else q.contiguous()
-    want = op.reference(q, ring, hot, places, length, *rest)
+    """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN. Frontiers, caps of
+    logits and sinks are there or not."""
+    r = random.Random(seed)
+    w = Long(
+        lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
+        pick=lambda *options: r.choice(options),
+    )  # fmt: skip
+    q, near, hot, of_rows, *rest = OPS["sparse_attention"](w)
+    of_rows.length[torch.tensor(lengths) < 0] = -1
+    things = (q if strided else q.contiguous(), near, hot, of_rows, *rest)
+    want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(op, "_cluster", lambda *_: cluster), m.setattr(op, "_by_triton", None)  # not taken
-        got = op.cuda(*at((q, ring, hot, places, length, *rest), DEVICE)).cpu()
+        m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
+        got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
 
 
-@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("broken", ["q", "ring"])
-def test_nan_and_infinity_of_live_rows_arrive(broken):
+def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
     """As in the reference: a NaN of one head, or of a row that counts, is in what it touches and nowhere else."""
-    w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.bfloat16)
-    q, ring, *rest = OPS["sparse_attention"](w)
+    w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
+    things = OPS["sparse_attention"](w)
     if broken == "q":
-        q[0, 2] = torch.nan
+        things[0][0, 2] = torch.nan
     else:
-        ring[1, 1, 3, 1, 5] = torch.inf
-    got = op.cuda(*at((q, ring, *rest), DEVICE)).cpu()
-    want = op.reference(q, ring, *rest)
-    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[q.dtype], equal_nan=True)
+        things[1].ring[1, 1, 3, 1, 5] = torch.inf
+    got = ENTRY.run(kind, *on(DEVICE, things)).cpu()
+    want = ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[w.dtype], equal_nan=True)
     assert (want.isnan() | want.isinf()).sum() == (128 if broken == "q" else 4)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("odd", ["float32", "head_dim", "group", "sinks", "strides"])
+SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"
+ODD = {
+    "float32": "queries in torch.float32 with sink logits in torch.float32",
+    "head_dim": SHAPE.format(80, 2),
+    "group": SHAPE.format(64, 9),
+    "sinks": "queries in torch.float16 with sink logits in torch.float32",
+    "strides": "tensors are not aligned to 16 bytes",
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
 def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     w = Long(
         dim=80 if odd == "head_dim" else 64, group=9 if odd == "group" else 2, seed=1,
         dtype=torch.float32 if odd == "float32" else torch.float16,
     )  # fmt: skip
-    q, ring, hot, places, length, retired, sinks, *rest = OPS["sparse_attention"](w)
-    sinks = sinks.float() if odd == "sinks" else sinks.to(q.dtype)
-    arguments = q, ring, hot, places, length, retired, sinks, *rest
-    there = at(arguments, DEVICE)
+    q, *views, attention, fill = OPS["sparse_attention"](w)
+    sinks = w.sink_logits()
+    things = (q, *views, attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks), fill)
+    there = on(DEVICE, things)
     if odd == "strides":
-        there[0] = torch.nn.functional.pad(there[0], (0, 3))[..., :64]
-    assert op._native(*there[:3], there[6]) is None
+        there = (torch.nn.functional.pad(there[0], (0, 3))[..., :64], *there[1:])
+    assert ENTRY.chain.chosen(*there) == ("triton", {"cuda": ODD[odd]})
     tolerance = TOLERANCE[q.dtype]
-    torch.testing.assert_close(op.cuda(*there).cpu(), op.reference(*arguments), rtol=0, atol=2 * tolerance)
+    got, want = ENTRY.run("triton", *there).cpu(), ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_what_the_native_kernel_is_for(sinks):
+    w = Long(dim=64, dtype=torch.float16)
+    *rest, attention, fill = OPS["sparse_attention"](w)
+    things = (*rest, attention._replace(sink_logits=w.sink_logits() if sinks else None), fill)
+    assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE
+
+
+def test_blocks_partly_filled_are_left_to_triton():
+    *rest, _ = OPS["sparse_attention"](Long(dim=64, dtype=torch.float16))
+    things = on(DEVICE, (*rest, torch.ones_like(rest[2].slot_of)))
+    assert ENTRY.chain.chosen(*things) == ("triton", {"cuda": "blocks that are partly filled"})

@@ -1,14 +1,20 @@
 """The k best of rows long enough for peaks, against a sort of (score, place) pairs."""
+import importlib
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_bound_scores import NATIVE
+from test_ops import on
 from world import DEVICE
 
+from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP, peaks_of
-from torchsparsekv.ops.select import top_blocks as file
+
+TOP = importlib.import_module("torchsparsekv.ops.select.top_blocks")
+ENTRY = load_all()["top_blocks"]
 
 KINDS = (
     "random", "few values", "all equal", "few live", "few groups", "one group", "first of each group", "signs", "none",
@@ -49,8 +55,8 @@ def plain(x: torch.Tensor, k: int) -> list[int]:
 @pytest.fixture
 def launches(monkeypatch):
     """How often rows were taken by their peaks."""
-    calls, through = [], file._from_peaks
-    monkeypatch.setattr(file, "_from_peaks", lambda *a: calls.append(1) or through(*a))
+    calls, through = [], TOP._from_peaks
+    monkeypatch.setattr(TOP, "_from_peaks", lambda *a: calls.append(1) or through(*a))
     return calls
 
 
@@ -61,10 +67,9 @@ def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.stack([scores_of(kind, n, k, g), scores_of("random", n, k, g)])
     ids = torch.arange(2 * n, dtype=torch.int32).view(2, n) * 2 + 1 if mapped else None
-    on = lambda t: None if t is None else t.to(DEVICE)  # noqa: E731
     want = [plain(row, k) for row in x]
-    for kernel in (file._by_triton, file.reference):
-        got = kernel(on(x), k, on(peaks_of(x)), on(ids)).cpu()
+    for kind in ("triton", "reference"):
+        got = ENTRY.run(kind, *on(DEVICE, (x, k, peaks_of(x), ids, None, 0, 0))).cpu()
         for row, best in enumerate(want):
             named = [int(ids[row, i]) for i in best] if mapped else best
             assert got[row].tolist() == named + [-1] * (k - len(named))
@@ -77,10 +82,10 @@ def test_whole_rows_and_others_by_their_peaks(launches):
     x = torch.randn(3, 2, n, generator=g)
     ids = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
     ids[1, :, 250:], x[1, :, 250:] = -1, -math.inf
-    args = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
-    got = file._by_triton(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)).cpu()
+    things = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
+    got = ENTRY.run("triton", *on(DEVICE, things)).cpu()
     assert launches
-    assert torch.equal(got, file.reference(*args))
+    assert torch.equal(got, ENTRY.reference(*things))
     assert got[1, 0].tolist() == list(range(2 * n, 2 * n + 250)) + [-1] * 51
     assert got[2, 1].tolist() == list(range(5 * n, 5 * n + width))
 
@@ -88,9 +93,9 @@ def test_whole_rows_and_others_by_their_peaks(launches):
 @pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
 def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
-    got = file._by_triton(x.to(DEVICE), k, peaks_of(x).to(DEVICE)).cpu()
+    got = ENTRY.run("triton", *on(DEVICE, (x, k, peaks_of(x), None, None, 0, 0))).cpu()
     assert not launches
-    assert torch.equal(got, file.reference(x, k))
+    assert torch.equal(got, ENTRY.reference(x, k))
 
 
 @pytest.mark.parametrize(
@@ -99,14 +104,30 @@ def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
         (8192, 64, True, (256, 2)), (6554, 100, True, (256, 2)), (26214, 100, True, (256, 8)),
         (32768, 64, True, (256, 8)), (2048, 2000, False, (256, 0)), (2049, 5, False, (1024, 0)),
         (6554, 1024, True, (1024, 0)), (65536, 64, True, (256, 16)), (131072, 512, True, (1024, 8)),
-        (262144, 64, True, (1024, 16)), (262145, 64, True, None),
-        (16385, 64, False, None), (16385, 1000, True, None),
+        (262144, 64, True, (1024, 16)),
     ],
 )  # fmt: skip
 def test_what_is_native(n, k, peaks, shape):
     """Threads, and peaks of each."""
-    got = file._native(n, k, peaks)
-    assert (got and (got["THREADS"], got["PEAKS"])) == shape
+    got = TOP.native(n, k, peaks)
+    assert (got["THREADS"], got["PEAKS"]) == shape
+    x = torch.zeros(1, n)
+    assert ENTRY.chain.chosen(*on(DEVICE, (x, k, peaks_of(x) if peaks else None, None, None, 0, 0))) == NATIVE
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "peaks", "reason"),
+    [
+        (262145, 64, True, "the best 64 of 262145 scores with peaks"),
+        (16385, 64, False, "the best 64 of 16385 scores without peaks"),
+        (16385, 1000, True, "the best 1000 of 16385 scores with peaks"),
+    ],
+)
+def test_what_is_left_to_triton(n, k, peaks, reason):
+    x = torch.zeros(1, n)
+    things = on(DEVICE, (x, k, peaks_of(x) if peaks else None, None, None, 0, 0))
+    assert TOP.native(n, k, peaks) == reason
+    assert ENTRY.chain.chosen(*things) == ("triton", {"cuda": reason})
 
 
 @pytest.mark.gpu
@@ -122,11 +143,14 @@ def test_native(kind, n, share, most, width, peaks, seed):
     k = 1 + round(share * (n if n <= 17000 and most == 700 else most))
     x = torch.stack([scores_of(kind, n, k, g), scores_of("random", n, k, g)] * 2).view(2, 2, n)
     ids = torch.randint(1, 4, x.shape, generator=g).cumsum(-1).int() if seed % 3 else None
-    retired = torch.tensor([3, 9], dtype=torch.int32) if seed % 3 == 1 else None
-    args = (x, k, peaks_of(x) if peaks else None, ids, retired, *((5, k + width) if retired is not None else ()))
-    there = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-    there[0] = torch.empty(x.numel() + seed % 4, device=DEVICE)[seed % 4 :].view(x.shape).copy_(x)
-    expected = file.reference(*args)
-    assert torch.equal(file.cuda(*there).cpu(), expected)
+    counter = torch.tensor([3, 9], dtype=torch.int32) if seed % 3 == 1 else None
+    whole = (5, k + width) if counter is not None else (0, 0)
+    things = (x, k, peaks_of(x) if peaks else None, ids, counter, *whole)
+    _, *rest = on(DEVICE, things)
+    there = torch.empty(x.numel() + seed % 4, device=DEVICE)[seed % 4 :].view(x.shape).copy_(x)
+    expected = ENTRY.reference(*things)
+    kind, reasons = ENTRY.chain.chosen(there, *rest)
+    assert (kind, reasons) == (("cuda", {}) if isinstance(TOP.native(n, k, peaks), dict) else ("triton", reasons))
+    assert torch.equal(ENTRY.run(kind, there, *rest).cpu(), expected)
     if n in LENGTHS and 64 < k <= 128:  # few, as each size is compiled apart
-        assert torch.equal(file._by_triton(*there).cpu(), expected)
+        assert torch.equal(ENTRY.run("triton", there, *rest).cpu(), expected)

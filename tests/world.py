@@ -1,13 +1,25 @@
 """A store in a known state, built from the definition and not by the operators under test."""
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from hypothesis import strategies as st
 
+from torchsparsekv.ops.store.views import Far, Lengths, Near, Stats
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE.type == "cuda" else (torch.float32, torch.float16)
 DIMS = (16, 32, 48, 64, 80) + ((128, 256) if DEVICE.type == "cuda" else ())  # the interpreter is slow
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def first(*options):
+    return options[0]
+
+
+def integers(x: torch.Tensor) -> torch.Tensor:
+    """Small integers: their sums of products are exact in any order, so no sign, cell or tie differs by rounding."""
+    return (x * 8).round()
 
 
 @dataclass
@@ -26,6 +38,7 @@ class World:
     rows: int = 64
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    pick: Callable = first  # which of several options: the first one, or what hypothesis draws
 
     def __post_init__(self):
         g = self.g = torch.Generator().manual_seed(self.seed)
@@ -37,7 +50,7 @@ class World:
         i32 = torch.int32
         self.length = torch.tensor(self.lengths, dtype=i32)
         self.start = (self.length - self.tokens).clamp(min=0)
-        self.leaving, self.retired = self.frontier(self.start), self.frontier(self.length)
+        self.previous_begin, self.begin = self.begins(self.start), self.begins(self.length)
         for b, n in enumerate(self.lengths):
             new = n - int(self.start[b])
             self.truth[b, :, n - new : n] = torch.stack([self.k, self.v], 3)[b, :, self.tokens - new :]
@@ -46,38 +59,43 @@ class World:
         """[batch, heads, tokens, dim] with the strides transformers gives."""
         return torch.randn((self.batch, tokens, heads, self.dim), generator=self.g).to(self.dtype).transpose(1, 2)
 
-    def frontier(self, length: torch.Tensor) -> torch.Tensor:
+    def begins(self, length: torch.Tensor) -> torch.Tensor:
+        """Where rings of rows with so many tokens begin."""
         out = [self.sink + max(0, (int(n) - self.sink - self.window) // self.interval) * self.interval for n in length]
         return torch.tensor(out, dtype=torch.int32)
+
+    @property
+    def lengths_view(self) -> Lengths:
+        return Lengths(self.start, self.length, self.previous_begin, self.begin, self.sink, self.interval)
 
     @property
     def ring_rows(self) -> int:
         return self.sink + self.window + self.interval
 
-    def ring(self, length: torch.Tensor, retired: torch.Tensor) -> torch.Tensor:
+    def near(self, length: torch.Tensor, begin: torch.Tensor) -> Near:
         out = torch.full((self.batch, self.heads, self.ring_rows, 2, self.dim), torch.nan, dtype=self.dtype)
         for b in range(self.batch):
             for p in range(int(length[b])):
-                if p < self.sink or p >= int(retired[b]):
+                if p < self.sink or p >= int(begin[b]):
                     row = p if p < self.sink else self.sink + (p - self.sink) % (self.window + self.interval)
                     out[b, :, row] = self.truth[b, :, p]
-        return out
+        return Near(out)
 
-    def pool(self, upto: torch.Tensor) -> torch.Tensor:
+    def far(self, upto: torch.Tensor) -> Far:
         """Rows below `upto` hold their token."""
         out = self.truth.clone()
         for b in range(self.batch):
             out[b, :, int(upto[b]) :] = torch.nan
-        return out
+        return Far(out)
 
     @property
     def blocks(self) -> int:
         return self.rows // self.block
 
-    def stats(self) -> torch.Tensor:
-        return torch.zeros(self.batch, self.heads, 5, dtype=torch.int64)
+    def stats(self) -> Stats:
+        return Stats(torch.zeros(self.batch, self.heads, 5, dtype=torch.int64))
 
-    def sinks(self) -> torch.Tensor:
+    def sink_logits(self) -> torch.Tensor:
         return torch.randn(self.heads * self.group, generator=self.g).to(self.dtype)
 
     def chosen(self, n: int) -> torch.Tensor:
@@ -107,5 +125,6 @@ def worlds(draw, tokens=st.just(1), **fixed):
         dim=draw(st.sampled_from(DIMS)),
         block=block, sink=sink, window=window, interval=interval, rows=rows,
         dtype=draw(st.sampled_from(DTYPES)), seed=draw(st.integers(0, 1000)),
+        pick=lambda *options: draw(st.sampled_from(options)),
     )  # fmt: skip
     return World(**{**options, **fixed})

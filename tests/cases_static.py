@@ -1,0 +1,92 @@
+"""What the ops of static sets take, from a world (tests/cases.py)."""
+import dataclasses
+
+import torch
+from world import World
+
+from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops.index.block_bounds import VOLUMES
+from torchsparsekv.ops.store.views import Attention, Far, Observed, Static
+
+FP8 = torch.float8_e4m3fn
+I32 = torch.int32
+
+
+def _observed(w: World, length: torch.Tensor) -> Observed:
+    """The queries of the latest tokens of rows with so many, NaN where there was none yet."""
+    window = w.pick(1, min(5, w.window), w.window)
+    queries = torch.randn(w.batch, window, w.heads * w.group, w.dim, generator=w.g).to(w.dtype)
+    for b, n in enumerate(length.tolist()):
+        queries[b, max(n, 0) :] = torch.nan
+    return Observed(queries)
+
+
+def observe(w: World):
+    return (w.q, _observed(w, w.start), _static(w, 1), w.lengths_view)
+
+
+def _static(w: World, most: int) -> Static:
+    """Some heads have not chosen yet, some are full, some are waiting for more tokens."""
+    lead, live = (w.batch, w.heads), (w.begin - w.sink).clamp(min=0)[:, None]
+    target = torch.randint(0, most + 1, lead, generator=w.g, dtype=I32)
+    count = torch.minimum(target, live - w.pick(0, 0, 1)).clamp(min=0).to(I32)
+    ids = torch.full((*lead, most), -1, dtype=I32)
+    for b, h in count.nonzero().tolist():
+        n = int(count[b, h])
+        ids[b, h, :n] = w.sink + torch.randperm(int(live[b]), generator=w.g)[:n].sort().values
+    ago = torch.randint(0, 6, lead, generator=w.g)
+    at = torch.where(torch.rand(lead, generator=w.g) < 0.3, -1, w.length[:, None] - ago).to(I32)
+    ahead = torch.randint(0, 3, lead, generator=w.g, dtype=I32)
+    zero = torch.zeros(lead, dtype=I32)
+    updated = torch.randint(0, 2, lead, generator=w.g, dtype=I32)
+    every = torch.full(lead, w.pick(3, 1, 100), dtype=I32)
+    return Static(ids, count, target, updated, at, ahead, every, *(zero.clone() for _ in range(4)))
+
+
+def choose_static(w: World):
+    observed, static = _observed(w, w.length - 1), _static(w, w.pick(1, w.rows // 2 + 1, w.rows))
+    near, far = w.near(w.length, w.begin), w.far(w.begin)
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
+    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (w.q[:, :, :1], observed, static, near, far, coarse, w.lengths_view, attention)
+
+
+def copy_keys(w: World):
+    coarse = torch.zeros(w.batch, w.heads, w.rows, w.dim, dtype=torch.uint8)
+    keys = w.pick(1, 300)  # also beyond what fp8 holds
+    return (w.k * keys, Far(w.far(torch.maximum(w.begin, w.length)).rows * keys), coarse, w.lengths_view)
+
+
+def static_target(w: World):
+    """Keys and queries are small integers: products are exact, and there are ties."""
+    most = w.pick(1, w.rows // 2 + 1, w.rows)
+    observed, static = _observed(w, w.length - 1), _static(w, most)
+    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, -1, w.length[:, None] - 1)
+    static.at.copy_(at.expand_as(static.at))
+    observed, far = Observed(observed.queries.round()), Far(w.far(w.begin).rows.round())
+    k = w.pick(most, 1 + w.seed % most)
+    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (w.q[:, :, :1].round(), observed, static, far, coarse, w.lengths_view, k, w.pick(False, True))
+
+
+def pin_blocks(w: World):
+    scores = torch.randn(w.batch, w.heads, w.blocks, generator=w.g)
+    count = torch.randint(0, w.blocks - w.sink // w.block + 1, (w.batch, w.heads), generator=w.g, dtype=I32) * w.block
+    return (scores, peaks_of(scores), count, w.sink, w.block)
+
+
+def relocate(w: World, fetching, bounding):
+    """A set of whole blocks anywhere behind the sinks, and a hot buffer that may hold what is moved."""
+    _, _, far, hot, _ = fetching
+    volume = w.pick(*range(len(VOLUMES)))
+    _, _, digests, _, _, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
+    most = w.blocks * w.block - w.sink
+    static = _static(w, max(1, most))
+    static.count.zero_(), static.ids.fill_(-1)
+    for b in range(w.batch):
+        for h in range(w.heads):
+            n = int(torch.randint(0, most // w.block + 1, (), generator=w.g)) * w.block
+            static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
+            static.count[b, h] = n
+    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (static, far, coarse, hot, digests, w.sink, volume)

@@ -1,0 +1,83 @@
+"""What the ops of trees of keys take, from a world (tests/cases.py)."""
+import torch
+from world import World, integers
+
+from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Tree, View
+
+I32 = torch.int32
+
+
+def _promotion(w: World) -> Promotion:
+    every, chance = w.pick((3, 0), (2, 0), (0, 1 << 29), (0, 1 << 30))
+    return Promotion(every, chance, w.pick(2, 3, 4), w.seed)
+
+
+def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
+    """Of integer keys, some alike: nodes of all levels, pages of children of theirs, some of them open."""
+    lead, nodes, block, rows = (w.batch, w.heads), w.pick(12, 40, 280), w.block, w.blocks * w.block
+    node_count = torch.randint(1, w.pick(5, 12, 2) + 1, lead, generator=w.g, dtype=I32)
+    drawn = lambda low, high, *shape: torch.randint(low, high, (*lead, *shape), generator=w.g, dtype=I32)  # noqa: E731
+    known = torch.arange(nodes) < node_count[..., None]
+    known[..., 0] = False
+    level = torch.where(known, drawn(2, levels + 1, nodes), 0)
+    parent = torch.where(known & (level < levels), drawn(0, 12, nodes) % node_count[..., None], 0)
+    key = torch.where(known[..., None], integers(torch.randn(*lead, nodes, w.dim, generator=w.g)), 0).to(w.dtype)
+    fill = drawn(0, block + 1, rows // block)
+    held = (torch.arange(block) < fill[..., None]).flatten(2)
+    node = torch.where(held, drawn(0, 12, rows) % node_count[..., None], -1)
+    open_page = torch.where(torch.arange(nodes) < node_count[..., None], drawn(-1, rows // block, nodes), -1)
+    radius2 = torch.randint(0, 20 * w.dim, lead, generator=w.g).float()
+    keys = integers(torch.randn(*lead, rows, w.dim, generator=w.g)).to(w.dtype)
+    tree = Tree(key, parent, level, open_page, node_count, drawn(0, 2), radius2, torch.zeros_like(node_count))
+    return tree, Leaves(keys.masked_fill(~held[..., None], torch.nan), node.contiguous(), fill)
+
+
+def plant_tree(w: World):
+    near = Near(integers(w.near(w.start, w.previous_begin).ring))
+    promotion = _promotion(w)
+    return (integers(w.k), near, *_tree(w, promotion.levels), w.lengths_view, promotion)
+
+
+def insert_page(w: World, fetched: tuple):
+    """One page leaves at a time; in half of the cases what the store has is not enough pages."""
+    _, _, far, hot, _ = fetched
+    lengths = w.lengths_view._replace(interval=w.block)
+    least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
+    lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
+    near = Near(integers(w.near(w.length, lengths.previous_ring_begin).ring))
+    region = w.pick(0, w.blocks // 2, w.blocks) * w.block
+    promotion = _promotion(w)
+    tree, leaves = _tree(w, promotion.levels)
+    free = torch.arange(w.blocks) >= region // w.block + tree.page_count[..., None]
+    leaves = leaves._replace(fill=leaves.fill.masked_fill(free, 0))
+    return (near, far, hot, _distinct(tree, free), leaves, lengths, promotion, region)
+
+
+def _distinct(tree: Tree, free: torch.Tensor) -> Tree:
+    """Two nodes never fill the same page, and none a page that is free."""
+    seen = torch.full_like(tree.open_page, -1)
+    for at in (tree.open_page >= 0).nonzero().tolist():
+        b, h, u = at
+        page = tree.open_page[b, h, u]
+        seen[b, h, u] = -1 if free[b, h, page] or (seen[b, h] == page).any() else page
+    return tree._replace(open_page=seen)
+
+
+def visit_nodes(w: World):
+    view = View(w.pick(300_000, 0, 1_000_000), w.pick(1, 2, 9), w.pick(2, 3, 4))
+    return (integers(w.q[:, :, :1]), _tree(w, view.levels)[0], view)
+
+
+def page_peaks(w: World):
+    tree, leaves = _tree(w, 3)
+    shape = (w.batch, w.heads * w.group, tree.key.shape[2])
+    visited = torch.randint(0, 2, shape, generator=w.g, dtype=torch.uint8)
+    return (integers(w.q[:, :, :1]), visited, leaves)
+
+
+def union_pages(w: World):
+    heads, n = w.heads * w.group, 1 + w.seed % w.pick(3, 40)
+    scores = torch.randint(0, w.pick(3, 1000), (w.batch, heads, n + w.pick(0, 3, 200)), generator=w.g).float()
+    ids = torch.rand(scores.shape, generator=w.g).argsort(-1)[..., :n].to(I32)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=w.g) < w.pick(0.0, 0.3), -1)
+    return (scores, ids.contiguous(), w.heads)

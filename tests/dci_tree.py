@@ -1,0 +1,60 @@
+"""IceCache's algorithms 1 to 4 as the paper has them, of one head, in plain Python over raw keys and tokens by number.
+
+Which tokens rise is given (a draw is no definition). Candidates are compared exactly where the paper searches by
+projections, and a query expands as many nodes of a level as it is told.
+"""
+import torch
+
+ROOT = -1
+
+
+class DciTree:
+    def __init__(self):
+        self.keys: dict[int, torch.Tensor] = {}
+        self.level: dict[int, int] = {}
+        self.parent: dict[int, int] = {}
+        self.c = 0.0
+
+    def add(self, token: int, key: torch.Tensor) -> None:
+        self.keys[token] = key.double()
+        self.c = max(self.c, float(self.keys[token].norm()))
+
+    def distances(self, token: int) -> dict[int, float]:
+        """To all tokens that can be its parent, those one level above: Euclidean, by equation 2 with the largest norm
+        so far."""
+        above = [t for t, level in self.level.items() if level == self.level[token] + 1]
+        if not above:
+            return {}
+        x = torch.stack([self.keys[t] for t in [token, *above]]) / self.c
+        x = torch.cat([x, (1 - x.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()], -1)
+        return dict(zip(above, (x[1:] - x[0]).norm(dim=-1).tolist()))
+
+    # ---- queries
+
+    def query(self, q: torch.Tensor, expanded: dict[int, int] | None) -> list[int]:
+        """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all."""
+        seen: list[int] = []
+        frontier = {ROOT}
+        for level in range(max(self.level.values(), default=1), 0, -1):
+            children = [t for t, p in self.parent.items() if p in frontier]
+            seen += [t for t in children if t not in seen]
+            nodes = sorted((t for t in children if self.level[t] == level), key=lambda t: -float(q @ self.keys[t]))
+            frontier = frontier | set(nodes if expanded is None else nodes[: expanded.get(level, 0)])
+        return sorted(set(seen), key=lambda t: -float(q @ self.keys[t]))
+
+
+def page_select(ranked: list[list[int]], page_of: dict[int, int], most: int) -> set[int]:
+    """Algorithm 3 for the query heads of a group: the pages of each one's tokens in turn, up to `most` different."""
+    turns = []
+    for tokens in ranked:
+        pages: list[int] = []
+        for t in tokens:
+            if page_of[t] not in pages:
+                pages.append(page_of[t])
+        turns.append(pages)
+    chosen: list[int] = []
+    for rank in range(max(map(len, turns), default=0)):
+        for pages in turns:
+            if rank < len(pages) and pages[rank] not in chosen and len(chosen) < most:
+                chosen.append(pages[rank])
+    return set(chosen)

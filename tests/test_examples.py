@@ -1,0 +1,40 @@
+"""Every example runs, at a tiny size, as a user starts it."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+CALLS = {
+    "chat.py": (
+        ["--words", "300", "--new-tokens", "4"], ["tokens read in", "> w001 w002", "> w003 w004", "cache memory"],
+    ),
+    "batch_scoring.py": ([], ["'w001 w002 w003 w004 w005' -> 'w006 w007'", "'w008 w009' -> 'w010'", "nats a token"]),
+    "own_loop.py": (
+        ["--words", "257", "--chunk", "128", "--new-tokens", "6", "--compiled", "0"], ["pariskv", "cache memory"],
+    ),
+    "compare_methods.py": (
+        ["--words", "200", "--new-tokens", "3", "--methods", "streaming,quest,oracle"],
+        ["200 tokens, budget 64", "streaming", "quest", "oracle"],
+    ),
+}  # fmt: skip
+
+
+def test_every_example_is_run():
+    assert sorted(CALLS) == sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_example(name):
+    args, says = CALLS[name]
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for part in says:
+        assert part in done.stdout
+    assert "!!" not in done.stdout, "a report warns"

@@ -1,0 +1,283 @@
+"""IceCache on one layer, beside the paper's algorithms in plain Python (dci_tree.py)."""
+import math
+
+import pytest
+import torch
+from dci_tree import ROOT, DciTree, page_select
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_methods import Layer
+from world import DEVICE
+
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.index._tree import levels_of
+from torchsparsekv.ops.store.rows import keys_of, values_of
+from torchsparsekv.ops.store.views import Promotion
+
+SINK, WINDOW, PAGE, DIM = 8, 6, 4, 16
+SIZES = dict(sink=SINK, window=WINDOW, page_size=PAGE, budget=32, r=0.25, least_view=2)
+SLACK = 2e-3  # in the lifted space: the root of a rounding error of fp32 at the longest key
+
+
+class Life:
+    """A layer, all that it was fed, and the tree that the paper's algorithms make of it. The first number of a value
+    is the number of its token, so that copies can be told apart."""
+
+    def __init__(self, *, heads=1, group=1, rows=512, seed=0, **hyper):
+        self.method = make_method("icecache", **{**SIZES, **hyper})
+        self.layer = Layer(self.method, heads=heads, group=group, dim=DIM, rows=rows)
+        self.heads, self.group, self.rows = heads, group, rows
+        self.g = torch.Generator().manual_seed(seed)
+        self.keys = torch.zeros(heads, 0, DIM)
+        self.trees = [DciTree() for _ in range(heads)]
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def begin(self) -> int:
+        return int(self.layer.state.lengths.ring_begin[0])
+
+    def queries(self, tokens: int = 1) -> torch.Tensor:
+        return torch.randn(1, self.heads * self.group, tokens, DIM, generator=self.g)
+
+    def feed(self, tokens: int, length: float = 1.0, *, follow: bool = True) -> None:
+        """New tokens with keys `length` times as long; then what left the ring is looked for in the tree."""
+        tokens = min(tokens, self.rows - self.length)
+        if tokens == 0:
+            return
+        k = torch.randn(1, self.heads, tokens, DIM, generator=self.g) * length
+        v = torch.zeros_like(k)
+        v[..., 0] = torch.arange(self.length, self.length + tokens)
+        before = self.begin if self.length else SINK
+        self.keys = torch.cat([self.keys, k[0]], 1)
+        self.layer.feed(self.queries(tokens), k, v)
+        if follow and self.begin > before:
+            self.follow(range(before, self.begin), together=tokens > 1)
+
+    def follow(self, tokens: range, *, together: bool) -> None:
+        """Into the plain trees: the tokens of a prompt at once, otherwise one after the other. The parents that the
+        layer gave them must be nearest, and are taken over."""
+        levels = levels_of(torch.tensor(list(tokens), dtype=torch.long), self.method.promoted).tolist()
+        for h, tree in enumerate(self.trees):
+            given = self.parents(h, tokens)
+            for t in tokens:  # c is that of all tokens of a page or a prompt
+                tree.add(t, self.keys[h, t])
+            if together:
+                tree.level.update(zip(tokens, levels))
+            for t, level in zip(tokens, levels):
+                tree.level[t] = level
+                distances = tree.distances(t)
+                assert (given[t] == ROOT) == (not distances)
+                assert given[t] == ROOT or distances[given[t]] <= min(distances.values()) + SLACK
+                tree.parent[t] = given[t]
+
+    # ---- what the layer says
+
+    def tokens_of_rows(self, h: int) -> dict[int, int]:
+        """The token in each pool row that the index knows."""
+        s = self.layer.state
+        rows = (s.leaves.node[0, h] >= 0).nonzero()[:, 0].tolist()
+        number = values_of(s.far.rows)[0, h, :, 0]
+        return {row: int(number[row]) for row in rows}
+
+    def parents(self, h: int, tokens: range) -> dict[int, int]:
+        """The parents of these tokens, as tokens."""
+        s = self.layer.state
+        found = {}
+        for row, t in self.tokens_of_rows(h).items():
+            if t in tokens:
+                node = int(s.leaves.node[0, h, row])
+                same = (self.keys[h].to(DEVICE) == s.tree.key[0, h, node]).all(-1).nonzero()
+                found[t] = int(same[0, 0]) if node else ROOT
+        return found
+
+    def pages(self, h: int) -> dict[int, int]:
+        return {t: row // PAGE for row, t in self.tokens_of_rows(h).items()}
+
+
+class Structure(RuleBasedStateMachine):
+    """Prompts, single tokens and second turns in any order, with keys that grow, and few pages to overflow into."""
+
+    @initialize(seed=st.integers(0, 99), growth=st.sampled_from([0.0, 0.05, 0.5]), levels=st.integers(2, 4),
+                promotion=st.sampled_from(["quota", "random"]))  # fmt: skip
+    def begin(self, seed, growth, levels, promotion):
+        torch.manual_seed(0)
+        hyper = dict(growth=growth, levels=levels, promotion=promotion, seed=seed)
+        self.life = Life(heads=2, group=2, rows=256, **hyper)
+
+    @rule(tokens=st.integers(1, 60), length=st.sampled_from([1.0, 0.2, 3.0]))
+    def many(self, tokens, length):
+        self.life.feed(tokens, length)
+
+    @rule(tokens=st.integers(1, 12), length=st.sampled_from([1.0, 4.0]))
+    def one_by_one(self, tokens, length):
+        for _ in range(tokens):
+            self.life.feed(1, length)
+
+    @invariant()
+    def every_token_is_in_one_page(self):
+        life, s = self.life, self.life.layer.state
+        for h in range(life.heads):
+            held = life.tokens_of_rows(h)
+            assert sorted(held.values()) == list(range(SINK, max(life.begin, SINK)))
+            for row, t in held.items():
+                assert torch.equal(keys_of(s.far.rows)[0, h, row].cpu(), life.keys[h, t])
+                assert torch.equal(s.leaves.key[0, h, row].cpu(), life.keys[h, t])
+
+    @invariant()
+    def fills_are_what_is_there(self):
+        s = self.life.layer.state
+        held = (s.leaves.node >= 0).unflatten(2, (-1, PAGE))
+        assert torch.equal(held.sum(-1).int(), s.leaves.fill)
+        assert torch.equal(held, torch.arange(PAGE, device=DEVICE) < s.leaves.fill[..., None])
+
+    @invariant()
+    def copies_are_as_the_pool(self):
+        s = self.life.layer.state
+        pages = s.far.rows.unflatten(2, (-1, PAGE))
+        for b, h, slot in (s.hot.block_of >= 0).nonzero().tolist():
+            page = int(s.hot.block_of[b, h, slot])
+            n = int(s.leaves.fill[b, h, page])
+            assert torch.equal(s.hot.rows[b, h, slot, :n], pages[b, h, page, :n])
+
+
+TestStructure = Structure.TestCase
+TestStructure.settings = settings(max_examples=6, stateful_step_count=8, deadline=None)
+
+
+def test_nothing_is_lost_over_many_insertions():
+    """More pages overflow than there are: the rest stay as they were generated."""
+    life = Life(rows=1600, growth=0.1)
+    life.feed(40)
+    for _ in range(1500):
+        life.feed(1, follow=False)
+    s = life.layer.state
+    assert int(s.tree.page_count) > 30  # some were opened
+    whole = s.leaves.fill[0, 0, : 1600 // PAGE].cpu()
+    assert int((whole[(40 - WINDOW) // PAGE :] == PAGE).sum()) > 100  # and there were not enough
+    assert sorted(life.tokens_of_rows(0).values()) == list(range(SINK, life.begin))
+
+
+@pytest.mark.parametrize("promotion", ["quota", "random"])
+def test_a_seed_is_a_tree(promotion):
+    def state(seed):
+        life = Life(promotion=promotion)
+        life.method = make_method("icecache", **SIZES, promotion=promotion, seed=seed)
+        life.layer.method = life.method
+        life.feed(100)
+        for _ in range(20):
+            life.feed(1)
+        return life.layer.state
+
+    one, again, other = state(3), state(3), state(4)
+    for view in ("tree", "leaves"):
+        for x, y in zip(getattr(one, view), getattr(again, view)):
+            assert torch.equal(x, y)
+    assert not torch.equal(one.leaves.node, other.leaves.node)
+
+
+@given(every=st.integers(2, 40), seed=st.integers(0, 99))
+def test_a_quota_is_kept(every, seed):
+    level = levels_of(torch.arange(every * every * 3), Promotion(every, 0, 3, seed))
+    assert ((level > 1).unflatten(0, (-1, every)).sum(-1) == 1).all()
+    assert ((level > 2).unflatten(0, (-1, every * every)).sum(-1) == 1).all()
+
+
+def test_by_chance_it_is_a_share():
+    level = levels_of(torch.arange(100_000), Promotion(0, (1 << 31) // 5, 3, 7))
+    assert abs(float((level > 1).float().mean()) - 0.2) < 0.01
+    assert abs(float((level > 2).float().mean()) - 0.04) < 0.005
+
+
+# ---------------------------------------------------------------- choice
+
+
+def lived(group: int, view: float, **hyper) -> Life:
+    life = Life(heads=2, group=group, field_of_view=view, **hyper)
+    life.feed(150)
+    for _ in range(40):
+        life.feed(1)
+    life.feed(30)
+    for _ in range(5):
+        life.feed(1)
+    return life
+
+
+def check_choice(life: Life, expanded) -> None:
+    for _ in range(5):
+        q = life.queries()
+        got = life.layer.choose(q)[0]
+        for h in range(life.heads):
+            heads = q[0, h * life.group : (h + 1) * life.group, 0].double()
+            ranked = [life.trees[h].query(x, expanded(life.trees[h])) for x in heads]
+            want = page_select(ranked, life.pages(h), life.method.budget // PAGE)
+            ids = [x for x in got[h].tolist() if x >= 0]
+            assert len(set(ids)) == len(ids)
+            assert set(ids) == want
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_all_nodes_visited_is_brute_force(group, levels):
+    """Of all tokens that left the ring the best by q.k, whatever the tree."""
+    life = lived(group, 1.0, levels=levels)
+
+    def everything(tree):
+        assert len(tree.query(torch.zeros(DIM).double(), None)) == life.begin - SINK
+        return None
+
+    check_choice(life, everything)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_some_nodes_visited_is_the_papers_query(group, levels):
+    life = lived(group, 0.2, levels=levels)
+
+    def some(tree):
+        count = {at: sum(level == at for level in tree.level.values()) for at in range(2, levels + 1)}
+        return {at: max(2, math.ceil(0.2 * n)) for at, n in count.items()}
+
+    seen = life.trees[0].query(torch.ones(DIM).double(), some(life.trees[0]))
+    assert 0 < len(seen) < (life.begin - SINK) / 2  # else the test would say nothing
+    check_choice(life, some)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("hyper", "says"),
+    [
+        (dict(r=0.0), "r must be between 0 and 1"),
+        (dict(r=1.0), "r must be between 0 and 1"),
+        (dict(budget=0), "budget must be at least"),
+        (dict(budget=2, page_size=4), "budget must be at least 4"),
+        (dict(levels=1), "levels must be from 2"),
+        (dict(page_size=12), "page_size must be a power of two"),
+        (dict(page_size=128, budget=128), "page_size must be from 1 to 64"),
+        (dict(field_of_view=1.5), "field_of_view must be from 0 to 1"),
+        (dict(growth=-0.1), "growth must be from 0 to 1"),
+        (dict(promotion="none"), "promotion must be one of quota, random"),
+        (dict(seed=1 << 16), "seed must be from 0"),
+    ],
+)
+def test_refused(hyper, says):
+    with pytest.raises(ValueError, match=says):
+        make_method("icecache", **hyper)
+
+
+def test_a_short_prompt_is_dense():
+    """Less than a page beyond window and sinks: nothing can be retrieved, and all of it is attended to."""
+    life = Life()
+    life.feed(SINK + WINDOW + PAGE - 2)
+    life.feed(1)
+    assert (life.layer.choose(life.queries()) == -1).all()
+    assert life.begin == SINK
+
+
+def test_pages_follow_the_budget():
+    assert [make_method("icecache", budget=b).block_size for b in (64, 128, 256, 1024)] == [4, 8, 16, 16]

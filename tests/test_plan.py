@@ -1,0 +1,142 @@
+"""What a cache takes, before it is there: by buffer, and what is then allocated."""
+import re
+
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from models import tiny
+from test_cli import cli, refused
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv import host
+from torchsparsekv.state import RowLengths
+
+SMALL = dict(max_length=64, budget=16, sink=8, window=6, skip_layers=1, block_size=4)
+
+
+def allocated(cache):
+    """Bytes by buffer, read off the tensors themselves."""
+    found = {}
+    for layer in cache.layers:
+        for name, given in layer.state.buffers.items():
+            t = getattr(layer.state, name)
+            for part, x in t._asdict().items() if isinstance(given, tuple) else ((None, t),):
+                key = f"{name}.{part}" if part else name
+                found[key] = found.get(key, 0) + x.nbytes
+    return found | {"row lengths": sum(x.nbytes for x in cache.row_lengths.values())}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_what_is_then_allocated(method):
+    with torchsparsekv.patch(tiny(), method, **hyper_of(method, **SMALL)) as handle:
+        for batch, length in ((1, None), (3, 48)):
+            memory = handle.memory(batch, length)
+            cache = handle.make_cache(batch, length)
+            got = {}
+            for row in memory.rows:
+                got[row.name] = got.get(row.name, 0) + row.nbytes
+            assert got == allocated(cache)
+            report = handle.report()
+            assert (memory.host_bytes, memory.device_bytes) == (report.host_bytes, report.device_bytes)
+            assert all(x.nbytes == RowLengths.bytes_for(batch) for x in cache.row_lengths.values())
+        assert "3 tokens" not in str(memory)
+        assert str(memory).startswith("a cache of 48 tokens x batch 3\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_within_a_hundredth_of_what_the_device_gives(method):
+    hyper = hyper_of(method, max_length=65536, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
+    with torchsparsekv.patch(tiny(max_position_embeddings=65536), method, **hyper, offload="host") as handle:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        cache = handle.make_cache()
+        taken = torch.cuda.memory_allocated() - before
+        assert taken == pytest.approx(handle.memory().device_bytes, rel=0.01)
+        assert handle.memory().host_bytes == handle.report().host_bytes
+        del cache
+
+
+def test_nothing_is_allocated(monkeypatch):
+    with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
+        monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("allocated"))
+        monkeypatch.setattr(host, "pinned", lambda *a, **k: pytest.fail("allocated"))
+        assert handle.memory(1000).device_bytes > 1000 * 64 * 2 * 2 * 16 * 4
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config without weights is enough."""
+    path = tmp_path_factory.mktemp("model")
+    config = tiny().config
+    config.dtype = torch.float32
+    config.save_pretrained(path)
+    return str(path)
+
+
+def test_the_command_says_what_a_patched_model_would_take(folder):
+    done = cli("plan", folder, "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
+        x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
+    ))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
+        memory = handle.memory(3)
+    said = {}
+    for name, _, mib, _ in (x for x in map(str.split, done.stdout.splitlines()) if len(x) == 4 and x[1].isdigit()):
+        said[name] = said.get(name, 0) + float(mib)
+    for row in memory.rows:
+        if "." in row.name:  # the pool comes in two lines, of the layers that keep it on the device and the others
+            assert said[row.name] == pytest.approx(row.nbytes / 2**20, abs=2e-3)
+    host_mib, device_mib = map(float, re.findall(r"([\d.]+) MiB", done.stdout.splitlines()[-1]))
+    assert host_mib + device_mib == pytest.approx((memory.host_bytes + memory.device_bytes) / 2**20, abs=0.02)
+    assert host_mib > 0
+    assert "budget=16" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["./nowhere"], "there is no model at ./nowhere"),
+        (["MODEL", "--method", "qeust"], "unknown method 'qeust'"),
+        (["MODEL", "--max-length", "100000"], "max_length 100000 is above the model's max_position_embeddings, 512"),
+        (["MODEL", "--max-length", "64", "--set", "budget=128"], "budget 128 is above max_length 64"),
+        (["MODEL", "--set", "budget"], "--set takes NAME=VALUE, got 'budget'"),
+        (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
+    ],
+)
+def test_what_the_command_refuses(folder, args, says):
+    assert f"plan: {says}" in refused("plan", *(folder if a == "MODEL" else a for a in args))
+
+
+def test_info_says_what_is_here():
+    done = cli("info")
+    assert done.returncode == 0, done.stderr
+    for part in (f"torchsparsekv {torchsparsekv.__version__}", f"torch {torch.__version__}", "host memory: "):
+        assert part in done.stdout
+    assert ("GB/s" in done.stdout) == (DEVICE.type == "cuda")
+    assert "no method is refused here" in done.stdout
+
+
+def test_info_says_what_would_be_refused(monkeypatch):
+    from torchsparsekv.commands import info
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "an old one")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    lines = info.refusals([torch.device("cuda", 0)])
+    assert sum(line.count(name) for line in lines for name in ("quest", "full")) >= 2
+    says = r"refused: .*: on cuda:0: \w+ (runs on the CPU only|needs compute capability \d\.\d, an old one has 7.5)"
+    assert all(re.match(says, x) for x in lines)
+
+
+def test_the_version():
+    done = cli("--version")
+    assert (done.returncode, done.stdout) == (0, f"torchsparsekv {torchsparsekv.__version__}\n")
+
+
+def test_a_model_that_is_not_there():
+    assert "calibrate: there is no model at ./nowhere" in refused("calibrate", "./nowhere", "README.md")

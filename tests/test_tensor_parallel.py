@@ -1,0 +1,16 @@
+"""Two tensor parallel ranks on the CPU: each keeps the store of its own kv heads, and the answers are those of one."""
+import pytest
+from models import tiny
+from ranks import torchrun
+
+HEADS = {"llama": 1, "olmo2": 2, "phi3": 2}  # of two: shared, or on every rank, where a norm or a slice needs all
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one(tmp_path):
+    for family in (*HEADS, "gpt_oss"):
+        tiny(family).cpu().save_pretrained(tmp_path / family)
+    found = torchrun("ranks.py", str(tmp_path))
+    assert {name: found[name]["heads"] for name in HEADS} == HEADS
+    assert max(found[name]["error"] for name in HEADS) <= 1e-5
+    assert "does not say how kv heads are shared by 2 ranks" in found["gpt_oss"]["refused"]
