@@ -13,6 +13,7 @@ from torchsparsekv.ops.index.cluster_keys import Kmeans
 from torchsparsekv.ops.index.encode_keys import encode
 from torchsparsekv.ops.select.collide import candidate_capacity
 from torchsparsekv.ops.store.views import (
+    Asked,
     Attention,
     Boundaries,
     Codes,
@@ -20,7 +21,9 @@ from torchsparsekv.ops.store.views import (
     Far,
     Hot,
     Lengths,
+    Reach,
     Segments,
+    Token,
     Trigger,
     Units,
 )  # fmt: skip
@@ -44,7 +47,7 @@ def _advance(w: World):
 
 def _append(w: World):
     near, far = w.near(w.start, w.previous_begin), _kept(w, w.far(w.previous_begin))
-    return (w.k, w.v, near, far, w.stats(), w.lengths_view)
+    return (Token(w.k, w.v), near, far, w.stats(), w.lengths_view)
 
 
 def _kept(w: World, far: Far) -> Far:
@@ -74,7 +77,7 @@ def _order(w: World):
 
 
 def _forget(w: World):
-    _, _, far, hot, _ = _fetch(w)
+    _, far, hot, _ = _fetch(w)
     ids = w.chosen(max(1, w.blocks // 2))
     return (ids, Far(far.rows * 2), hot, w.pick(True, False))
 
@@ -85,8 +88,8 @@ def _block_bounds(w: World):
     lead = (w.batch, w.heads, w.blocks)
     one = VOLUMES[volume] == "ball"
     spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
-    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread)
-    return (w.k, w.far(torch.maximum(w.begin, w.length)), digests, w.lengths_view, w.block, volume)
+    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume)
+    return (w.k, w.far(torch.maximum(w.begin, w.length)), digests, w.lengths_view)
 
 
 def _bound_scores(w: World):
@@ -94,7 +97,8 @@ def _bound_scores(w: World):
     keys = w.truth[:, :, :, 0].unflatten(2, (-1, w.block)).float()
     spread = torch.rand(*keys.shape[:3], w.dim if box else 1, generator=w.g)
     spread = spread.to(dtype) if box else spread
-    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread), w.lengths_view, w.block)
+    volume = VOLUMES.index("box" if box else "ball")
+    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread, w.block, volume), w.lengths_view)
 
 
 def _top_blocks(w: World):
@@ -189,7 +193,7 @@ def _fetch(w: World):
     chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
     now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
     hot = Hot(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
-    return (w.chosen(n), now, Far(w.truth.clone()), hot, w.stats())
+    return (Asked(w.chosen(n), now), Far(w.truth.clone()), hot, w.stats())
 
 
 def _frontier(w: World, length: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
@@ -267,7 +271,7 @@ def _sparse_attention(w: World):
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     near = w.near(w.length, w.begin if frontier is None else frontier.amin(1))
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    return (w.q[:, :, :1], near, hot, w.lengths_view, frontier, _attention(w), fill)
+    return (w.q[:, :, :1], near, hot, w.lengths_view, Reach(frontier, fill), _attention(w))
 
 
 def _dense_attention(w: World):

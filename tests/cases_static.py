@@ -79,7 +79,7 @@ def relocate(w: World, fetching, bounding):
     """A set of whole blocks anywhere behind the sinks, and a hot buffer that may hold what is moved."""
     _, _, far, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
-    _, _, digests, _, _, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
+    _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
     most = w.blocks * w.block - w.sink
     static = _static(w, max(1, most))
     static.count.zero_(), static.ids.fill_(-1)
@@ -89,4 +89,4 @@ def relocate(w: World, fetching, bounding):
             static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
             static.count[b, h] = n
     coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (static, far, coarse, hot, digests, w.sink, volume)
+    return (static, far, coarse, hot, digests, w.sink)

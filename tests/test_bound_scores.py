@@ -12,6 +12,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.store.views import Digests, Lengths
 
 BOUNDS = importlib.import_module("torchsparsekv.ops.select.bound_scores")
@@ -41,7 +42,8 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
         live[b, :, sink:end] = True
     centre = torch.where(live, centre.view(torch.uint8), NAN).view(FP8)
     spread = torch.where(live, spread.view(torch.uint8), NAN).view(FP8) if box else torch.where(live, spread, math.nan)
-    return q, Digests(centre, spread), until([end * block + seed % block for end in ends], sink * block), block
+    digests = Digests(centre, spread, block, VOLUMES.index("box" if box else "ball"))
+    return q, digests, until([end * block + seed % block for end in ends], sink * block)
 
 
 # ---------------------------------------------------------------- the CUDA kernel
@@ -78,14 +80,15 @@ HALVES = "queries in {} against centres in {}, not halves against fp8"
 OTHERS = {
     "q in float32": (lambda q, d: (q.float(), d), HALVES.format(torch.float32, FP8)),
     "digests in bfloat16": (
-        lambda q, d: (q, Digests(*(x.bfloat16() for x in d))), HALVES.format(torch.bfloat16, torch.bfloat16),
+        lambda q, d: (q, d._replace(centre=d.centre.bfloat16(), spread=d.spread.bfloat16())),
+        HALVES.format(torch.bfloat16, torch.bfloat16),
     ),
     "q not aligned": (
         lambda q, d: (torch.nn.functional.pad(q, (1, 0))[..., 1:], d), "tensors are not aligned to 16 bytes",
     ),
     "too many heads": (lambda q, d: (q.repeat(1, 5, 1, 1), d), "head_dim 128 with 20 query heads a kv head"),
     "head_dim 80": (
-        lambda q, d: (q[..., :80].contiguous(), Digests(*(x[..., :80].contiguous() for x in d))),
+        lambda q, d: (q[..., :80].contiguous(), Digests(*(x[..., :80].contiguous() for x in d[:2]), *d[2:])),
         "head_dim 80 with 4 query heads a kv head",
     ),
 }  # fmt: skip
@@ -112,7 +115,7 @@ CONTAINING = [("quest", {}), ("arkvale", dict(volume="cuboid")), ("arkvale", dic
 def bounds(name: str, digest: str, past: Past, **more) -> torch.Tensor:
     """What the index says of every retrievable page, [row, head, page]."""
     s = past.fill(small(name, budget=256, digest=digest, **more)).state
-    scores, _ = BOUNDS.bound_scores(past.query.to(DEVICE), s.digests, s.lengths, BLOCK)
+    scores, _ = BOUNDS.bound_scores(past.query.to(DEVICE), s.digests, s.lengths)
     return scores[..., SINK // BLOCK : frontier(past.length) // BLOCK].cpu().double()
 
 

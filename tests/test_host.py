@@ -65,8 +65,8 @@ def driver(monkeypatch):
 class Cache:
     """What a report reads when the patch is taken off, where no cache of an earlier test is the latest."""
 
-    stored: dict = {}
-    row_lengths: dict = {}
+    def __init__(self):
+        self.stored, self.row_lengths = {}, {}
 
     def own_bytes(self) -> int:
         return 0

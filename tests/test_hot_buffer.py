@@ -19,7 +19,7 @@ from world import DEVICE
 from torchsparsekv.ops._impl import tensors, use_kernels
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.store.rows import STATS
-from torchsparsekv.ops.store.views import Far, Hot, Stats
+from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 from torchsparsekv.state import Geometry, LayerState, RingPlan, RowLengths, hot_buffer, store_buffers
 
 ENTRIES = load_all()
@@ -133,7 +133,7 @@ class HotBuffer(RuleBasedStateMachine):
         now = {at: int(not gated or r.random() < 0.5) for at in self.lead}
         self.calls += 1
         gate = self.ids(now).flatten(1) if gated else None
-        self.fetch(self.ids(asked), gate, self.s.far, self.s.hot, self.s.stats)
+        self.fetch(Asked(self.ids(asked), gate), self.s.far, self.s.hot, self.s.stats)
         for at, head in self.heads.items():
             if now[at]:
                 head.fetch(asked[at])
@@ -277,8 +277,8 @@ def test_calls_in_a_row(kind, shape, ages, filled, gated, seed):
     for _ in range(4):
         ids = asked(state[1].slot_of, n, r)
         now = torch.tensor([[r.choice([0, 1]) for _ in range(2)]], dtype=I32) if gated else None
-        FETCH.reference(ids, now, *state)
-        FETCH.run(kind, *on(DEVICE, (ids, now)), *there)
+        FETCH.reference(Asked(ids, now), *state)
+        FETCH.run(kind, *on(DEVICE, (Asked(ids, now),)), *there)
         for got, want in zip(tensors(there), tensors(state), strict=True):
             assert torch.equal(got.cpu(), want)
 
@@ -307,8 +307,8 @@ def test_large_blocks_that_changed(write_through, shape, filled, seed):
 def why_it_fails(*, fetched=lambda hot, stats: None, forget=FORGET.reference) -> str:
     """What the machine finds where the reference of fetch is followed by `fetched`, with this in place of forget."""
 
-    def fetch(ids, now, far, hot, stats):
-        FETCH.reference(ids, now, far, hot, stats)
+    def fetch(asked, far, hot, stats):
+        FETCH.reference(asked, far, hot, stats)
         fetched(hot, stats)
 
     options = dict(derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)

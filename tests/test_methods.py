@@ -314,7 +314,7 @@ def lives(layer: Layer) -> dict:
     row = torch.arange(s.far.rows.shape[2], device=DEVICE)
     far = (row >= at.sink) & (row < at.ring_begin[:, None])
     kept = lambda m, x: x.masked_fill(~m[:, None, :, None, None], 0)  # noqa: E731
-    index = {n: t.float() for n, t in s.digests._asdict().items()} if "digests" in s.buffers else {}
+    index = {n: getattr(s.digests, n).float() for n in ("centre", "spread")} if "digests" in s.buffers else {}
     lengths = {"seq_len": layer.row_lengths.seq_len, "length": at.length, "ring_begin": at.ring_begin}
     return {"ring": kept(near, s.near.ring), "pool": kept(far, s.far.rows), **index, **lengths}
 

@@ -23,7 +23,8 @@ def allocated(cache):
             t = getattr(layer.state, name)
             for part, x in t._asdict().items() if isinstance(given, tuple) else ((None, t),):
                 key = f"{name}.{part}" if part else name
-                found[key] = found.get(key, 0) + x.nbytes
+                if isinstance(x, torch.Tensor):
+                    found[key] = found.get(key, 0) + x.nbytes
     return found | {"row lengths": sum(x.nbytes for x in cache.row_lengths.values())}
 
 

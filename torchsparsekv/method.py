@@ -20,7 +20,7 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
@@ -148,7 +148,7 @@ class Method:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.steer is not None:
             q = s.steer(s, q)
-        append(k, v, s.near, s.far, s.stats, s.lengths)
+        append(Token(k, v), s.near, s.far, s.stats, s.lengths)
         self.step(s, q, k)
         choice = None
         if self.dense:
@@ -156,9 +156,8 @@ class Method:
         else:
             choice = self.choose(s, q, a)
             if choice is not None:
-                fetch(choice.ids, choice.retrieve_now, s.far, s.hot, s.stats)
-            frontier, fill = (choice.frontier, choice.fill) if choice else (None, None)
-            out = sparse_attention(q, s.near, s.hot, s.lengths, frontier, a, fill)
+                fetch(choice.asked, s.far, s.hot, s.stats)
+            out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
         if s.tap is not None:
             s.tap(s, q, a, choice, out)
         return out

@@ -61,7 +61,8 @@ class Buffer:
         return self.home == "pool" and pool_on_host
 
 
-# Buffers by name, alone or in a view (ops/store/views.py) of them: `state.hot` is a view of the tensors declared here.
+# Buffers by name, alone or in a view (ops/store/views.py) of them and of numbers: `state.hot` is a view of the tensors
+# declared here.
 Buffers = dict[str, Any]
 
 
@@ -73,7 +74,8 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
     """All of them, those of a view as `view.field`."""
     found: dict[str, Buffer] = {}
     for name, given in buffers.items():
-        found |= {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
+        parts = {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
+        found |= {said: b for said, b in parts.items() if isinstance(b, Buffer)}
     return found
 
 
@@ -176,14 +178,16 @@ class LayerState:
         with torch.inference_mode(False):  # else no one outside inference mode could update them
             for name, given in buffers.items():
                 view = isinstance(given, tuple)
-                made = [mark_static(self._allocated(b, device)) for b in (given if view else (given,))]
+                made = [self._made(b, device) for b in (given if view else (given,))]
                 setattr(self, name, type(given)(*made) if view else made[0])
         self.reset()
 
-    def _allocated(self, b: Buffer, device: torch.device) -> Tensor:
+    def _made(self, b: Buffer | float, device: torch.device) -> Tensor | float:
+        if not isinstance(b, Buffer):
+            return b
         if b.home == "pool" and self.pool_on_host:
-            return host.pinned(b.shape, b.dtype, device)
-        return torch.zeros(b.shape, dtype=b.dtype, device=device)
+            return mark_static(host.pinned(b.shape, b.dtype, device))
+        return mark_static(torch.zeros(b.shape, dtype=b.dtype, device=device))
 
     @property
     def lengths(self) -> Lengths:
@@ -193,7 +197,8 @@ class LayerState:
         """Every tensor, with how it was declared."""
         for name, given in self.buffers.items():
             t = getattr(self, name)
-            yield from zip(given, t) if isinstance(given, tuple) else ((given, t),)
+            parts = zip(given, t) if isinstance(given, tuple) else ((given, t),)
+            yield from ((b, x) for b, x in parts if isinstance(b, Buffer))
 
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
         """All of it, of the pool no more than `rows` rows, if a number is given. One row there may become many

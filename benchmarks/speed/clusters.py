@@ -18,7 +18,7 @@ from torchsparsekv.ops.index.cluster_keys import Kmeans, cluster_keys
 from torchsparsekv.ops.index.find_boundary import find_boundary
 from torchsparsekv.ops.select.pick_units import pick_units
 from torchsparsekv.ops.store.append import append
-from torchsparsekv.ops.store.views import Attention, Units
+from torchsparsekv.ops.store.views import Asked, Attention, Reach, Token, Units
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv.zoo.louiskv import LouisKV
 
@@ -85,13 +85,13 @@ class Bench(Layers):
         return lambda i, s: pick_units(self.q[i], s.units, now, s.pick_done, self.o.budget, 0.09)
 
     def get(self, now: torch.Tensor, rows: list[torch.Tensor]):
-        return lambda i, s: fetch(rows[i], now, s.far, s.hot, s.stats)
+        return lambda i, s: fetch(Asked(rows[i], now), s.far, s.hot, s.stats)
 
     def attend(self, i: int, s: LayerState) -> torch.Tensor:
-        return sparse_attention(self.q[i], s.near, s.hot, s.lengths, s.segments.frontier, Attention(0.09))
+        return sparse_attention(self.q[i], s.near, s.hot, s.lengths, Reach(s.segments.frontier), Attention(0.09))
 
     def write(self, i: int, s: LayerState) -> None:
-        append(self.k, self.k, s.near, s.far, s.stats, s.lengths)
+        append(Token(self.k, self.k), s.near, s.far, s.stats, s.lengths)
 
     def rows(self) -> list[dict]:
         """In the order of a decode step; bytes are what the kernel must move at least."""

@@ -28,7 +28,7 @@ from torchsparsekv.ops.select.collide import collide
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
-from torchsparsekv.ops.store.views import Attention, Far, Lengths
+from torchsparsekv.ops.store.views import Asked, Attention, Far, Lengths, Reach, Token
 from torchsparsekv.state import Geometry, LayerState
 
 READ, LINK = "read in HBM", "read of pinned host memory"
@@ -71,16 +71,16 @@ class Bench(Layers):
                 x.copy_(self.random_blocks(n, x.shape[-1]))
 
         def get(blocks):
-            return lambda i, s: fetch(blocks[i], None, s.far, s.hot, s.stats)
+            return lambda i, s: fetch(Asked(blocks[i]), s.far, s.hot, s.stats)
 
         def attend(i, s):
-            return sparse_attention(q[i], s.near, s.hot, s.lengths, None, scale)
+            return sparse_attention(q[i], s.near, s.hot, s.lengths, Reach(), scale)
 
         for i, s in enumerate(states):
             get(chosen)(i, s)
         self.still()
         return [
-            self.row("append", lambda i, s: append(self.k, self.k, s.near, s.far, s.stats, s.lengths)),
+            self.row("append", lambda i, s: append(Token(self.k, self.k), s.near, s.far, s.stats, s.lengths)),
             self.row("index update (nothing leaves)", lambda i, s: m.step(s, q[i], self.k)),
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
@@ -110,16 +110,16 @@ class Bench(Layers):
 class PageStages:
     @staticmethod
     def fill(s: LayerState, b: Bench) -> None:
-        for t in s.digests:
+        for t in s.digests[:2]:
             t.view(torch.uint8).random_(1, 100) if t.dtype.itemsize == 1 else t.uniform_(0.1, 1)
 
     @staticmethod
     def select(b: Bench) -> list[dict]:
-        n, size = b.method.budget // b.method.block_size, b.method.block_size
-        score = lambda i, s: bound_scores(b.q[i], s.digests, s.lengths, size)  # noqa: E731
+        n = b.method.budget // b.method.block_size
+        score = lambda i, s: bound_scores(b.q[i], s.digests, s.lengths)  # noqa: E731
         scores, peaks = zip(*(score(i, s) for i, s in enumerate(b.states)))
         return [
-            b.row("scores", score, sum(t.nbytes for t in b.states[0].digests)),
+            b.row("scores", score, sum(t.nbytes for t in b.states[0].digests[:2])),
             b.row("top blocks", lambda i, s: top_blocks(scores[i], n, peaks[i])),
             b.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
         ]

@@ -13,7 +13,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Fill, Hot, Lengths, Near, PerHead, Query
+from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, Reach
 
 # What csrc/sparse_attention.cu is for; other shapes and types are left to Triton.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
@@ -23,14 +23,14 @@ NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
 NATIVE_CLUSTER, NATIVE_WARPS = 8, 8
 
 
-def check(q, near, hot, lengths, frontier, attention, fill=None) -> None:
+def check(q, near, hot, lengths, reach, attention) -> None:
     _check.heads(q, near.ring)
 
 
 def reference(
-    q: Query, near: Near, hot: Hot, lengths: Lengths, frontier: PerHead | None, attention: Attention,
-    fill: Fill | None = None,
-) -> Tensor:  # fmt: skip
+    q: Query, near: Near, hot: Hot, lengths: Lengths, reach: Reach, attention: Attention
+) -> Tensor:
+    frontier, fill = reach
     begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2]) if frontier is None else frontier
     rows, length = near.ring.shape[2], lengths.length
     in_ring = torch.stack([ring_positions(rows, length, x, lengths.sink) for x in begins.unbind(1)], 1) >= 0
@@ -95,8 +95,8 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _fits(q, near, hot, lengths, frontier, attention, fill=None) -> _cuda.Module | str:
-    if fill is not None:
+def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
+    if reach.fill is not None:
         return "blocks that are partly filled"
     d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
@@ -110,11 +110,11 @@ def _fits(q, near, hot, lengths, frontier, attention, fill=None) -> _cuda.Module
     return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
 
 
-def _launch_cuda(kernels, q, near, hot, lengths, frontier, attention, fill=None) -> Tensor:
+def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
     """csrc/sparse_attention.cu"""
     batch, heads, ring_rows, _, d = near.ring.shape
     out, warps, p = fake(q), NATIVE_WARPS, hot.rows.shape[3]
-    begins, per = (lengths.ring_begin, heads) if frontier is None else (frontier, 1)
+    begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
         lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads, per, ring_rows,
@@ -124,8 +124,8 @@ def _launch_cuda(kernels, q, near, hot, lengths, frontier, attention, fill=None)
     return out
 
 
-def _launch_triton(q, near, hot, lengths, frontier, attention, fill=None) -> Tensor:
-    batch, heads, ring_rows = near.ring.shape[:3]
+def _launch_triton(q, near, hot, lengths, reach, attention) -> Tensor:
+    (batch, heads, ring_rows), (frontier, fill) = near.ring.shape[:3], reach
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
     tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch
     tiles = cdiv(ring_rows, tile) + cdiv(n * p, tile)

@@ -26,7 +26,7 @@ from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, count, row_width
-from torchsparsekv.ops.store.views import Candidates, Far, Hot, PerHead, Stats
+from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
 ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
@@ -35,31 +35,31 @@ ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
 NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
 
 
-def check(ids, retrieve_now, far, hot, stats) -> None:
+def check(asked, far, hot, stats) -> None:
+    ids = asked.ids
     if ids.shape[-1] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
     check_blocks(far, hot)
 
 
-def reference(
-    ids: Candidates, retrieve_now: PerHead | None, far: Far, hot: Changed[Hot], stats: Changed[Stats]
-) -> None:
+def reference(asked: Asked, far: Far, hot: Changed[Hot], stats: Changed[Stats]) -> None:
+    ids, retrieve_now = asked
     pages = far.rows.unflatten(2, (-1, hot.rows.shape[3]))
     for b in range(ids.shape[0]):
         for h in range(ids.shape[1]):
             if retrieve_now is not None and not retrieve_now[b, h]:
                 count(stats.counts[b, h], selected=int((hot.chosen[b, h] >= 0).sum()))
                 continue
-            asked = [int(x) for x in ids[b, h] if x >= 0]
-            missing = _bring(asked, pages[b, h], Hot(*(t[b, h] for t in hot)))
-            count(stats.counts[b, h], selected=len(asked), missed=missing)
+            wanted = [int(x) for x in ids[b, h] if x >= 0]
+            missing = _bring(wanted, pages[b, h], Hot(*(t[b, h] for t in hot)))
+            count(stats.counts[b, h], selected=len(wanted), missed=missing)
             hot.chosen[b, h] = torch.where(ids[b, h] >= 0, hot.slot_of[b, h][ids[b, h].clamp(min=0).long()], -1)
 
 
-def _bring(asked: list[int], pages: Tensor, hot: Hot) -> int:
+def _bring(wanted: list[int], pages: Tensor, hot: Hot) -> int:
     """Of one head; how many blocks were missing."""
-    missing = [x for x in asked if hot.slot_of[x] < 0]
-    hits = {int(hot.slot_of[x]) for x in asked} - {-1}
+    missing = [x for x in wanted if hot.slot_of[x] < 0]
+    hits = {int(hot.slot_of[x]) for x in wanted} - {-1}
     rank = [OLDEST if x < 0 else min(int(age), OLDEST - 2) for x, age in zip(hot.block_of.tolist(), hot.age)]
     free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
     for x, i in zip(missing, sorted(free[: len(missing)])):
@@ -68,7 +68,7 @@ def _bring(asked: list[int], pages: Tensor, hot: Hot) -> int:
         hot.block_of[i], hot.slot_of[x] = x, i
         hot.rows[i] = pages[x]
     hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
-    hot.age[[int(hot.slot_of[x]) for x in asked]] = 0
+    hot.age[[int(hot.slot_of[x]) for x in wanted]] = 0
     return len(missing)
 
 
@@ -174,7 +174,8 @@ def _fetch(
         add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-def _fits(ids, retrieve_now, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+    ids = asked.ids
     shape = native(ids.shape[2], hot.rows)
     if isinstance(shape, str):
         return shape
@@ -204,16 +205,17 @@ def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
     return batch * heads, max(1, min(tiles, sm_count(ids.device) // (batch * heads))), 1
 
 
-def _launch_cuda(fitting, ids, retrieve_now, far, hot, stats) -> None:
+def _launch_cuda(fitting, asked, far, hot, stats) -> None:
     """csrc/fetch.cu"""
-    kernels, shape = fitting
+    (kernels, shape), (ids, retrieve_now) = fitting, asked
     kernels.launch(
         "fetch", _grid(ids, hot), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts, hot.chosen,
         ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
 
-def _launch_triton(ids, retrieve_now, far, hot, stats) -> None:
+def _launch_triton(asked, far, hot, stats) -> None:
+    ids, retrieve_now = asked
     slots, p, _, d = hot.rows.shape[2:]
     n, grid = ids.shape[2], _grid(ids, hot)
     wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(slots)), grid[0] * grid[1]

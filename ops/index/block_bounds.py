@@ -22,7 +22,7 @@ VOLUMES = ("box", "ball", "mean-box")
 
 
 def check_spread(digests: Digests) -> None:
-    centre, spread = digests
+    centre, spread = digests[:2]
     if spread.shape[-1] not in (1, centre.shape[-1]):
         raise ValueError(f"spread has one value per channel (boxes) or per block (ball), got {tuple(spread.shape)}")
     want = centre.dtype if spread.shape[-1] > 1 else torch.float32
@@ -30,13 +30,14 @@ def check_spread(digests: Digests) -> None:
         raise TypeError(f"spread must be {want}, got {spread.dtype}")
 
 
-def check(k, far, digests, lengths, block_size, volume) -> None:
+def check(k, far, digests, lengths) -> None:
     check_spread(digests)
-    if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (digests.spread.shape[-1] == 1):
+    rows, (centre, spread, block_size, volume) = far.rows.shape[2], digests
+    if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
-        raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(digests.spread.shape)}")
-    if far.rows.shape[2] // block_size != digests.centre.shape[2]:
-        raise ValueError(f"{far.rows.shape[2]} rows are not {digests.centre.shape[2]} blocks of {block_size}")
+        raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")
+    if rows // block_size != centre.shape[2]:
+        raise ValueError(f"{rows} rows are not {centre.shape[2]} blocks of {block_size}")
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,12 +65,11 @@ def bounds(keys: Tensor, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return centre, (spread.clamp(max=FP8_MAX) if dtype == FP8 else spread).to(dtype)
 
 
-def reference(
-    k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths, block_size: int, volume: int
-) -> None:
+def reference(k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths) -> None:
+    block_size = digests.block_size
     for b, old, new, keys in leaving_keys(k, far, lengths):
         blocks = slice(old // block_size, new // block_size)
-        centre, spread = bounds(keys.unflatten(1, (-1, block_size)), volume, digests.centre.dtype)
+        centre, spread = bounds(keys.unflatten(1, (-1, block_size)), digests.volume, digests.centre.dtype)
         digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
 
 
@@ -136,19 +136,19 @@ def _bounds(
         store_digest(x, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, P, D, DP)
 
 
-def volume_of(volume: int, centre: Tensor) -> dict[str, object]:
-    """What a kernel is compiled for, so that `store_digest` makes that volume."""
-    limit = FP8_MAX if centre.dtype == FP8 else 0.0
-    return dict(BALL=VOLUMES[volume] == "ball", MEAN=VOLUMES[volume] == "mean-box", LIMIT=limit)
+def volume_of(digests: Digests) -> dict[str, object]:
+    """What a kernel is compiled for, so that `store_digest` makes their volume."""
+    name, limit = VOLUMES[digests.volume], FP8_MAX if digests.centre.dtype == FP8 else 0.0
+    return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit)
 
 
-def launch(k, far, digests, lengths, block_size, volume) -> None:
-    (pool,), (centre, spread) = far, digests
+def launch(k, far, digests, lengths) -> None:
+    (pool,), (centre, spread, block_size, _) = far, digests
     batch, heads, rows, _, d = pool.shape
     most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, centre.shape[2],
-        **volume_of(volume, centre), P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
+        **volume_of(digests), P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
         **chained(centre.device, batch * heads * most),
     )  # fmt: skip
 

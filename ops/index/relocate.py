@@ -31,8 +31,8 @@ ROWS = 16  # pairs that change places at a time
 PHASES = 2
 
 
-def check(static, far, coarse, hot, digests, sink, volume) -> None:
-    check_digests(None, far, digests, None, hot.rows.shape[3], volume)
+def check(static, far, coarse, hot, digests, sink) -> None:
+    check_digests(None, far, digests, None)
     check_blocks(far, hot)
     if sink % hot.rows.shape[3]:
         raise ValueError(f"{sink} sinks are not whole blocks of {hot.rows.shape[3]}")
@@ -52,7 +52,7 @@ def gathered(ids: Tensor, first: int, end: int) -> Tensor:
 
 def reference(
     static: Changed[Static], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
-    digests: Changed[Digests], sink: int, volume: int,
+    digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
     block_size = hot.rows.shape[3]
     for b, h in static.updated.nonzero().tolist():
@@ -66,7 +66,8 @@ def reference(
         front = torch.arange(sink // block_size, (sink + len(ids)) // block_size)
         touched = torch.cat([front, outside // block_size]).unique()
         keys = keys_of(rows).unflatten(0, (-1, block_size))[touched]
-        digests.centre[b, h, touched], digests.spread[b, h, touched] = bounds(keys, volume, digests.centre.dtype)
+        new = bounds(keys, digests.volume, digests.centre.dtype)
+        digests.centre[b, h, touched], digests.spread[b, h, touched] = new
         slots = hot.slot_of[b, h, touched].long()
         hot.slot_of[b, h, touched] = -1
         hot.block_of[b, h, slots[slots >= 0]] = -1
@@ -162,8 +163,8 @@ def _relocate(
             )  # fmt: skip
 
 
-def launch(static, far, coarse, hot, digests, sink, volume) -> None:
-    (pool,), (centre, spread) = far, digests
+def launch(static, far, coarse, hot, digests, sink) -> None:
+    (pool,), (centre, spread) = far, digests[:2]
     batch, heads, rows, _, d = pool.shape
     most, p = static.ids.shape[2], hot.rows.shape[3]
     parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS)), max(16, next_power_of_2(most))
@@ -173,7 +174,7 @@ def launch(static, far, coarse, hot, digests, sink, volume) -> None:
             static.ids, static.count, static.updated, static.arrived, static.gone, pool,
             pool if coarse is None else coarse, centre, spread, hot.slot_of, hot.block_of, scratch,
             most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
-            **volume_of(volume, centre), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
+            **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
             ROWS=ROWS, K=k, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ NATIVE_WARPS = 8  # per program, each with 16 blocks (a GROUP) at a time
 RESIDENT = 2  # programs per multiprocessor: with more of them they could not be launched early
 
 
-def check(q, digests, lengths, block_size) -> None:
+def check(q, digests, lengths) -> None:
     _check.heads(q, digests.centre)
     check_spread(digests)
 
@@ -41,8 +41,8 @@ def widths(spread: Tensor) -> Tensor:
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
-def reference(q: AnyQuery, digests: Digests, lengths: Lengths, block_size: int) -> tuple[Tensor, Tensor]:
-    centre, spread = digests
+def reference(q: AnyQuery, digests: Digests, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    centre, spread, block_size, _ = digests
     x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
     scores = x @ centre.float().transpose(-1, -2)
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
@@ -96,8 +96,8 @@ def _dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
-def _fits(q, digests, lengths, block_size) -> _cuda.Module | str:
-    centre, spread = digests
+def _fits(q, digests, lengths) -> _cuda.Module | str:
+    centre, spread = digests[:2]
     d, group, box = centre.shape[-1], q.shape[1] // centre.shape[1], spread.shape[-1] > 1
     if q.dtype not in (torch.float16, torch.bfloat16) or centre.dtype != FP8:
         return f"queries in {q.dtype} against centres in {centre.dtype}, not halves against fp8"
@@ -109,20 +109,20 @@ def _fits(q, digests, lengths, block_size) -> _cuda.Module | str:
     return _cuda.load("bound_scores", q.device, **shape)
 
 
-def _launch_cuda(kernels, q, digests, lengths, block_size) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, q, digests, lengths) -> tuple[Tensor, Tensor]:
     """csrc/bound_scores.cu"""
-    batch, heads, blocks, _ = digests.centre.shape
+    (centre, spread, block_size, _), (batch, heads, blocks, _) = digests, digests.centre.shape
     out, peaks = fake(q, digests)
     parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
-        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *digests, out, peaks, lengths.ring_begin,
+        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, out, peaks, lengths.ring_begin,
         q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
     )  # fmt: skip
     return out, peaks
 
 
-def _launch_triton(q, digests, lengths, block_size) -> tuple[Tensor, Tensor]:
-    centre, spread = digests
+def _launch_triton(q, digests, lengths) -> tuple[Tensor, Tensor]:
+    centre, spread, block_size, _ = digests
     batch, heads, blocks, d = centre.shape
     out, peaks = fake(q, digests)
     group = q.shape[1] // heads

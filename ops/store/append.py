@@ -23,12 +23,12 @@ from torchsparsekv.ops.store.rows import (
     row_width,
     rows_of,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Far, Lengths, Near, NewToken, Stats
+from torchsparsekv.ops.store.views import Far, Lengths, Near, Stats, Token
 
 TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
 
 
-def check(k, v, near, far, stats, lengths) -> None:
+def check(token, near, far, stats, lengths) -> None:
     if near.ring.shape[2] < lengths.sink + lengths.interval:
         raise ValueError(
             f"a ring of {near.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
@@ -37,9 +37,9 @@ def check(k, v, near, far, stats, lengths) -> None:
 
 
 def reference(
-    k: NewToken, v: NewToken, near: Changed[Near], far: Changed[Far], stats: Changed[Stats], lengths: Lengths
+    token: Token, near: Changed[Near], far: Changed[Far], stats: Changed[Stats], lengths: Lengths
 ) -> None:
-    (ring,), (pool,), sink = near, far, lengths.sink
+    (k, v), (ring,), (pool,), sink = token, near, far, lengths.sink
     for b in range(k.shape[0]):
         n, old, new = (int(t[b]) for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
         if n <= 0:
@@ -83,8 +83,8 @@ def _append(
             tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
 
 
-def launch(k, v, near, far, stats, lengths) -> None:
-    (ring,), (pool,) = near, far
+def launch(token, near, far, stats, lengths) -> None:
+    (k, v), (ring,), (pool,) = token, near, far
     batch, heads, rows, _, d = pool.shape
     parts = cdiv(lengths.interval, TILE)
     _append[(batch * heads, parts)](

@@ -39,6 +39,13 @@ class Lengths(NamedTuple):
     interval: int
 
 
+class Token(NamedTuple):
+    """Key and value of the newest token."""
+
+    k: NewToken
+    v: NewToken
+
+
 class Near(NamedTuple):
     """The ring, always on the device: the sinks, and behind them rows that the newest tokens use in turn."""
 
@@ -82,10 +89,13 @@ class Attention(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """A volume around the keys of every block: its centre, and its spread per channel, or one radius."""
+    """A volume around the keys of every block of so many tokens: its centre, and its spread per channel, or one radius.
+    Which volume: a number of VOLUMES in ops/index/block_bounds.py."""
 
     centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
     spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
+    block_size: int
+    volume: int
 
 
 class Units(NamedTuple):
@@ -210,15 +220,37 @@ class View(NamedTuple):
     levels: int
 
 
-class Choice(NamedTuple):
-    """What an index answers: ids of blocks, int32 [batch, kv_heads, n], distinct within a head, -1 for none.
+class Asked(NamedTuple):
+    """Ids of blocks, distinct within a head, -1 for none. Heads whose `retrieve_now` is 0 keep what they chose last;
+    without it all choose anew."""
 
-    retrieve_now: heads where it is 0 keep what they chose last. None: all choose anew.
+    ids: Candidates
+    retrieve_now: PerHead | None = None
+
+
+class Reach(NamedTuple):
+    """What of a choice attention sees.
+
     frontier: where attention takes over from what is retrieved to the ring, per head. None: where the ring begins.
     fill: how many of the first rows of every block hold a token. None: all.
     """
+
+    frontier: PerHead | None = None
+    fill: Fill | None = None
+
+
+class Choice(NamedTuple):
+    """What an index answers: `Asked` and `Reach` in one."""
 
     ids: Tensor
     retrieve_now: Tensor | None = None
     frontier: Tensor | None = None
     fill: Tensor | None = None
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.ids, self.retrieve_now)
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.frontier, self.fill)

@@ -43,13 +43,14 @@ class PageMethod(Method):
     def buffers(self, g: Geometry) -> Buffers:
         lead, dtype = (*g.lead, g.rows // self.block_size), DIGESTS[self.digest]
         spread = Buffer((*lead, 1), torch.float32) if self.shape == "ball" else Buffer((*lead, g.head_dim), dtype)
-        return super().buffers(g) | {"digests": Digests(Buffer((*lead, g.head_dim), dtype), spread)}
+        centre = Buffer((*lead, g.head_dim), dtype)
+        return super().buffers(g) | {"digests": Digests(centre, spread, self.block_size, VOLUMES.index(self.shape))}
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
-        block_bounds(k, s.far, s.digests, s.lengths, self.block_size, VOLUMES.index(self.shape))
+        block_bounds(k, s.far, s.digests, s.lengths)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         self.prompt(s, q, k, join=True)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        return self.best(*bound_scores(q, s.digests, s.lengths, self.block_size))
+        return self.best(*bound_scores(q, s.digests, s.lengths))

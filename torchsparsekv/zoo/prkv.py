@@ -3,7 +3,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.index.relocate import relocate
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.pin_blocks import pin_blocks
@@ -80,7 +79,7 @@ class PRKV(StaticMethod, PageMethod):
             most = min(self.budget, s.static.ids.shape[2])
             static_target(q, s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
         self.choose_static(s, q, a)
-        relocate(s.static, s.far, coarse, s.hot, s.digests, s.lengths.sink, VOLUMES.index(self.shape))
-        scores, peaks = bound_scores(q, s.digests, s.lengths, self.block_size)
+        relocate(s.static, s.far, coarse, s.hot, s.digests, s.lengths.sink)
+        scores, peaks = bound_scores(q, s.digests, s.lengths)
         pin_blocks(scores, peaks, s.static.count, s.lengths.sink, self.block_size)
         return self.best(scores, peaks)
