@@ -77,7 +77,7 @@ def pin_blocks(w: World):
 
 def relocate(w: World, fetching, bounding):
     """A set of whole blocks anywhere behind the sinks, and a hot buffer that may hold what is moved."""
-    _, _, far, hot, _ = fetching
+    _, far, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
     most = w.blocks * w.block - w.sink
