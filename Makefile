@@ -14,11 +14,12 @@ help:
 demo: $(READY)
 	$(BIN)/torchsparsekv demo
 
-# The page of what is measured and committed.
+# The page of what is measured and committed, and the figure of the README.
 report: $(READY)
 	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
 		benchmarks/results/quality/text/*.jsonl \
 		-o benchmarks/results/report/report.html
+	$(BIN)/python -m torchsparsekv.benchmarks.report.readme
 
 # A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)

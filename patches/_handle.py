@@ -1,6 +1,7 @@
 """What patch() returns: a model's caches, its report, and the way back."""
 import copy
 import threading
+import warnings
 import weakref
 
 from torchsparsekv.method import as_int
@@ -35,16 +36,27 @@ class Handle:
     def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
-        Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: memory()
-        says what that takes.
+        Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
+        warns, and says what that takes, as memory() does.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
         on_host = pool_on_host(self.plan, self.offload, batch, length)
+        if max_length is None and self.max_length is None:
+            self._say_how_much(batch, length)
         check_memory(self.plan, batch, length, pool_on_host=on_host)
         cache = SparseCache(self.plan, batch, length, self._owner, pool_on_host=on_host)
         self._latest = weakref.ref(cache)
         return cache
+
+    def _say_how_much(self, batch: int, length: int) -> None:
+        memory = self.memory(batch, length)
+        host_mib, device_mib = memory.host_bytes / 2**20, memory.device_bytes / 2**20
+        warnings.warn(
+            f"make_cache() without max_length has room for {length} tokens, all that the model's positions allow: "
+            f"{host_mib:.1f} MiB of host memory and {device_mib:.1f} MiB on the device",
+            stacklevel=3,
+        )
 
     def _sizes(self, batch_size, max_length) -> tuple[int, int]:
         batch = as_int(batch_size)

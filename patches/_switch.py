@@ -21,9 +21,18 @@ class Owner:
 
 
 def on(model, handle, owner: Owner) -> str:
-    """Patch the instance; returns the attention implementation that it had."""
+    """Patch the instance; returns the attention implementation that it had. Interrupted, it leaves no half of it."""
+    base = model.config.get_text_config(decoder=True)._attn_implementation
+    try:
+        _put_on(model, handle, owner, base)
+    except BaseException:
+        off(model, owner, base)
+        raise
+    return base
+
+
+def _put_on(model, handle, owner: Owner, base: str) -> None:
     config = model.config.get_text_config(decoder=True)
-    base = config._attn_implementation
     modules = all_families()[decoder_type(model.config)].modules(model, config)
     owner.first = modules[0].layer_idx
     for m in modules:
@@ -38,11 +47,10 @@ def on(model, handle, owner: Owner) -> str:
     model._torchsparsekv = handle
     activate(owner)
     forget_compiled(model)
-    return base
 
 
 def off(model, owner: Owner, base: str) -> None:
-    """Leave the instance as `on` found it."""
+    """Leave the instance as `on` found it, or would have, where it did not come to its end."""
     for m in model.modules():
         if getattr(m, "_torchsparsekv_owner", None) is owner:
             _remove_hook(m, hand_over_layer)
@@ -52,7 +60,8 @@ def off(model, owner: Owner, base: str) -> None:
     _set_implementation(model, base)
     if getattr(vars(model).get("generate"), "__func__", None) is generate:
         del model.generate
-    del model._prepare_cache_for_generation, model._torchsparsekv
+    for name in ("_prepare_cache_for_generation", "_torchsparsekv"):
+        vars(model).pop(name, None)
     forget_compiled(model)
     owner.active = False
     _limit.drop(owner)

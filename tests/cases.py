@@ -144,6 +144,8 @@ def _ratios(w: World) -> list[int]:
 def _centroid_votes(w: World):
     codes = _encoded(w, w.pick(8, 4, 2))
     group = w.pick(1, w.group, 5, 11)
+    if group * codes.ids.shape[3] > 32:  # a program for each of both and every head: a minute in the interpreter
+        group = 1
     q = integers(torch.randn(w.batch, w.heads * group, 1, w.dim, generator=w.g)).to(w.dtype)
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 

@@ -227,8 +227,10 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     assert "not a file of results" in refused("again", "--results", str(tmp_path))
     put(tmp_path, "a.json", environment={"python": "3"})
     assert "neither a gpu nor threads of a cpu" in refused("again", "--results", str(tmp_path))
+    (tmp_path / "a.json").unlink()
+    assert f"no file of results in {tmp_path}; say" in refused("again", "--results", str(tmp_path))
     shutil.rmtree(tmp_path)
-    assert "no file of results" in refused("again", "--results", str(tmp_path))
+    assert f"there is no folder {tmp_path}" in refused("again", "--results", str(tmp_path))
 
 
 @pytest.mark.gpu

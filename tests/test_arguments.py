@@ -28,7 +28,7 @@ def test_integers_of_numpy_and_torch(kind):
 
 
 def test_a_default_that_does_not_fit_is_lowered_and_said():
-    with torchsparsekv.patch(tiny(), max_length=100) as handle:
+    with torchsparsekv.patch(tiny(), "quest", max_length=100) as handle:
         assert [m.name for m in handle.plan.methods] == ["full", "full", "quest"]
         assert handle.plan.method.budget == 96, "whole blocks of 16"
         said = "quest has budget 96: the default of 1024 is above the 100 of a cache"
@@ -39,6 +39,12 @@ def test_a_default_that_does_not_fit_is_lowered_and_said():
         assert "louiskv keeps its default budget of 1024" in repr(handle)
     with patch(tiny()) as handle:
         assert handle.report().notes == ()
+
+
+def test_the_method_that_is_not_named_is_the_one_that_is_recommended():
+    """README: which method should I take. It has to be one that the demo finds right."""
+    with torchsparsekv.patch(tiny()) as handle:
+        assert handle.plan.method.name == "pariskv"
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -289,7 +289,7 @@ WRONG = {
     "the same length twice": (dict(lengths=(256, 256)), "lengths must be one or more different values, got 256,256"),
     "no budget": (dict(budgets=()), "budgets must be one or more different values, got none"),
     "a budget of half a block": (dict(budgets=(33,)), "quest: budget must be a multiple of block_size 4, got 33"),
-    "a budget above the length": (dict(budgets=(512,)), "budget 512 is above max_length 256"),
+    "a budget above the length": (dict(budgets=(512,)), "a length of 256 tokens is below a budget of 512"),
     "longer than the model": (dict(lengths=(4096,)), "max_length 4096 is above the model's max_position_embeddings"),
     "not a hyper-parameter": (dict(hyper=("quest.nope=1",)), r"METHOD.NAME=VALUE .* got 'quest.nope=1'"),
     "not an assignment": (dict(hyper=("quest",)), r"METHOD.NAME=VALUE .* got 'quest'"),

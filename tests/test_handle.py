@@ -96,6 +96,20 @@ def test_repr_says_what_is_active():
         assert "max_length=grows to 512" in repr(handle)
 
 
+def test_a_cache_without_a_length_says_what_it_takes(recwarn):
+    with patch(tiny(), max_length=None) as handle:
+        with pytest.warns(UserWarning, match=r"has room for 512 tokens, .*: 0.0 MiB of host memory") as told:
+            cache = handle.make_cache(3)
+        mib = handle.report().device_bytes / 2**20
+        assert cache.max_length == 512
+        assert f" {mib:.1f} MiB on the device" in str(told[0].message)
+        assert told[0].filename == __file__
+        handle.make_cache(3, 64)
+    with patch(tiny()) as handle:
+        handle.make_cache(3)
+    assert not [w for w in recwarn if "has room for" in str(w.message)]
+
+
 def test_only_this_instance():
     model, other = tiny(), tiny()
     before, words = snapshot(other), generate(other)

@@ -30,15 +30,16 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.api": {"method", "ops", "patches"},
     "torchsparsekv.benchmarks": set(),
     "torchsparsekv.benchmarks._table": set(),
+    "torchsparsekv.benchmarks._progress": set(),
     "torchsparsekv.benchmarks._options": {"method"},
     "torchsparsekv.benchmarks._results": {"api", "benchmarks._table"},
     "torchsparsekv.benchmarks.speed": {
-        *CORE, "patches", "benchmarks._options", "benchmarks._results", "benchmarks.speed",
+        *CORE, "patches", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.speed",
     },
     "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
     "torchsparsekv.benchmarks.quality": {
-        "api", "method", "probe", "benchmarks._options", "benchmarks._results", "benchmarks.quality",
-        "benchmarks.recall_model",
+        "api", "method", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
+        "benchmarks.quality", "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
@@ -65,7 +66,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "packaging": ("torchsparsekv.patches",),  # transformers needs it too
     "triton": ("torchsparsekv.ops._triton",),
     "typer": ("torchsparsekv.commands",),
-    "tqdm": ("torchsparsekv.commands", "torchsparsekv.benchmarks.quality.run", "torchsparsekv.benchmarks.quality.text"),
+    "tqdm": ("torchsparsekv.benchmarks._progress",),
     "matplotlib": ("torchsparsekv.benchmarks.report",),
     "PIL": ("torchsparsekv.benchmarks.report.style",),
     "numpy": ("torchsparsekv.benchmarks.recall_model", "torchsparsekv.benchmarks.report.style"),

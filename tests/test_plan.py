@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_says_what_a_patched_model_would_take(folder):
-    done = cli("plan", folder, "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
+    done = cli("plan", folder, "--method", "quest", "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
     ))  # fmt: skip
     assert done.returncode == 0, done.stderr

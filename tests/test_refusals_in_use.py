@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import tiny
 from snapshot import snapshot
-from test_refusals import IDS, MASK, SMALL, Row, generate, used
+from test_refusals import IDS, MASK, SMALL, Row, generate, patch, used
 from test_refusals import ROWS as OTHERS
 from world import DEVICE
 
@@ -78,10 +78,48 @@ def masked(mask, tokens=2):
     return used(act)
 
 
+def called(model_type):
+    """A model that says it is of this type."""
+
+    def model():
+        made = tiny()
+        made.config.model_type = model_type
+        return made
+
+    return model
+
+
 LONGER = torch.cat([MASK, MASK[:, -2:]], 1)
 A_HOLE = LONGER.index_fill(1, torch.tensor([15], device=DEVICE), 0)
 
 ROWS = [
+    # hyper-parameters of single methods
+    Row("subspaces of five dimensions", patch("pariskv", m=5), ValueError, r"m must be one of .*, got 5"),
+    Row("heads that choose by their sum", patch("pariskv", group="sum"), ValueError, r"group must be one of mean, max, got 'sum'"),
+    Row("rho above one", patch("pariskv", rho=2), ValueError, r"rho must be None or in \(0, 1\], got 2"),
+    Row("beta zero", patch("pariskv", beta=0), ValueError, r"beta must be None or in \(0, 1\], got 0"),
+    Row("beta above rho", patch("pariskv", beta=0.5, rho=0.2), ValueError, r"rho 0.2 is below beta 0.5: too few keys would get votes"),
+    Row("updates that reach into the window", patch("pariskv", update_interval=7), ValueError, r"update_interval 7 is above window 6"),
+    Row("full_threshold negative", patch("pariskv", full_threshold=-1), ValueError, r"full_threshold must be at least 0, got -1"),
+    Row("pages of any size in icecache", patch("icecache", page_size=12), ValueError, r"page_size must be a power of two, got 12"),
+    Row("no promotion", patch("icecache", r=0.0), ValueError, r"r must be between 0 and 1, both excluded, got 0.0"),
+    Row("promotion a string", patch("icecache", r="0.1"), ValueError, r"r must be between 0 and 1, both excluded, got '0.1'"),
+    Row("a view of more than all", patch("icecache", field_of_view=1.5), ValueError, r"field_of_view must be from 0 to 1, got 1.5"),
+    Row("growth a string", patch("icecache", growth="much"), ValueError, r"growth must be from 0 to 1, got 'much'"),
+    Row("promotion unknown", patch("icecache", promotion="luck"), ValueError, r"promotion must be one of .*quota.*, got 'luck'"),
+    Row("a tree of one level", patch("icecache", levels=1), ValueError, r"levels must be from 2 to \d+, got 1"),
+    Row("more than all static", patch("prkv", static_ratio=1.5), ValueError, r'static_ratio must be in \[0, 1\] or "auto", got 1.5'),
+    Row("observed before the window", patch("prkv", observe=7), ValueError, r"observe 7 is above window 6: tokens would be scored by"),
+    Row("scores from nowhere", patch("snapkv", update_from="values"), ValueError, r"update_from must be one of .*, got 'values'"),
+    Row("updates never", patch("prkv", update_every=0), ValueError, r"update_every must be from 1 to \d+, got 0"),
+    Row("a digest of another method", patch("pariskv", digest="float8"), TypeError, r"'pariskv' has no hyper-parameter digest"),
+    # models refused by name, before a module of them is looked at
+    Row("MLA", patch(), NotImplementedError, r"model_type 'deepseek_v3' is not supported: its cache holds latents", called("deepseek_v3")),
+    Row("attention in chunks", patch(), NotImplementedError, r"model_type 'llama4' is not supported: some of its layers attend within chunks", called("llama4")),
+    Row("a state space", patch(), NotImplementedError, r"model_type 'jamba' is not supported: its state spaces", called("jamba")),
+    # what a cache would take
+    Row("memory of no rows", used(lambda m, h: h.memory(0)), ValueError, r"batch_size must be at least 1, got 0"),
+    Row("memory above the limit", used(lambda m, h: h.memory(1, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
     # generate() and calls
     Row("assistant", used(assisting), ValueError, r"a patched model cannot assist another.*unpatch it"),
     Row("attentions from generate", generate(output_attentions=True, return_dict_in_generate=True), ValueError, r"no attention weights to return"),
@@ -107,7 +145,6 @@ ROWS = [
     Row("mask hides a new token", masked(torch.cat([MASK, MASK[:, :1] * 0, MASK[:, -1:]], 1)), ValueError, r"contradicts the cache"),
     Row("mask of fewer rows", masked(LONGER[:1]), ValueError, r"made for batch size 2, the attention mask has 1 rows"),
 ]  # fmt: skip
-
 
 
 def test_no_two_rows_have_one_name_and_there_are_enough():

@@ -267,7 +267,7 @@ def test_a_method_has_one_colour():
 # ---------------------------------------------------------------- what it refuses
 
 BAD = {
-    "nothing there": (None, "x.json is not a file"),
+    "nothing there": (None, r"there is no file .*x\.json"),
     "not JSON": ("x", "x.json is not JSON"),
     "not an object": ("[]", "x.json is not an object"),
     "something else": ('{"benchmark": "weather"}', "holds weather of eval, decode"),
@@ -297,7 +297,8 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["nothing.json"], "report: nothing.json is not a file"),
+        (["nothing.json"], "report: there is no file nothing.json"),
+        (["docs"], "report: docs is no file, but a folder"),
         ([str(MEASURED[0]), "-o", "x.pdf"], "report: the report is a page: its name must end in .html, got x.pdf"),
     ],
 )

@@ -1,5 +1,5 @@
 """What is committed as measured: the files hold what their commands ask for and can be drawn, and the tables in the
-READMEs are theirs."""
+docs and READMEs are theirs."""
 import dataclasses
 import html
 import importlib
@@ -51,7 +51,7 @@ def test_the_table_of_scores_is_that_of_the_files(measured):
     _, rows = measured
     want = [list(r.values()) for r in scores.overview(rows, scores.averaged(rows))]
     assert len(want[0]) == 1 + len(LENGTHS) * len(BUDGETS)
-    assert want in tables(ROOT / "README.md")
+    assert want in tables(ROOT / "docs/quality.md")
 
 
 def test_what_is_said_of_results_is_so(measured):
@@ -59,14 +59,14 @@ def test_what_is_said_of_results_is_so(measured):
     by_method = {r["method"]: list(r.values())[1:] for r in scores.overview(rows, ["common"])}
     dense = by_method.pop("dense")
     others = [float(x) for cells in by_method.values() for x in cells if "/" not in x and x != scores.NONE]
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join((ROOT / "docs/quality.md").read_text().split())
     assert f"dense scores {dense[0]}, {dense[4]} and {dense[8]} at the three lengths" in said
     assert f"between {min(others):.2f} and {max(others):.2f} at every budget" in said
 
 
 def test_what_is_said_of_the_journal_is_so():
     (group,) = [g for g in scores.groups(load(FILES)) if "H200" not in g[0][0].hardware]
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join((ROOT / "docs/quality.md").read_text().split())
     found = {r["method"]: r["4K: 64"] for r in scores.overview(group[1], ["journal"])}
     assert {r["index"] for r in group[1]} == {0, 1}
     for method in ("pariskv", "louiskv", "clusterkv", "quest", "random", "streaming"):
@@ -89,13 +89,13 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
             dense = [at["full"], at["sdpa-cudnn"]]
             cells = [*dense, at["quest"], at["arkvale"], at["quest"] / floor]
             want.append([label, *(f"{x:.2f}" for x in cells), f"{min(dense) / at['quest']:.2f}x"])
-    assert want in tables(ROOT / "README.md")
+    assert want in tables(ROOT / "docs/results.md")
 
 
 def test_the_table_of_dense_answers_is_that_of_the_training():
     rows = json.loads((ROOT / "benchmarks/recall_model/weights/accuracy.json").read_text())["greedy"]
     want = [[r["task"], *(f"{r[n]:.2f}" for n in ("1024", "4096", "16384", "32768", "65536"))] for r in rows]
-    assert want in tables(ROOT / "README.md")
+    assert want in tables(ROOT / "docs/quality.md")
 
 
 def test_the_thresholds_of_louiskv():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def patch(
     model,
-    method: str = "quest",
+    method: str = "pariskv",
     *,
     max_length: int | None = None,
     budget: int | None = None,

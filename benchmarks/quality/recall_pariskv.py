@@ -13,7 +13,7 @@ The baselines of `drift` have k-means centroids per subspace of the raw keys, le
 collisions the same way and then ranks its candidates exactly: it falls where the prompt is narrow and the output not,
 as when a short problem is thought about at length; after a prompt of as many topics as the output about as far as
 ParisKV. The other is product quantization as a cache of it works: what a key is to the query is what its centroids are.
-It collapses after either prompt, since nothing tells apart the new keys that share their nearest old centroids.
+It loses most of its recall after either prompt: nothing tells apart new keys that share their nearest old centroids.
 """
 from functools import partial
 

@@ -10,6 +10,7 @@ import torch
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._progress import watched
 from torchsparsekv.benchmarks.quality import summary
 from torchsparsekv.benchmarks.quality.options import (
     DENSE,
@@ -125,6 +126,15 @@ def kept(seen: Probe, row: int | None = None) -> dict:
     return out
 
 
+def check_setting(model, setting: Setting, length: int, o: Compared) -> None:
+    """Raises where a method refuses the length, and says which at what budget: there are many of both."""
+    try:
+        with patched(model, setting, length, o) as handle:
+            handle.plan.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
+    except ValueError as e:
+        raise ValueError(f"{setting.label} at a length of {length}: {e}") from e
+
+
 def check_model(source: Source, o: Options, wanted: list[Setting]) -> None:
     """Refuse what the model or its tasks cannot do, before the first of many samples."""
     has = (*source.tasks, *source.on_request)
@@ -134,8 +144,7 @@ def check_model(source: Source, o: Options, wanted: list[Setting]) -> None:
     for length in o.lengths:
         for setting in wanted:
             if setting.patch is not None:
-                with patched(source.model, setting, length, o) as handle:
-                    handle.plan.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
+                check_setting(source.model, setting, length, o)
         for task in o.tasks or source.tasks:
             source.sample(task, length, 0)
 
@@ -185,19 +194,20 @@ def measure(ready: Runner, chunk: list[Work], store: Store, *, probed: bool) -> 
 
 def run(o: Options, out: Path | None = None, source: Source | None = None) -> list[dict]:
     """Evaluate, print the table, write samples to `out` and the table beside it as CSV."""
-    from tqdm import tqdm
-
     o = resolved(o)
     check_compared(o)
     if out is None:
         raise ValueError("out must name a file for the finished samples")
     if out.suffix == ".csv":
         raise ValueError(f"out is the file of samples, JSON lines; the table goes beside it as CSV: {out}")
+    if min(o.lengths) < max(o.budgets):
+        what = f"a length of {min(o.lengths)} tokens is below a budget of {max(o.budgets)}"
+        raise ValueError(f"{what}: longer --lengths, or smaller --budgets")
     source = source or load(o)
     check_model(source, o, settings(o))
     store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
     total = len(o.lengths) * len(settings(o)) * len(o.tasks or source.tasks) * o.samples
-    rows = list(tqdm(evaluate(source, o, store), total=total, unit="sample", disable=None))
+    rows = list(watched(evaluate(source, o, store), total, "sample"))
     table = summary.summarize(rows, DENSE)
     tell(rows, table, [summary.shown(r) for r in table], summary.ABOUT, out)
     return table

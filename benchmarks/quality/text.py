@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._progress import watched
 from torchsparsekv.benchmarks.quality import summary, teacher, text_summary, texts
 from torchsparsekv.benchmarks.quality.options import Setting, settings
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.run import cost, kept, patched, tell
+from torchsparsekv.benchmarks.quality.run import check_setting, cost, kept, patched, tell
 from torchsparsekv.benchmarks.quality.sources import about, placed
 from torchsparsekv.benchmarks.quality.store import Store, key
 from torchsparsekv.benchmarks.quality.text_options import Options, check
@@ -109,14 +110,11 @@ def check_model(model, o: Options) -> None:
             raise ValueError(f"lengths may have {positions} tokens at most, the positions of {o.model}; got {length}")
         for setting in settings(o):
             if setting.patch is not None:
-                with patched(model, setting, length, o) as handle:
-                    handle.plan.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
+                check_setting(model, setting, length, o)
 
 
 def run(o: Options, out: Path | None = None) -> list[dict]:
     """Evaluate, print the table, write samples to `out` and the table beside it as CSV."""
-    from tqdm import tqdm
-
     check(o)
     if out is None or out.suffix == ".csv":
         raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
@@ -126,7 +124,7 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     which = about(o.model, model, BENCHMARK) | {"steps": o.steps, "texts": {t.name: t.digest for t in every}}
     store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": which})
     total = len(o.lengths) * len(every) * len(settings(o)) * o.samples
-    rows = list(tqdm(evaluate(model, every, o, store), total=total, unit="sample", disable=None))
+    rows = list(watched(evaluate(model, every, o, store), total, "sample"))
     table = text_summary.summarize(rows)
     tell(rows, table, [text_summary.shown(r) for r in table], text_summary.ABOUT, out)
     return table

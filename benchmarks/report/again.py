@@ -102,12 +102,14 @@ def read(path: Path, results: Path) -> File:
 def find(results: Path, patterns: Sequence[str] = ()) -> list[File]:
     """The files of a folder and those below it whose names match a pattern, `*` also across folders."""
     apart = lambda p: {WORK, HISTORY} & set(p.relative_to(results).parts)  # noqa: E731
+    if not results.is_dir():
+        raise ValueError(f"there is no folder {results} of results; say with --results where it is")
     every = [p for kind in ("json", "jsonl") for p in results.rglob(f"*.{kind}") if not apart(p)]
     found = {p.relative_to(results).as_posix(): p for p in every}
     unknown = [x for x in patterns if not fnmatch.filter(found, x)]
     if not found or unknown:
-        what = f"is {' or '.join(unknown)}; --dry-run lists them" if found else "; say with --results where there are"
-        raise ValueError(f"no file of results in {results} {what}")
+        what = f" is {' or '.join(unknown)}; --dry-run lists them" if found else "; say with --results where there are"
+        raise ValueError(f"no file of results in {results}{what}")
     wanted = {n for x in patterns for n in fnmatch.filter(found, x)} if patterns else set(found)
     return [read(found[n], results) for n in sorted(wanted)]
 

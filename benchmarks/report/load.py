@@ -57,7 +57,7 @@ def load(paths: Iterable[Path]) -> list[Result]:
 
 def _load(path: Path) -> Result:
     if not path.is_file():
-        raise ValueError(f"{path} is not a file")
+        raise ValueError(f"{path} is no file, but a folder" if path.exists() else f"there is no file {path}")
     lines = [_object(path)] if path.suffix == ".json" else store.read(path)[0]
     head = lines[0] if lines else {}
     benchmark = head.get("benchmark")

@@ -45,7 +45,7 @@ def tpot(plt, results: list[Result]) -> list[Drawn]:
             sources = [s for s in every if batch in {r["batch"] for r in s.rows}]
             series, floor = lines(sources, batch), _floor(sources, batch)
             several = len({x for _, _, points in series for x, _ in points}) > 1
-            figure = (_tpot_lines if several else _tpot_bars)(plt, series, floor)
+            figure = (tpot_lines if several else _tpot_bars)(plt, series, floor)
             tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
             out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag))
     return out
@@ -69,7 +69,7 @@ def _draw(axes, line: Line) -> str:
     return shade
 
 
-def _tpot_lines(plt, series: Sequence[Line], floor: float | None):
+def tpot_lines(plt, series: Sequence[Line], floor: float | None):
     figure, axes = plt.subplots(figsize=(8, 4.2))
     top = 1.12 * max(y for _, method, points in series for _, y in points if method != STATIC)
     ends, every = [], {x for _, _, points in series for x, _ in points}

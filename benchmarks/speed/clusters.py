@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.benchmarks.speed._layers import Layers
 from torchsparsekv.benchmarks.speed._synthetic import Topics
@@ -147,8 +148,10 @@ def clustering(o: Options, tokens: int, device) -> dict:
 
 def run(o: Options, out: Path | None = None) -> dict:
     device = _common.prepare(("louiskv",), o)
+    now(f"k-means of prompts of {', '.join(map(str, o.prompts))} tokens")
     rows = [clustering(o, n, device) for n in o.prompts]
     for context in o.contexts:
+        now(f"louiskv at {context} tokens")
         rows += Bench(o, context, device).rows()
         torch.cuda.empty_cache()
     return _results.finish("clusters", rows, dataclasses.asdict(o), out)

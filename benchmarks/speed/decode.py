@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import Setup, at_least, different, option
+from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.patches._family import head_dim_of
@@ -182,6 +183,7 @@ def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
 
 def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
     config, device = model.config, model.device
+    now(f"{name} at {context} tokens, batch {batch}")
     topics = topics_of(config, context, o.budget)
     length = context + o.grows
     told = o.patch(name)
@@ -230,6 +232,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = HF_STATI
     not matter for its speed."""
     from transformers import StaticCache
 
+    now(f"{name} at {context} tokens, batch {batch}")
     cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
     steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
     heads = model.config.num_key_value_heads

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import option
+from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
 from torchsparsekv.method import make_method
@@ -257,6 +258,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     near = set()
     for context in o.contexts:
         for name in o.methods:
+            now(f"{name} at {context} tokens")
             bench = Bench(name, o, context, device)
             rows += bench.rows()
             near.add(bench.near)

@@ -19,6 +19,7 @@ import torch
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import Setup, at_least, different, option
+from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, decode
 from torchsparsekv.benchmarks.speed.prefill import prompt, time_prompt
 from torchsparsekv.benchmarks.speed.throughput import largest_batch
@@ -165,6 +166,7 @@ def measure(model, o: Options, group: list[Cell], length: int, known: dict) -> I
     """The rows of one method at one batch, each as soon as it is known, on caches of that length."""
     method, batch = group[0].method, group[0].batch
     patterns = list(dict.fromkeys(c.pattern for c in group))
+    now(f"{method}, batch {batch}: {', '.join(map(str, patterns))}")
     with torchsparsekv.patch(model, method, max_length=length, **o.patch(method)) as handle:
         time_prompts(model, handle, group[0], [p.prompt for p in patterns], o, known)
         decode.collect()

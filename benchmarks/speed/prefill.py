@@ -10,6 +10,7 @@ from torch import Tensor
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import option
+from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.method import Offload
 
@@ -64,6 +65,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     model = _common.build(o.shape, device)
     rows = []
     for length in o.contexts:
+        now(f"prompts of {length} tokens: dense, {', '.join(o.methods)}")
         dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
         for name in o.methods:

@@ -6,9 +6,9 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from tqdm import tqdm
 
 import torchsparsekv
+from torchsparsekv.benchmarks._progress import Progress, now
 from torchsparsekv.benchmarks._table import table
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
@@ -17,13 +17,14 @@ TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
 
 @torch.no_grad()
-def surprise(model, ids: Tensor, prompt: int, cache) -> float:
+def surprise(model, ids: Tensor, prompt: int, cache, progress: Progress) -> float:
     """Mean negative log-likelihood, in nats, of the tokens after the prompt, each decoded after the true ones."""
     logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
     total = 0.0
     for t in range(prompt, ids.shape[1]):
         total += float(torch.nn.functional.cross_entropy(logits.float(), ids[:, t]))
         logits = model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1]
+        progress.step()
     return total / (ids.shape[1] - prompt)
 
 
@@ -38,13 +39,15 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
     if not loss >= 0:
         raise ValueError(f"loss must be at least 0, got {loss}")
     rows: list[dict[str, float]] = []
-    for tau in tqdm(sorted({1.0, *taus}, reverse=True), unit="tau", disable=None):
-        with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
-            cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
-            nats = surprise(model, ids, prompt, cache)
-            sparse = [r.retrieval_rate for r in handle.report().layers if r.method == "louiskv"]
-        row = {"tau": tau, "retrieval_rate": sum(sparse) / len(sparse), "nats_per_token": nats}
-        rows.append({**row, "loss": nats - rows[0]["nats_per_token"] if rows else 0.0})
+    tried = sorted({1.0, *taus}, reverse=True)
+    with Progress(len(tried) * (ids.shape[1] - prompt), "step") as progress:
+        for tau in tried:
+            with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
+                cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
+                nats = surprise(model, ids, prompt, cache, progress)
+                sparse = [r.retrieval_rate for r in handle.report().layers if r.method == "louiskv"]
+            row = {"tau": tau, "retrieval_rate": sum(sparse) / len(sparse), "nats_per_token": nats}
+            rows.append({**row, "loss": nats - rows[0]["nats_per_token"] if rows else 0.0})
     within = [r for r in rows if r["loss"] <= loss]
     best = min(within, key=lambda r: (r["retrieval_rate"], -r["tau"]))
     return {**best, "allowed_loss": loss, "texts": ids.shape[0], "prompt": prompt, "tokens": ids.shape[1], "rows": rows}
@@ -79,7 +82,9 @@ def command(
         check_name(model)
         ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
-        found = calibrate(loaded, ids, prompt, loss, tuple(float(t) for t in taus.split(",")), budget=budget)
+        thresholds = tuple(float(t) for t in taus.split(","))
+        now(f"{len({1.0, *thresholds})} thresholds on {texts} texts of {prompt} + {steps} tokens, on {device}")
+        found = calibrate(loaded, ids, prompt, loss, thresholds, budget=budget)
     except (ValueError, TypeError, OSError, NotImplementedError, MemoryError) as e:
         typer.echo(f"calibrate: {e}", err=True)
         raise typer.Exit(2) from e

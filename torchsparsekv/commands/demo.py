@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 import typer
-from tqdm import tqdm
 
 from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks._progress import watched
 from torchsparsekv.benchmarks._table import table
 from torchsparsekv.benchmarks.quality import run
 from torchsparsekv.benchmarks.quality.options import Options, Setting, settings
@@ -38,7 +38,11 @@ class Answered(NamedTuple):
 
 TOKENS = typer.Option(4096, min=1024, max=65536, help="Length of the text; a CPU's time grows with its square.")
 QUESTIONS = typer.Option(8, min=2, max=32, help="Questions: one for the passkey, the others for records like it.")
-BUDGET = typer.Option(64, min=32, max=16384, help="Retrieved tokens per kv head and step; a multiple of 32.")
+BUDGET = typer.Option(
+    64, min=32, max=16384,
+    help="Tokens that each method retrieves per kv head and step, beside the 32 first and 64 latest; a multiple of 32, "
+    "which is arkvale's page. Dense attention has all of the text.",
+)  # fmt: skip
 OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The page; answers and figures go beside it.")
 
 
@@ -74,7 +78,8 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
     source = load(o)
     memory = {s.method: _memory(source, s, o) for s in settings(o)}  # which also checks every method's settings
     typer.echo(_about(asked, source, o))
-    answered = [_answer(source, s, o, asked, memory[s.method]) for s in tqdm(settings(o), unit="method", disable=None)]
+    every = settings(o)
+    answered = [_answer(source, s, o, asked, memory[s.method]) for s in watched(every, len(every), "method")]
     head = ("method", "the passkey", "", "others", "attended", "of", "GPU MiB", "host MiB")
     typer.echo("\n" + table(head, [_row(a, asked) for a in answered], left=3))
     typer.echo("\n" + _conclusion(answered, asked))

@@ -14,7 +14,7 @@ from torchsparsekv.commands._options import TOLD
 from torchsparsekv.method import as_int, make_method
 
 MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its config is enough.")
-METHOD = typer.Option("quest", help="One of `torchsparsekv methods`.")
+METHOD = typer.Option("pariskv", help="One of `torchsparsekv methods`.")
 TOKENS = typer.Option(32768, "--max-length", help="Tokens of a row, prompt and generation together.")
 BATCH = typer.Option(1, min=1, help="Rows.")
 OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")

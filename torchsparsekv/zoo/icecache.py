@@ -61,11 +61,12 @@ class IceCache(Method):
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
         super().__post_init__()
-        if not 0 < self.r < 1:
+        if not (isinstance(self.r, float) and 0 < self.r < 1):
             raise ValueError(f"{self.name}: r must be between 0 and 1, both excluded, got {self.r!r}")
         for field in ("field_of_view", "growth"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {getattr(self, field)!r}")
+            value = getattr(self, field)
+            if not (isinstance(value, (int, float)) and 0 <= value <= 1):
+                raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {value!r}")
         if self.promotion not in PROMOTIONS:
             raise ValueError(f"{self.name}: promotion must be one of {', '.join(PROMOTIONS)}, got {self.promotion!r}")
         self.check_int("levels", 2, SALTS - 1)

@@ -152,7 +152,8 @@ class ParisKV(Method):
         share = candidates_of(most, self.ratios, 0, 0)
         if most > self.dense_below and self.budget > share:
             raise ValueError(
-                f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens"
+                f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
+                "a larger beta, or a smaller budget"
             )
 
     # ---- the index

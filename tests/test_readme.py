@@ -1,0 +1,156 @@
+"""The README: short, its example runs as pasted, its figures are those of the files; and no link of a page is dead."""
+import json
+import re
+import statistics
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from models import prompts, tiny
+from test_cli import ROOT
+
+import torchsparsekv
+from torchsparsekv.api import methods
+from torchsparsekv.benchmarks.quality import text_summary
+from torchsparsekv.benchmarks.report import readme, scores
+from torchsparsekv.benchmarks.report.load import load
+
+README = ROOT / "README.md"
+TEXT = README.read_text()
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", RESULTS / "README.md", *(ROOT / "docs").rglob("*.md")]
+TIMES = {"pariskv": "h200_decode_pariskv", "clusterkv": "h200_decode_clusters", "louiskv": "h200_decode_clusters",
+         "quest": "h200_decode"}  # fmt: skip
+
+
+def decode(file: str, context: int) -> dict[str, dict]:
+    rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    return {r["method"]: r for r in rows if r["context"] == context}
+
+
+def ratios(file: str) -> list[float]:
+    """cuDNN's time over that of our dense attention, at the contexts of the figure and of the table."""
+    rows = [decode(file, context) for context in (131072, 262144, 524288)]
+    return [r["sdpa-cudnn"]["tpot_ms"] / r["full"]["tpot_ms"] for r in rows if "sdpa-cudnn" in r]
+
+
+def test_it_is_read_in_a_minute():
+    lines = TEXT.splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, (x for x in lines if "](" not in x))) <= 125
+    first = "\n".join(lines[:30])
+    for part in ("(docs/tpot.png)", "docs/architecture.md"):
+        assert part in first
+    assert len(re.findall(r"^- \*\*[\d.]+ .*\*\*", first, re.MULTILINE)) == 3
+
+
+def test_its_example_runs_as_pasted(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert said.startswith("v187 v052 v134 v248 .\ntorchsparsekv: pariskv\n")
+    assert "!!" not in said
+    assert all(r.density < 0.25 for r in names["handle"].report().layers[2:])
+    assert not hasattr(names["model"], "_torchsparsekv"), "and is a plain model again"
+
+
+def test_the_loop_of_using_runs_as_pasted(monkeypatch, capsys):
+    """Without inductor, whose compilation is what it takes; dynamo traces the step whole all the same."""
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/using.md").read_text(), flags=re.S)[0]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    ids = prompts(1, 700, ragged=False)[0]
+    names = dict(torch=torch, torchsparsekv=torchsparsekv, model=tiny(max_position_embeddings=4096), prompt=ids)
+    exec(compile(block, "using.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert re.search(r"^ +2 quest +15 +\d", said, re.MULTILINE)
+    assert "!!" not in said
+
+
+def test_what_stands_on_the_first_screen():
+    said = " ".join(TEXT.split("## Install")[0].split())
+    long, short = decode("h200_decode_pariskv", 524288), decode("h200_decode_pariskv", 131072)
+    assert f"**{long['pariskv']['speedup']:.2f} times as fast as our dense attention**" in said
+    assert f"at 512K with pariskv, {short['pariskv']['speedup']:.2f} at 128K" in said
+    both = [x for f in RESULTS.glob("h200_decode*.json") for x in ratios(f.stem)]
+    assert f"cuDNN's takes {min(both):.2f} to {max(both):.2f} of the time of ours" in said
+    gib = long["pariskv"]["device_GiB"], long["full"]["device_GiB"], long["pariskv"]["host_GiB"]
+    assert "**{:.1f} GiB of GPU memory instead of {:.1f}**".format(*gib[:2]) in said
+    assert f"with {gib[2]:.1f} GiB in host memory" in said
+    assert f"quest is {decode('h200_decode_worst', 131072)['quest']['speedup']:.2f} times as fast as dense" in said
+    answers = [r for r in answered() if r["method"] in ("pariskv", "dense") and r["budget"] in (64, None)]
+    assert f"**{statistics.fmean(r['score'] for r in answers):.2f} of the recall answers, as dense**" in said
+
+
+def answered() -> list[dict]:
+    """Samples of the recall model at 32K on the H200, but of the task that needs no retrieval."""
+    found = load(sorted((RESULTS / "quality").glob("*_32768_*.jsonl")))
+    return [r for f in found for r in f.rows if r["task"] not in scores.APART]
+
+
+def test_the_table_of_what_to_take():
+    text = load([RESULTS / "quality/text/text_2048_cpu.jsonl"])
+    kl = {(r["method"], r["budget"]): r["kl"] for r in text_summary.summarize(text[0].rows) if r.get("kl") is not None}
+    want = []
+    for method in (*TIMES, "streaming"):
+        of = {(r["task"], r["index"]): r["score"] for r in answered() if (r["method"], r["budget"]) == (method, 64)}
+        assert len(of) == 80
+        cells = [f"{statistics.fmean(of.values()):.2f}", f"{kl[method, 64]:.3f}"]
+        row = decode(TIMES[method], 131072)[method] if method in TIMES else None
+        cells += [f"{row['tpot_ms']:.2f}", f"{row['speedup']:.2f}x", f"{row['device_GiB']:.1f}"] if row else ["-"] * 3
+        want.append(f"| `{method}`{'' if row else ', no index'} | {' | '.join(cells)} |")
+    assert "\n".join(want) in TEXT
+
+
+def test_its_figure_has_the_points_of_the_files():
+    of = readme.results()
+    lines = {label: points for label, _, points in readme.points(of)}
+    assert list(lines) == ["dense", "cuDNN", "quest, budget 1024", "pariskv, budget 100"]
+    assert [x for x, _ in lines["dense"]] == [8192, 131072, 262144, 524288]
+    for context in (131072, 524288):
+        assert (context, decode("h200_decode", context)["full"]["tpot_ms"]) in lines["dense"]
+        assert (context, decode("h200_decode_pariskv", context)["pariskv"]["tpot_ms"]) in lines["pariskv, budget 100"]
+
+
+def test_its_figure_is_small_and_can_be_drawn_again(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = readme.draw(tmp_path / "tpot.png").read_bytes()
+    committed = (ROOT / "docs/tpot.png").read_bytes()
+    assert committed.startswith(b"\x89PNG")
+    assert len(committed) < 60_000
+    assert drawn[16:24] == committed[16:24] or abs(len(drawn) - len(committed)) < 5_000, "matplotlib's versions differ"
+
+
+def test_every_method_is_in_the_table_of_methods():
+    rows = re.findall(r"^\| \[`(\w+)`\]\(methods/(\w+)\.md\)", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == [(name, name) for name in sorted(methods())]
+    assert "all twelve" in TEXT
+    assert len(rows) == 12
+
+
+def test_the_table_of_text_is_that_of_the_file():
+    text = load([RESULTS / "quality/text/text_2048_cpu.jsonl"])
+    found = {(r["method"], r["budget"]): r for r in text_summary.summarize(text[0].rows)}
+    page = (ROOT / "docs/quality.md").read_text()
+    for method in {m for m, budget in found if budget}:
+        columns = (("kl", 3), ("agrees", 2), ("perplexity", 1))
+        cells = [f"{found[method, b][k]:.{digits}f}" for b in (64, 256) for k, digits in columns]
+        assert f"| `{method}` | {' | '.join(cells)} |" in page
+    assert f"a perplexity of {found['dense', None]['perplexity']:.1f}." in page
+    assert f"retrieved at {found['louiskv', 64]['retrieval_rate']:.0%}".replace("%", " %") in page
+
+
+def test_the_table_of_one_run_is_that_of_the_file():
+    after = json.loads((RESULTS / "earlier/h200_room.json").read_text())["tpot_after"]
+    page = (ROOT / "docs/results.md").read_text()
+    for method in {r["method"] for r in after}:
+        cells = [f"{r['tpot_ms']:.2f}" for r in after if r["method"] == method]
+        assert f"| `{method}` | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_link_is_dead(page: Path):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S))
+    dead = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert not dead
