@@ -17,7 +17,7 @@ demo: $(READY)
 # The page of what is measured and committed.
 report: $(READY)
 	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
-		benchmarks/results/quality/text/*.jsonl \
+		benchmarks/results/quality/text/*.jsonl benchmarks/results/quality/static/*.json \
 		-o benchmarks/results/report/report.html
 
 # A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.

@@ -76,7 +76,7 @@ def pin_blocks(w: World):
 
 
 def relocate(w: World, fetching, bounding):
-    """A set of whole blocks anywhere behind the sinks, another one before, and a hot buffer that may hold what is moved."""
+    """A set of whole blocks anywhere behind the sinks, another one before it, and a hot buffer that may hold some."""
     _, _, far, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, _, digests, _, _, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))

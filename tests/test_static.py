@@ -60,7 +60,7 @@ def static_of(layer: Layer, b: int, h: int) -> list[int]:
     """The static tokens, wherever the method keeps them."""
     s = layer.state.static
     count = int(s.count[b, h])
-    if layer.method.name == "snapkv":
+    if layer.method.name == "prkv_static":
         return s.ids[b, h, :count].tolist()
     return positions(layer, b, h, slice(SINK, SINK + count))
 
@@ -75,7 +75,7 @@ def digest(layer: Layer, b: int, h: int, page: int, dtype=torch.float32):
 
 # ---------------------------------------------------------------- the set
 
-METHODS = [("snapkv", 20, {}), ("prkv", 20, dict(static_ratio=1.0)), ("prkv", 40, dict(static_ratio=0.5))]
+METHODS = [("prkv_static", 20, {}), ("prkv", 20, dict(static_ratio=1.0)), ("prkv", 40, dict(static_ratio=0.5))]
 
 
 @pytest.mark.parametrize(("name", "budget", "more"), METHODS)
@@ -94,7 +94,7 @@ def test_the_set_is_the_papers_at_the_first_step_and_at_every_update(name, budge
     assert (layer.state.static.updates == 4).all()
 
 
-@pytest.mark.parametrize("name", ["snapkv", "prkv"])
+@pytest.mark.parametrize("name", ["prkv_static", "prkv"])
 def test_without_an_interval_it_is_kept_until_the_next_prompt(name):
     story = Story(130)
     more = dict(static_ratio=1.0) if name == "prkv" else {}
@@ -138,7 +138,7 @@ def test_what_is_not_due_changes_nothing_but_the_window():
 def test_rows_that_the_budget_holds_whole_stay_whole():
     """Between two updates too: all tokens that can be retrieved are in the set as long as there is room."""
     story = Story(60, pads=(0,))
-    layer = story.layer(small("snapkv", budget=40))
+    layer = story.layer(small("prkv_static", budget=40))
     story.feed(layer, 0, 20, whole=True)
     for at in range(21, SINK + WINDOW + 41):
         story.feed(layer, at - 1, at)
@@ -171,11 +171,11 @@ def test_without_a_static_set_it_is_arkvale(hyper):
     assert torch.equal(*logits)
 
 
-def test_all_static_is_snapkv():
+def test_all_static_is_the_method_of_that_name():
     """Answers equal those of brute force: attention over the sinks, the set of the first step, and the ring."""
     story = Story(110, seed=2)
     layers = [story.layer(small(n, budget=20, update_every=None, **more)) for n, more in
-              (("snapkv", {}), ("prkv", dict(static_ratio=1.0)))]  # fmt: skip
+              (("prkv_static", {}), ("prkv", dict(static_ratio=1.0)))]  # fmt: skip
     for layer in layers:
         story.feed(layer, 0, 70, whole=True)
     for at in range(71, 80):
@@ -240,7 +240,8 @@ def test_rows_that_move_are_a_permutation_with_the_set_in_front_and_all_others_a
                 assert rows[token] == r, "they have changed places"
                 assert (r < 5 + n) != (token < 5 + n), "one of them is of the front,"
                 assert (token if r < 5 + n else r) in tokens, "and the other one in the set"
-        assert len(back) <= before and len(forth) <= n
+        assert len(back) <= before
+        assert len(forth) <= n
         before = n
 
 
@@ -278,7 +279,7 @@ def test_nothing_is_lost_over_a_hundred_updates():
     assert (s.static.updates == 105).all()
 
 
-@pytest.mark.parametrize("name", ["prkv", "snapkv"])
+@pytest.mark.parametrize("name", ["prkv", "prkv_static"])
 def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
     """It moves with the rows, and the sets hold nearly all of what the exact ones hold."""
     story = Story(220, pads=(0,), seed=7)
@@ -304,7 +305,7 @@ def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
     assert min(held) > 0.99
 
 
-@pytest.mark.parametrize("name", ["prkv", "snapkv"])
+@pytest.mark.parametrize("name", ["prkv", "prkv_static"])
 def test_a_second_turn_over_moved_rows_is_exact(name):
     """A prompt attends to everything, wherever it stands by then."""
     story = Story(150)
