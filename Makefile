@@ -17,7 +17,7 @@ demo: $(READY)
 # The page of what is measured and committed, and the figure of the README.
 report: $(READY)
 	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
-		benchmarks/results/quality/text/*.jsonl \
+		benchmarks/results/quality/text/*.jsonl benchmarks/results/quality/static/*.json \
 		-o benchmarks/results/report/report.html
 	$(BIN)/python -m torchsparsekv.benchmarks.report.readme
 

@@ -346,7 +346,7 @@ METHODS = {
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
     "random": dict(block_size=4),
-    "snapkv": dict(update_every=7, update_from="codes"),
+    "prkv_static": dict(update_every=7, update_from="codes"),
     "streaming": dict(block_size=4),
 }
 

@@ -76,7 +76,7 @@ def pin_blocks(w: World):
 
 
 def relocate(w: World, fetching, bounding):
-    """A set of whole blocks anywhere behind the sinks, and a hot buffer that may hold what is moved."""
+    """A set of whole blocks anywhere behind the sinks, another one before it, and a hot buffer that may hold some."""
     _, far, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
@@ -89,4 +89,16 @@ def relocate(w: World, fetching, bounding):
             static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
             static.count[b, h] = n
     coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (static, far, coarse, hot, digests, w.sink)
+    return (static, _away(w, static.ids.shape[2], most), far, coarse, hot, digests, w.sink)
+
+
+def _away(w: World, most: int, rows: int):
+    """Some rows of a front that was as long as whole blocks are, hold tokens from behind it."""
+    away = torch.full((w.batch, w.heads, most), -1, dtype=I32)
+    for b in range(w.batch):
+        for h in range(w.heads):
+            n = int(torch.randint(0, rows // w.block + 1, (), generator=w.g)) * w.block
+            pairs = int(torch.randint(0, min(n, rows - n) + 1, (), generator=w.g))
+            held = torch.randperm(n, generator=w.g)[:pairs]
+            away[b, h, held] = (w.sink + n + torch.randperm(rows - n, generator=w.g)[:pairs]).to(I32)
+    return away

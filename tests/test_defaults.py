@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     ),
     "quest": dict(**NEAR, budget=1024, block_size=16, digest="float8"),
     "random": dict(**NEAR, budget=1024, block_size=16, seed=0),
-    "snapkv": dict(**NEAR, budget=1024, observe=64, update_every=None, update_from="keys"),
+    "prkv_static": dict(**NEAR, budget=1024, observe=64, update_every=None, update_from="keys"),
     "streaming": dict(**NEAR, budget=1024, block_size=16),
 }  # fmt: skip
 

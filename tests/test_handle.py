@@ -368,6 +368,6 @@ def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
 
 def test_a_method_that_no_gpu_has_run_is_refused_there(monkeypatch):
     monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
-    for name in ("icecache", "prkv", "snapkv"):
+    for name in ("icecache", "prkv", "prkv_static"):
         with pytest.raises(NotImplementedError, match=rf"{name} runs on the CPU only so far.*TORCHSPARSEKV_UNPROVEN=1"):
             check_device(torch.device("cuda"), torchsparsekv.method.make_method(name))

@@ -110,7 +110,7 @@ ROWS = [
     Row("a tree of one level", patch("icecache", levels=1), ValueError, r"levels must be from 2 to \d+, got 1"),
     Row("more than all static", patch("prkv", static_ratio=1.5), ValueError, r'static_ratio must be in \[0, 1\] or "auto", got 1.5'),
     Row("observed before the window", patch("prkv", observe=7), ValueError, r"observe 7 is above window 6: tokens would be scored by"),
-    Row("scores from nowhere", patch("snapkv", update_from="values"), ValueError, r"update_from must be one of .*, got 'values'"),
+    Row("scores from nowhere", patch("prkv_static", update_from="values"), ValueError, r"update_from must be one of .*, got 'values'"),
     Row("updates never", patch("prkv", update_every=0), ValueError, r"update_every must be from 1 to \d+, got 0"),
     Row("a digest of another method", patch("pariskv", digest="float8"), TypeError, r"'pariskv' has no hyper-parameter digest"),
     # models refused by name, before a module of them is looked at

@@ -263,7 +263,7 @@ def test_the_committed_page_is_of_the_committed_files():
     """Pictures differ with matplotlib's version; the numbers do not."""
     page = (ROOT / "benchmarks/results/report/report.html").read_text()
     assert scores.section(load(FILES)) in page
-    for r in load([*FILES, *TEXTS, *QUALITY.parent.glob("*.json")]):
+    for r in load([*FILES, *TEXTS, *(QUALITY / "static").glob("*.json"), *QUALITY.parent.glob("*.json")]):
         assert f"<td>{r.path.name}</td><td>{html.escape('; '.join(r.commands))}</td>" in page, "run `make report`"
 
 
@@ -273,6 +273,7 @@ def test_they_can_be_drawn(tmp_path):
 
     names = [p.name for p in make([*FILES, *TEXTS], tmp_path / "report.html")]
     committed = {p.name for p in (ROOT / "benchmarks/results/report").iterdir()}
-    assert len(names) == 7 + len(TEXTS), "the page, four lengths, needles, heads, and one of each model and text"
+    drawn = {(r.model["name"], row["task"], row["length"]) for r in load(TEXTS) for row in r.rows}
+    assert len(names) == 7 + len(drawn), "the page, four lengths, needles, heads, and one of each model and text"
     assert set(names) <= committed
     assert committed - {p.name for p in (ROOT / "benchmarks/results/report").glob("*.png")} == {"report.html"}

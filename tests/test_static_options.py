@@ -21,8 +21,9 @@ from torchsparsekv.state import Geometry
          'prkv: static_ratio must be in [0, 1] or "auto", got nan'),
         ("prkv", dict(per_head=1), TypeError, "prkv: per_head must be a bool, got 1"),
         ("prkv", dict(update_every=0), ValueError, "prkv: update_every must be from 1 to 2147483646, got 0"),
-        ("snapkv", dict(update_every=-3), ValueError, "snapkv: update_every must be from 1 to 2147483646, got -3"),
-        ("snapkv", dict(observe=0), ValueError, "snapkv: observe must be at least 1, got 0"),
+        ("prkv_static", dict(update_every=-3), ValueError,
+         "prkv_static: update_every must be from 1 to 2147483646, got -3"),
+        ("prkv_static", dict(observe=0), ValueError, "prkv_static: observe must be at least 1, got 0"),
         ("prkv", dict(update_from="disk"), ValueError, "prkv: update_from must be one of keys, codes, got 'disk'"),
         ("prkv", dict(observe=7, window=6), ValueError,
          "prkv: observe 7 is above window 6: tokens would be scored by queries that came before them"),
@@ -53,10 +54,10 @@ def test_defaults_are_the_published_ones():
     method = make_method("prkv")
     got = method.block_size, method.update_every, method.static_ratio, method.shape, method.observed
     assert got == (32, 128, 0.25, "mean-box", 64)
-    assert make_method("snapkv").update_every is None
+    assert make_method("prkv_static").update_every is None
 
 
 def test_a_set_takes_no_more_room_than_the_pool():
     g = Geometry(1, 2, 16, 64, torch.float32)
-    assert make_method("snapkv", **SMALL, budget=500).buffers(g)["static"].ids.shape == (1, 2, 64)
+    assert make_method("prkv_static", **SMALL, budget=500).buffers(g)["static"].ids.shape == (1, 2, 64)
     assert make_method("prkv", **PAGES, budget=400, static_ratio=0.5).buffers(g)["static"].ids.shape == (1, 2, 64)

@@ -1,82 +1,207 @@
-"""Attention mass that PRKV keeps by its static share, beside ArkVale, SnapKV and the oracle, on the recall model.
+"""Attention weight that PRKV keeps by its static share, beside SnapKV's way, the oracle and other orders of the pool.
 
-    python benchmarks/quality/static_mass.py --lengths 4096 --budgets 64 256 --samples 2
+    python benchmarks/quality/static_mass.py --model smollm2 --parts 7680:448 512:3584 --budgets 512 1024
 
-Of every share (`auto` included, whose shares by layer are given), the mean over sparse layers, steps and query heads of
-the softmax weight that was attended to while the answers of `--task` are decoded. The oracle chooses single tokens by
-their true weights. `journal` is the long generation.
+Queries and keys are those of a model over one text, by a dense forward (heads.py): every method sees the same ones and
+takes them in as it would in its layers. Of every of the --parts, first so many tokens as a prompt, then so many one by
+one; a short prompt and many steps are the long generation. Of every setting the mean, over layers, query heads and
+every --every th step, of the softmax weight on what was attended to.
+
+- `prkv S`: a static share of S. `prkv S literal`: with the pool in the paper's order (`Literal`).
+- `moved`: rows of a head that an update moved, mean over all after the first, and the most.
+- the oracle chooses single tokens by their true weights.
 """
 import argparse
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.quality.options import Options
-from torchsparsekv.benchmarks.quality.sources import load
-from torchsparsekv.probe import probe
+from torchsparsekv.benchmarks.quality import heads as model_heads
+from torchsparsekv.benchmarks.quality.heads import Heads
+from torchsparsekv.method import Method, make_method
+from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
+from torchsparsekv.ops.index.relocate import gathered
+from torchsparsekv.ops.select.bound_scores import bound_scores
+from torchsparsekv.ops.select.pin_blocks import pin_blocks
+from torchsparsekv.ops.store.append import append
+from torchsparsekv.ops.store.rows import keys_of, values_of
+from torchsparsekv.ops.store.views import Attention, Choice, Token
+from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv.zoo.prkv import PRKV
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
+LITERAL = "literal"
 
 
-def settings(block_size: int, every: int) -> dict[str, tuple[str, dict]]:
-    """(method, hyper-parameters) by label."""
-    pages = dict(block_size=block_size)
-    shares = {f"prkv {s}": ("prkv", dict(pages, static_ratio=s, update_every=every)) for s in SHARES}
-    snap = {"snapkv": ("snapkv", {}), "snapkv updated": ("snapkv", dict(update_every=every))}
-    return {**shares, "arkvale": ("arkvale", pages), "quest": ("quest", pages), **snap, "oracle": ("oracle", {})}
+@dataclass(frozen=True, kw_only=True)
+class Literal(PRKV):
+    """PRKV with algorithm 1 as it is written: the set in front, and behind it all others in their order."""
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        self.choose_static(s, q, a)
+        sink = s.lengths.sink
+        for b, h in s.static.updated.nonzero().tolist():
+            ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
+            rows = s.far.rows[b, h]
+            rows[sink:end] = rows[gathered(ids, sink, end).to(rows.device)]
+            keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
+            for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
+                to[b, h, : end // self.block_size] = new
+            s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
+        scores, peaks = bound_scores(q, s.digests, s.lengths)
+        pin_blocks(scores, peaks, s.static.count, sink, self.block_size)
+        return self.best(scores, peaks)
 
 
-@torch.no_grad()
-def kept(model, sample, method: str, hyper: dict, o: argparse.Namespace, length: int) -> tuple[float, list[float]]:
-    """The mass that was kept, and the static share of each sparse layer."""
-    steps = min(sample.new_tokens, o.steps)
-    ids = torch.tensor([sample.prompt], device=model.device)
-    common = dict(sink=o.sink, window=o.window, skip_layers=2, max_length=length)
-    with torchsparsekv.patch(model, method, **common, **hyper) as handle:
-        cache = handle.make_cache(1, length)
-        with probe(cache) as seen:
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
-                temperature=None, top_p=None, top_k=None, past_key_values=cache, disable_compile=True,
-            )  # fmt: skip
-            mass = float(seen.mass()[seen.sparse()].mean())
-        shares = [r.static_share for r in handle.report().layers]
-    return mass, [s for s in shares if s is not None]
+class Fed:
+    """A method in the layers of a model, which are rows of one batch. The first channel of a value is its position."""
+
+    def __init__(self, method: Method, heads: Heads):
+        layers, kv, tokens, dim = heads.keys.shape
+        rows = -(-tokens // method.block_size) * method.block_size
+        device = heads.keys.device
+        self.method, self.heads, self.at = method, heads, 0
+        self.lengths = RowLengths(method.ring_plan, layers, rows, device)
+        g = Geometry(layers, kv, dim, rows, torch.float32, heads.group)
+        self.state: Any = LayerState(method.buffers(g), self.lengths, device, pool_on_host=False)
+        self.attention = Attention(heads.scale)
+        every = getattr(method, "update_every", None)
+        if every and hasattr(self.state, "static"):  # the turns of the layers
+            self.state.static.lead.copy_((torch.arange(layers, device=device) * every // layers)[:, None])
+
+    def take(self, tokens: int) -> Choice | None:
+        """The next ones: a prompt, or of a single one what it chooses."""
+        span = slice(self.at, self.at + tokens)
+        if span.stop > self.heads.tokens:
+            raise ValueError(f"there are queries and keys of {self.heads.tokens} tokens, {span.stop} were asked for")
+        q, k = self.heads.queries[:, :, span], self.heads.keys[:, :, span]
+        v = torch.zeros_like(k)
+        v[..., 0] = torch.arange(span.start, span.stop, device=v.device)
+        self.at += tokens
+        self.lengths.advance(tokens)
+        s = self.state
+        if tokens > 1:
+            self.method.take_in(s, q, k, v, join=True)
+            return None
+        append(Token(k, v), s.near, s.far, s.stats, s.lengths)
+        self.method.step(s, q, k)
+        return self.method.choose(s, q, self.attention)
+
+    def kept(self, choice: Choice | None) -> Tensor:
+        """Which tokens are attended to, [layers, kv heads, tokens]."""
+        s, size = self.state, self.method.block_size
+        out = torch.zeros(*s.far.rows.shape[:2], s.far.rows.shape[2] + 1, dtype=torch.bool)
+        out[..., : s.lengths.sink] = True
+        for layer, begin in enumerate(s.lengths.ring_begin.tolist()):
+            out[layer, :, begin : self.at] = True
+        if choice is not None:
+            row = (choice.ids.long()[..., None] * size + torch.arange(size)).masked_fill((choice.ids < 0)[..., None], 0)
+            token = self.positions().gather(2, row.flatten(2)).unflatten(2, (-1, size))
+            out.scatter_(2, token.masked_fill((choice.ids < 0)[..., None], out.shape[2] - 1).flatten(2), True)
+        return out[..., : self.at]
+
+    def positions(self) -> Tensor:
+        """The token in every row of the pool."""
+        return values_of(self.state.far.rows)[..., 0].long()
+
+
+class Moved:
+    """How many rows of a head the updates after the first have moved."""
+
+    def __init__(self, fed: Fed):
+        self.fed, self.before = fed, fed.positions()
+        self.seen: list[int] = []
+
+    def look(self) -> None:
+        static, end = self.fed.state.static, int(self.fed.state.lengths.ring_begin[0])
+        new = static.updated[:, 0] != 0
+        if bool(new.any()):
+            now = self.fed.positions()
+            again = static.updated.bool() & (static.updates > 1)
+            self.seen += (now != self.before)[:, :, :end].sum(-1)[again].tolist()
+            self.before[new] = now[new]
+
+    def join(self) -> None:
+        """What left the ring is where it belongs."""
+        begin, end = (int(t[0]) for t in self.fed.state.lengths[2:4])
+        self.before[:, :, begin:end] = torch.arange(begin, end)
+
+
+@lru_cache(1)
+def weights(heads: Heads, steps: tuple[int, ...]) -> list[Tensor]:
+    return [heads.weights(at) for at in steps]
+
+
+def measured(method: Method, heads: Heads, prompt: int, steps: int, every: int) -> dict[str, Any]:
+    """What a setting keeps, and what its updates moved."""
+    fed, looked = Fed(method, heads), tuple(range(prompt, prompt + steps, every))
+    wanted = dict(zip(looked, weights(heads, looked)))
+    fed.take(prompt)
+    static = getattr(fed.state, "static", None) if isinstance(method, PRKV) else None
+    moved, mass = Moved(fed), []
+    for at in range(prompt, prompt + steps):
+        choice = fed.take(1)
+        if static is not None:
+            moved.join()
+            moved.look()
+        if at in wanted:
+            keep = fed.kept(choice).repeat_interleave(heads.group, 1)
+            mass.append((wanted[at] * keep).sum(-1))
+    found = torch.stack(mass)
+    row: dict[str, Any] = {"mass": round(float(found.mean()), 4)}
+    row["by_layer"] = [round(x, 4) for x in found.mean((0, 2)).tolist()]
+    if static is not None:
+        if moved.seen:
+            row |= {"moved": round(sum(moved.seen) / len(moved.seen), 1), "most_moved": max(moved.seen)}
+        row["shares"] = [round(x, 4) for x in (static.target.float().mean(1) / method.budget).tolist()]
+    return row
+
+
+def settings(o: argparse.Namespace, budget: int) -> dict[str, Method]:
+    """By label."""
+    near = dict(sink=o.sink, window=o.window, budget=budget)
+    pages = dict(near, block_size=o.block_size, update_every=o.update_every)
+    out: dict[str, Method] = {f"prkv {s}": make_method("prkv", static_ratio=s, **pages) for s in SHARES}
+    for s in o.literal:
+        out[f"prkv {s} {LITERAL}"] = Literal(static_ratio=s, **pages)
+    out["quest"] = make_method("quest", **near, block_size=o.block_size)
+    out["prkv_static"] = make_method("prkv_static", **near)
+    out["oracle"] = make_method("oracle", **near)
+    return {k: m for k, m in out.items() if not o.only or k in o.only}
 
 
 def rows(o: argparse.Namespace):
-    source = load(Options(device=o.device))
-    for length in o.lengths:
+    heads = model_heads.read(o)
+    for part in o.parts:
+        prompt, steps = map(int, part.split(":"))
         for budget in o.budgets:
-            for label, (method, hyper) in settings(o.block_size, o.update_every).items():
-                found = [
-                    kept(source.model, source.sample(o.task, length, i), method, dict(hyper, budget=budget), o, length)
-                    for i in range(o.samples)
-                ]
-                mass = sum(m for m, _ in found) / len(found)
-                layers = [round(sum(x) / len(x), 4) for x in zip(*(s for _, s in found))]
-                row = {"task": o.task, "length": length, "budget": budget, "method": label, "mass": round(mass, 4)}
-                print(row, layers, flush=True)
-                yield row | {"static_shares": layers}
+            for label, method in settings(o, budget).items():
+                row = {"prompt": prompt, "steps": steps, "budget": budget, "setting": label}
+                row |= measured(method, heads, prompt, steps, o.every)
+                print({k: v for k, v in row.items() if k != "by_layer"}, flush=True)
+                yield row | {"model": o.model, "layers": list(heads.layers)}
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--task", default="multivalue")
-    p.add_argument("--lengths", type=int, nargs="+", default=[4096])
+    p.add_argument("--parts", nargs="+", default=["7680:448"], metavar="PROMPT:STEPS")
     p.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048])
-    p.add_argument("--samples", type=int, default=2)
-    p.add_argument("--steps", type=int, default=512, help="tokens that are generated, at most")
-    p.add_argument("--block-size", type=int, default=16)
+    p.add_argument("--every", type=int, default=7, help="steps from one that is looked at to the next")
+    p.add_argument("--block-size", type=int, default=32)
     p.add_argument("--update-every", type=int, default=128)
     p.add_argument("--sink", type=int, default=32)
     p.add_argument("--window", type=int, default=64)
-    p.add_argument("--device", default="auto")
+    p.add_argument("--literal", type=float, nargs="*", default=[], help="shares to measure in the paper's order too")
+    p.add_argument("--only", nargs="*", default=[], help="labels of settings, as 'prkv 0.25'; all by default")
     p.add_argument("--out", type=Path)
+    model_heads.options(p)
     o = p.parse_args()
-    given = {k: v for k, v in vars(o).items() if k != "out"}
+    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
     _results.finish("static_mass", list(rows(o)), given, o.out)
 
 

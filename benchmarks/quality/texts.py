@@ -31,7 +31,7 @@ class Text:
 
 def read(o: Options, tokenizer: Any) -> list[Text]:
     """The texts, each long enough for all its samples."""
-    texts = [_read(text, tokenizer) for text in o.texts]
+    texts = [read_one(text, tokenizer) for text in o.texts]
     longest = max(o.lengths)
     for text in texts:
         if text.room(longest) < o.samples:
@@ -42,7 +42,7 @@ def read(o: Options, tokenizer: Any) -> list[Text]:
     return texts
 
 
-def _read(name: str, tokenizer: Any) -> Text:
+def read_one(name: str, tokenizer: Any) -> Text:
     data = path_of(name).read_bytes()
     try:
         said = data.decode("utf-8")

@@ -8,10 +8,10 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-TEXT, CLUSTERS = "eval-text", "clusters"
-NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests")  # benchmarks/results/README.md has their numbers
+TEXT, CLUSTERS, STATIC = "eval-text", "clusters", "static_mass"
+NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests", "static_codes")  # their numbers: results/README.md
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, *NO_FIGURE)
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, STATIC, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Result:
         if self.benchmark in (KERNELS, CLUSTERS):
             heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
             return f"One layer of {heads}, bfloat16"
+        if "model" in self.options:
+            return f"{self.options['model']}, float32"
         return f"No model: synthetic keys, {self.options.get('dtype', 'float32').removeprefix('torch.')}"
 
 

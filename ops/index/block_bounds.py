@@ -92,25 +92,26 @@ def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def store_digest(
-    x, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr,
+    x, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
-    """The volume around the keys `x` [P, DP] as number `at` of all."""
+    """The volume around those of the keys `x` [P, DP] that are `live` as number `at` of all."""
     d = tl.arange(0, DP)
+    live, n = live[:, None], tl.sum(live.to(tl.float32), 0)
     if BALL:
-        middle = tl.sum(x, 0) / P
+        middle = tl.sum(tl.where(live, x, 0.0), 0) / n
     else:
-        middle = (tl.min(x, 0) + tl.max(x, 0)) / 2
+        middle = (tl.min(tl.where(live, x, float("inf")), 0) + tl.max(tl.where(live, x, float("-inf")), 0)) / 2
     if LIMIT > 0:
         middle = tl.minimum(tl.maximum(middle, -LIMIT), LIMIT)
     c = _store(centre + at * D, middle, d, D, False, LIMIT > 0)
-    away = tl.abs(x - c[None, :])
+    away = tl.where(live, tl.abs(x - c[None, :]), 0.0)
     if BALL:
         away = tl.where((d < D)[None, :], away, 0.0)
         tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
     else:
         if MEAN:
-            s = tl.sum(away, 0) / P
+            s = tl.sum(away, 0) / n
         else:
             s = tl.max(away, 0)
         if LIMIT > 0:
@@ -133,7 +134,7 @@ def _bounds(
         pos = block * P + tl.arange(0, P)
         every = tl.full((P,), True, tl.int1)
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
-        store_digest(x, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, P, D, DP)
+        store_digest(x, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
 
 
 def volume_of(digests: Digests) -> dict[str, object]:

@@ -1,24 +1,27 @@
 """The static set moves to the front of what can be retrieved, where it is whole blocks: nothing else has to know of it.
 
-Of the heads whose set is new (`static.updated`): the `count` rows behind the sinks become theirs. Those of the set that
-stand elsewhere change places with those of the front that are not in the set, the first with the first and so on. So at
-most 2 * count rows of a head move, and which block a displaced row is in is all that changes; attention does not depend
-on the order. But a displaced row is a stranger in its block, and widens its digest: where much of a row is static, or
-sets change often, the dynamic choice is worse for it than in the paper's order (tests/test_static_literal.py).
+Of the heads whose set is new (`static.updated`): the `count` rows behind the sinks become theirs. Every token has a
+home, the row of its position. A token of the set that lives elsewhere changes places with one of the front that is not
+in the set; when it leaves the set, or both of them are in it, they change back (`moves`). So only tokens of the set and
+of the front are ever away: `away` has, of each row of the front, the home of the token in it. At most 2 * count pairs
+change places, of 3 * count rows if the count stays.
 
-The digests of the blocks that were touched are made anew, and the hot buffer forgets these blocks. The pool may be host
-memory: it is rewritten in stream order, and nothing waits.
+The digests of the blocks that were touched are made anew, by their tokens that are at home: a stranger says nothing of
+the others, and would widen the digest for all of them. Of a block of strangers alone all count. The hot buffer forgets
+these blocks. The pool may be host memory: it is rewritten in stream order, and nothing waits.
 
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
-front, and behind it the others in their order.
+front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_orders.py.
 """
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed
+from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
@@ -27,21 +30,34 @@ from torchsparsekv.ops.store.forget import check_blocks, empty_slot
 from torchsparsekv.ops.store.rows import in_row, keys_of, row_at, row_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
+Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
 ROWS = 16  # pairs that change places at a time
-PHASES = 2
+LOOKED = 64  # rows of tokens away that are compared at a time
+PHASES = 4
 
 
-def check(static, far, coarse, hot, digests, sink) -> None:
+def check(static, away, far, coarse, hot, digests, sink) -> None:
     check_digests(None, far, digests, None)
     check_blocks(far, hot)
     if sink % hot.rows.shape[3]:
         raise ValueError(f"{sink} sinks are not whole blocks of {hot.rows.shape[3]}")
 
 
-def swaps(ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Of one head: the rows of the set that stand behind its front, and the rows of the front that are not in it."""
-    front = torch.arange(first, first + len(ids))
-    return ids[ids >= first + len(ids)].long(), front[~torch.isin(front, ids)]
+Pairs = list[tuple[int, int]]  # (row of the front, row behind it)
+
+
+def moves(ids: Tensor, away: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
+    """Of one head, whose set is in the rows `ids`: pairs that change back, then pairs that change; pairs that stay."""
+    pairs = {first + j: p for j, p in enumerate(away.tolist()) if p >= 0}
+    home = pairs | {p: r for r, p in pairs.items()}
+    rows = ids.tolist()
+    chosen = [home.get(r, r) for r in rows]
+    front = range(first, first + len(rows))
+    stay = {r: p for r, p in pairs.items() if r in front and p not in front and r in rows and r not in chosen}
+    back = [(r, p) for r, p in pairs.items() if r not in stay]
+    holes = [r for r in front if r not in chosen and r not in stay]
+    outside = [p for p in chosen if p not in front and p not in stay.values()]
+    return back, list(zip(holes, outside)), list(stay.items())
 
 
 def gathered(ids: Tensor, first: int, end: int) -> Tensor:
@@ -51,45 +67,94 @@ def gathered(ids: Tensor, first: int, end: int) -> Tensor:
 
 
 def reference(
-    static: Changed[Static], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
+    static: Changed[Static], away: Changed[Away], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
     block_size = hot.rows.shape[3]
     for b, h in static.updated.nonzero().tolist():
-        ids = static.ids[b, h, : int(static.count[b, h])]
         rows = far.rows[b, h]
-        outside, holes = swaps(ids, sink)
-        to, fro = torch.cat([outside, holes]), torch.cat([holes, outside])
-        rows[to] = rows[fro]
-        if coarse is not None:
-            coarse[b, h, to] = coarse[b, h, fro]
-        front = torch.arange(sink // block_size, (sink + len(ids)) // block_size)
-        touched = torch.cat([front, outside // block_size]).unique()
-        keys = keys_of(rows).unflatten(0, (-1, block_size))[touched]
-        new = bounds(keys, digests.volume, digests.centre.dtype)
-        digests.centre[b, h, touched], digests.spread[b, h, touched] = new
-        slots = hot.slot_of[b, h, touched].long()
-        hot.slot_of[b, h, touched] = -1
-        hot.block_of[b, h, slots[slots >= 0]] = -1
+        back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
+        for pairs in (back, forth):
+            to = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+            rows[to] = rows[to.flip(1)]
+            if coarse is not None:
+                coarse[b, h][to] = coarse[b, h][to.flip(1)]
+        away[b, h] = -1
+        for r, p in (*forth, *stay):
+            away[b, h, r - sink] = p
+        strangers = {x for pair in (*forth, *stay) for x in pair}
+        for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
+            every = range(block * block_size, (block + 1) * block_size)
+            native = [x for x in every if x not in strangers] or list(every)
+            digest = bounds(keys_of(rows[native]), digests.volume, digests.centre.dtype)
+            digests.centre[b, h, block], digests.spread[b, h, block] = digest
+            slot = int(hot.slot_of[b, h, block])
+            if slot >= 0:
+                hot.slot_of[b, h, block], hot.block_of[b, h, slot] = -1, -1
 
 
 @triton.jit
-def _pairs(ids, scratch, first, count, most, K: tl.constexpr):
-    """`swaps`: the rows behind the front at `scratch`, those of the front behind them; how many pairs they are."""
+def _place(ids, x, n, K: tl.constexpr, BITS: tl.constexpr):
+    """Where `x` stands among the n ascending ids, and whether it does."""
+    at = tl.zeros((K,), tl.int32)
+    for i in tl.static_range(BITS):
+        probe = at + (K >> (i + 1))
+        below = (probe <= n) & (tl.load(ids + probe - 1, mask=probe <= n, other=0) < x)
+        at = tl.where(below, probe, at)
+    return at, (at < n) & (tl.load(ids + at, mask=at < n, other=-1) == x)
+
+
+@triton.jit
+def _homes(ids, away, scratch, first, count, most, K: tl.constexpr, BITS: tl.constexpr):
+    """The homes of the set at `scratch`; behind them, of each row of the front, whether its own token is in the set;
+    behind these, whether the token in it is."""
     j = tl.arange(0, K)
-    chosen = tl.load(ids + j, mask=j < most, other=-1)
-    inside = (chosen >= 0) & (chosen < first + count)
-    outside = chosen >= first + count
-    tl.store(scratch + j, tl.zeros((K,), tl.int32))
+    chosen = tl.load(ids + j, mask=j < count, other=-1)
+    partner = tl.load(away + j, mask=j < most, other=-1)
+    in_front = (j < count) & (chosen - first < most)
+    home = tl.load(away + chosen - first, mask=in_front, other=-1)
+    tl.store(scratch + j, tl.where(home >= 0, home, chosen))
+    tl.store(scratch + K + j, tl.zeros((K,), tl.int32))
+    tl.store(scratch + 2 * K + j, tl.zeros((K,), tl.int32))
     tl.debug_barrier()
-    tl.store(scratch + chosen - first, tl.full((K,), 1, tl.int32), mask=inside)
+    at, found = _place(ids, partner, count, K, BITS)
+    tl.store(scratch + at, first + j, mask=found & (partner >= 0))
+    tl.store(scratch + 2 * K + chosen - first, tl.full((K,), 1, tl.int32), mask=in_front)
     tl.debug_barrier()
-    hole = (j < count) & (tl.load(scratch + j) == 0)
+    home = tl.load(scratch + j)
+    tl.store(scratch + K + home - first, tl.full((K,), 1, tl.int32), mask=(j < count) & (home < first + count))
     tl.debug_barrier()
-    tl.store(scratch + tl.cumsum(outside.to(tl.int32), 0) - 1, chosen, mask=outside)
-    tl.store(scratch + K + tl.cumsum(hole.to(tl.int32), 0) - 1, first + j, mask=hole)
+    return chosen, partner, home, in_front
+
+
+@triton.jit
+def _plan(ids, away, scratch, first, count, most, K: tl.constexpr, BITS: tl.constexpr):
+    """`moves`, into `scratch`, K places each: rows of the front that change back, with what; those that change, with
+    what; which rows of the front these are; `away` as it becomes. How many pairs change back, and how many change."""
+    j = tl.arange(0, K)
+    chosen, partner, home, in_front = _homes(ids, away, scratch, first, count, most, K, BITS)
+    own, held = tl.load(scratch + K + j) != 0, tl.load(scratch + 2 * K + j) != 0
+    stay = (j < count) & (partner >= first + count) & held & ~own
+    back = (partner >= 0) & ~stay
+    hole = (j < count) & ~own & ~stay
     tl.debug_barrier()
-    return tl.sum(outside.to(tl.int32), 0)
+    tl.store(scratch + 2 * K + j, stay.to(tl.int32))
+    tl.debug_barrier()
+    stays = tl.load(scratch + 2 * K + chosen - first, mask=in_front, other=0) != 0
+    outside = (j < count) & (home >= first + count) & ~stays
+    tl.debug_barrier()
+    place = tl.cumsum(back.to(tl.int32), 0) - 1
+    tl.store(scratch + place, first + j, mask=back)
+    tl.store(scratch + K + place, partner, mask=back)
+    tl.store(scratch + 3 * K + tl.cumsum(outside.to(tl.int32), 0) - 1, home, mask=outside)
+    place = tl.cumsum(hole.to(tl.int32), 0) - 1
+    tl.store(scratch + 2 * K + place, first + j, mask=hole)
+    tl.store(scratch + 4 * K + j, (back | hole).to(tl.int32))
+    tl.debug_barrier()
+    brought = tl.load(scratch + 3 * K + place, mask=hole, other=-1)
+    tl.store(scratch + 5 * K + j, tl.where(stay, partner, brought))
+    tl.debug_barrier()
+    return tl.sum(back.to(tl.int32), 0), tl.sum(hole.to(tl.int32), 0)
 
 
 @triton.jit
@@ -117,22 +182,41 @@ def _swap(
 
 
 @triton.jit
+def _native(away, pos, first, most, K: tl.constexpr, LOOKED: tl.constexpr):
+    """Which of these rows hold their own tokens; all, where none does."""
+    here = pos - first
+    away_from = tl.load(away + here, mask=(here >= 0) & (here < most), other=-1)
+    stranger = (away_from >= 0).to(tl.int32)
+    for start in range(0, K, LOOKED):
+        home = tl.load(away + start + tl.arange(0, LOOKED), mask=start + tl.arange(0, LOOKED) < K, other=-1)
+        stranger = tl.maximum(stranger, tl.max((home[None, :] == pos[:, None]).to(tl.int32), 1))
+    return (stranger == 0) | (tl.min(stranger, 0) == 1)
+
+
+@triton.jit
 def _anew(
-    pool, centre, spread, slot_of, block_of, scratch, bh, pairs, first, count, part, parts, rows, blocks, slots,
+    pool, centre, spread, slot_of, block_of, scratch, bh, back, forth, first, most, part, parts, rows, blocks, slots,
     BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    K: tl.constexpr, LOOKED: tl.constexpr,
 ):  # fmt: skip
-    """Digests of the blocks of the front and of those where rows of the front went; none of them is in a slot."""
-    front = count // P
+    """Digests of the blocks of the front where something changed, and of those behind it; none of them is in a slot."""
+    front = tl.cdiv(most, P)
     r, d = tl.arange(0, P), tl.arange(0, DP)
-    for i in range(part, front + pairs, parts):
-        block, again = first // P + i, False
-        if i >= front:
-            block = tl.load(scratch + i - front) // P
-            again = (i > front) & (tl.load(scratch + tl.maximum(i - front - 1, 0)) // P == block)
-        if not again:
-            at = row_at(pool, bh, (block * P + r)[:, None], rows, D) + d[None, :]
+    for i in range(part, front + back + forth, parts):
+        block, touched = first // P + i, i >= 0
+        if i < front:
+            changed = tl.load(scratch + 4 * K + i * P + r, mask=i * P + r < most, other=0)
+            touched = tl.max(changed, 0) != 0
+        elif i < front + back:
+            block = tl.load(scratch + K + i - front) // P
+        else:
+            block = tl.load(scratch + 3 * K + i - front - back) // P
+        if touched:
+            pos = block * P + r
+            native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
+            at = row_at(pool, bh, pos[:, None], rows, D) + d[None, :]
             x = tl.load(at, mask=(d < D)[None, :] & (r >= 0)[:, None], other=0.0).to(tl.float32)
-            store_digest(x, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, P, D, DP)
+            store_digest(x, native, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
             slot = tl.load(slot_of + bh * blocks + block)
             if slot >= 0:
                 empty_slot(slot_of + bh * blocks, block_of + bh * slots, block, slot)
@@ -140,42 +224,49 @@ def _anew(
 
 @triton.jit
 def _relocate(
-    ids, counts, updated, arrived, gone, pool, coarse, centre, spread, slot_of, block_of, scratch, most, sink, rows,
-    blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
+    ids, counts, updated, arrived, gone, away, pool, coarse, centre, spread, slot_of, block_of, scratch, most, sink,
+    rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
     MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(updated + bh) != 0:
         count = tl.load(counts + bh)
-        scratch += (bh * parts + part) * 2 * K  # private to this program
-        pairs = _pairs(ids + bh * most, scratch, sink, count, most, K)
+        scratch += (bh * parts + part) * 6 * K  # private to this program
+        back, forth = _plan(ids + bh * most, away + bh * most, scratch, sink, count, most, K, BITS)
         if FIRST == 0:
-            _swap(pool, coarse, scratch, bh, pairs, part, parts, rows, COARSE, D, ROW, ROWS, K)
-        if LAST == 2:
-            if FIRST == 0:
+            _swap(pool, coarse, scratch, bh, back, part, parts, rows, COARSE, D, ROW, ROWS, K)
+        if (FIRST <= 1) & (LAST > 1):
+            if FIRST < 1:
+                meet(arrived + bh, parts)
+            _swap(pool, coarse, scratch + 2 * K, bh, forth, part, parts, rows, COARSE, D, ROW, ROWS, K)
+        if (FIRST <= 2) & (LAST > 2):
+            if FIRST < 2:
                 meet(arrived + bh, parts)
                 leave(arrived + bh, gone + bh, parts)
             _anew(
-                pool, centre, spread, slot_of, block_of, scratch, bh, pairs, sink, count, part, parts, rows, blocks,
-                slots, BALL, MEAN, LIMIT, P, D, DP,
+                pool, centre, spread, slot_of, block_of, scratch, bh, back, forth, sink, most, part, parts, rows,
+                blocks, slots, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
             )  # fmt: skip
+        if (LAST > 3) & (part == 0):  # all programs have planned by now
+            j = tl.arange(0, K)
+            tl.store(away + bh * most + j, tl.load(scratch + 5 * K + j), mask=j < most)
 
 
-def launch(static, far, coarse, hot, digests, sink) -> None:
+def launch(static, away, far, coarse, hot, digests, sink) -> None:
     (pool,), (centre, spread) = far, digests[:2]
     batch, heads, rows, _, d = pool.shape
     most, p = static.ids.shape[2], hot.rows.shape[3]
     parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS)), max(16, next_power_of_2(most))
-    scratch = torch.empty((batch * heads, parts, 2, k), dtype=torch.int32, device=pool.device)
+    scratch = torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device)
     for phase in phases(pool.device, parts, PHASES):
         _relocate[(batch * heads, parts)](
-            static.ids, static.count, static.updated, static.arrived, static.gone, pool,
+            static.ids, static.count, static.updated, static.arrived, static.gone, away, pool,
             pool if coarse is None else coarse, centre, spread, hot.slot_of, hot.block_of, scratch,
             most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
             **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
-            ROWS=ROWS, K=k, **chained(pool.device, batch * heads * parts),
+            ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 
 

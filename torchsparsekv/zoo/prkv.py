@@ -7,8 +7,8 @@ from torchsparsekv.ops.index.relocate import relocate
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.select.static_target import static_target
-from torchsparsekv.ops.store.views import Attention, Choice
-from torchsparsekv.state import Buffers, Geometry, LayerState
+from torchsparsekv.ops.store.views import I32, Attention, Choice
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 from torchsparsekv.zoo._pages import PageMethod
 from torchsparsekv.zoo._static import StaticMethod
 
@@ -59,7 +59,10 @@ class PRKV(StaticMethod, PageMethod):
 
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.static, g.rows)
-        return super().buffers(g) | (self.static_buffers(g, most, most) if self.static else {})
+        if not self.static:
+            return super().buffers(g)
+        away = Buffer((*g.lead, most), I32, fill=-1)
+        return super().buffers(g) | self.static_buffers(g, most, most) | {"away": away}
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
         if self.static:
@@ -79,7 +82,7 @@ class PRKV(StaticMethod, PageMethod):
             most = min(self.budget, s.static.ids.shape[2])
             static_target(q, s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
         self.choose_static(s, q, a)
-        relocate(s.static, s.far, coarse, s.hot, s.digests, s.lengths.sink)
+        relocate(s.static, s.away, s.far, coarse, s.hot, s.digests, s.lengths.sink)
         scores, peaks = bound_scores(q, s.digests, s.lengths)
         pin_blocks(scores, peaks, s.static.count, s.lengths.sink, self.block_size)
         return self.best(scores, peaks)

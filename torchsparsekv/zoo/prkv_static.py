@@ -1,4 +1,4 @@
-"""A static set: the tokens that the last queries of the prompt looked at (SnapKV, as PRKV has it; NeurIPS 2024)."""
+"""The static half of PRKV by itself: the tokens that the last queries of the prompt looked at."""
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,16 +9,17 @@ from torchsparsekv.zoo._static import StaticMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(StaticMethod):
-    """PRKV with a static share of 1, of single tokens, which it compares itself with.
+class PRKVStatic(StaticMethod):
+    """PRKV with a static share of 1, of single tokens: what its paper compares itself with.
 
-    It differs from SnapKV's own code: scores are averaged over the query heads of a kv head, not pooled over
-    neighbouring tokens, and the softmax leaves out the local window. Nothing is evicted, so the set can be chosen anew
-    (`update_every`: the paper's SnapKV+ has 128). Generated tokens are attended to while they are in the window, and
+    That paper calls it SnapKV, and SnapKV+ where it is updated (`update_every`: 128 there). It is not what SnapKV's own
+    paper and code are: these sum the weights, of a softmax over all tokens, without a mean over the query heads of a kv
+    head, pool them over neighbouring tokens, evict what is not chosen, and keep every generated token. Here nothing is
+    evicted, so the set can be chosen anew. Generated tokens are attended to while they are in the window, and
     afterwards as long as the budget holds all that can be retrieved, or if they are in the next set.
     """
 
-    name = "snapkv"
+    name = "prkv_static"
     regroups = True
 
     def buffers(self, g: Geometry) -> Buffers:

@@ -1,0 +1,144 @@
+"""Queries and keys of a real model's attention layers over a text, by one dense forward: what methods are measured on.
+
+Taken where transformers hands them to attention, so rotary positions and norms of heads are in them.
+"""
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.benchmarks.quality import texts
+from torchsparsekv.benchmarks.quality.options import RECALL
+from torchsparsekv.benchmarks.quality.pretrained import pretrained
+from torchsparsekv.benchmarks.recall_model import journal, vocabulary
+
+NAME = "torchsparsekv_heads"
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Of some layers of a model over one text; layers are stacked as rows of a batch.
+
+    queries [layers, query heads, tokens, dim] and keys [layers, kv heads, tokens, dim] in float32.
+    """
+
+    queries: Tensor = field(repr=False)
+    keys: Tensor = field(repr=False)
+    scale: float
+    layers: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def weights(self, at: int) -> Tensor:
+        """Of the query of token `at` on all that it sees: [layers, query heads, tokens]."""
+        keys = self.keys[:, :, : at + 1]
+        q = self.queries[:, :, at].unflatten(1, (keys.shape[1], -1))
+        return (q @ keys.transpose(-1, -2) * self.scale).softmax(-1).flatten(1, 2)
+
+
+@torch.no_grad()
+def heads_of(model: Any, ids: Tensor, layers: Sequence[int]) -> Heads:
+    """`ids` [tokens]. The model must be one whose attention transformers dispatches by name, as of all it has now."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    scales: set[float] = set()
+    before = model.config._attn_implementation
+    sdpa = AttentionInterface()["sdpa"]
+
+    def taking(module, q, k, v, mask, **more):
+        if module.layer_idx in layers:
+            found[module.layer_idx] = q[0].float(), k[0].float()
+            scales.add(float(more.get("scaling") or q.shape[-1] ** -0.5))
+        return sdpa(module, q, k, v, mask, **more)
+
+    AttentionInterface.register(NAME, taking)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation(NAME)
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(before)
+    (scale,) = scales
+    q, k = (torch.stack([found[i][j] for i in layers]).cpu() for j in (0, 1))
+    return Heads(q, k, scale, tuple(layers))
+
+
+def written(length: int, index: int = 0) -> Tensor:
+    """A whole journal of the recall model (recall_model/journal.py), every answer true: values and text are drawn by
+    the number of the sample, for in teacher-forcing nobody writes them."""
+    g = torch.Generator().manual_seed(index)
+    prompt = journal.journal(length, index).prompt
+    page = journal.journal(length - len(prompt), index)
+    ids = torch.from_numpy(page.plan.copy())
+    for kind, words in ((journal.ANY_VALUE, vocabulary.VALUES), (journal.ANY_TEXT, vocabulary.TEXT)):
+        wanted = ids == kind
+        known = torch.as_tensor(words)
+        ids[wanted] = known[torch.randint(len(known), (int(wanted.sum()),), generator=g)].to(ids.dtype)
+    for said, asked in zip(page.said.tolist(), page.asked.tolist()):
+        span = int((ids[asked:] == journal.LIKELIEST).long().cumprod(0).sum())
+        ids[asked : asked + span] = ids[said : said + span]
+    return torch.cat([torch.tensor(page.prompt), ids])
+
+
+@torch.no_grad()
+def continued(model: Any, ids: Tensor, tokens: int) -> Tensor:
+    """`ids`, and as many tokens of the model's own, sampled."""
+    torch.manual_seed(0)
+    given = ids[None].to(model.device)
+    out = model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True,
+        temperature=1.0, top_p=None, top_k=None,
+    )  # fmt: skip
+    return out[0].cpu()
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=RECALL, help="recall, smollm2, or a Hugging Face path or name")
+    p.add_argument("--text", default="moby-dick", help="what other models than recall read")
+    p.add_argument("--length", type=int, default=8192, help="tokens")
+    p.add_argument("--own", type=int, default=0, help="of these, the last ones that the model writes itself")
+    p.add_argument("--skip-layers", type=int, default=2)
+    p.add_argument("--layer-stride", type=int, default=1, help="3: every third layer after those")
+    p.add_argument("--keep", type=Path, help="a file for what was computed, read next time")
+
+
+def read(o: argparse.Namespace) -> Heads:
+    """What these options ask for, in float32 on the CPU. Kept queries are halves."""
+    about = {name: getattr(o, name) for name in ("model", "text", "length", "own", "skip_layers")}
+    if o.keep is None:
+        return _computed(o, o.layer_stride)
+    if not o.keep.is_file():
+        every = _computed(o, 1)
+        torch.save((about, every.queries.half(), every.keys, every.scale, every.layers), o.keep)
+    of, queries, keys, scale, layers = torch.load(o.keep)
+    if of != about:
+        raise ValueError(f"{o.keep} was made with {of}, this is {about}: name another file")
+    wanted = slice(None, None, o.layer_stride)
+    return Heads(queries[wanted].float(), keys[wanted], scale, layers[wanted])
+
+
+def _computed(o: argparse.Namespace, stride: int) -> Heads:
+    if o.model == RECALL:
+        from torchsparsekv.benchmarks.recall_model.model import load
+
+        net, _ = load(dtype=torch.float32)
+        ids = written(o.length)
+    else:
+        tokenizer, net = pretrained(o.model, torch.device("cpu"), torch.float32)
+        ids = texts.read_one(o.text, tokenizer).ids[: o.length - o.own]
+    if o.own:
+        ids = continued(net, ids, o.own)
+    layers = range(o.skip_layers, net.config.get_text_config(decoder=True).num_hidden_layers, stride)
+    return heads_of(net, ids, layers)
