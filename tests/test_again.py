@@ -202,7 +202,8 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
 
 
 ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
-ONLY += "python benchmarks/quality/recall_pariskv.py, python benchmarks/quality/recall_digests.py, got"
+ONLY += "python benchmarks/quality/recall_pariskv.py, python benchmarks/quality/recall_digests.py, "
+ONLY += "python benchmarks/quality/recall_icecache.py, got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
     "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",

@@ -104,8 +104,10 @@ class Life:
 class Structure(RuleBasedStateMachine):
     """Prompts, single tokens and second turns in any order, with keys that grow, and few pages to overflow into."""
 
-    @initialize(seed=st.integers(0, 99), growth=st.sampled_from([0.0, 0.05, 0.5]), levels=st.integers(2, 4),
-                promotion=st.sampled_from(["quota", "random"]), rank_from=st.sampled_from(["codes", "keys"]))  # fmt: skip
+    @initialize(
+        seed=st.integers(0, 99), growth=st.sampled_from([0.0, 0.05, 0.5]), levels=st.integers(2, 4),
+        promotion=st.sampled_from(["quota", "random"]), rank_from=st.sampled_from(["codes", "keys"]),
+    )  # fmt: skip
     def begin(self, seed, growth, levels, promotion, rank_from):
         torch.manual_seed(0)
         hyper = dict(growth=growth, levels=levels, promotion=promotion, seed=seed, rank_from=rank_from)

@@ -8,10 +8,11 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-TEXT, CLUSTERS = "eval-text", "clusters"
+TEXT, CLUSTERS, ICECACHE = "eval-text", "clusters", "icecache"
+MODELS = {"recall": "the recall model", "smollm2": "SmolLM2-135M-Instruct"}  # that recall_icecache.py takes keys of
 NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests")  # benchmarks/results/README.md has their numbers
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, *NO_FIGURE)
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Result:
         if self.benchmark in (KERNELS, CLUSTERS):
             heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
             return f"One layer of {heads}, bfloat16"
+        if self.benchmark == ICECACHE and self.options["keys"] != "structured":
+            return f"Keys and queries of {MODELS[self.options['keys']]}, {self.options['dtype'].removeprefix('torch.')}"
         return f"No model: synthetic keys, {self.options.get('dtype', 'float32').removeprefix('torch.')}"
 
 

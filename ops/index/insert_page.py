@@ -3,9 +3,9 @@
 In turn every token gets its level and its parent (ops/index/_tree.py; parents are sought among the nodes that there
 are and those that this page brought before it), and the next row of its parent's open page. Is that full, or is there
 none, then the node gets a new one from those behind the first `region` rows of the pool; the old one stays as it is.
-Key and value are written to the pool, the key or its code to the index, and where the page is in the hot buffer to its copy too:
-what was fetched before is never stale. Where the head has not as many pages left, the page of the ring stays whole, at
-its own place in the pool, where `append` has put it. `tree.placed` says to which rows the tokens went.
+Key and value are written to the pool, the key or its code to the index, and where the page is in the hot buffer to its
+copy too: what was fetched before is never stale. Where the head has not as many pages left, the page of the ring stays
+whole, at its own place in the pool, where `append` has put it. `tree.placed` says to which rows the tokens went.
 
 c is the largest norm with those of this page. On most steps nothing leaves and the kernel returns at once.
 
@@ -108,8 +108,8 @@ def _places(nodes: list[int], tree: Tree, fill: Tensor, page: int, region: int) 
 @triton.jit
 def _insert(
     ring, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count, placed,
-    row_key, row_scale, row_node, fill, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots, nodes, pages, sink,
-    region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    row_key, row_scale, row_node, fill, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots, nodes,
+    pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)

@@ -6,8 +6,8 @@ with it. Whole pages of new tokens are laid out by (parent, projection): so the 
 siblings share pages, and all pages are full. The tokens that were in the ring before, and those up to the next page
 behind them, stay where they are, in pages of their own.
 
-Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the
-next layer unless told to `join` (ops/_side.py); only the ring is read before, as the new tokens go there at once.
+Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside
+the next layer unless told to `join` (ops/_side.py); only the ring is read before, as the new tokens go there at once.
 
 Sort and gather are torch's, on the device and without waiting for it; the kernels are the search for parents, a
 program per (row, head, tile of tokens) that goes over all nodes by tensor cores (128K keys against 8K nodes are 0.27

@@ -5,8 +5,8 @@ taken from the best down and each brings its page. `visited` has the product of 
 (visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it.
 
 On an H200: a program per (kv head, 64 rows of the pool), so that one read of a key serves all query heads of the
-group. Nodes of rows are read for all (4 bytes each), keys or codes only of rows that some head sees: with a tenth of the nodes
-expanded a tenth of the keys, and as siblings share pages, whole tiles are passed by.
+group. Nodes of rows are read for all (4 bytes each), keys or codes only of rows that some head sees: with a tenth of
+the nodes expanded a tenth of the keys, and as siblings share pages, whole tiles are passed by.
 """
 from typing import Annotated
 
@@ -62,14 +62,15 @@ def _peaks(
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(sees.to(tl.int32)) > 0:
         some = tl.max(sees.to(tl.int32), 0) > 0
-        q += bh // heads * q_b + bh % heads * G * q_h
+        own = q + bh // heads * q_b + bh % heads * G * q_h
         if GROUPS == 0:
             d = tl.arange(0, DP)
-            m = some[:, None] & (d < D)[None, :]
-            y = tl.load(key + (bh * rows + r)[:, None] * D + d[None, :], mask=m, other=0.0)
-            product = tl.dot(load_query(q, 0, q_h, 0, 0, G, GP, D, DP), tl.trans(y), input_precision="ieee")
+            y = tl.load(
+                key + (bh * rows + r)[:, None] * D + d[None, :], mask=some[:, None] & (d < D)[None, :], other=0.0
+            )
+            product = tl.dot(load_query(own, 0, q_h, 0, 0, G, GP, D, DP), tl.trans(y), input_precision="ieee")
         else:
-            product = seen + _of_codes(q, key, scale, bh * rows + r, some, q_h, G, GP, D, DP, GROUPS)
+            product = seen + _of_codes(own, key, scale, bh * rows + r, some, q_h, G, GP, D, DP, GROUPS)
         score = tl.where(sees, product, float("-inf"))
     best = tl.max(tl.reshape(score, (GP, TILE // P, P)), 2)
     page = tl.program_id(1) * (TILE // P) + tl.arange(0, TILE // P)

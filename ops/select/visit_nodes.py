@@ -35,8 +35,7 @@ def check(q, tree, view) -> None:
 
 
 def reference(q: Query, tree: Tree, view: View) -> Tensor:
-    batch, q_heads = q.shape[:2]
-    group, nodes = q_heads // tree.key.shape[1], tree.key.shape[2]
+    group, nodes = q.shape[1] // tree.key.shape[1], tree.key.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
     scores = (each(tree.key).float() @ q.float().transpose(-1, -2))[..., 0]
     known = torch.arange(nodes, device=q.device) < tree.node_count[..., None]
