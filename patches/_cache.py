@@ -100,7 +100,8 @@ class SparseCache(Cache):
             if advances:
                 self.row_lengths[ring] = RowLengths(ring, batch, max_length, plan.device)
             buffers, on_host = plan.buffers(i, batch, max_length), pool_on_host and plan.may_offload(i)
-            state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host)
+            anchor = layers[plan.anchors[i]].state if i in plan.anchors else None
+            state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host, anchor=anchor)
             roles = dict(advances=advances, first=first, last=i == last)
             layers.append(SparseLayer(method, shape, state, max_length, owner, self.use, **roles))
         super().__init__(layers=layers)

@@ -137,7 +137,7 @@ class Handle:
 
     def _notes(self) -> tuple[str, ...]:
         """What a report says beside its table."""
-        return (*(f"layer {x}" for x in self.plan.exceptions()), *self.plan.notes)
+        return (*(f"layer {x}" for x in self.plan.exceptions()), *self.plan.notes, *self.plan.reused())
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""

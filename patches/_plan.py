@@ -61,11 +61,36 @@ class Plan:
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.config = config  # of the text model: by it transformers makes the layers that it keeps
+        self.anchors = self._anchors()
 
     @property
     def attending(self) -> list[int]:
         """The layers with keys and values."""
         return [i for i, m in enumerate(self.methods) if m is not None]
+
+    def _anchors(self) -> dict[int, int]:
+        """Of layers for which an earlier one chooses, that one: the first of `reuse_every` layers that run the same
+        method on as many heads, whatever lies between them."""
+        found: dict[int, int] = {}
+        latest: dict[tuple, tuple[int, int]] = {}  # the layer that chooses, and how many there are with it
+        for i, (method, layer) in enumerate(zip(self.methods, self.layers)):
+            if method is None or layer is None:
+                continue
+            kind = (method, layer.kv_heads, layer.heads)
+            anchor, count = latest.get(kind, (i, 0))
+            if 0 < count < method.reuse_every:
+                found[i] = anchor
+            else:
+                anchor, count = i, 0
+            latest[kind] = anchor, count + 1
+        return found
+
+    def reused(self) -> list[str]:
+        """A line for each layer that chooses for others."""
+        of: dict[int, list[int]] = {}
+        for i, anchor in self.anchors.items():
+            of.setdefault(anchor, []).append(i)
+        return [f"layer {', '.join(map(str, others))}: attends to what layer {a} chose" for a, others in of.items()]
 
     def may_offload(self, i: int) -> bool:
         """A dense layer among sparse ones reads its whole pool at every step: that stays on the device."""
@@ -80,7 +105,7 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        return method.buffers(Geometry(*sizes, i, len(self.layers)))
+        return method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors))
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

@@ -317,6 +317,7 @@ OPS = {
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "plant_tree": cases_tree.plant_tree,
     "insert_page": lambda w: cases_tree.insert_page(w, _fetch(w)),
+    "place_page": lambda w: cases_tree.place_page(w, _fetch(w)),
     "visit_nodes": cases_tree.visit_nodes,
     "page_peaks": cases_tree.page_peaks,
     "union_pages": cases_tree.union_pages,

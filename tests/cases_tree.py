@@ -2,6 +2,7 @@
 import torch
 from world import World, integers
 
+from torchsparsekv.ops.index._residual import coded, widths
 from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Tree, View
 
 I32 = torch.int32
@@ -28,29 +29,46 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
     open_page = torch.where(torch.arange(nodes) < node_count[..., None], drawn(-1, rows // block, nodes), -1)
     radius2 = torch.randint(0, 20 * w.dim, lead, generator=w.g).float()
     keys = integers(torch.randn(*lead, rows, w.dim, generator=w.g)).to(w.dtype)
-    tree = Tree(key, parent, level, open_page, node_count, drawn(0, 2), radius2, torch.zeros_like(node_count))
-    return tree, Leaves(keys.masked_fill(~held[..., None], torch.nan), node.contiguous(), fill)
+    placed = torch.full((*lead, block), -7, dtype=I32)
+    tree = Tree(key, parent, level, open_page, node_count, drawn(0, 2), radius2, torch.zeros_like(node_count), placed)
+    if w.pick(True, False):
+        of = key.float().gather(2, node.clamp(min=0).long()[..., None].expand(keys.shape))
+        codes, scale = coded(keys.float() - of)
+    else:
+        codes, scale = keys.masked_fill(~held[..., None], torch.nan), torch.empty(*lead, rows, 0, dtype=torch.float16)
+    assert (codes.shape[-1], scale.shape[-1]) == widths(w.dim, codes.dtype == torch.uint8)
+    return tree, Leaves(codes, scale, node.contiguous(), fill)
 
 
 def plant_tree(w: World):
     near = Near(integers(w.near(w.start, w.previous_begin).ring))
     promotion = _promotion(w)
-    return (integers(w.k), near, *_tree(w, promotion.levels), w.lengths_view, promotion)
+    return (integers(w.k), near, *_tree(w, promotion.levels), w.lengths_view, promotion, True)
 
 
 def insert_page(w: World, fetched: tuple):
     """One page leaves at a time; in half of the cases what the store has is not enough pages."""
-    _, _, far, hot, _ = fetched
-    lengths = w.lengths_view._replace(interval=w.block)
-    least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
-    lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
-    near = Near(integers(w.near(w.length, lengths.previous_ring_begin).ring))
+    near, far, hot, lengths = _leaving_page(w, fetched)
     region = w.pick(0, w.blocks // 2, w.blocks) * w.block
     promotion = _promotion(w)
     tree, leaves = _tree(w, promotion.levels)
     free = torch.arange(w.blocks) >= region // w.block + tree.page_count[..., None]
     leaves = leaves._replace(fill=leaves.fill.masked_fill(free, 0))
     return (near, far, hot, _distinct(tree, free), leaves, lengths, promotion, region)
+
+
+def _leaving_page(w: World, fetched: tuple) -> tuple:
+    _, _, far, hot, _ = fetched
+    lengths = w.lengths_view._replace(interval=w.block)
+    least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
+    lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
+    return Near(integers(w.near(w.length, lengths.previous_ring_begin).ring)), far, hot, lengths
+
+
+def place_page(w: World, fetched: tuple):
+    near, far, hot, lengths = _leaving_page(w, fetched)
+    rows = torch.rand(w.batch, w.heads, w.blocks * w.block, generator=w.g).argsort(-1)[..., : w.block]
+    return (near, far, hot, rows.to(I32).contiguous(), lengths)
 
 
 def _distinct(tree: Tree, free: torch.Tensor) -> Tree:
@@ -71,7 +89,8 @@ def visit_nodes(w: World):
 def page_peaks(w: World):
     tree, leaves = _tree(w, 3)
     shape = (w.batch, w.heads * w.group, tree.key.shape[2])
-    visited = torch.randint(0, 2, shape, generator=w.g, dtype=torch.uint8)
+    visited = torch.randint(-9, 10, shape, generator=w.g).float()
+    visited = visited.masked_fill(torch.rand(shape, generator=w.g) < 0.5, -torch.inf)
     return (integers(w.q[:, :, :1]), visited, leaves)
 
 

@@ -31,8 +31,11 @@ class DciTree:
 
     # ---- queries
 
-    def query(self, q: torch.Tensor, expanded: dict[int, int] | None) -> list[int]:
-        """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all."""
+    def query(
+        self, q: torch.Tensor, expanded: dict[int, int] | None, shown: dict[int, torch.Tensor] | None = None
+    ) -> list[int]:
+        """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all.
+        `shown`: what tokens are ranked by, None: their keys."""
         seen: list[int] = []
         frontier = {ROOT}
         for level in range(max(self.level.values(), default=1), 0, -1):
@@ -40,7 +43,21 @@ class DciTree:
             seen += [t for t in children if t not in seen]
             nodes = sorted((t for t in children if self.level[t] == level), key=lambda t: -float(q @ self.keys[t]))
             frontier = frontier | set(nodes if expanded is None else nodes[: expanded.get(level, 0)])
-        return sorted(set(seen), key=lambda t: -float(q @ self.keys[t]))
+        return sorted(set(seen), key=lambda t: -float(q @ (shown or self.keys)[t]))
+
+    def in_four_bits(self) -> dict[int, torch.Tensor]:
+        """The keys as codes have them: of each 16 channels of the difference to the parent's key, the nearest of 16
+        levels that lie evenly between its largest value and the negative of that."""
+        found = {}
+        for t, key in self.keys.items():
+            of = self.keys[self.parent[t]] if self.parent[t] != ROOT else torch.zeros_like(key)
+            parts = []
+            for x in (key - of).split(16):
+                step = float((x.abs().max() / 7.5).half())
+                levels = (torch.arange(16) - 7.5).double() * step
+                parts.append(levels[(x[:, None] - levels).abs().argmin(1)])
+            found[t] = of + torch.cat(parts)
+        return found
 
 
 def page_select(ranked: list[list[int]], page_of: dict[int, int], most: int) -> set[int]:

@@ -17,7 +17,7 @@ from test_cli import ROOT
 
 from torchsparsekv import commands
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.quality import recall_digests, recall_pariskv, text_options
+from torchsparsekv.benchmarks.quality import recall_digests, recall_icecache, recall_pariskv, text_options
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import settings
 from torchsparsekv.benchmarks.quality.store import heads, key, read
@@ -218,6 +218,7 @@ def test_the_command_of_a_benchmark_asks_for_what_the_file_holds(path):
 RECALL = {
     "cpu_drift": (recall_pariskv, "drift"), "cpu_lengths": (recall_pariskv, "lengths"),
     "cpu_lengths_authors": (recall_pariskv, "lengths"), "cpu_digests": (recall_digests, "digests"),
+    **{f"cpu_icecache_{keys}": (recall_icecache, "icecache") for keys in recall_icecache.KINDS},
 }  # fmt: skip
 
 

@@ -42,13 +42,19 @@ class Method:
     sink: int = 64
     window: int = 256
 
-    if TYPE_CHECKING:  # tokens that are chosen, stored and moved together: a field where that can be chosen, else 1
+    if TYPE_CHECKING:  # these are fields where they can be chosen
 
         @property
-        def block_size(self) -> int: ...
+        def block_size(self) -> int:
+            """Tokens that are chosen, stored and moved together."""
+
+        @property
+        def reuse_every(self) -> int:
+            """Of so many layers that follow one another the first chooses for all."""
 
     else:
         block_size = 1
+        reuse_every = 1
 
     name: ClassVar[str] = ""
     retrieves: ClassVar[bool] = True  # chooses by content

@@ -24,6 +24,7 @@ class Geometry:
     group: int = 1  # query heads per kv head
     layer: int = 0  # its number, of so many: what not all layers are to do at the same step
     layers: int = 1
+    follows: bool = False  # an earlier layer chooses for it: see LayerState.anchor
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -162,14 +163,25 @@ class RowLengths:
 
 
 class LayerState:
-    """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned."""
+    """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned.
+
+    anchor: the state of the earlier layer whose index this one uses, where it has none. Of one prompt what that one
+    `hand_on`s is there for the layers that follow it, up to the last of them.
+    """
 
     if TYPE_CHECKING:  # the attribute names come from the declared buffers
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, buffers: Buffers, row_lengths: RowLengths, device: torch.device, *, pool_on_host: bool):
-        self.row_lengths, self.buffers = row_lengths, buffers
+    def __init__(
+        self, buffers: Buffers, row_lengths: RowLengths, device: torch.device, *, pool_on_host: bool,
+        anchor: "LayerState | None" = None,
+    ):  # fmt: skip
+        self.row_lengths, self.buffers, self.anchor = row_lengths, buffers, anchor
+        self.followers, self._takers = 0, 0
+        self._handed: Tensor | None = None
+        if anchor is not None:
+            anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"
         # For probes and benchmarks: what a decode step chose and answered is shown to `tap` (torchsparsekv/probe.py),
         # and `steer` gives other queries than the model's.
@@ -193,6 +205,20 @@ class LayerState:
     def lengths(self) -> Lengths:
         return self.row_lengths.view
 
+    def hand_on(self, order: Tensor) -> None:
+        """The order in which the pool takes a prompt, for as many layers as follow this one."""
+        self._takers = self.followers
+        self._handed = order if self._takers else None
+
+    def handed_on(self) -> Tensor:
+        order = self._handed
+        if order is None:
+            raise RuntimeError("no order was handed on: a layer took in a prompt before the one that it follows")
+        self._takers -= 1
+        if not self._takers:
+            self._handed = None
+        return order
+
     def tensors(self) -> Iterator[tuple[Buffer, Tensor]]:
         """Every tensor, with how it was declared."""
         for name, given in self.buffers.items():
@@ -210,6 +236,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Forget the index and the hot buffer. Rows of the pool need no clearing: no length reaches them."""
+        self._handed = None
         for b, t in self.tensors():
             if b.home != "pool":
                 _fill(t, b.fill)

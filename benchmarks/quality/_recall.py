@@ -7,6 +7,7 @@ same ones.
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -82,12 +83,32 @@ class Stream:
         return torch.cat(parts, 1).flatten(0, 1)
 
 
+class Keys(Protocol):
+    """Keys [heads, total, d] and queries to them, synthetic or of a model (_captured.py)."""
+
+    keys: Tensor
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def d(self) -> int: ...
+
+    def query(self, end: int) -> Tensor: ...
+
+
 def shares(wanted: Tensor, got: Tensor, n: int) -> float:
     hit = torch.zeros(*got.shape[:-1], n, dtype=torch.bool).scatter_(-1, got.long(), True)
     return float(hit.gather(-1, wanted).float().mean())
 
 
-def logits(stream: Stream, q: Tensor, end: int) -> Tensor:
+def logits(stream: "Keys", q: Tensor, end: int) -> Tensor:
     """[heads, group, tokens]; q [heads * group, d]."""
     return q.unflatten(0, (stream.heads, -1)) @ stream.keys[:, :end].transpose(1, 2) * stream.d**-0.5
 

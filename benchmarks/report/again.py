@@ -28,8 +28,11 @@ from torchsparsekv.benchmarks.report.load import load
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
 SCRIPTS = tuple(
-    f"benchmarks/quality/{name}.py" for name in ("recall_pariskv", "recall_digests", "static_mass", "static_codes")
-)
+    f"benchmarks/quality/{name}.py"
+    for name in (
+        "ablate_pariskv", "recall_digests", "recall_icecache", "recall_pariskv", "static_codes", "static_mass", "turns",
+    )
+)  # fmt: skip
 COMMANDS = ("eval", "eval-text", "bench")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
 

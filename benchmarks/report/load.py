@@ -8,10 +8,11 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-TEXT, CLUSTERS, STATIC = "eval-text", "clusters", "static_mass"
-NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests", "static_codes")  # their numbers: results/README.md
+TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
+NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests", "static_codes", "ablate")  # their numbers: results/README.md
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, STATIC, *NO_FIGURE)
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, *NO_FIGURE)
+MODELS = {"recall": "the recall model", "smollm2": "SmolLM2-135M-Instruct"}  # whose keys some scripts take
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class Result:
         if self.benchmark in (KERNELS, CLUSTERS):
             heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
             return f"One layer of {heads}, bfloat16"
-        if "model" in self.options:
-            return f"{self.options['model']}, float32"
-        return f"No model: synthetic keys, {self.options.get('dtype', 'float32').removeprefix('torch.')}"
+        dtype = self.options.get("dtype", "float32").removeprefix("torch.")
+        name = self.options.get("model") or self.options.get("keys", "structured")
+        if name != "structured":
+            return f"{MODELS.get(name, name)}, {dtype}"
+        return f"No model: synthetic keys, {dtype}"
 
 
 def load(paths: Iterable[Path]) -> list[Result]:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from torchsparsekv.benchmarks.quality import summary, text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, static, style, text
+from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, static, style, text, tree, turns
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv.benchmarks.report.load import EVAL, TEXT, Result, load
 
-FIGURES: tuple[Figure, ...] = (*text.FIGURES, *answers.FIGURES, *speed.FIGURES, *static.FIGURES, *drift.FIGURES)
+FIGURES: tuple[Figure, ...] = tuple(
+    figure for part in (text, turns, answers, speed, static, tree, drift) for figure in part.FIGURES
+)
 
 
 def check_name(out: Path) -> None:

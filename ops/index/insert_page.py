@@ -3,9 +3,9 @@
 In turn every token gets its level and its parent (ops/index/_tree.py; parents are sought among the nodes that there
 are and those that this page brought before it), and the next row of its parent's open page. Is that full, or is there
 none, then the node gets a new one from those behind the first `region` rows of the pool; the old one stays as it is.
-Key and value are written to the pool, the key to the index, and where the page is in the hot buffer to its copy too:
-what was fetched before is never stale. Where the head has not as many pages left, the page of the ring stays whole, at
-its own place in the pool, where `append` has put it.
+Key and value are written to the pool, the key or its code to the index, and where the page is in the hot buffer to its
+copy too: what was fetched before is never stale. Where the head has not as many pages left, the page of the ring stays
+whole, at its own place in the pool, where `append` has put it. `tree.placed` says to which rows the tokens went.
 
 c is the largest norm with those of this page. On most steps nothing leaves and the kernel returns at once.
 
@@ -22,7 +22,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
-from torchsparsekv.ops.index import _tree
+from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.index.plant_tree import check_pages
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width
@@ -33,9 +33,10 @@ WIDEST = 64  # tokens of a page: they are compared with each other in registers
 
 def check(near, far, hot, tree, leaves, lengths, promotion, region) -> None:
     _tree.check_promotion(promotion)
+    _residual.check_leaves(leaves, near.ring.shape[4], near.ring.dtype)
     check_blocks(far, hot)
     page = check_pages(leaves, lengths)
-    if page != hot.rows.shape[3] or page != lengths.interval or page > WIDEST:
+    if page > WIDEST or {page} != {hot.rows.shape[3], lengths.interval, tree.placed.shape[2]}:
         raise ValueError(
             f"one page of up to {WIDEST} tokens leaves at a time: pages of {page}, blocks of {hot.rows.shape[3]}, "
             f"interval {lengths.interval}"
@@ -58,8 +59,10 @@ def reference(
             own = Tree(*(t[b, h] for t in tree))
             nodes = _grown(keys_of(rows[h]), position, own, promotion)
             to = _places(nodes, own, leaves.fill[b, h], page, region) or position.tolist()
+            own.placed.copy_(torch.tensor(to))
             for node, row, token in zip(nodes, to, rows[h]):
-                leaves.node[b, h, row], leaves.key[b, h, row] = node, keys_of(token)
+                leaves.node[b, h, row] = node
+                _residual.keep(leaves, (b, h, row), keys_of(token), own.key[node])
                 leaves.fill[b, h, row // page] = row % page + 1
                 far.rows[b, h, row] = token
                 slot = int(hot.slot_of[b, h, row // page])
@@ -104,10 +107,10 @@ def _places(nodes: list[int], tree: Tree, fill: Tensor, page: int, region: int) 
 
 @triton.jit
 def _insert(
-    ring, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count,
-    row_key, row_node, fill, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots, nodes, pages, sink,
-    region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+    ring, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count, placed,
+    row_key, row_scale, row_node, fill, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots, nodes,
+    pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -146,8 +149,8 @@ def _insert(
             node = _among_each_other(x, level, place, c2, best, node, T)
             _commit(
                 from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2,
-                done_count, row_key, row_node, fill, bh, old, count, node, level, place, c2, slots, nodes, pages,
-                region, P, T, D, DP, ROW,
+                done_count, placed, row_key, row_scale, row_node, fill, bh, old, count, node, level, place, c2, slots,
+                nodes, pages, region, P, T, D, DP, ROW, GROUPS,
             )  # fmt: skip
 
 
@@ -168,8 +171,8 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 @triton.jit
 def _commit(
     from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count,
-    row_key, row_node, fill, bh, old, count, node, level, place, c2, slots, nodes, pages, region, P: tl.constexpr,
-    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
+    placed, row_key, row_scale, row_node, fill, bh, old, count, node, level, place, c2, slots, nodes, pages, region,
+    P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Nodes, rows and pages of a head as they are from now on."""
     i, d, c = tl.arange(0, T), tl.arange(0, DP), tl.arange(0, ROW)
@@ -191,12 +194,15 @@ def _commit(
     fits = tl.full((T,), 0, tl.int32) + taken <= pages - region // P
     page = tl.where(fits, tl.where(slot < P, page, fresh), old // P)
     slot = tl.where(fits, slot % P, i)
-    tl.debug_barrier()  # fills and open pages were read
+    tl.debug_barrier()  # fills and open pages were read, and keys of new nodes are there
     tl.store(open_page + bh * nodes + node, fresh, mask=opens & fits)
     tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
     row = page.to(tl.int64) * P + slot
+    tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
     tl.store(row_node + bh * pages * P + row, node, mask=live)
-    tl.store(row_key + (bh * pages * P + row)[:, None] * D + d[None, :], x, mask=live[:, None] & (d < D)[None, :])
+    _residual.keep_of(
+        x, node, bh * pages * P + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, T, GROUPS
+    )
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)
     tl.store(row_at(pool, bh, row[:, None], pages * P, D) + c[None, :], values, mask=m)
@@ -223,7 +229,7 @@ def launch(near, far, hot, tree, leaves, lengths, promotion, region) -> None:
         lengths.ring_begin, scores, found, heads, ring_rows, hot.rows.shape[2], nodes, leaves.fill.shape[2],
         lengths.sink, region, promotion.chance, promotion.seed * _tree.SALTS, EVERY=promotion.every,
         LEVELS=promotion.levels, P=page, T=wide, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
-        NODES=tile, num_stages=2, **chained(near.ring.device, batch * heads * parts),
+        NODES=tile, GROUPS=leaves.scale.shape[3], num_stages=2, **chained(near.ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

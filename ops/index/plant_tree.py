@@ -6,7 +6,8 @@ with it. Whole pages of new tokens are laid out by (parent, projection): so the 
 siblings share pages, and all pages are full. The tokens that were in the ring before, and those up to the next page
 behind them, stay where they are, in pages of their own.
 
-Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are.
+Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside
+the next layer unless told to `join` (ops/_side.py); only the ring is read before, as the new tokens go there at once.
 
 Sort and gather are torch's, on the device and without waiting for it; the kernels are the search for parents, a
 program per (row, head, tile of tokens) that goes over all nodes by tensor cores (128K keys against 8K nodes are 0.27
@@ -19,18 +20,20 @@ from torch import Tensor
 
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
-from torchsparsekv.ops.index import _tree
+from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row
 from torchsparsekv.ops.store.views import I32, Leaves, Lengths, Near, NewKeys, Promotion, Tree
 
 Number = Annotated[Tensor, Of("batch heads", I32)]
 
 
-def check(k, near, tree, leaves, lengths, promotion) -> None:
+def check(k, near, tree, leaves, lengths, promotion, join) -> None:
     _tree.check_promotion(promotion)
+    _residual.check_leaves(leaves, k.shape[3], k.dtype)
     check_pages(leaves, lengths)
 
 
@@ -45,8 +48,9 @@ def check_pages(leaves: Leaves, lengths: Lengths) -> int:
 
 
 def reference(
-    k: NewKeys, near: Near, tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths, promotion: Promotion
-) -> Tensor:
+    k: NewKeys, near: Near, tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths, promotion: Promotion,
+    join: bool,
+) -> Tensor:  # fmt: skip
     batch, heads, tokens, _ = k.shape
     page = check_pages(leaves, lengths)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
@@ -63,7 +67,9 @@ def reference(
             node = _planted(x[h], position, own, promotion)
             along = _tree.projections(x[h], own.radius2, promotion.seed)
             takes = _tree.arrangement(node, along, moves, torch.ones_like(moves))
-            leaves.key[b, h, old:new], leaves.node[b, h, old:new] = x[h][takes], node[takes]
+            at = (b, h, slice(old, new))
+            leaves.node[at] = node[takes]
+            _residual.keep(leaves, at, x[h][takes], own.key[node[takes].long()])
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
     return order
@@ -106,8 +112,8 @@ def _parents(
 
 @triton.jit
 def _arrange(
-    x, takes, node, key, row_node, fill, order, start, length, old_begin, ring_begin, heads, tokens, columns, rows,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    x, takes, node, key, row_key, row_scale, row_node, fill, order, start, length, old_begin, ring_begin, heads, tokens,
+    columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Rows from `old_begin` on take their tokens."""
     bh = tl.program_id(1).to(tl.int64)
@@ -121,23 +127,31 @@ def _arrange(
         take = tl.load(takes + bh * tokens + i, mask=live, other=0)
         m = live[:, None] & (d < D)[None, :]
         values = tl.load(x + (bh * tokens + take)[:, None] * D + d[None, :], mask=m, other=0.0)
-        tl.store(key + (bh * rows + row)[:, None] * D + d[None, :], values, mask=m)
-        tl.store(row_node + bh * rows + row, tl.load(node + bh * tokens + take, mask=live, other=0), mask=live)
+        parent = tl.load(node + bh * tokens + take, mask=live, other=0)
+        _residual.keep_of(
+            values, parent, bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE, GROUPS
+        )
+        tl.store(row_node + bh * rows + row, parent, mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
         first = columns - n
         tl.store(order + bh * columns + first + row, (first + old + take).to(tl.int32), mask=moves)
 
 
-def launch(k, near, tree, leaves, lengths, promotion) -> Tensor:
+def launch(k, near, tree, leaves, lengths, promotion, join) -> Tensor:
+    held = keys_of(near.ring).clone()
+    with beside(join, k, held, *tree, *leaves, *lengths[:4]):
+        return _launch(k, held, tree, leaves, lengths, promotion)
+
+
+def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
     batch, heads, columns, d = k.shape
     page, nodes = check_pages(leaves, lengths), tree.key.shape[2]
     start, length, old, new = (t[:, None].long() for t in lengths[:4])
-    ring_rows = near.ring.shape[2]
-    tokens = min(columns + ring_rows - lengths.sink, leaves.node.shape[2])
+    tokens = min(columns + held.shape[2] - lengths.sink, leaves.node.shape[2])
     position = old + torch.arange(tokens, device=k.device)
     live = (position < new) & (length > 0)
-    x = _keys(k, near, position, start, length, live, lengths.sink)
+    x = _keys(k, held, position, start, length, live, lengths.sink)
     norms = x.float().square().sum(-1)
     tree.radius2.copy_(torch.maximum(tree.radius2, norms.amax(-1)))
     level = _add_nodes(x, torch.where(live, _tree.levels_of(position, promotion), 0), tree)
@@ -154,14 +168,15 @@ def launch(k, near, tree, leaves, lengths, promotion) -> Tensor:
     takes = _tree.arrangement(node, along, moves, live).int()
     order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     _arrange[grid](
-        x, takes, node, *leaves, order, *lengths[:4], heads, tokens, columns, leaves.node.shape[2], P=page, **wide
-    )
+        x, takes, node, tree.key, *leaves, order, *lengths[:4], heads, tokens, columns, leaves.node.shape[2], nodes,
+        P=page, GROUPS=leaves.scale.shape[3], **wide,
+    )  # fmt: skip
     return order
 
 
-def _keys(k, near, position, start, length, live, sink) -> Tensor:
+def _keys(k, ring, position, start, length, live, sink) -> Tensor:
     """Of the tokens at these positions [batch, n]: new ones are in `k`, the others in the ring; 0 where none is."""
-    ring, wide = keys_of(near.ring), (*k.shape[:2], position.shape[1], k.shape[3])
+    wide = (*k.shape[:2], position.shape[1], k.shape[3])
     column = (k.shape[2] - length + position).clamp(0, k.shape[2] - 1)
     row = ring_row(position, sink, ring.shape[2])
     of = lambda t, at: t.gather(2, at[:, None, :, None].expand(wide))  # noqa: E731

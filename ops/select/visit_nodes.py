@@ -2,7 +2,8 @@
 
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
 their key, and the best of them are expanded, as many as `view` says of the nodes of that level (ties go to the lower
-node). The root is always expanded. Returns [batch, q_heads, nodes], 1 for those that are: every query head for itself.
+node). The root is always expanded. Returns the products of those that are, fp32 [batch, q_heads, nodes], that of the
+root being 0, and -inf for the others: every query head for itself.
 
 On an H200: scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K
 tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where
@@ -34,29 +35,28 @@ def check(q, tree, view) -> None:
 
 
 def reference(q: Query, tree: Tree, view: View) -> Tensor:
-    batch, q_heads = q.shape[:2]
-    group, nodes = q_heads // tree.key.shape[1], tree.key.shape[2]
+    group, nodes = q.shape[1] // tree.key.shape[1], tree.key.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
     scores = (each(tree.key).float() @ q.float().transpose(-1, -2))[..., 0]
     known = torch.arange(nodes, device=q.device) < tree.node_count[..., None]
     level, parent = each(torch.where(known, tree.level, 0)), each(torch.where(known, tree.parent, ROOT)).long()
-    visited = torch.zeros(batch, q_heads, nodes, dtype=torch.uint8, device=q.device)
-    visited[..., ROOT] = 1
+    visited = torch.full_like(scores, -torch.inf)
+    visited[..., ROOT] = 0
     for at in range(view.levels, 1, -1):
         there = level == at
         room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(min=view.least)
-        reached = there & (visited.gather(2, parent) > 0)
+        reached = there & (visited.gather(2, parent) > -torch.inf)
         rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        visited |= (reached & (rank < room)).to(torch.uint8)
+        visited = torch.where(reached & (rank < room), scores, visited)
     return visited
 
 
 @triton.jit
 def _scores(
-    q, key, parent, level, node_count, visited, scores, q_b, q_h, heads, nodes, AT: tl.constexpr, TOP: tl.constexpr,
+    q, key, parent, level, node_count, visited, q_b, q_h, heads, nodes, AT: tl.constexpr, TOP: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of the nodes of level AT; -inf where a query head does not reach one."""
+    """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -66,8 +66,8 @@ def _scores(
     m = (g < G)[:, None] & there[None, :]
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
-        expanded = tl.load(visited + ((bh * G + g) * nodes)[:, None] + above[None, :], mask=m, other=0)
-        m = m & ((above == 0)[None, :] | (expanded > 0))
+        higher = tl.load(visited + ((bh * G + g) * nodes)[:, None] + above[None, :], mask=m, other=float("-inf"))
+        m = m & (higher > float("-inf"))
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
         x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -75,15 +75,20 @@ def _scores(
             key + (bh * nodes + u)[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
         )
         score = tl.where(m, tl.dot(x, tl.trans(y), input_precision="ieee"), float("-inf"))
-    tl.store(scores + out, score, mask=(g < G)[:, None] & (u < nodes)[None, :])
+    write = u < nodes
+    if not TOP:
+        write = there
+    else:
+        score = tl.where((u == 0)[None, :], 0.0, score)
+    tl.store(visited + out, score, mask=(g < G)[:, None] & write[None, :])
 
 
 @triton.jit
 def _expand(
-    scores, level, node_count, visited, nodes, share, least, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
-    N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
+    level, node_count, visited, nodes, share, least, AT: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query head takes the best nodes of level AT."""
+    """One query head leaves the best nodes of level AT."""
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     bh, u = row // G, tl.arange(0, N)
@@ -91,27 +96,22 @@ def _expand(
     there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
     room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
     room = tl.maximum(room, least).to(tl.int32)
-    take = take_top(ordered(tl.load(scores + row * nodes + u, mask=u < nodes, other=float("-inf"))), room)
-    write = u < nodes
-    if not TOP:
-        write = there
-    tl.store(visited + row * nodes + u, ((take & there) | (u == 0)).to(tl.uint8), mask=write)
+    take = take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))), room)
+    tl.store(visited + row * nodes + u, tl.full((N,), float("-inf"), tl.float32), mask=there & ~take)
 
 
 def launch(q, tree, view) -> Tensor:
     batch, heads, nodes, d = tree.key.shape
     out, group, wide = fake(q, tree), q.shape[1] // heads, next_power_of_2(nodes)
-    scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
     tiles = cdiv(nodes, TILE)
     for at in range(view.levels, 1, -1):
-        top = at == view.levels
         _scores[(batch * heads, tiles)](
-            q, tree.key, tree.parent, tree.level, tree.node_count, out, scores, q.stride(0), q.stride(1), heads, nodes,
-            AT=at, TOP=top, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
+            q, tree.key, tree.parent, tree.level, tree.node_count, out, q.stride(0), q.stride(1), heads, nodes, AT=at,
+            TOP=at == view.levels, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
             **chained(q.device, batch * heads * tiles),
         )  # fmt: skip
         _expand[(batch * q.shape[1],)](
-            scores, tree.level, tree.node_count, out, nodes, view.share, view.least, AT=at, TOP=top, G=group, N=wide,
+            tree.level, tree.node_count, out, nodes, view.share, view.least, AT=at, G=group, N=wide,
             MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
             **chained(q.device, batch * q.shape[1]),
         )  # fmt: skip
@@ -119,7 +119,7 @@ def launch(q, tree, view) -> Tensor:
 
 
 def fake(q, tree, *_) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], tree.key.shape[2]), dtype=torch.uint8)
+    return q.new_empty((q.shape[0], q.shape[1], tree.key.shape[2]), dtype=torch.float32)
 
 
 visit_nodes = register("visit_nodes", reference, impls=(by_triton(launch),), fake=fake, check=check)

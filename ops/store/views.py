@@ -191,13 +191,19 @@ class Tree(NamedTuple):
     page_count: PerHead
     radius2: Annotated[Tensor, Of("batch heads", torch.float32)]
     done_count: PerHead
+    placed: Annotated[Tensor, Of("batch heads page", I32)]
 
 
 class Leaves(NamedTuple):
     """By pool row: the key of the token there, and the node it is a child of, -1 where no retrievable token is. `fill`:
-    how many rows of a page hold one; they are its first."""
+    how many rows of a page hold one; they are its first.
 
-    key: Annotated[Tensor, Of("batch heads rows dim", "kv")]
+    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from the key of its node
+    (ops/index/_residual.py).
+    """
+
+    key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]
+    scale: Annotated[Tensor, Of("batch heads rows groups", torch.float16)]
     node: Annotated[Tensor, Of("batch heads rows", I32)]
     fill: Fill
 

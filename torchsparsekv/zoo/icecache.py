@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchsparsekv.method import Method
 from torchsparsekv.ops._triton import cdiv
+from torchsparsekv.ops.index._residual import widths
 from torchsparsekv.ops.index._tree import SALTS, SEEDS
 from torchsparsekv.ops.index.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.index.plant_tree import plant_tree
@@ -13,12 +14,14 @@ from torchsparsekv.ops.select.page_peaks import page_peaks
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.select.union_pages import union_pages
 from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
+from torchsparsekv.ops.store.place_page import place_page
 from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Tree, View
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 
 PAGES = 16  # that a budget should hold, as in the paper: 256 tokens in pages of 16
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
+RANKS = ("codes", "keys")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,13 @@ class IceCache(Method):
     growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
         node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
         counts as `page_size` tokens of the budget.
+    rank_from: what tokens are ranked by: "codes", of 4 bits a channel, or "keys", which take three times the memory and
+        find no more (benchmarks/quality/recall_icecache.py).
+    reuse_every: of so many layers that follow one another the first has a tree and queries it; the others put their
+        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse".
     seed: of promotion and projection.
 
-    Its index holds all keys on the device: half of what a cache there would need. A prompt that has less than a page
-    beyond window and sinks is attended to as a whole.
+    A prompt that has less than a page beyond window and sinks is attended to as a whole.
     """
 
     name = "icecache"
@@ -55,6 +61,8 @@ class IceCache(Method):
     field_of_view: float = 0.1
     least_view: int = 32
     growth: float = 0.25
+    rank_from: str = "codes"
+    reuse_every: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,10 +75,14 @@ class IceCache(Method):
             value = getattr(self, field)
             if not (isinstance(value, (int, float)) and 0 <= value <= 1):
                 raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {value!r}")
-        if self.promotion not in PROMOTIONS:
-            raise ValueError(f"{self.name}: promotion must be one of {', '.join(PROMOTIONS)}, got {self.promotion!r}")
+        for field, known in (("promotion", PROMOTIONS), ("rank_from", RANKS)):
+            if getattr(self, field) not in known:
+                raise ValueError(
+                    f"{self.name}: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}"
+                )
         self.check_int("levels", 2, SALTS - 1)
         self.check_int("least_view", 1)
+        self.check_int("reuse_every", 1)
         self.check_int("seed", 0, SEEDS - 1)
 
     @property
@@ -83,6 +95,11 @@ class IceCache(Method):
 
     def effective(self) -> dict[str, object]:
         return super().effective() | {"page_size": self.block_size}
+
+    @property
+    def whole_up_to(self) -> int:
+        """Pages of generated tokens need not be full, so a budget may hold fewer tokens than it has room for."""
+        return self.sink + self.window + self.block_size - 1
 
     @property
     def promoted(self) -> Promotion:
@@ -108,36 +125,55 @@ class IceCache(Method):
         pages = g.rows // page
         grown = replace(g, rows=(pages + int(pages * self.growth)) * page)
         # A budget of everything is every page, full or not.
-        chosen = grown.rows if self.budget >= g.rows else self.budget
-        lead, none = g.lead, Buffer(g.lead, i32)
-        inner = Buffer((*lead, nodes), i32)
-        return super().buffers(grown) | {
-            "hot": hot_buffer(grown, page, min(2 * chosen, grown.rows) // page, chosen // page),
+        chosen = (grown.rows if self.budget >= g.rows else self.budget) // page
+        hot = hot_buffer(grown, page, min(2 * chosen, grown.rows // page), chosen)
+        store = super().buffers(grown) | {"hot": hot}
+        if g.follows:
+            return store
+        asked = {"asked": Buffer((*g.lead, chosen), i32, fill=-1)} if self.reuse_every > 1 else {}
+        return store | self._index(grown, nodes) | asked
+
+    def _index(self, g: Geometry, nodes: int) -> Buffers:
+        lead, page, i32, codes = g.lead, self.block_size, torch.int32, self.rank_from == "codes"
+        width, scales = widths(g.head_dim, codes)
+        none, inner = Buffer(lead, i32), Buffer((*lead, nodes), i32)
+        return {
             "tree": Tree(
                 key=Buffer((*lead, nodes, g.head_dim), g.dtype), parent=inner, level=inner,
                 open_page=Buffer((*lead, nodes), i32, fill=-1), node_count=Buffer(lead, i32, fill=1), page_count=none,
-                radius2=Buffer(lead, torch.float32), done_count=none,
+                radius2=Buffer(lead, torch.float32), done_count=none, placed=Buffer((*lead, page), i32),
             ),
             "leaves": Leaves(
-                key=Buffer((*lead, grown.rows, g.head_dim), g.dtype),
-                node=Buffer((*lead, grown.rows), i32, fill=-1), fill=Buffer((*lead, grown.rows // page), i32),
+                key=Buffer((*lead, g.rows, width), torch.uint8 if codes else g.dtype),
+                scale=Buffer((*lead, g.rows, scales), torch.float16),
+                node=Buffer((*lead, g.rows), i32, fill=-1), fill=Buffer((*lead, g.rows // page), i32),
             ),
         }  # fmt: skip
 
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
-        return plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted)
+        if s.anchor is not None:
+            return s.anchor.handed_on()
+        order = plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted, join)
+        s.hand_on(order)
+        return order
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        if s.anchor is not None:
+            return place_page(s.near, s.far, s.hot, s.anchor.tree.placed, s.lengths)
         region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
         insert_page(s.near, s.far, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        if s.anchor is not None:
+            return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION if whole else round(self.field_of_view * MILLION), self.least_view, self.levels)
         peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         ids = top_blocks(peaks, s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:
             ids = union_pages(peaks, ids, s.leaves.key.shape[1])
+        if self.reuse_every > 1:
+            s.asked.copy_(ids)
         return Choice(ids, fill=s.leaves.fill)

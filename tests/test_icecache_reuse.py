@@ -1,0 +1,158 @@
+"""Layers of IceCache that reuse what an earlier one chose: they have its layout, and attend to its pages."""
+import dataclasses
+
+import pytest
+import torch
+from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+from test_methods import Layer
+from torch._dynamo.utils import counters
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.store.rows import keys_of, values_of
+from torchsparsekv.probe import tapped
+from torchsparsekv.state import Geometry, LayerState
+
+OWN = dict(page_size=4, r=0.25, least_view=2, reuse_every=3)
+FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, sink=8, window=6, skip_layers=1, **OWN)
+SMALL = {**FULL, "budget": 16}
+
+
+class Follower(Layer):
+    """A layer behind `anchor`: the same row lengths, which that one moves."""
+
+    def __init__(self, anchor: Layer):
+        self.__dict__.update(anchor.__dict__)
+        batch, heads, _, _, dim = anchor.state.far.rows.shape
+        g = Geometry(batch, heads, dim, 256, torch.float32, follows=True)
+        self.state = LayerState(
+            self.method.buffers(g), self.row_lengths, DEVICE, pool_on_host=False, anchor=anchor.state
+        )
+
+    def feed(self, q, k, v):
+        q, k, v = (t.to(DEVICE) for t in (q, k, v))
+        if q.shape[2] == 1:
+            return self.method.decode(self.state, q, k, v, self.attention)
+        return self.method.prefill(self.state, q, k, v, self.attention, last=True)
+
+
+def numbered(g: torch.Generator, first: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v of two heads; the first number of a value is that of its token."""
+    q, k, v = (torch.randn(1, 2, tokens, 16, generator=g) for _ in range(3))
+    v[..., 0] = torch.arange(first, first + tokens)
+    return q, k, v
+
+
+def test_pages_of_a_follower_are_the_same_tokens():
+    """Through two prompts and single tokens, in the pool and in what was fetched of it."""
+    g = torch.Generator().manual_seed(0)
+    anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
+    layers, keys = [anchor, Follower(anchor)], [[], []]
+    first = 0
+    for tokens in (70, *[1] * 30, 40, *[1] * 20):
+        for layer, own in zip(layers, keys):
+            q, k, v = numbered(g, first, tokens)
+            layer.feed(q, k, v)
+            own.append(k)
+        first += tokens
+    s = anchor.state
+    held = s.leaves.node[0] >= 0
+    assert int(held.sum()) == 2 * (int(s.lengths.ring_begin[0]) - 8)
+    assert int(s.tree.page_count.min()) > 3
+    for layer, own in zip(layers, keys):
+        rows, k = layer.state.far.rows[0], torch.cat(own, 2)[0].to(DEVICE)
+        for h in range(2):
+            token = values_of(rows)[h, held[h], 0].long()
+            assert torch.equal(token, values_of(s.far.rows)[0, h, held[h], 0].long())
+            assert torch.equal(keys_of(rows)[h, held[h]], k[h, token])
+        hot, pages = layer.state.hot, rows.unflatten(1, (-1, 4))
+        for h, slot in (hot.block_of[0] >= 0).nonzero().tolist():
+            page = int(hot.block_of[0, h, slot])
+            n = int(s.leaves.fill[0, h, page])
+            assert torch.equal(hot.rows[0, h, slot, :n], pages[h, page, :n])
+
+
+def test_a_follower_has_no_index():
+    method = make_method("icecache", **{**OWN, "budget": 64})
+    g = Geometry(1, 2, 64, 4096, torch.bfloat16)
+    own, follows = method.buffers(g), method.buffers(dataclasses.replace(g, follows=True))
+    assert set(own) - set(follows) == {"tree", "leaves", "asked"}
+    assert "asked" not in dataclasses.replace(method, reuse_every=1).buffers(g)
+
+
+def test_a_prompt_out_of_turn_is_refused():
+    anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
+    follower = Follower(anchor)
+    with pytest.raises(RuntimeError, match="before the one that it follows"):
+        follower.feed(*numbered(torch.Generator(), 0, 20))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [None, {4: dict(budget=32)}])
+def test_followers_attend_to_the_ids_of_their_anchor(layers):
+    """Layers 1 to 7: 1 and 4 query, or where layer 4 is another method, it and 5."""
+    model, (ids, mask) = tiny(num_hidden_layers=8), prompts(2, 67)
+    anchors = {2: 1, 3: 1, 5: 4, 6: 4} if layers is None else {2: 1, 3: 1, 6: 5, 7: 5}
+    with torchsparsekv.patch(model, "icecache", **SMALL, layers=layers) as handle:
+        assert handle.plan.anchors == anchors
+        cache, chosen = handle.make_cache(2), [[] for _ in range(8)]
+        taps = [lambda s, q, a, choice, out, i=i: chosen[i].append(choice and choice.ids.clone()) for i in range(8)]
+        with tapped(cache, taps):
+            greedy_logits(model, ids, mask, 12, cache)
+        said = str(handle.report())
+    for i, anchor in anchors.items():
+        assert all(torch.equal(x, y) for x, y in zip(chosen[i], chosen[anchor], strict=True))
+        assert int((chosen[i][-1] >= 0).sum()) > 0
+    queried = [chosen[i][-1] for i in range(1, 8) if i not in anchors]
+    assert not all(torch.equal(queried[0], x) for x in queried[1:] if x.shape == queried[0].shape)
+    assert "layer 2, 3: attends to what layer 1 chose" in said
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_at_full_budget_it_is_dense(backend):
+    counters.clear()
+    model, (ids, mask) = tiny(num_hidden_layers=4), prompts(3, 41)
+    want = dense_logits(model, ids, mask, 20)
+    with torchsparsekv.patch(model, "icecache", **FULL) as handle:
+        cache = handle.make_cache(3)
+        step = backend and torch.compile(model.forward, fullgraph=True, backend=backend)
+        got = greedy_logits(model, ids, mask, 20, cache, step)
+        assert all(layer.state._handed is None for layer in cache.stored.values())
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    if backend:
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@torch.no_grad()
+def test_second_turns_and_forks_are_exact():
+    """The second prompt attends to the pool, whose order the followers were handed."""
+    model, (ids, _) = tiny(num_hidden_layers=4), prompts(1, 90, ragged=False)
+    want = model(ids).logits[:, -1]
+    with torchsparsekv.patch(model, "icecache", **SMALL) as handle:
+        cache = handle.make_cache(1)
+        model(ids[:, :50], past_key_values=cache)
+        twin = handle.fork(cache)
+        for c in (cache, twin):
+            got = model(ids[:, 50:], past_key_values=c).logits[:, -1]
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_is_that_of_the_anchors():
+    model = tiny(num_hidden_layers=7)
+    sizes = {}
+    for every in (1, 3):
+        with torchsparsekv.patch(model, "icecache", **{**SMALL, "reuse_every": every}) as handle:
+            sizes[every] = {r.name: r for r in handle.memory(1).rows}
+    assert (sizes[1]["leaves.key"].layers, sizes[3]["leaves.key"].layers) == (6, 2)
+    assert sizes[3]["leaves.key"].nbytes * 3 == sizes[1]["leaves.key"].nbytes
+
+
+def test_a_short_prompt_is_dense_and_the_report_says_so():
+    model, (ids, mask) = tiny(num_hidden_layers=3), prompts(1, 12, ragged=False)
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    with torchsparsekv.patch(model, "icecache", **SMALL) as handle:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), want)
+        report = handle.report()
+    assert all(r.density == 1 and r.blocks_selected == 0 for r in report.layers)
+    assert "icecache attends to all of rows of up to 17 tokens" in str(report)
