@@ -116,6 +116,10 @@ def parser(about: str | None, dtype: str) -> argparse.ArgumentParser:
     return p
 
 
+def given(o: argparse.Namespace) -> dict:
+    """The options, as a file of results has them."""
+    return {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
+
+
 def finish(name: str, rows: list[dict], o: argparse.Namespace) -> None:
-    given = {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
-    _results.finish(name, rows, given, o.out)
+    _results.finish(name, rows, given(o), o.out)
