@@ -201,8 +201,9 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     assert (tmp_path / "a.json").read_text() == old
 
 
+SCRIPTS = ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns")
 ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
-ONLY += "python benchmarks/quality/recall_pariskv.py, python benchmarks/quality/recall_digests.py, got"
+ONLY += ", ".join(f"python benchmarks/quality/{name}.py" for name in SCRIPTS) + ", got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
     "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",

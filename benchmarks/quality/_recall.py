@@ -7,6 +7,7 @@ same ones.
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,21 @@ def rope(x: Tensor, position: Tensor, theta: float = 5e5) -> Tensor:
     angle = position[:, None] * theta ** (-torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+class Keys(Protocol):
+    """Keys [heads, total, d], and where numbers are drawn from."""
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def g(self) -> torch.Generator: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def d(self) -> int: ...
 
 
 @dataclass
@@ -87,12 +103,12 @@ def shares(wanted: Tensor, got: Tensor, n: int) -> float:
     return float(hit.gather(-1, wanted).float().mean())
 
 
-def logits(stream: Stream, q: Tensor, end: int) -> Tensor:
+def logits(stream: Keys, q: Tensor, end: int) -> Tensor:
     """[heads, group, tokens]; q [heads * group, d]."""
     return q.unflatten(0, (stream.heads, -1)) @ stream.keys[:, :end].transpose(1, 2) * stream.d**-0.5
 
 
-def exact(stream: Stream, q: Tensor, end: int, k: int):
+def exact(stream: Keys, q: Tensor, end: int, k: int):
     """(attention weight of each token, its top-k, the top-k of the mean query)."""
     x = logits(stream, q, end)
     mass = x.softmax(-1).mean(1)

@@ -86,8 +86,8 @@ def of_its_own(o, tokenizer, model) -> Text:
 
 
 def patched(model, text: Text, rule: Rule):
-    near = dict(budget=text.budget, sink=text.sink, window=text.window)
-    return torchsparsekv.patch(model, "louiskv", max_length=text.length, tau=rule.tau, **near, **rule.told)
+    told: dict[str, Any] = dict(budget=text.budget, sink=text.sink, window=text.window, tau=rule.tau) | rule.told
+    return torchsparsekv.patch(model, "louiskv", max_length=text.length, **told)
 
 
 def measure(model, text: Text, rules: Sequence[Rule]) -> Iterator[dict]:
@@ -122,12 +122,13 @@ def key(text: str, rule: Rule) -> dict[str, Any]:
 
 def _forcing(cache, rule: Rule):
     """Every so many steps a head is told that it was not looked at in the step before, so that it retrieves."""
-    if rule.stride is None:
+    stride = rule.stride
+    if stride is None:
         return None
 
     def before(t: int) -> None:
         for layer in cache.stored.values():
-            if t % rule.stride == 0 and layer.method.name == "louiskv":
+            if t % stride == 0 and layer.method.name == "louiskv":
                 layer.state.trigger.seen.fill_(-1)
 
     return before

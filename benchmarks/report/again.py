@@ -27,7 +27,9 @@ import torchsparsekv
 from torchsparsekv.benchmarks.report.load import load
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
-SCRIPTS = tuple(f"benchmarks/quality/{name}.py" for name in ("recall_pariskv", "recall_digests", "turns"))
+SCRIPTS = tuple(
+    f"benchmarks/quality/{name}.py" for name in ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns")
+)
 COMMANDS = ("eval", "eval-text", "bench")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
 

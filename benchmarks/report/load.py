@@ -8,10 +8,10 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-TEXT, CLUSTERS = "eval-text", "clusters"
-NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests")  # benchmarks/results/README.md has their numbers
+TEXT, CLUSTERS, TURNS = "eval-text", "clusters", "turns"
+NO_FIGURE = (CLUSTERS, "patterns", "lengths", "digests", "ablate")  # benchmarks/results/README.md has their numbers
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, *NO_FIGURE)
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, TURNS, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Result:
         if self.benchmark in SAMPLED:
             size = f"{self.model['parameters'] / 1e6:.1f}M parameters"
             return f"{self.model['name']} ({size}, {self.model['dtype']})"
+        if "model" in self.options:
+            return f"{self.options['model']} ({self.options['dtype'].removeprefix('torch.')})"
         if "shape" in self.options:
             return f"Random weights at the shape of {self.options['shape']}, bfloat16"
         if self.benchmark in (KERNELS, CLUSTERS):

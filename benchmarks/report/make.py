@@ -4,11 +4,13 @@ from pathlib import Path
 
 from torchsparsekv.benchmarks.quality import summary, text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, style, text
+from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, style, text, turns
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv.benchmarks.report.load import EVAL, TEXT, Result, load
 
-FIGURES: tuple[Figure, ...] = (*text.FIGURES, *answers.FIGURES, *speed.FIGURES, *drift.FIGURES)
+FIGURES: tuple[Figure, ...] = (
+    *text.FIGURES, *turns.FIGURES, *answers.FIGURES, *speed.FIGURES, *drift.FIGURES
+)  # fmt: skip
 
 
 def check_name(out: Path) -> None:

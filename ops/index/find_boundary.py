@@ -109,9 +109,10 @@ def _boundary(
         old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
         found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
         # The programs of a row's heads write rows of their own here, each those of its group, into the half that no
-        # program of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums above, at shapes with
-        # few query heads, is none of this: it watches shared memory alone. There are fewer query heads than the warps
-        # cover, so several warps hold the same rows and leave the same partial sum at the same place of the reduction.
+        # program of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums above, at shapes
+        # with few query heads, is none of this: it watches shared memory alone. There are fewer query heads than the
+        # warps cover, so several warps hold the same rows and leave the same partial sum at the same place of the
+        # reduction.
         past = tl.where(found, new, memory * past + (1 - memory) * new)
         tl.store(at + n % 2 * Q * D, past.to(previous.dtype.element_ty), mask=m & mine[:, None])
         size = n - 1 - start
