@@ -8,14 +8,17 @@ import torch
 from test_cli import refused
 
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.speed import _common, decode, kernels, patterns, prefill
+from torchsparsekv.benchmarks.quality.options import METHODS
+from torchsparsekv.benchmarks.speed import _common, _text_rates, decode, kernels, patterns, prefill
 from torchsparsekv.benchmarks.speed._synthetic import SINKS, Topics
 from torchsparsekv.benchmarks.speed.throughput import SPARE_GIB
+from torchsparsekv.method import all_methods
 
 PROMPT_MS, WARM = 50.0, 1
 SMALL = dict(budget=32, sink=32, window=32, skip_layers=1, shape="tiny")
 SPAN = WARM + 3
 COMPILE = torch.compile
+BANK_OF = decode.bank_of
 PATTERNS = patterns.Options(
     **SMALL, patterns=("220+30", "120+50"), methods=("full", "arkvale", "louiskv"), batches=(1, 3, 0), most=2,
     prompt_rows=1, points=3, steps=3, locality=0.5, hyper=("louiskv.tau=0.7",),
@@ -264,6 +267,52 @@ def test_decode_takes_hyper_parameters(watch):
     result = decode.run(dataclasses.replace(o, hyper=("louiskv.tau=1.0",)))
     found = {r["method"]: (r.get("retrieval_rate"), r.get("hyper")) for r in result["rows"]}
     assert found == {"hf-static": (None, None), "full": (None, None), "louiskv": (1, "tau=1.0"), "clusterkv": (1, None)}
+
+
+def test_every_block_new_with_tokens_and_clusters_too(watch):
+    """`--locality 0`, the worst case: what one step fetched serves the next hardly ever."""
+    methods, hyper = ("quest", "pariskv", "louiskv"), ("pariskv.full_threshold=0", "louiskv.cluster_size=4")
+    o = decode.Options(**SMALL, contexts=(320,), methods=methods, steps=4, hf_static=False, dense=(), hyper=hyper)
+    hits = {}
+    for locality in (0.0, 1.0):
+        rows = {r["method"]: r for r in decode.run(dataclasses.replace(o, locality=locality))["rows"]}
+        assert locality or rows["louiskv"]["retrieval_rate"] > 0.9
+        hits[locality] = {m: rows[m]["hit_rate"] for m in methods}
+    assert all(hits[0.0][m] < 0.6 < hits[1.0][m] for m in methods), hits
+
+
+def test_the_locality_of_text(watch, monkeypatch, tmp_path):
+    """The mean over the samples of the last measurement of each, at the budget closest by ratio; the row says which."""
+    rows = [
+        {"benchmark": "eval-text"},
+        {"method": "quest", "budget": 16, "index": 0, "hit_rate": 0.1}, {"method": "dense", "budget": None, "index": 0},
+        {"method": "quest", "budget": 16, "index": 0, "hit_rate": 0.7},  # measured again
+        {"method": "quest", "budget": 16, "index": 1, "hit_rate": 0.8},
+        {"method": "quest", "budget": 128, "index": 0, "hit_rate": 0.9},
+    ]  # fmt: skip
+    file = tmp_path / "text.jsonl"
+    file.write_text("\n".join(json.dumps(r) for r in rows))
+    monkeypatch.setattr(_text_rates, "FILE", file)
+    assert _text_rates.nearest("quest", 32) == (0.75, 16)
+    assert _text_rates.nearest("quest", 60)[1] == 128
+    asked = []
+    monkeypatch.setattr(decode, "bank_of", lambda c, t, locality, d: asked.append(locality) or BANK_OF(c, t, locality, d))
+    o = decode.Options(
+        **SMALL, contexts=(200,), methods=("quest", "streaming"), steps=2, hf_static=False, dense=(),
+        locality_of_text=True,
+    )  # fmt: skip
+    found = {r["method"]: (r.get("locality"), r.get("of_text_at")) for r in decode.run(o)["rows"]}
+    assert found == {"hf-static": (None, None), "full": (None, None), "quest": (0.75, 16), "streaming": (None, None)}
+    assert 0.75 in asked
+    with pytest.raises(ValueError, match="text.jsonl has no hit rate of pariskv; it has: quest"):
+        decode.run(dataclasses.replace(o, methods=("pariskv",)))
+
+
+def test_the_committed_file_has_a_rate_of_every_method_that_retrieves():
+    rates = _text_rates.measured()
+    known = all_methods()
+    assert {m for m in METHODS if known[m].retrieves and known[m].name not in ("prkv", "snapkv")} <= set(rates)
+    assert all(0 < x < 1 for by in rates.values() for x in by.values())
 
 
 def test_prompts_of_every_kind_of_index_are_timed(watch):

@@ -157,6 +157,22 @@ def test_it_retrieves_where_the_mean_cosine_is_below_tau(per_head, cosines, tau)
         assert got == [int(t == 0 or mean < tau) for mean in means]
 
 
+def test_what_a_query_is_compared_with():
+    """A walk of queries: memory 0 sees only its last step, 1 how far it has come since the last retrieval."""
+    q = (torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(3)) + 1.0).cumsum(1)
+    tau, every = 0.995, []
+    for memory in (0.0, 0.6, 1.0):
+        now, held = [], None
+        for x in q[:, 5:].unbind(1):
+            found = held is None or float(torch.cosine_similarity(x, held, dim=-1).mean()) < tau
+            held = x if found else memory * held + (1 - memory) * x
+            now.append([int(found)] * 2)
+        assert steps_of(q, 5, made("louiskv", tau=tau, memory=memory, window=40))[0] == now
+        every.append(sum(x[0] for x in now))
+    assert every == sorted(set(every)), "each retrieves more often than the one before"
+    assert every[-1] < 35
+
+
 def test_a_second_turn_retrieves_at_its_first_step():
     method = made("louiskv", tau=-0.99)
     q = torch.ones(1, 2, 60, 16)

@@ -26,6 +26,24 @@ def rope(x: Tensor, position: Tensor, theta: float = 5e5) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
+class Keys(Protocol):
+    """Keys [heads, total, d] and queries to them, synthetic or of a model (_captured.py); where numbers are drawn from."""
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def g(self) -> torch.Generator: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def d(self) -> int: ...
+    def query(self, end: int) -> Tensor: ...
+
+
 @dataclass
 class Stream:
     """Keys and queries of `heads` kv heads over `total` tokens; from `drift_from` on the distribution moves away."""
@@ -83,37 +101,17 @@ class Stream:
         return torch.cat(parts, 1).flatten(0, 1)
 
 
-class Keys(Protocol):
-    """Keys [heads, total, d] and queries to them, synthetic or of a model (_captured.py)."""
-
-    keys: Tensor
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def group(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def d(self) -> int: ...
-
-    def query(self, end: int) -> Tensor: ...
-
-
 def shares(wanted: Tensor, got: Tensor, n: int) -> float:
     hit = torch.zeros(*got.shape[:-1], n, dtype=torch.bool).scatter_(-1, got.long(), True)
     return float(hit.gather(-1, wanted).float().mean())
 
 
-def logits(stream: "Keys", q: Tensor, end: int) -> Tensor:
+def logits(stream: Keys, q: Tensor, end: int) -> Tensor:
     """[heads, group, tokens]; q [heads * group, d]."""
     return q.unflatten(0, (stream.heads, -1)) @ stream.keys[:, :end].transpose(1, 2) * stream.d**-0.5
 
 
-def exact(stream: Stream, q: Tensor, end: int, k: int):
+def exact(stream: Keys, q: Tensor, end: int, k: int):
     """(attention weight of each token, its top-k, the top-k of the mean query)."""
     x = logits(stream, q, end)
     mass = x.softmax(-1).mean(1)
@@ -137,6 +135,10 @@ def parser(about: str | None, dtype: str) -> argparse.ArgumentParser:
     return p
 
 
+def given(o: argparse.Namespace) -> dict:
+    """The options, as a file of results has them."""
+    return {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
+
+
 def finish(name: str, rows: list[dict], o: argparse.Namespace) -> None:
-    given = {k: v if isinstance(v, (int, float, list)) else str(v) for k, v in vars(o).items() if v is not None}
-    _results.finish(name, rows, given, o.out)
+    _results.finish(name, rows, given(o), o.out)

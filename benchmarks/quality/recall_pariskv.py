@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality._recall import NOISE, Stream, exact, finish, parser, shares, show
+from torchsparsekv.benchmarks.quality._recall import NOISE, Keys, Stream, exact, finish, parser, shares, show
+from torchsparsekv.ops._srht import turned
 from torchsparsekv.ops.index.encode_keys import encode_keys
 from torchsparsekv.ops.select.centroid_votes import centroid_votes, pair, votes_of
 from torchsparsekv.ops.select.collide import candidates_of, collide
@@ -34,7 +35,7 @@ from torchsparsekv.zoo.pariskv import ParisKV
 class Index:
     """The ParisKV index over the first tokens of a stream."""
 
-    def __init__(self, stream: Stream, dtype: torch.dtype, device: str, **hyper):
+    def __init__(self, stream: Keys, dtype: torch.dtype, device: str, **hyper):
         self.method = ParisKV(sink=0, full_threshold=0, **hyper)
         n, size = stream.total, 1 << (stream.d - 1).bit_length()
         lead, m = (1, stream.heads, n), self.method.m
@@ -73,19 +74,33 @@ class Index:
         return some[0].cpu(), top_blocks(estimates, k, peaks, some)[0].cpu()
 
 
-class Prompted:
-    """The baselines: k-means centroids per subspace, learned once."""
+def patterns(m: int) -> Tensor:
+    """The 2^m directions of ParisKV, [2^m, m]."""
+    return ((torch.arange(1 << m)[:, None] >> torch.arange(m)) % 2 * 2.0 - 1) / m**0.5
 
-    def __init__(self, stream: Stream, prefill: int, m: int = 8, rounds: int = 6):
+
+class Prompted:
+    """The baselines: k-means centroids per subspace, learned once; or with `rounds` 0 the fixed ones of ParisKV.
+
+    normalise: keys have length 1 (which is all that they are told apart by, not what they are ranked by). rotate: keys
+    and queries are turned as ParisKV turns them.
+    """
+
+    def __init__(
+        self, stream: Keys, prefill: int, m: int = 8, rounds: int = 6, *, normalise: bool = False,
+        rotate: bool = False,
+    ):  # fmt: skip
         self.stream, self.m = stream, m
-        parts = stream.keys.unflatten(-1, (-1, m)).transpose(1, 2)  # [heads, spaces, tokens, m]
+        self.turn = (lambda x: turned(x, 0)) if rotate else (lambda x: x)
+        keys = torch.nn.functional.normalize(stream.keys, dim=-1) if normalise else stream.keys
+        parts = self.turn(keys).unflatten(-1, (-1, m)).transpose(1, 2)  # [heads, spaces, tokens, m]
         seen = parts[:, :, :prefill]
         pick = torch.randperm(prefill, generator=stream.g)[:256]
-        self.centroids = seen[:, :, pick].clone()
+        self.centroids = seen[:, :, pick].clone() if rounds else patterns(m).expand(*seen.shape[:2], -1, -1)
         for _ in range(rounds):
             names = torch.cdist(seen, self.centroids).argmin(-1)
             total = torch.zeros_like(self.centroids).scatter_add_(2, names[..., None].expand(-1, -1, -1, m), seen)
-            count = torch.zeros((*names.shape[:2], 256)).scatter_add_(2, names, torch.ones(names.shape))
+            count = torch.zeros(total.shape[:3]).scatter_add_(2, names, torch.ones(names.shape))
             self.centroids = torch.where(count[..., None] > 0, total / count[..., None].clamp(min=1), self.centroids)
         chunks = parts.split(8192, 2)
         self.names = torch.cat([torch.cdist(c, self.centroids).argmin(-1) for c in chunks], 2)
@@ -93,7 +108,7 @@ class Prompted:
     def seen_by(self, q: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """(mean query of each kv head, its product with every centroid, the centroids of the keys)."""
         mean = q.unflatten(0, (self.stream.heads, -1)).mean(1)
-        proxy = torch.einsum("hbm,hbcm->hbc", mean.unflatten(-1, (-1, self.m)), self.centroids)
+        proxy = torch.einsum("hbm,hbcm->hbc", self.turn(mean).unflatten(-1, (-1, self.m)), self.centroids)
         return mean, proxy, self.names[:, :, :end]
 
     def quantized(self, q: Tensor, end: int, k: int, ratios: list[int]) -> tuple[Tensor, Tensor]:

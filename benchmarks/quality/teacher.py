@@ -1,5 +1,6 @@
 """Teacher-forced decoding: every method is given the true tokens, and what it expects next is held against what the
 dense model expects. Of the dense model only the logits of the scored positions are kept: batch x steps x vocabulary."""
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +39,29 @@ def of_the_teacher(teacher: Tensor, ids: Tensor) -> Forced:
 
 
 @torch.no_grad()
-def decoded(model, ids: Tensor, teacher: Tensor, cache) -> Forced:
-    """A patched model: all but the scored steps as a prompt, then token by token. The prompt's own last logits are
-    exact whatever the method, so the first token that is scored is the one after it."""
-    steps = teacher.shape[1]
-    prompt = ids.shape[1] - 1 - steps
-    model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    out = []
+def take_in(model, ids: Tensor, steps: int, cache) -> None:
+    """All but the scored steps as a prompt. Its own last logits are exact whatever the method, so the first token that
+    is scored is the one after it."""
+    model(ids[:, : ids.shape[1] - 1 - steps], past_key_values=cache, logits_to_keep=1)
+
+
+@torch.no_grad()
+def steps_through(model, ids: Tensor, teacher: Tensor, cache, before: Callable[[int], None] | None = None) -> Forced:
+    """The scored steps, one by one; `before` is told the number of each before it is taken."""
+    steps, out = teacher.shape[1], []
     for t in range(steps):
-        at = prompt + t
+        at = ids.shape[1] - 1 - steps + t
+        if before is not None:
+            before(t)
         said = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
         out.append(against(teacher[:, t], said, ids[:, at + 1]))
     return _forced(out)
+
+
+def decoded(model, ids: Tensor, teacher: Tensor, cache) -> Forced:
+    """A patched model: the prompt, then token by token."""
+    take_in(model, ids, teacher.shape[1], cache)
+    return steps_through(model, ids, teacher, cache)
 
 
 def _forced(steps: list[Tensor]) -> Forced:

@@ -17,6 +17,8 @@ from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
+from torchsparsekv.benchmarks.speed._text_rates import nearest
+from torchsparsekv.method import all_methods
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
 
@@ -33,13 +35,18 @@ SHORTEST_STATIC = WARM + 3  # it must not be overrun, and is timed three times
 @dataclass(frozen=True)
 class Options(Setup):
     """locality: how much a query is like the last; one step in 1 / (1 - locality) jumps to another topic. Methods that
-    retrieve at boundaries do it there, so their retrieval rate is 1 - locality."""
+    retrieve at boundaries do it there, so their retrieval rate is 1 - locality. A jump replaces what was chosen, so hit
+    rates come out near the locality. With locality_of_text it is the rate of real text, and the row says so; there
+    louiskv retrieves at nearly every step, which `--hyper louiskv.tau=1` asks for."""
 
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
     locality: float = 0.95
+    locality_of_text: bool = option(
+        False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
+    )
     steps: int = 100
     hf_static: bool = True
     dense: tuple[str, ...] = option(("sdpa-cudnn",), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
@@ -55,8 +62,18 @@ class Options(Setup):
         different(self, "contexts", "batches")
         at_least(self, batches=1)
         _dense.check(self.dense, self.contexts)
+        for name in methods:
+            self.near(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
             raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
+
+
+    def near(self, name: str) -> dict[str, float]:
+        """The locality of a method's queries where it is not the option; with the budget that it was measured at."""
+        if not self.locality_of_text or not all_methods()[name].retrieves:
+            return {}
+        rate, budget = nearest(name, self.method(name).budget)
+        return {"locality": round(rate, 3), "of_text_at": budget}
 
 
 class Steering:
@@ -192,8 +209,9 @@ def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
     with torchsparsekv.patch(model, name, max_length=length, **told | small) as handle:
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
-        steer(cache, bank_of(config, topics, o.locality, device))
-        row = {"method": name, **o.told(name), **small, "context": context, "batch": batch}
+        near = o.near(name)
+        steer(cache, bank_of(config, topics, near.get("locality", o.locality), device))
+        row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
         row |= bare_tpot(model, cache, batch, context, o.steps)
         if o.through_generate:
             row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)

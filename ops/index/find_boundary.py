@@ -3,7 +3,8 @@
 It retrieves at a boundary: where the cosine between each query head and the same head of the step before, averaged over
 all heads of the row (or with `per_head` over those of the kv head), is below `tau`; at the first step after a prompt;
 and where the ring could not hold the token of the next step. `retrieve_now` is what the predicated stages of this step
-read.
+read. With `memory` the query is held against more than the last one: what it is compared with moves to it by
+1 - memory at every step and all the way where it retrieves, so with 1 it is the query of the last retrieval.
 
 A boundary also cuts the generated tokens: the newest one begins a segment, unless the current one is shorter than
 `shortest`; a segment of `longest` tokens ends in any case. Segments leave the ring for the index only when something is
@@ -26,6 +27,8 @@ from torchsparsekv.ops.store.views import Boundaries, Lengths, Near, Query, Segm
 def check(q, near, units, segments, trigger, stats, lengths, rule) -> None:
     _check.heads(q, near.ring)
     check_bounds(rule.shortest, rule.longest)
+    if not 0 <= rule.memory <= 1:
+        raise ValueError(f"memory must be from 0 to 1, got {rule.memory}")
 
 
 def cosines(x: Tensor, y: Tensor) -> Tensor:
@@ -45,18 +48,23 @@ def reference(
             trigger.retrieve_now[b] = 0
             continue
         # Two places, used in turn: what one head writes here, the programs of other heads may still be reading there.
-        alike = cosines(q[b, :, 0], previous[b, (n - 1) % 2])
-        alike = alike.view(heads, -1).mean(1) if rule.per_head else alike.mean().expand(heads)
-        previous[b, n % 2] = q[b, :, 0]
+        new, old = q[b, :, 0].unflatten(0, (heads, -1)), previous[b, (n - 1) % 2].unflatten(0, (heads, -1))
+        alike = cosines(new, old)
+        alike = alike.mean(1) if rule.per_head else alike.mean().expand(heads)
         for h in range(heads):
             full = n + 1 - int(segments.frontier[b, h]) > span
             found = int(trigger.seen[b, h]) != n - 1 or bool(alike[h] < rule.tau) or full
+            previous[b, n % 2].unflatten(0, (heads, -1))[h] = new[h] if found else _moved(old[h], new[h], rule.memory)
             _cut(segments, (b, h), n, lengths.sink, found, rule)
             if found:
                 segments.frontier[b, h] = close_segments(near, units, segments, (b, h), end, lengths.sink, False)
             trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
             trigger.retrievals[b, h] += found
             count(stats.counts[b, h], near=end - int(segments.frontier[b, h]))  # append counted from where rings begin
+
+
+def _moved(old: Tensor, new: Tensor, memory: float) -> Tensor:
+    return memory * old.float() + (1 - memory) * new.float()
 
 
 def _cut(segments: Segments, at: tuple[int, int], n: int, sink: int, found: bool, rule: Boundaries) -> None:
@@ -70,21 +78,8 @@ def _cut(segments: Segments, at: tuple[int, int], n: int, sink: int, found: bool
 
 
 @triton.jit
-def _likeness(q, previous, n, h, q_h, PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
-              D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """The mean cosine of this step's query heads with the last step's; keeps the heads of this group for the next."""
-    i, d = tl.arange(0, QP), tl.arange(0, DP)
-    m = (i < Q)[:, None] & (d < D)[None, :]
-    mine = (i >= h * G) & (i < (h + 1) * G)
-    new = tl.load(q + i[:, None] * q_h + d[None, :], mask=m, other=0.0)
-    at = i[:, None] * D + d[None, :]
-    old = tl.load(previous + (n + 1) % 2 * Q * D + at, mask=m, other=0.0).to(tl.float32)
-    # The programs of a row's heads write rows of their own here, each those of its group, into the half that no program
-    # of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums below, at shapes with few query
-    # heads, is none of this: it watches shared memory alone. There are fewer query heads than the warps cover, so
-    # several warps hold the same rows and leave the same partial sum at the same place of Triton's reduction.
-    tl.store(previous + n % 2 * Q * D + at, new, mask=m & mine[:, None])
-    new = new.to(tl.float32)
+def _likeness(new, old, mine, PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr):
+    """The mean cosine of the query heads with what they are compared with; with PER_HEAD of those that are `mine`."""
     size = tl.sqrt(tl.sum(new * new, 1) * tl.sum(old * old, 1))
     cosine = tl.where(size > 0, tl.sum(new * old, 1) / tl.where(size > 0, size, 1.0), 0.0)
     if PER_HEAD:
@@ -95,9 +90,9 @@ def _likeness(q, previous, n, h, q_h, PER_HEAD: tl.constexpr, G: tl.constexpr, Q
 @triton.jit
 def _boundary(
     q, ring, first, centroid, unit_count, cuts, segment_begin, frontier, previous, seen, retrieve_now, retrievals,
-    counts, length, ring_begin, q_b, q_h, heads, span, most, sink, tau, shortest, longest, PER_HEAD: tl.constexpr,
-    G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, LONGEST: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PDL: tl.constexpr,
+    counts, length, ring_begin, q_b, q_h, heads, span, most, sink, tau, shortest, longest, memory,
+    PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr,
+    LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -105,9 +100,21 @@ def _boundary(
     n, end = tl.load(length + b), tl.load(ring_begin + b)
     found = tl.full((), False, tl.int1)
     if n > 0:
-        alike = _likeness(q + b * q_b, previous + b * 2 * Q * D, n, h, q_h, PER_HEAD, G, Q, QP, D, DP)
+        i, d = tl.arange(0, QP), tl.arange(0, DP)
+        m, mine = (i < Q)[:, None] & (d < D)[None, :], (i >= h * G) & (i < (h + 1) * G)
+        new = tl.load(q + b * q_b + i[:, None] * q_h + d[None, :], mask=m, other=0.0).to(tl.float32)
+        at = previous + b * 2 * Q * D + i[:, None] * D + d[None, :]
+        past = tl.load(at + (n + 1) % 2 * Q * D, mask=m, other=0.0).to(tl.float32)
+        alike = _likeness(new, past, mine, PER_HEAD, G, Q)
         old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
         found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
+        # The programs of a row's heads write rows of their own here, each those of its group, into the half that no
+        # program of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums above, at shapes
+        # with few query heads, is none of this: it watches shared memory alone. There are fewer query heads than the
+        # warps cover, so several warps hold the same rows and leave the same partial sum at the same place of the
+        # reduction.
+        past = tl.where(found, new, memory * past + (1 - memory) * new)
+        tl.store(at + n % 2 * Q * D, past.to(previous.dtype.element_ty), mask=m & mine[:, None])
         size = n - 1 - start
         cut = (found & (size >= shortest)) | (size >= longest)
         cuts += bh * span
@@ -135,7 +142,7 @@ def launch(q, near, units, segments, trigger, stats, lengths, rule) -> None:
     _boundary[(batch * heads,)](
         q, ring, *units, *segments, *trigger, stats.counts, lengths.length, lengths.ring_begin, q.stride(0),
         q.stride(1), heads, span, units.centroid.shape[2], lengths.sink, rule.tau, rule.shortest, rule.longest,
-        PER_HEAD=rule.per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(span),
+        rule.memory, PER_HEAD=rule.per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(span),
         LONGEST=next_power_of_2(rule.longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
         **chained(q.device, batch * heads),
     )  # fmt: skip

@@ -133,6 +133,7 @@ class Boundaries(NamedTuple):
     per_head: bool
     shortest: int
     longest: int
+    memory: float
 
 
 class Codes(NamedTuple):

@@ -48,7 +48,7 @@ class ClusterMethod(Method):
         self.check_int("seed", 0, SEEDS - 1)
         if self.stretch < self.per_cluster:
             raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
-        _, _, shortest, longest = self.rule
+        shortest, longest = self.rule.shortest, self.rule.longest
         if shortest > longest:
             raise ValueError(f"{self.name}: segments need shortest <= longest, got {shortest}, {longest}")
         if self.budget < max(self.per_cluster, longest):

@@ -29,7 +29,7 @@ class ClusterKV(ClusterMethod):
 
     @property
     def rule(self) -> Boundaries:
-        return Boundaries(ALWAYS, False, self.run, self.run)
+        return Boundaries(ALWAYS, False, self.run, self.run, 0.0)
 
     @property
     def ring_plan(self) -> RingPlan:

@@ -18,6 +18,8 @@ class LouisKV(ClusterMethod):
         our recall model nothing, right before it is fast: at 0.9 answers from the prompt are as good, but of what the
         model wrote itself 0.88 is recalled instead of 0.97 (at 64 tokens), as its segments are longer.
     per_head: each kv head decides by the query heads of its own group, and cuts its own segments.
+    memory: what a query is compared with. 0: the query of the step before, as the paper has it. 1: that of the last
+        retrieval. Between: a mean of those since then, the newest of which has the weight 1 - memory.
     segment_min, segment_max: tokens of a segment. A boundary cuts none that is shorter, one as long ends by itself. The
         mean key of a long one hides its tokens. The index is sized for segments of the least length.
     """
@@ -26,6 +28,7 @@ class LouisKV(ClusterMethod):
 
     tau: float | str = 0.95
     per_head: bool = False
+    memory: float = 0.0
     segment_min: int = 4
     segment_max: int = 32
 
@@ -36,6 +39,8 @@ class LouisKV(ClusterMethod):
             raise ValueError(f"{self.name}: tau must be in (-1, 1], or a file of `calibrate`, got {self.tau!r}")
         if not isinstance(self.per_head, bool):
             raise TypeError(f"{self.name}: per_head must be a bool, got {self.per_head!r}")
+        if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)) or not 0 <= self.memory <= 1:
+            raise ValueError(f"{self.name}: memory must be from 0 to 1, got {self.memory!r}")
         for field in ("segment_min", "segment_max"):
             self.check_int(field, most=WIDEST)
         super().__post_init__()
@@ -46,7 +51,7 @@ class LouisKV(ClusterMethod):
 
     @property
     def rule(self) -> Boundaries:
-        return Boundaries(float(self.tau), self.per_head, self.segment_min, self.segment_max)
+        return Boundaries(float(self.tau), self.per_head, self.segment_min, self.segment_max, float(self.memory))
 
 
 def calibrated(path: str | Path) -> float:

@@ -1,0 +1,127 @@
+"""ParisKV's paper, figure 10, on the keys and queries of a real language model: what its three ideas each give.
+
+    python benchmarks/quality/ablate_pariskv.py --out ablate_pariskv.json
+
+A text is read once, densely. Candidates are found by collisions, with centroids in subspaces of 8 dimensions:
+k-means of the raw keys of a prompt, of normalised ones (N), of rotated ones (R), of both (N+R), or the fixed directions
+that need no keys (N+R+T: ParisKV). Queries are those of the tokens after the prompt, up to `--length`; keys that the
+prompt did not have came since. coarse: share of the exact top-k among the k with most votes. exact: share of it that is
+chosen if all candidates are ranked exactly, as the figure does. estimate: if they are ranked by 4-bit codes, as ParisKV
+does.
+All choose by the mean query of a kv head's group, as the authors do. Means over the layers that are not dense, over
+heads and queries. beta and rho are the paper's for long contexts, whatever the length.
+"""
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.benchmarks.quality import texts
+from torchsparsekv.benchmarks.quality._recall import exact, finish, parser, shares, show
+from torchsparsekv.benchmarks.quality.pretrained import pretrained
+from torchsparsekv.benchmarks.quality.recall_pariskv import Index, Prompted
+from torchsparsekv.benchmarks.quality.text_options import Options
+
+BENCHMARK = "ablate"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "k-means of the prompt": {}, "N": dict(normalise=True), "R": dict(rotate=True),
+    "N+R": dict(normalise=True, rotate=True), "N+R+T (ParisKV)": dict(normalise=True, rotate=True, rounds=0),
+}  # fmt: skip
+DENSE = 2  # first layers, which no method here retrieves in
+
+
+@dataclass
+class Read:
+    """What one layer read, and its queries [tokens, heads, dim]."""
+
+    keys: Tensor
+    queries: Tensor
+    g: torch.Generator
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def total(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def d(self) -> int:
+        return self.keys.shape[2]
+
+
+@torch.no_grad()
+def layers_of(model, ids: Tensor, seed: int) -> list[Read]:
+    """Keys and queries of every layer, rotary positions included, as its attention gets them."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    seen: dict[int, Read] = {}
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        g = torch.Generator().manual_seed(seed)
+        seen[module.layer_idx] = Read(key[0].float(), query[0].float().transpose(0, 1).contiguous(), g)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    before, name = model.config._attn_implementation, "read_along"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+    try:
+        model(ids, use_cache=False, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(before)
+    return [seen[i] for i in sorted(seen)]
+
+
+def measure(read: Read, o) -> dict[str, Tensor]:
+    """(coarse, exact, estimate) of every variant, means over the queries; no estimate is 0."""
+    hyper = dict(budget=o.k, beta=o.beta, rho=o.rho)
+    index = Index(read, torch.float32, "cpu", **hyper)
+    variants = {name: Prompted(read, o.prefill, **how) for name, how in VARIANTS.items()}
+    out = {name: torch.zeros(3, dtype=torch.float64) for name in variants}
+    for end in torch.linspace(o.prefill + o.k, read.total, o.queries).int().tolist():
+        q = read.queries[end - 1]
+        _, _, top = exact(read, q, end, o.k)
+        index.grow(end)
+        for name, variant in variants.items():
+            some, got = variant.colliding(q, end, o.k, index.method.ratios)
+            out[name] += torch.tensor([shares(top, some[:, : o.k], end), shares(top, got, end), 0.0])
+        out["N+R+T (ParisKV)"][2] += shares(top, index.choose(q, o.k, "mean")[1], end)
+    return {name: total / o.queries for name, total in out.items()}
+
+
+def main() -> None:
+    p = parser(__doc__, "float32")
+    p.set_defaults(queries=16)
+    p.add_argument("--model", default="smollm2")
+    p.add_argument("--length", type=int, default=4096)
+    p.add_argument("--prefill", type=int, default=1024, help="tokens of the prompt, which k-means is of")
+    p.add_argument("--samples", type=int, default=1, help="stretches of the text")
+    p.add_argument("--k", type=int, default=100)
+    p.add_argument("--beta", type=float, default=0.1)
+    p.add_argument("--rho", type=float, default=0.2)
+    o = p.parse_args()
+    if not 256 <= o.prefill < o.length - o.k:
+        raise SystemExit(f"prefill must be from 256 to length - k, got {o.prefill} of {o.length}")
+    tokenizer, model = pretrained(o.model, torch.device(o.device), getattr(torch, o.dtype))
+    (text,) = texts.read(Options(lengths=(o.length,), steps=1, samples=o.samples), tokenizer)
+    found: dict[str, list[Tensor]] = {name: [] for name in VARIANTS}
+    for i in range(o.samples):
+        for read in layers_of(model, text.rows(o.length, range(i, i + 1))[:, :-1], o.seed)[DENSE:]:
+            for name, values in measure(read, o).items():
+                found[name].append(values)
+    rows = []
+    for name, values in found.items():
+        coarse, ranked, estimated = torch.stack(values).mean(0).tolist()
+        rows.append({"method": name, "coarse": coarse, "exact": ranked, "estimate": estimated or None})
+        show({k: v for k, v in rows[-1].items() if v is not None})
+    o.dtype = getattr(torch, o.dtype)
+    finish(BENCHMARK, rows, o)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The figure of benchmarks/quality/turns.py: what LouisKV loses against how seldom it retrieves."""
+from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv.benchmarks.report.load import TURNS, Result
+
+PANELS = {"kl": "KL to dense, mean (nats)", "agrees": "top-1 agreement with dense"}
+KEEPS, SELDOM = 0.99, 0.3  # of the agreement of every step, at so few of the steps: what the method is for
+RULES = {
+    "last step": ("#0072b2", "-", "cosine with the last step (the paper)"),
+    "last retrieval": ("#d55e00", "-", "cosine with the last retrieval"),
+    "mean since": ("#009e73", "-", "cosine with a mean since then"),
+    "per head": ("#8e4fb0", "-", "the paper's, each kv head for itself"),
+    "every so many steps": ("#8a8f98", "--", "every 2, 4, 8 steps"),
+}
+TEXTS = {"prompt": "retrieved from a prompt", "own": "retrieved from its own text"}
+
+
+def turns(plt, results: list[Result]) -> list[Drawn]:
+    return [
+        _drawn(plt, r, [x for x in r.rows if x["text"] == text], TEXTS[text])
+        for r in of(results, TURNS)
+        for text in dict.fromkeys(x["text"] for x in r.rows)
+    ]
+
+
+def _drawn(plt, source: Result, rows: list[dict], tag: str) -> Drawn:
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(9.4, 3.4))
+    figure.subplots_adjust(wspace=0.25)
+    for ax, (column, title) in zip(axes, PANELS.items()):
+        for rule, (shade, dash, name) in RULES.items():
+            points = sorted((r["retrieval_rate"], r[column], r["tau"]) for r in rows if r["rule"] == rule)
+            if points:
+                x, y, _ = zip(*points)
+                ax.plot(x, y, color=shade, linestyle=dash, marker="o", linewidth=1.4, label=name)
+            for at, value, tau in points if rule == "last step" else ():
+                ax.annotate(f"{tau:g}", (at, value), (3, 5), textcoords="offset points", fontsize=7.5, color=shade)
+        if column == "kl":
+            ax.set_yscale("log")
+        ax.set_xlim(0, 1.05)
+        ax.set_xlabel("share of the steps that retrieve")
+        ax.set_title(title)
+    axes[0].legend(fontsize=8)
+    return Drawn(figure, _caption(source, rows), (source,), tag)
+
+
+def _caption(source: Result, rows: list[dict]) -> str:
+    r, o = rows[0], source.options
+    if r["text"] == "prompt":
+        what = f"{r['length'] - r['scored']} tokens of prompt, then {r['scored']} true ones through the method"
+        near = "beside 32 sink and 64 latest tokens"
+    else:
+        what = (
+            f"{o['own_prompt']} tokens of prompt, then {o['own']} that the dense model wrote, the last {r['scored']} "
+            "of them scored"
+        )
+        near = "beside 4 sink and 32 latest tokens"
+    return (
+        f"louiskv, {r['samples']} samples of {what}; numbers at the points: tau. Budget: {r['budget']} tokens "
+        f"retrieved per kv head and step, {near}; 2 dense layers. {verdict(rows)}"
+    )
+
+
+def verdict(rows: list[dict]) -> str:
+    """Which rule retrieves least of those that keep what every step has."""
+    every = [r for r in rows if r["tau"] == 1.0 and r["rule"] == "last step"]
+    if not every:
+        return "What retrieving at every step has was not measured."
+    least = KEEPS * every[0]["agrees"]
+    best = min((r for r in rows if r["agrees"] >= least), key=lambda r: r["retrieval_rate"])
+    at = f"tau {best['tau']:g}" if best["tau"] is not None else f"stride {best['stride']}"
+    told = "" if best["retrieval_rate"] <= SELDOM else f"So none does at {SELDOM:.0%} of the steps or fewer. "
+    return (
+        f"Of those with at least {KEEPS:.0%} of the top-1 agreement of retrieving at every step "
+        f"({every[0]['agrees']:.3f}, KL {every[0]['kl']:.3f}), the one that retrieves least is: {best['rule']}, {at}, "
+        f"at {best['retrieval_rate']:.0%} of the steps (KL {best['kl']:.3f}). {told}"
+    ).rstrip()
+
+
+TITLE = "LouisKV: quality against how often it retrieves"
+FIGURES = (Figure("turns", TITLE, "python benchmarks/quality/turns.py", turns),)

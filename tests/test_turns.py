@@ -1,0 +1,106 @@
+"""What `turns.py` and `ablate_pariskv.py` measure on a language model, and the figure of the first."""
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_eval_text import folder  # noqa: F401
+
+import torchsparsekv
+from torchsparsekv.benchmarks.quality import ablate_pariskv, recall_pariskv, teacher, text_options, turns
+from torchsparsekv.benchmarks.quality._recall import Stream
+from torchsparsekv.benchmarks.quality.pretrained import pretrained
+from torchsparsekv.benchmarks.report.load import load
+from torchsparsekv.ops.index.encode_keys import encode
+
+STEPS, LENGTH = 16, 160
+SMALL = f"--length {LENGTH} --steps {STEPS} --budget 32 --own-prompt 40 --own 24 --own-budget 32 --samples 2"
+
+
+@pytest.fixture(scope="module")
+def said(folder):  # noqa: F811
+    """Its texts are what the tiny model's folder has."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(text_options.real_model.TEXTS, "moby-dick", str(folder / "said.txt"))
+        yield
+
+
+def run(module, words: str) -> dict:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, "argv", [module.__file__, *shlex.split(words)])
+        module.main()
+    return json.loads(Path(shlex.split(words)[-1]).read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(folder, said, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("turns") / "turns.json"
+    words = f'--model {folder} {SMALL} --rules "last step" "every so many steps" --out {out}'
+    return run(turns, words), words, out
+
+
+def test_a_rule_retrieves_as_it_says_and_costs_what_a_run_of_its_own_costs(measured, folder, monkeypatch):  # noqa: F811
+    result, words, out = measured
+    rows = {(r["text"], r["rule"], r["tau"] or r["stride"]): r for r in result["rows"]}
+    assert len(rows) == 2 * 11
+    for kind in ("prompt", "own"):
+        assert rows[kind, "last step", 1.0]["retrieval_rate"] == 1
+        assert [rows[kind, "every so many steps", n]["retrieval_rate"] for n in (2, 4, 8)] == [1 / 2, 1 / 4, 1 / 8]
+    tokenizer, model = pretrained(str(folder), torch.device("cpu"), torch.float32)
+    ids = turns.texts.read(turns.Options(lengths=(LENGTH,), steps=1, samples=2), tokenizer)[0].rows(LENGTH, range(2))
+    dense = teacher.dense_logits(model, ids, STEPS)
+    with torchsparsekv.patch(model, "louiskv", max_length=LENGTH, budget=32, sink=32, window=64, tau=1.0) as handle:
+        forced = teacher.decoded(model, ids, dense, handle.make_cache(2))
+    assert rows["prompt", "last step", 1.0]["kl"] == pytest.approx(float(forced.kl.mean()), rel=1e-5)
+    assert forced.kl.mean() > 1e-6, "something is left out"
+    # A run that was stopped goes on: what it has is not measured again.
+    out.write_text(json.dumps({**result, "rows": result["rows"][:3] + result["rows"][4:]}))
+    done = []
+    monkeypatch.setattr(turns, "show", done.append)
+    run(turns, words)
+    assert [(r["rule"], r["tau"]) for r in done] == [("last step", 0.8)]
+
+
+def row(rule: str, tau: float, rate: float, agrees: float) -> dict:
+    told = {"text": "prompt", "rule": rule, "tau": tau, "stride": None, "kl": 0.1}
+    return {**told, "retrieval_rate": rate, "agrees": agrees}
+
+
+def test_the_figure_says_whether_any_rule_does_what_the_method_is_for(measured):
+    pytest.importorskip("matplotlib")
+    from torchsparsekv.benchmarks.report import style
+    from torchsparsekv.benchmarks.report import turns as figure
+
+    with style.styled() as plt:
+        drawn = figure.turns(plt, load([measured[2]]))
+    assert [d.tag for d in drawn] == ["retrieved from a prompt", "retrieved from its own text"]
+    assert "Budget: 32 tokens retrieved per kv head and step, beside 32 sink and 64 latest tokens" in drawn[0].caption
+    rows = [r for r in measured[0]["rows"] if r["text"] == "prompt" and r["rule"] == "last step"]
+    line = drawn[0].figure.axes[0].lines[0]
+    assert sorted(zip(*line.get_data())) == sorted((r["retrieval_rate"], r["kl"]) for r in rows)
+    rows = [row("last step", 1.0, 1.0, 0.9), row("last step", 0.7, 0.1, 0.88), row("last step", 0.9, 0.7, 0.895)]
+    assert "last step, tau 0.9, at 70% of the steps (KL 0.100). So none does at 30%" in figure.verdict(rows)
+    rows += [row("last retrieval", 0.6, 0.25, 0.892)]
+    assert figure.verdict(rows).endswith("last retrieval, tau 0.6, at 25% of the steps (KL 0.100).")
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(SystemExit, match="unknown rule never; there are: last step, every so many steps, last retr"):
+        turns.chosen(["never"])
+
+
+def test_what_the_ideas_of_pariskv_give(folder, said, monkeypatch, tmp_path):  # noqa: F811
+    words = f"--model {folder} --length 512 --prefill 300 --queries 2 --k 20 --out {tmp_path / 'ablate.json'}"
+    monkeypatch.setattr(ablate_pariskv, "DENSE", 1)
+    rows = {r["method"]: r for r in run(ablate_pariskv, words)["rows"]}
+    assert list(rows) == list(ablate_pariskv.VARIANTS)
+    assert all(0 < r["coarse"] <= r["exact"] <= 1 for r in rows.values())
+    assert [n for n, r in rows.items() if r["estimate"]] == ["N+R+T (ParisKV)"]
+
+
+def test_the_fixed_directions_name_keys_as_pariskv_does():
+    stream = Stream(300, 300, heads=2, group=2, d=64)
+    fixed = recall_pariskv.Prompted(stream, 256, rounds=0, normalise=True, rotate=True)
+    assert torch.equal(fixed.names.transpose(1, 2), encode(stream.keys, 8, 0)[0].long())
