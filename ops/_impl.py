@@ -89,7 +89,8 @@ class Chain:
             if not isinstance(found, str):
                 return one.launch(found, *things)
             reasons.append(f"{one.kind}: {found}")
-        raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {'; '.join(reasons) or 'there is none'}")
+        none = "there is none" if self.chain else "only a reference is registered, which kernels='reference' runs"
+        raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {'; '.join(reasons) or none}")
 
     def chosen(self, *things: Any) -> tuple[str, dict[str, str]]:
         """Which kind would run on a CUDA device, and why those before it would not."""

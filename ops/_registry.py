@@ -36,30 +36,38 @@ def register(
     name: str,
     reference: Callable,
     *,
-    impls: tuple[Implementation, ...],
-    fake: Callable = lambda *_: None,
+    impls: tuple[Implementation, ...] = (),
+    fake: Callable | None = None,
     check: Callable | None = None,
     capturable: bool = True,
 ) -> Callable:
     """Define an op by its reference, whose annotations say all of its signature, and return the function to call.
 
     `reference` is the specification and the CPU kernel; `impls` are those for devices, the first that fits runs. On all
-    of them shapes and types are verified first, then `check` sees what annotations cannot say. Without a `fake` it
-    returns nothing. An op that is not `capturable` syncs with the host and splits CUDA graphs instead of breaking them;
+    of them shapes and types are verified first, then `check` sees what annotations cannot say. What returns something
+    needs a `fake`. An op that is not `capturable` syncs with the host and splits CUDA graphs instead of breaking them;
     no op of the decode step may be one.
     """
     signature = Signature(name, reference)
+    if name in OPS:
+        raise ValueError(f"op {name!r} is registered twice: by {_place(OPS[name].reference)} and {_place(reference)}")
+    if fake is None and signature.result is not type(None):
+        raise TypeError(f"op {name!r} returns something: give register a fake, which returns an empty tensor like it")
     tags = (torch.Tag.pt2_compliant_tag,) + (() if capturable else (torch.Tag.cudagraph_unsafe,))
     _LIB.define(name + signature.schema, tags=tags)
     chain = Chain(name, impls, reference)
     verified = functools.partial(_verified, signature, check)
     _LIB.impl(name, verified(_on_cpu(chain)), "CPU")
     _LIB.impl(name, _on_device(verified(chain.on_cuda)), "CUDA")
-    torch.library.register_fake(f"torchsparsekv::{name}", signature.grouped(fake), lib=_LIB)
+    torch.library.register_fake(f"torchsparsekv::{name}", signature.grouped(fake or (lambda *_: None)), lib=_LIB)
     op = getattr(torch.ops.torchsparsekv, name).default
     call = signature.caller(op, reference.__doc__)
     OPS[name] = Entry(op, call, signature, chain)
     return call
+
+
+def _place(reference: Callable) -> str:
+    return f"{reference.__module__}.{reference.__qualname__}"
 
 
 def _on_cpu(chain: Chain) -> Callable:

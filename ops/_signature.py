@@ -71,8 +71,13 @@ def _flat(name: str, said: str, hint: Any, changed: bool) -> Flat:
         return Flat(name, said, NUMBERS[hint], None, optional, False)
     if hint is Tensor:
         return Flat(name, said, "Tensor", None, optional, changed or also)
-    (of,) = (x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Of))
-    return Flat(name, said, "Tensor", of, optional, changed or also)
+    ofs = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Of)]
+    if len(ofs) != 1:
+        raise TypeError(
+            f"parameter {said!r} of an op must be a view, a Tensor, Annotated[Tensor, Of(shape, dtype)], int, float, "
+            f"bool or list[int], got {hint}"
+        )
+    return Flat(name, said, "Tensor", ofs[0], optional, changed or also)
 
 
 class Parameter(NamedTuple):
@@ -88,6 +93,10 @@ class Signature:
     def __init__(self, name: str, reference: Callable):
         hints = typing.get_type_hints(reference, include_extras=True)
         given = inspect.signature(reference).parameters
+        for p in (*given, "return"):
+            if p not in hints:
+                what = "what it returns" if p == "return" else f"parameter {p!r}"
+                raise TypeError(f"op {name!r}: the annotations of its reference are its signature, {what} has none")
         self.name, self.result = name, hints.pop("return")
         self.parameters = tuple(self._parameter(p, hints[p], given[p].default) for p in given)
         self.flat = tuple(f for p in self.parameters for f in p.flat)

@@ -149,6 +149,7 @@ class Family:
             said = "; ".join(f"{what}: {', '.join(map(str, which))}" for what, which in wrong.items() if which)
             raise NotImplementedError(
                 f"{type(model).__name__} has {len(found)} attention modules that torchsparsekv can reach, for "
-                f"{len(expected)} layers ({said})"
+                f"{len(expected)} layers ({said}); it reaches modules with a layer_idx whose forward takes "
+                "past_key_values and asks ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise (is_attention)"
             )
         return sorted(found, key=lambda m: m.layer_idx)

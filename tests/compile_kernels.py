@@ -1,8 +1,10 @@
 """Compile every kernel for sm_90 on a machine without a GPU: run the launchers with a driver that only compiles.
 
-`python tests/compile_kernels.py`: prints one line per op and exits non-zero if one does not compile. The interpreter
-accepts programs that the compiler refuses (types that change in a loop, values that do not broadcast); this finds them.
+`python tests/compile_kernels.py [NAME ...]`: prints one line per op and exits non-zero if one does not compile. The
+interpreter accepts programs that the compiler refuses (types that change in a loop, values that do not broadcast); this
+finds them.
 """
+import os
 import sys
 from types import SimpleNamespace
 
@@ -60,8 +62,13 @@ def compile_op(name: str, entry) -> str:
 
 
 def main() -> int:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET=1 is set: kernels would be interpreted, and nothing compiled")
     compile_only()
-    wrong = {name: compile_op(name, entry) for name, entry in load_all().items()}
+    entries = load_all()
+    if unknown := sorted(set(sys.argv[1:]) - set(entries)):
+        sys.exit(f"no such op: {', '.join(unknown)}")
+    wrong = {name: compile_op(name, entries[name]) for name in sys.argv[1:] or entries}
     for name, what in wrong.items():
         print(name, what or "compiled")
     return sum(map(bool, wrong.values()))

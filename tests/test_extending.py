@@ -1,4 +1,5 @@
 """What docs/extending.md shows is run as it stands there."""
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,14 +10,22 @@ from models import dense_logits, greedy_logits, prompts, tiny
 import torchsparsekv
 from torchsparsekv import method
 from torchsparsekv.ops import _registry
-from torchsparsekv.patches import _family
+from torchsparsekv.ops.store.views import NewKeys
+from torchsparsekv.patches import _family, all_families
+from torchsparsekv.state import Buffer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/extending.md"
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def everything():
+    """Files are imported only once: what is loaded while a table is another's is not in ours afterwards."""
+    return method.all_methods(), _registry.load_all(), all_families()
+
+
+@pytest.fixture(scope="module")
+def page(everything, tmp_path_factory):
     """The names that the page defines; afterwards nobody knows them."""
     known = dict(method._METHODS), dict(_registry.OPS), dict(_family.FAMILIES)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
@@ -63,5 +72,69 @@ def test_its_op_is_as_good_as_any(page):
         entry.call(w.k, w.far(w.length), means[0], w.lengths_view, w.block)
 
 
-def test_its_family_is_known(page):
+def test_its_families_are_known(page):
     assert _family.FAMILIES["my_llama"].model_types == ("my_llama",)
+    plain, capped = (_family.FAMILIES[name].layers(tiny().config)[0] for name in ("my_llama", "my_capped_llama"))
+    assert capped == dataclasses.replace(plain, softcap=30.0)
+
+
+# ---------------------------------------------------------------- what is said to those who forget something
+
+
+def unannotated(k, block_size: int) -> None: ...
+def open_ended(block_size: int): ...
+def odd(sizes: dict) -> None: ...
+def plain(k: NewKeys) -> None: ...
+def giving(k: NewKeys) -> torch.Tensor: ...
+
+
+WRONG_OPS = {
+    "parameter without annotation": ("forgot", unannotated, "op 'forgot': .* parameter 'k' has none"),
+    "nothing said to return": ("forgot", open_ended, "op 'forgot': .* what it returns has none"),
+    "no type of an op": ("forgot", odd, "parameter 'sizes' of an op must be a view, .* got <class 'dict'>"),
+    "no fake": ("forgot", giving, "op 'forgot' returns something: give register a fake"),
+    "name taken": ("append", plain, r"op 'append' is registered twice: by .*append.reference and .*plain"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OPS)
+def test_an_op_that_is_not_one_is_refused(what):
+    name, reference, says = WRONG_OPS[what]
+    with pytest.raises((TypeError, ValueError), match=says):
+        _registry.register(name, reference)
+
+
+def test_an_op_of_a_reference_alone_says_so_where_kernels_are_asked_for(monkeypatch):
+    monkeypatch.setattr(_registry, "OPS", {})
+    _registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
+    says = "reference_alone: kernels=None cannot run here: only a reference is registered"
+    with pytest.raises(RuntimeError, match=says):
+        _registry.OPS["reference_alone"].chain.on_cuda(k)
+
+
+@pytest.fixture
+def unnamed(everything, monkeypatch):
+    monkeypatch.setattr(method, "_METHODS", dict(method._METHODS))
+
+
+def test_a_method_that_does_not_choose_is_named(unnamed):
+    class Idle(method.Method):
+        name = "idle"
+
+    with pytest.raises(NotImplementedError, match=r"method 'idle' \(.*Idle\) does not define choose"):
+        Idle().choose(None, None, None)
+
+
+@pytest.mark.parametrize("without", ["the store", "Buffer"])
+def test_buffers_that_are_none_are_refused(unnamed, without):
+    class Bare(method.Method):
+        name = "bare"
+
+        def buffers(self, g):
+            if without == "the store":
+                return {"index": Buffer((*g.lead, 3), torch.float32)}
+            return super().buffers(g) | {"index": torch.zeros(3)}
+
+    says = {"the store": "missing: far, near, stats", "Buffer": "index must be a Buffer or a view of some, got tensor"}
+    with pytest.raises(TypeError, match=says[without]):
+        torchsparsekv.patch(tiny(), "bare", budget=128, max_length=128)

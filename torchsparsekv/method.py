@@ -141,7 +141,7 @@ class Method:
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice | None:
         """The blocks to attend to beside the ring, or None where there are never any."""
-        raise NotImplementedError
+        raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
     # ---- what it inherits
 

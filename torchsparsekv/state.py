@@ -74,8 +74,12 @@ def each(buffers: Buffers) -> Iterator[Buffer]:
 def named(buffers: Buffers) -> dict[str, Buffer]:
     """All of them, those of a view as `view.field`."""
     found: dict[str, Buffer] = {}
+    if missing := [name for name in ("far", "near", "stats") if name not in buffers]:
+        raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     for name, given in buffers.items():
         parts = {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
+        if not all(isinstance(b, (Buffer, int)) for b in parts.values()) or isinstance(given, int):
+            raise TypeError(f"buffers() of a method: {name} must be a Buffer or a view of some, got {given!r}")
         found |= {said: b for said, b in parts.items() if isinstance(b, Buffer)}
     return found
 
