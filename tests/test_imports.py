@@ -53,8 +53,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "torchsparsekv.benchmarks.quality.static_codes": {*CORE, "benchmarks._results", "benchmarks.quality"},
     "torchsparsekv.benchmarks.report": {  # reads files, and runs nothing of what makes them
-        "benchmarks.report", "benchmarks.quality.options", "benchmarks.quality.store", "benchmarks.quality.summary",
-        "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
+        "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",
+        "benchmarks.quality.summary", "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
     },
     "torchsparsekv.benchmarks.report.load": {"benchmarks.quality.store"},
     "torchsparsekv.benchmarks.report.again": {"api", "benchmarks.report.load"},

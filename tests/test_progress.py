@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 from models import tiny
-from test_cli import commands_of, refused
+from test_cli import ROOT, commands_of, refused
 
 from torchsparsekv.benchmarks import _progress
 from torchsparsekv.benchmarks._progress import Progress, now, watched
@@ -61,6 +61,16 @@ def test_calibrate_says_every_step(monkeypatch, capsys):
     assert [x.split(" in ")[0] for x in lines] == [f"{i} of 8 steps" for i in range(1, 9)], "4 tokens at two thresholds"
 
 
+def test_a_report_says_every_figure(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    from torchsparsekv.benchmarks.report import make
+
+    monkeypatch.setattr(_progress, "SECONDS", 0.0)
+    make.make([ROOT / "benchmarks/results/cpu_drift.json"], tmp_path / "r.html")
+    count = len(make.FIGURES)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{count} of {count} figures in ")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -78,7 +88,7 @@ def test_calibrate_says_every_step(monkeypatch, capsys):
     ],
 )
 def test_paths_and_lengths_that_cannot_be(monkeypatch, args, says):
-    monkeypatch.chdir(__file__.rsplit("/", 2)[0])
+    monkeypatch.chdir(ROOT)
     assert says in " ".join(refused(*args).split())
 
 

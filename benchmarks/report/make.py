@@ -2,6 +2,7 @@
 import re
 from pathlib import Path
 
+from torchsparsekv.benchmarks._progress import watched
 from torchsparsekv.benchmarks.quality import summary, text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
 from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, static, style, text, tree, turns
@@ -26,7 +27,7 @@ def make(paths: list[Path], out: Path) -> list[Path]:
     absent: list[Figure] = []
     files: dict[str, bytes] = {}
     with style.styled() as plt:
-        for f in FIGURES:
+        for f in watched(FIGURES, len(FIGURES), "figure"):
             pictures = [(drawn, style.png(drawn.figure)) for drawn in f.draw(plt, results)]
             if not pictures:
                 absent.append(f)
