@@ -243,6 +243,23 @@ def test_the_command_of_a_recall_asks_for_what_the_file_holds(monkeypatch, file)
         assert [*dict.fromkeys(r["context"] for r in result["rows"])] == options["contexts"]
 
 
+def test_the_table_of_icecache_is_that_of_the_files():
+    want = []
+    for keys in ("smollm2", "recall", "structured"):
+        result = json.loads((QUALITY.parent / f"cpu_icecache_{keys}.json").read_text())
+        for budget in result["options"]["budgets"]:
+            rows = [r for r in result["rows"] if r["budget"] == budget and r["context"] <= 8192]
+            at = {(r["pages"], r["choice"], r["field_of_view"]): r for r in rows}
+            at_view = (("token order", "exact"), 1.0), (("tree", "exact"), 1.0), (("tree", "codes"), 0.1)
+            four = [(*which, view) for which, view in (*at_view, (("paper", "paper"), 0.1))]
+            cells = [at[which][m] for m in ("recall", "mass") for which in four]
+            ours = [r for r in rows if r["choice"] == "codes"]
+            cells += [min(r[ratio] for r in ours) for ratio in ("of_paper", "of_paper_pages")]
+            want.append([f"{keys}, {budget}", *(f"{x:.3f}" for x in (*cells, at["tree", "codes", 0.1]["visited"]))])
+            assert min(r["of_paper"] for r in rows if "of_paper" in r) > 0.95
+    assert want in tables(ROOT / "benchmarks/results/README.md")
+
+
 def test_the_table_of_digests_is_that_of_the_file():
     result = json.loads((QUALITY.parent / "cpu_digests.json").read_text())
     groups: dict[tuple, list[dict]] = {}
