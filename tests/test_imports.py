@@ -36,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
         *CORE, "patches", "benchmarks._options", "benchmarks._results", "benchmarks.speed",
     },
     "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
-    "torchsparsekv.benchmarks.quality": {
-        "api", "method", "probe", "benchmarks._options", "benchmarks._results", "benchmarks.quality",
+    "torchsparsekv.benchmarks.quality": {  # its static_* take the parts apart
+        *CORE, "probe", "benchmarks._options", "benchmarks._results", "benchmarks.quality",
         "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
@@ -45,10 +45,6 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.benchmarks.quality.recall_digests": {*CORE, "benchmarks.quality._recall"},
     "torchsparsekv.benchmarks.quality.recall_icecache": {*CORE, "benchmarks.quality._recall"},
     "torchsparsekv.benchmarks.quality.recall_pariskv": {*CORE, "benchmarks.quality._recall"},
-    "torchsparsekv.benchmarks.quality.static_mass": {
-        *CORE, "benchmarks._results", "benchmarks.quality", "benchmarks.recall_model",
-    },
-    "torchsparsekv.benchmarks.quality.static_codes": {*CORE, "benchmarks._results", "benchmarks.quality"},
     "torchsparsekv.benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks.quality.options", "benchmarks.quality.store", "benchmarks.quality.summary",
         "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
