@@ -37,21 +37,12 @@ ARROWS: dict[str, set[str]] = {
         *CORE, "patches", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.speed",
     },
     "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
-    "torchsparsekv.benchmarks.quality": {
-        "api", "method", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
-        "benchmarks.quality", "benchmarks.recall_model",
+    "torchsparsekv.benchmarks.quality": {  # its scripts take the parts apart
+        *CORE, "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.quality",
+        "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
-    "torchsparsekv.benchmarks.quality.recall_digests": {*CORE, "benchmarks.quality._recall"},
-    "torchsparsekv.benchmarks.quality._captured": set(),
-    "torchsparsekv.benchmarks.quality._dci": set(),
-    "torchsparsekv.benchmarks.quality.recall_icecache": {*CORE, "benchmarks.quality"},
-    "torchsparsekv.benchmarks.quality.recall_pariskv": {*CORE, "benchmarks.quality._recall"},
-    "torchsparsekv.benchmarks.quality.static_mass": {
-        *CORE, "benchmarks._results", "benchmarks.quality", "benchmarks.recall_model",
-    },
-    "torchsparsekv.benchmarks.quality.static_codes": {*CORE, "benchmarks._results", "benchmarks.quality"},
     "torchsparsekv.benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",
         "benchmarks.quality.summary", "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
@@ -64,8 +55,6 @@ ARROWS: dict[str, set[str]] = {
 }  # fmt: skip
 BOTH_WAYS = {
     ("torchsparsekv.method", "torchsparsekv.zoo"),  # the first only finds the files in the other
-    # A script that takes models from its group, which nothing in the group imports.
-    ("torchsparsekv.benchmarks.quality", "torchsparsekv.benchmarks.quality.recall_icecache"),
 }
 # Third-party packages beside torch, and the only places that may import them.
 GUESTS: dict[str, tuple[str, ...]] = {

@@ -10,8 +10,8 @@ from models import prompts, tiny
 
 import torchsparsekv
 from torchsparsekv.benchmarks.quality import _dci
-from torchsparsekv.benchmarks.quality._captured import captured
 from torchsparsekv.benchmarks.quality._recall import Stream
+from torchsparsekv.benchmarks.quality.heads import recorded
 from torchsparsekv.benchmarks.quality.recall_icecache import Planted, means
 from torchsparsekv.benchmarks.report import tree
 from torchsparsekv.benchmarks.report.load import Result
@@ -74,9 +74,9 @@ def test_the_papers_algorithms_are_those_of_the_tests():
 
 
 @torch.no_grad()
-def test_captured_keys_are_those_of_the_cache():
+def test_recorded_keys_are_those_of_the_cache():
     model, (ids, _) = tiny(num_hidden_layers=2), prompts(1, 40, ragged=False)
-    found = captured(model, ids[0], 8)
+    found = recorded(model, ids[0], 8)
     with torchsparsekv.patch(model, "full", skip_layers=0, max_length=64) as handle:
         cache = handle.make_cache(1)
         model(ids, past_key_values=cache)

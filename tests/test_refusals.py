@@ -302,7 +302,6 @@ ROWS = [
     # tensors into ops
     Row("append: pool strided", op("append", far_rows=strided), ValueError, r"^far.rows must be contiguous, got shape \(2, 2, 64, 2, 16\) with strides \(8192, 4096, 64, 32, 2\)$"),
     Row("append: ring strided", op("append", near_ring=strided), ValueError, r"^near.ring must be contiguous, got shape \(2, 2, 14, 2, 16\) with strides \(1792, 896, 64, 32, 2\)$"),
-    Row("append: k in double", op("append", token_k=torch.Tensor.double), TypeError, r"^token.k must be torch.float32 or torch.float16 or torch.bfloat16, got torch.float64$"),
     Row("append: k in half", op("append", token_k=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'token.k': torch.float16, 'token.v': torch.float32}$"),
     Row("append: k of two tokens", op("append", token_k=lambda k: k.repeat(1, 1, 2, 1)), ValueError, r"^token.k must have shape \(2, 2, 1, 16\), got \(2, 2, 2, 16\)$"),
     Row("append: length in int64", op("append", lengths_length=torch.Tensor.long), TypeError, r"^lengths.length must be torch.int32, got torch.int64$"),
@@ -397,6 +396,6 @@ def test_compiled_decode_past_the_end_is_nan():
         cache = handle.make_cache(2)
         model(IDS, past_key_values=cache)
         step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-        fits = [bool(step(IDS[:, :1].clone(), past_key_values=cache).logits.isfinite().all()) for _ in range(2)]
-        over = [bool(step(IDS[:, :1].clone(), past_key_values=cache).logits.isnan().all()) for _ in range(2)]
-    assert (fits, over) == ([True, True], [True, True])
+        logits = [step(IDS[:, :1].clone(), past_key_values=cache).logits for _ in range(4)]
+    found = [(bool(x.isfinite().all()), bool(x.isnan().all())) for x in logits]
+    assert found == [(True, False)] * 2 + [(False, True)] * 2

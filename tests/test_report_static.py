@@ -52,7 +52,7 @@ def test_it_draws_what_the_file_holds(file):
 def test_it_is_on_the_page(file, tmp_path):
     written = make([file], tmp_path / "r.html")
     assert [p.name for p in written] == ["r.html", "r_static.png"]
-    said = "recall, float32. a cpu; torchsparsekv 0.1.0, torch 2.13.0. From <code>mass.json</code>"
+    said = "the recall model, float32. a cpu; torchsparsekv 0.1.0, torch 2.13.0. From <code>mass.json</code>"
     assert said in written[0].read_text()
 
 

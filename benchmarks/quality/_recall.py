@@ -27,7 +27,7 @@ def rope(x: Tensor, position: Tensor, theta: float = 5e5) -> Tensor:
 
 
 class Keys(Protocol):
-    """Keys [heads, total, d] and queries to them, synthetic or of a model (_captured.py); where numbers are drawn from."""
+    """Keys [heads, total, d] and queries to them, synthetic or of a model, and where numbers are drawn from."""
 
     @property
     def keys(self) -> Tensor: ...

@@ -11,7 +11,6 @@ does.
 All choose by the mean query of a kv head's group, as the authors do. Means over the layers that are not dense, over
 heads and queries. beta and rho are the paper's for long contexts, whatever the length.
 """
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from torchsparsekv.benchmarks.quality import texts
 from torchsparsekv.benchmarks.quality._recall import exact, finish, parser, shares, show
+from torchsparsekv.benchmarks.quality.heads import Recorded, recorded
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
 from torchsparsekv.benchmarks.quality.recall_pariskv import Index, Prompted
 from torchsparsekv.benchmarks.quality.text_options import Options
@@ -31,53 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 DENSE = 2  # first layers, which no method here retrieves in
 
 
-@dataclass
-class Read:
-    """What one layer read, and its queries [tokens, heads, dim]."""
-
-    keys: Tensor
-    queries: Tensor
-    g: torch.Generator
-
-    @property
-    def heads(self) -> int:
-        return self.keys.shape[0]
-
-    @property
-    def total(self) -> int:
-        return self.keys.shape[1]
-
-    @property
-    def d(self) -> int:
-        return self.keys.shape[2]
-
-
-@torch.no_grad()
-def layers_of(model, ids: Tensor, seed: int) -> list[Read]:
-    """Keys and queries of every layer, rotary positions included, as its attention gets them."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    seen: dict[int, Read] = {}
-
-    def attend(module, query, key, value, attention_mask, **kwargs):
-        g = torch.Generator().manual_seed(seed)
-        seen[module.layer_idx] = Read(key[0].float(), query[0].float().transpose(0, 1).contiguous(), g)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-    before, name = model.config._attn_implementation, "read_along"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(name)
-    try:
-        model(ids, use_cache=False, logits_to_keep=1)
-    finally:
-        model.set_attn_implementation(before)
-    return [seen[i] for i in sorted(seen)]
-
-
-def measure(read: Read, o) -> dict[str, Tensor]:
+def measure(read: Recorded, o) -> dict[str, Tensor]:
     """(coarse, exact, estimate) of every variant, means over the queries; no estimate is 0."""
     hyper = dict(budget=o.k, beta=o.beta, rho=o.rho)
     index = Index(read, torch.float32, "cpu", **hyper)
@@ -111,7 +65,7 @@ def main() -> None:
     (text,) = texts.read(Options(lengths=(o.length,), steps=1, samples=o.samples), tokenizer)
     found: dict[str, list[Tensor]] = {name: [] for name in VARIANTS}
     for i in range(o.samples):
-        for read in layers_of(model, text.rows(o.length, range(i, i + 1))[:, :-1], o.seed)[DENSE:]:
+        for read in recorded(model, text.rows(o.length, range(i, i + 1))[0, :-1], seed=o.seed)[DENSE:]:
             for name, values in measure(read, o).items():
                 found[name].append(values)
     rows = []

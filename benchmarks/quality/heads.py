@@ -75,6 +75,48 @@ def heads_of(model: Any, ids: Tensor, layers: Sequence[int]) -> Heads:
     return Heads(q, k, scale, tuple(layers))
 
 
+@dataclass(eq=False)
+class Recorded:
+    """One layer of a model over a text, in the shape of the synthetic ones of _recall.py: keys [heads, total, d] and
+    queries [n, heads * group, d]."""
+
+    keys: Tensor
+    queries: Tensor
+    g: torch.Generator
+    taken: int = field(default=0, init=False)
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def group(self) -> int:
+        return self.queries.shape[1] // self.heads
+
+    @property
+    def total(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def d(self) -> int:
+        return self.keys.shape[2]
+
+    def query(self, end: int) -> Tensor:
+        """The next one, from the first on again when all were given."""
+        self.taken += 1
+        return self.queries[(self.taken - 1) % len(self.queries)]
+
+
+def recorded(model: Any, ids: Tensor, asking: int = 0, seed: int = 0) -> list[Recorded]:
+    """Every layer. The last `asking` tokens give queries only; 0: all tokens give both."""
+    heads = heads_of(model, ids, range(model.config.get_text_config(decoder=True).num_hidden_layers))
+    known, found = heads.tokens - asking, []
+    for keys, queries in zip(heads.keys, heads.queries.transpose(1, 2)):
+        asked = queries[known:] if asking else queries
+        found.append(Recorded(keys[:, :known], asked, torch.Generator().manual_seed(seed)))
+    return found
+
+
 def written(length: int, index: int = 0) -> Tensor:
     """A whole journal of the recall model (recall_model/journal.py), every answer true: values and text are drawn by
     the number of the sample, for in teacher-forcing nobody writes them."""

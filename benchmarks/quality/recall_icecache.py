@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.benchmarks.quality import pretrained, real_model
-from torchsparsekv.benchmarks.quality._captured import captured
 from torchsparsekv.benchmarks.quality._dci import DciTrees, page_select
 from torchsparsekv.benchmarks.quality._recall import Keys, Stream, finish, logits, parser, show
+from torchsparsekv.benchmarks.quality.heads import recorded
 from torchsparsekv.benchmarks.quality.options import Options
 from torchsparsekv.benchmarks.quality.sources import load
 from torchsparsekv.method import make_method
@@ -133,8 +133,8 @@ def streams_of(context: int, o) -> list[Keys]:
         said = (real_model.FOLDER / real_model.TEXTS["moby-dick"]).read_text(encoding="utf-8")
         told = tokenizer(said[: 8 * context], add_special_tokens=False, verbose=False)["input_ids"]
         ids = torch.tensor(told[:context])
-    found = captured(model, ids, o.queries)
-    return [found[i] for i in (o.layers or list(found)[2:])]
+    found = recorded(model, ids, o.queries)
+    return [found[i] for i in (o.layers or range(2, len(found)))]
 
 
 def icecache(o) -> list[dict]:
