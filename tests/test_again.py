@@ -201,7 +201,7 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     assert (tmp_path / "a.json").read_text() == old
 
 
-SCRIPTS = ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns")
+SCRIPTS = ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns", "turn_mass")
 ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
 ONLY += ", ".join(f"python benchmarks/quality/{name}.py" for name in SCRIPTS) + ", got"
 FOREIGN = {

@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
         "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
+    "torchsparsekv.benchmarks.quality._clusters": {"ops"},
     "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
     "torchsparsekv.benchmarks.quality.recall_digests": {*CORE, "benchmarks.quality._recall"},
     "torchsparsekv.benchmarks.quality.recall_icecache": {*CORE, "benchmarks.quality._recall"},

@@ -28,7 +28,8 @@ from torchsparsekv.benchmarks.report.load import load
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
 SCRIPTS = tuple(
-    f"benchmarks/quality/{name}.py" for name in ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns")
+    f"benchmarks/quality/{name}.py"
+    for name in ("ablate_pariskv", "recall_pariskv", "recall_digests", "turns", "turn_mass")
 )
 COMMANDS = ("eval", "eval-text", "bench")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
