@@ -142,7 +142,13 @@ def test_every_rule_and_other_clusters_of_one_forward(folder, said, monkeypatch,
 def test_what_the_ideas_of_pariskv_give(folder, said, monkeypatch, tmp_path):  # noqa: F811
     words = f"--model {folder} --length 512 --prefill 300 --queries 2 --k 20 --out {tmp_path / 'ablate.json'}"
     monkeypatch.setattr(ablate_pariskv, "DENSE", 1)
-    rows = {r["method"]: r for r in run(ablate_pariskv, words)["rows"]}
+    monkeypatch.setattr(ablate_pariskv, "TABLE", ((32, 64), (32, 16)))
+    every = run(ablate_pariskv, words)["rows"]
+    rows = {r["method"]: r for r in every if "coarse" in r}
+    far, close = (r for r in every if "near" in r)
+    assert 32 <= close["near"] < 48, "from the window to an interval more"
+    assert close["near"] < far["near"] < 96
+    assert close["mass"] <= far["mass"] + 0.02
     assert list(rows) == list(ablate_pariskv.VARIANTS)
     assert all(0 < r["coarse"] <= r["exact"] <= 1 for r in rows.values())
     assert [n for n, r in rows.items() if r["estimate"]] == ["N+R+T (ParisKV)"]

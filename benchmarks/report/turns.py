@@ -10,6 +10,7 @@ KEEPS, SELDOM = 0.99, 0.3  # of what every step has, at so few of the steps: wha
 RULES = {
     "last step": ("#0072b2", "-", "cosine with the last step (the paper)"),
     "last retrieval": ("#d55e00", "-", "cosine with the last retrieval"),
+    "last retrieval, per head": ("#c51b7d", "-", "with the last retrieval, each kv head for itself"),
     "mean since": ("#009e73", "-", "cosine with a mean since then"),
     "per head": ("#8e4fb0", "-", "the paper's, each kv head for itself"),
     "each layer its own tau": ("#b8860b", "-", "the paper's, equally often in every layer"),
