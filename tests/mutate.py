@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation("a token of a prompt sees the next one", "ops/attend/prompt_attention.py",
              "live = torch.arange(end, device=q.device) <= pos[:, None]",
              "live = torch.arange(end, device=q.device) <= pos[:, None] + 1",
-             "tests/test_everyday.py"),
+             "tests/test_update_interval.py"),
     Mutation("a window is one token wider", "ops/attend/window_attention.py",
              "(seen > at[:, None] - window)", "(seen >= at[:, None] - window)",
              "tests/test_windows.py::test_chunks_and_turns_see_their_windows"),

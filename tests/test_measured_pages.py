@@ -54,4 +54,5 @@ def test_the_clusters_of_clusterkv():
     mass = {r["rule"]: f"{r['mass']:.3f}" for r in rows_of("cpu_turn_mass.json")}
     said = " ".join((PAGES / "clusterkv.md").read_text().split())
     of = lambda size: [mass[f"clusters of {size} by {how}"] for how in ("distance", "cosine")]  # noqa: E731
-    assert "clusters of 16 keep {} by distance and {} by cosine, clusters of 80 {} and {}".format(*of(16), *of(80)) in said
+    want = "clusters of 16 keep {} by distance and {} by cosine, clusters of 80 {} and {}"
+    assert want.format(*of(16), *of(80)) in said
