@@ -5,6 +5,7 @@ from test_cli import ROOT
 from test_results import tables
 
 from torchsparsekv.benchmarks.report.turns import RULES, verdict
+from torchsparsekv.benchmarks.speed import _text_rates
 
 PAGES, RESULTS = ROOT / "docs/methods", ROOT / "benchmarks/results"
 
@@ -35,6 +36,14 @@ def ideas() -> list[list[str]]:
 def intervals() -> list[list[str]]:
     rows = [r for r in rows_of("cpu_ablate_pariskv.json") if "near" in r]
     return [[str(r["window"]), str(r["interval"]), f"{r['near']:.0f}", f"{r['mass']:.3f}"] for r in rows]
+
+
+def hits() -> list[list[str]]:
+    return [[m, *(f"{x:.3f}" for _, x in sorted(by.items()))] for m, by in sorted(_text_rates.measured().items())]
+
+
+def test_the_hit_rates_of_text():
+    assert hits() in tables(RESULTS / "README.md")
 
 
 def test_the_rules_of_louiskv():
