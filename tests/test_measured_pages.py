@@ -49,6 +49,10 @@ def test_the_hit_rates_of_text():
 def test_the_rules_of_louiskv():
     page = PAGES / "louiskv.md"
     assert rules() in tables(page)
+    rows = [r for r in rows_of("cpu_turns.json") if r["rule"] == "last step"]
+    assert [
+        [f"{r['tau']:g}", f"{r['retrieval_rate']:.0%}", f"{r['kl']:.3f}", f"{r['agrees']:.3f}"] for r in rows
+    ] in tables(page)
     said = " ".join(page.read_text().split())
     assert verdict([r for r in rows_of("cpu_turn_mass.json") if r["text"] == "prompt"]) in said
 
