@@ -251,8 +251,8 @@ def _cluster_keys(w: World):
     frontier = torch.minimum(w.start, w.begin)[:, None].clamp(min=w.sink).expand(-1, w.heads)
     units = _units(w, frontier, most=w.rows + 8)
     units = units._replace(centroid=units.centroid.nan_to_num(0))
-    size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16))
-    return (w.k, units, w.lengths_view, Kmeans(size, stretch, w.pick(1, 2, 3), w.seed), True)
+    size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16), (3, 8))
+    return (w.k, units, w.lengths_view, Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False), True)
 
 
 def _pick_units(w: World):

@@ -298,7 +298,8 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     assert _text_rates.nearest("quest", 32) == (0.75, 16)
     assert _text_rates.nearest("quest", 60)[1] == 128
     asked = []
-    monkeypatch.setattr(decode, "bank_of", lambda c, t, locality, d: asked.append(locality) or BANK_OF(c, t, locality, d))
+    bank = lambda c, t, locality, d: asked.append(locality) or BANK_OF(c, t, locality, d)  # noqa: E731
+    monkeypatch.setattr(decode, "bank_of", bank)
     o = decode.Options(
         **SMALL, contexts=(200,), methods=("quest", "streaming"), steps=2, hf_static=False, dense=(),
         locality_of_text=True,
@@ -306,7 +307,7 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     found = {r["method"]: (r.get("locality"), r.get("of_text_at")) for r in decode.run(o)["rows"]}
     assert found == {"hf-static": (None, None), "full": (None, None), "quest": (0.75, 16), "streaming": (None, None)}
     assert 0.75 in asked
-    with pytest.raises(ValueError, match="text.jsonl has no hit rate of pariskv; it has: quest"):
+    with pytest.raises(ValueError, match=r"text.jsonl has no hit rate of pariskv; it has: quest"):
         decode.run(dataclasses.replace(o, methods=("pariskv",)))
 
 

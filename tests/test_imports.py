@@ -42,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
         "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
+    "torchsparsekv.benchmarks.quality._clusters": {"ops"},
     "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
     "torchsparsekv.benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",

@@ -47,7 +47,8 @@ def inertia(x: torch.Tensor, seed: int) -> float:
     """Of the units that the op makes: squared distances of the keys from the mean of their unit."""
     k = x[None, None]
     k, units, lengths = on(DEVICE, (k, none_yet(k, 0), times([0], [KEYS], [KEYS], 0)))
-    order = cluster_keys(k, units, lengths, Kmeans(KEYS // CLUSTERS, KEYS, ROUNDS, seed), True)[0, 0].long().cpu()
+    kmeans = Kmeans(KEYS // CLUSTERS, KEYS, ROUNDS, seed, False)
+    order = cluster_keys(k, units, lengths, kmeans, True)[0, 0].long().cpu()
     assert int(units.unit_count) == CLUSTERS
     sizes = units.first[0, 0, : CLUSTERS + 1].diff().long().cpu()
     return float((x[order] - units.centroid[0, 0, :CLUSTERS].cpu().repeat_interleave(sizes, 0)).square().sum())
@@ -149,6 +150,27 @@ def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     both_ways(k.transpose(1, 2), lengths, size, stretch)
 
 
+def test_clustering_kernel_by_cosine():
+    """Of a size that does not divide the stretch."""
+    k = torch.randn(1, 150, 2, 32, generator=torch.Generator().manual_seed(8))
+    k *= torch.rand(1, 150, 2, 1, generator=torch.Generator().manual_seed(1)) + 0.2
+    both_ways(k.transpose(1, 2), times([0], [150], [141], 4), 20, 64, cosine=True)
+
+
+def test_by_cosine_only_directions_tell_keys_apart():
+    """And after many rounds every key is with the mean it has the largest cosine with; what a unit is known by is the
+    mean of its keys as they are."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 400, 16, generator=g) + 3 * torch.randn(1, 5, 16, generator=g)[:, torch.arange(400) % 5]
+    by_length = x * (0.1 + 4 * torch.rand(1, 400, 1, generator=g))
+    centres, name = _kmeans.kmeans(by_length, 5, 4, 30, 0, True)
+    assert torch.equal(name, _kmeans.kmeans(torch.nn.functional.normalize(x, dim=-1), 5, 4, 1, 0, True)[1])
+    assert not torch.equal(name, _kmeans.kmeans(by_length, 5, 4, 30, 0, False)[1])
+    means = torch.stack([by_length[0, name[0] == c].mean(0) for c in range(5)])
+    torch.testing.assert_close(centres[0], means)
+    assert torch.equal(torch.cosine_similarity(by_length[0, :, None], means, dim=-1).argmax(-1), name[0])
+
+
 def test_a_draw_of_more_than_one_tile(monkeypatch):
     """32 centroids a draw, where a tile has room for 16 keys of this width."""
     for module in (_kmeans, _kmeans_kernels):
@@ -157,11 +179,11 @@ def test_a_draw_of_more_than_one_tile(monkeypatch):
     both_ways(k, times([0], [128], [128], 0), 2, 128)
 
 
-def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int) -> None:
+def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int, cosine: bool = False) -> None:
     both = []
     for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
         k, units, of_rows = on(device, clones((k, none_yet(k, lengths.sink), lengths)))
-        order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5), True)
+        order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5, cosine), True)
         both.append([t.cpu() for t in tensors((order, units))])
     for got, want in zip(both[1], both[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -75,7 +75,7 @@ def test_every_figure_says_what_it_was_measured_on(tmp_path, evaluated):
     for caption in captions:
         assert re.search(r"bfloat16|float32", caption)
         assert re.search(r"torch \d", caption)
-        assert re.search(r"[Bb]udget|cache of one row", caption)
+        assert re.search(r"Budget: .*per kv head|budget plays no part|cache of one row", caption), "what it counts"
         assert "From <code>" in caption
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from test_eval_text import folder  # noqa: F401
+from test_methods import Layer
 
 import torchsparsekv
-from torchsparsekv.benchmarks.quality import ablate_pariskv, recall_pariskv, teacher, text_options, turns
+from torchsparsekv.benchmarks.quality import ablate_pariskv, recall_pariskv, teacher, text_options, turn_mass, turns
 from torchsparsekv.benchmarks.quality._recall import Stream
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
 from torchsparsekv.benchmarks.report.load import load
+from torchsparsekv.method import make_method
 from torchsparsekv.ops.index.encode_keys import encode
+from torchsparsekv.ops.store.rows import keys_of
 
 STEPS, LENGTH = 16, 160
 SMALL = f"--length {LENGTH} --steps {STEPS} --budget 32 --own-prompt 40 --own 24 --own-budget 32 --samples 2"
@@ -64,7 +67,7 @@ def test_a_rule_retrieves_as_it_says_and_costs_what_a_run_of_its_own_costs(measu
 
 
 def row(rule: str, tau: float, rate: float, agrees: float) -> dict:
-    told = {"text": "prompt", "rule": rule, "tau": tau, "stride": None, "kl": 0.1}
+    told = {"text": "prompt", "rule": rule, "tau": tau, "stride": None}
     return {**told, "retrieval_rate": rate, "agrees": agrees}
 
 
@@ -81,9 +84,9 @@ def test_the_figure_says_whether_any_rule_does_what_the_method_is_for(measured):
     line = drawn[0].figure.axes[0].lines[0]
     assert sorted(zip(*line.get_data())) == sorted((r["retrieval_rate"], r["kl"]) for r in rows)
     rows = [row("last step", 1.0, 1.0, 0.9), row("last step", 0.7, 0.1, 0.88), row("last step", 0.9, 0.7, 0.895)]
-    assert "last step, tau 0.9, at 70% of the steps (KL 0.100). So none does at 30%" in figure.verdict(rows)
+    assert "last step, tau 0.9, at 70% of the steps. So none does at 30% of the steps" in figure.verdict(rows)
     rows += [row("last retrieval", 0.6, 0.25, 0.892)]
-    assert figure.verdict(rows).endswith("last retrieval, tau 0.6, at 25% of the steps (KL 0.100).")
+    assert figure.verdict(rows).endswith("last retrieval, tau 0.6, at 25% of the steps.")
 
 
 def test_an_unknown_rule_is_refused():
@@ -91,10 +94,61 @@ def test_an_unknown_rule_is_refused():
         turns.chosen(["never"])
 
 
+def test_the_choice_and_the_turns_of_one_forward_are_those_of_the_method():
+    """On queries and keys of a layer, held against louiskv itself, step by step."""
+    g = torch.Generator().manual_seed(0)
+    k, q = torch.randn(1, 2, 120, 16, generator=g), torch.randn(1, 4, 120, 16, generator=g)
+    q += 2 * torch.randn(1, 4, 1, 16, generator=g)
+    near = dict(sink=turn_mass.SINK, window=20)
+    for told in ({}, {"memory": 1.0}, {"per_head": True}, {"memory": 0.8}):
+        method = make_method("louiskv", budget=32, cluster_size=8, tau=0.8, segment_max=8, **near, **told)
+        layer = Layer(method, heads=2, group=2)
+        layer.feed(q[:, :, :100], k[:, :, :100], k[:, :, :100])
+        now, chosen, begin = [], [], int(layer.state.lengths.ring_begin)
+        for t in range(100, 110):
+            layer.feed(q[:, :, t : t + 1], k[:, :, t : t + 1], k[:, :, t : t + 1])
+            now.append(layer.state.trigger.retrieve_now[0].bool())
+            hot = layer.state.hot
+            rows = hot.block_of[0].gather(1, hot.chosen[0].clamp(min=0).long())
+            at = keys_of(layer.state.far.rows)[0].gather(1, rows.long()[..., None].expand(-1, -1, 16))
+            chosen.append(torch.cdist(at, k[0]).argmin(-1))  # a pool holds clusters side by side
+        steps = q[0, :, 100:110].transpose(0, 1).unflatten(1, (2, 2))
+        want = turn_mass.turns(steps, turns.Rule("", 0.8, told))
+        assert torch.equal(torch.stack(now), want)
+        assert 0 < want[1:].float().mean() < 1
+        mine = turn_mass.chosen_tokens(k[0], steps, (turn_mass.SINK, begin), 32, 8, False)
+        for t, h in want.nonzero().tolist():
+            assert set(mine[t, h].nonzero()[:, 0].tolist()) == set(chosen[t][h].tolist())
+
+
+def test_what_is_kept_is_the_weight_on_what_was_chosen_last():
+    weights = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.4, 0.2, 0.3], [0.1, 0.1, 0.6, 0.2]])[:, None, None]
+    near = torch.tensor([[1, 0, 0, 0]] * 3).bool()
+    chosen = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()
+    now = torch.tensor([[True], [False], [True]])
+    assert turn_mass.kept(weights, near, chosen[:, None], now) == pytest.approx((0.7 + 0.5 + 0.3) / 3)
+
+
+def test_every_rule_and_other_clusters_of_one_forward(folder, said, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.setattr(turn_mass, "DENSE", 1)
+    words = f"--model {folder} --length 300 --steps 16 --budget 96 --samples 1 --out {tmp_path / 'mass.json'}"
+    rows = {(r["rule"], r["tau"] or r["stride"]): r for r in run(turn_mass, words)["rows"]}
+    assert len(rows) == len(turns.RULES) + len(turn_mass.MORE) + len(turn_mass.OTHERS)
+    assert rows["last step", 1.0]["mass"] == rows["clusters of 16 by distance", None]["mass"]
+    assert [rows["every so many steps", n]["retrieval_rate"] for n in (2, 4, 8)] == [1 / 2, 1 / 4, 1 / 8]
+    assert all(0 < r["mass"] < 1 for r in rows.values())
+
+
 def test_what_the_ideas_of_pariskv_give(folder, said, monkeypatch, tmp_path):  # noqa: F811
     words = f"--model {folder} --length 512 --prefill 300 --queries 2 --k 20 --out {tmp_path / 'ablate.json'}"
     monkeypatch.setattr(ablate_pariskv, "DENSE", 1)
-    rows = {r["method"]: r for r in run(ablate_pariskv, words)["rows"]}
+    monkeypatch.setattr(ablate_pariskv, "TABLE", ((32, 64), (32, 16)))
+    every = run(ablate_pariskv, words)["rows"]
+    rows = {r["method"]: r for r in every if "coarse" in r}
+    far, close = (r for r in every if "near" in r)
+    assert 32 <= close["near"] < 48, "from the window to an interval more"
+    assert close["near"] < far["near"] < 96
+    assert close["mass"] <= far["mass"] + 0.02
     assert list(rows) == list(ablate_pariskv.VARIANTS)
     assert all(0 < r["coarse"] <= r["exact"] <= 1 for r in rows.values())
     assert [n for n, r in rows.items() if r["estimate"]] == ["N+R+T (ParisKV)"]

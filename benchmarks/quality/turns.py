@@ -46,8 +46,9 @@ class Rule:
 RULES = (
     *(Rule("last step", tau) for tau in TAUS),
     *(Rule("every so many steps", NEVER, stride=n) for n in (2, 4, 8)),
-    *(Rule("last retrieval", tau, {"memory": 1.0}) for tau in (0.6, 0.7, 0.8)),
+    *(Rule("last retrieval", tau, {"memory": 1.0}) for tau in (0.6, 0.7, 0.75, 0.8)),
     *(Rule("per head", tau, {"per_head": True}) for tau in (0.7, 0.8)),
+    *(Rule("last retrieval, per head", tau, {"memory": 1.0, "per_head": True}) for tau in (0.6, 0.7, 0.75, 0.8)),
     *(Rule("mean since", tau, {"memory": 0.8}) for tau in (0.7, 0.8)),
 )
 

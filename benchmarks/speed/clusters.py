@@ -135,7 +135,7 @@ def clustering(o: Options, tokens: int, device) -> dict:
     lengths = RowLengths(m.ring_plan, 1, tokens, device)
     lengths.advance(tokens)
     k = Topics(o.kv_heads, o.head_dim, tokens // 1024).keys(1, 0, tokens, device, torch.bfloat16)
-    kmeans = Kmeans(m.per_cluster, m.stretch, m.rounds, m.seed)
+    kmeans = Kmeans(m.per_cluster, m.stretch, m.rounds, m.seed, m.cosine)
 
     def call():
         cluster_keys(k, units, lengths.view, kmeans, True)

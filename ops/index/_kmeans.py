@@ -60,12 +60,21 @@ def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     return name, (x.float().square().sum(-1) - 2 * score).clamp(min=0)
 
 
-def means(x: Tensor, name: Tensor, centres: Tensor) -> Tensor:
-    """The mean of every cluster in the type of the keys; of an empty one what it was."""
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 in the type that they have; those of length 0 stay."""
+    wide = x.float()
+    size = wide.square().sum(-1, keepdim=True).sqrt()
+    return torch.where(size > 0, wide / size, wide).to(x.dtype)
+
+
+def means(x: Tensor, name: Tensor, centres: Tensor, cosine: bool = False) -> Tensor:
+    """The mean of every cluster in the type of the keys, with `cosine` made as long as 1; of an empty one what it
+    was."""
     member = name[:, None] == torch.arange(centres.shape[1], device=x.device)[:, None]
     count = member.sum(-1, keepdim=True)
     total = member.float() @ x.float()
-    return torch.where(count > 0, (total / count.clamp(min=1)).to(x.dtype), centres)
+    mean = (total / count.clamp(min=1)).to(x.dtype)
+    return torch.where(count > 0, unit(mean) if cosine else mean, centres)
 
 
 def repaired(name: Tensor, far: Tensor, clusters: int) -> Tensor:
@@ -81,11 +90,14 @@ def repaired(name: Tensor, far: Tensor, clusters: int) -> Tensor:
     return name.index_put((taken,), empty)
 
 
-def kmeans(x: Tensor, clusters: int, draws: int, rounds: int, seed: int) -> tuple[Tensor, Tensor]:
+def kmeans(
+    x: Tensor, clusters: int, draws: int, rounds: int, seed: int, cosine: bool = False
+) -> tuple[Tensor, Tensor]:
     """Centroids [heads, clusters, head_dim] and the cluster of every key of x [heads, keys, head_dim]."""
-    centres = chosen(x, clusters, draws, seed)
+    seen = unit(x) if cosine else x
+    centres = chosen(seen, clusters, draws, seed)
     for _ in range(rounds):
-        name, far = nearest(x, centres)
-        centres = means(x, name, centres)
+        name, far = nearest(seen, centres)
+        centres = means(x, name, centres, cosine)
     name = torch.stack([repaired(n, f, clusters) for n, f in zip(name, far)])
     return means(x, name, centres), name

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.index._kmeans import DRAWS, WIDEST
+from torchsparsekv.ops.index._kmeans import DRAWS, WIDEST, unit
 from torchsparsekv.ops.store.views import Lengths, Units
 
 KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit the smallest GPUs
@@ -170,11 +170,11 @@ def _assign(
 @triton.jit
 def _means(
     k, units, centroid, half, name, place, count, stale, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most,
-    sink, size, S: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    CENTRES: tl.constexpr,
+    sink, size, S: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """The mean of every cluster, where it is `stale`. With RANK also how many keys it has, and of every key how many of
-    it come before."""
+    """The mean of every cluster, where it is `stale`, with UNIT made as long as 1. With RANK also how many keys it has,
+    and of every key how many of it come before."""
     slot = tl.program_id(0)
     bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
@@ -198,6 +198,11 @@ def _means(
         m = ((members > 0) & (c < clusters))[:, None] & (d < D)[None, :]
         size_of = tl.maximum(members, 1).to(tl.float32)
         mean = tl.div_rn(total, tl.broadcast_to(size_of[:, None], (CENTRES, DP))).to(centroid.dtype.element_ty)
+        if UNIT:
+            wide = mean.to(tl.float32)
+            long = tl.sqrt_rn(tl.sum(wide * wide, 1))
+            long = tl.broadcast_to(tl.where(long > 0, long, 1.0)[:, None], (CENTRES, DP))
+            mean = tl.div_rn(wide, long).to(centroid.dtype.element_ty)
         tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], mean, mask=m)
         _halve(half, slot, c, (members > 0) & (c < clusters), mean, S // size)
         if RANK:
@@ -273,7 +278,7 @@ def _count(units, start, length, ring_begin, heads, sink, size, total, S: tl.con
 class _Run:
     """The launches of one call: what they share, and where they leave what the next one reads."""
 
-    def __init__(self, k: Tensor, units: Units, times, sink: int, size: int, stretch: int):
+    def __init__(self, k: Tensor, units: Units, times, sink: int, size: int, stretch: int, cosine: bool):
         centroid = units.centroid
         batch, heads, tokens, d = k.shape
         self.slots, self.clusters = batch * heads * cdiv(tokens, stretch), stretch // size
@@ -282,9 +287,12 @@ class _Run:
         self.far, self.square = new(stretch, torch.float32), new(stretch, torch.float32)
         self.half, self.count = new(self.clusters, torch.float32), new(self.clusters, torch.int32)
         self.stale = torch.ones(self.slots, dtype=torch.int32, device=k.device)
-        self.begin = (k, units.unit_count, centroid, self.half)
+        self.cosine = cosine
+        seen = unit(k) if cosine else k
+        state = (units.unit_count, centroid, self.half)
+        self.seen, self.mean_of = (seen, *state), (k, *state)
         self.at = (heads, tokens, centroid.shape[2], sink, size)
-        self.now = (*times, *k.stride()[:3], *self.at)
+        self.now, self.now_seen = ((*times, *x.stride()[:3], *self.at) for x in (k, seen))
         self.wide = next_power_of_2(d)
         self.shape = dict(S=stretch, D=d, DP=self.wide)
         row = self.wide * k.element_size()
@@ -294,29 +302,32 @@ class _Run:
         """The first centroids; and `order` of columns that nothing is done with."""
         few = min(max(16, next_power_of_2(cdiv(self.clusters, draws))), self.centres)
         _begin[(self.slots,)](
-            *self.begin, self.far, self.square, self.place, order, *self.now, seed, DRAWS=draws, WIDEST=WIDEST,
+            *self.seen, self.far, self.square, self.place, order, *self.now_seen, seed, DRAWS=draws, WIDEST=WIDEST,
             TILE=self.keys // 2, FEW=few, **self.shape, num_warps=8, num_stages=5,
         )  # fmt: skip
 
     def assign(self, far: bool) -> None:
         _assign[(self.slots, cdiv(self.shape["S"], self.keys))](
-            *self.begin, self.name, self.far, *self.now, FAR=far, TILE=self.keys, CENTRES=self.centres, **self.shape,
-            num_warps=8,
+            *self.seen, self.name, self.far, *self.now_seen, FAR=far, TILE=self.keys, CENTRES=self.centres,
+            **self.shape, num_warps=8,
         )  # fmt: skip
 
-    def update(self, rank: bool) -> None:
+    def update(self, rank: bool, last: bool = False) -> None:
+        """With `cosine` centroids have length 1 until they are needed no more, so the `last` time all are made anew."""
+        if last and self.cosine:
+            self.stale.fill_(1)
         _means[(self.slots, cdiv(self.clusters, self.centres))](
-            *self.begin, self.name, self.place, self.count, self.stale, *self.now, RANK=rank, TILE=self.centres,
-            CENTRES=self.centres, **self.shape,
+            *self.mean_of, self.name, self.place, self.count, self.stale, *self.now, RANK=rank,
+            UNIT=self.cosine and not last, TILE=self.centres, CENTRES=self.centres, **self.shape,
         )  # fmt: skip
 
 
 def launch(
-    k: Tensor, units: Units, lengths: Lengths, size: int, stretch: int, rounds: int, seed: int
+    k: Tensor, units: Units, lengths: Lengths, size: int, stretch: int, rounds: int, seed: int, cosine: bool
 ) -> Tensor:
     batch, heads, tokens, _ = k.shape
     times, sink, count = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink, units.unit_count
-    run = _Run(k, units, times, sink, size, stretch)
+    run = _Run(k, units, times, sink, size, stretch, cosine)
     order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
     run.start(order, min(DRAWS, run.clusters), seed)
     for i in range(rounds):
@@ -327,7 +338,7 @@ def launch(
     _repair[(run.slots,)](
         count, run.name, run.far, run.place, run.count, run.stale, *times, heads, tokens, sink, size, **ends
     )
-    run.update(True)
+    run.update(True, last=True)
     _order[(run.slots,)](count, units.first, order, run.name, run.place, run.count, *times, *run.at, **ends)
     _count[(1,)](count, *times, heads, sink, size, batch * heads, S=stretch, N=next_power_of_2(batch * heads))
     return order

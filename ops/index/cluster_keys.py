@@ -14,6 +14,9 @@ goes to the nearest centroid (ties to the lower one) and the centroids to the me
 the keys. A cluster without keys keeps its centroid; those left empty at the end each take one key, of the farthest from
 their centroids, leaving every cluster its first.
 
+With `cosine` keys and centroids are compared by their directions alone, as ClusterKV has it: both have length 1 where
+one is assigned to the other or drawn by its distance. What a unit is known by is the mean of its keys as they are.
+
 Inertia is within 2 % of that of k-means++ with as many rounds, on keys with topics, keys that drift, keys of which many
 are like no other and keys of no structure (tests/test_kmeans.py). A start by position alone ends 4 % lower where they
 drift, and 20 % higher where many are like no other.
@@ -33,20 +36,21 @@ from torchsparsekv.ops.store.views import Lengths, NewKeys, Units
 
 
 class Kmeans(NamedTuple):
-    """Keys per cluster, keys that are clustered together, rounds, and the seed of the first centroids."""
+    """Keys per cluster, keys that are clustered together, rounds, the seed of the first centroids, and the distance."""
 
     size: int
     stretch: int
     rounds: int
     seed: int
+    cosine: bool
 
 
 def check(k, units, lengths, kmeans, join) -> None:
-    size, stretch, rounds, seed = kmeans
-    if size < 1 or rounds < 1 or stretch & (stretch - 1) or not size <= stretch <= _kmeans.WIDEST or stretch % size:
+    size, stretch, rounds, seed, _ = kmeans
+    if size < 1 or rounds < 1 or stretch & (stretch - 1) or not size <= stretch <= _kmeans.WIDEST:
         raise ValueError(
-            f"need size, rounds >= 1 and stretch a power of two, a multiple of size, up to {_kmeans.WIDEST}; got size "
-            f"{size}, stretch {stretch}, rounds {rounds}"
+            f"need size, rounds >= 1 and stretch a power of two, from size to {_kmeans.WIDEST}; got size {size}, "
+            f"stretch {stretch}, rounds {rounds}"
         )
     if not 0 <= seed < _kmeans.SEEDS:
         raise ValueError(f"seed must be from 0 to {_kmeans.SEEDS - 1}, got {seed}")
@@ -55,7 +59,7 @@ def check(k, units, lengths, kmeans, join) -> None:
 def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmeans, join: bool) -> Tensor:
     batch, heads, tokens, _ = k.shape
     first, centroid, unit_count = units
-    size, stretch, rounds, seed = kmeans
+    size, stretch, rounds, seed, cosine = kmeans
     draws = min(_kmeans.DRAWS, stretch // size)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     times = lengths.start, lengths.length, lengths.ring_begin
@@ -64,7 +68,7 @@ def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmean
             stop = min(begin + stretch, end)
             column = tokens - n + begin
             x = k[b, :, column : column + stop - begin]
-            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), draws, rounds, seed)
+            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), draws, rounds, seed, cosine)
             count = centres.shape[1]
             ends = begin + (name[..., None] == torch.arange(count, device=k.device)).sum(1).cumsum(-1)
             order[b, :, column : column + stop - begin] = column + name.argsort(dim=-1, stable=True)

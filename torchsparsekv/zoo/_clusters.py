@@ -24,12 +24,13 @@ CLUSTERS = 16
 class ClusterMethod(Method):
     """Prompts by k-means cluster, generated tokens by temporal segment, one mean key each; whole units are retrieved.
 
-    cluster_size: tokens per cluster on average; a power of two. None: 16, or fewer where the budget would not hold 16
+    cluster_size: tokens per cluster on average. None: 16, or fewer where the budget would not hold 16
         clusters (64 tokens: 4 each; 128: 8). A prompt that has fewer beyond window and sinks is one cluster. Each
         prompt, turn or chunk of one is clustered for itself.
     stretch: tokens that are clustered together; a power of two.
     rounds: of k-means. 3 come within 2 % of convergence, where keys drift within 6; 4 within 1.5 and 4.
     seed: of the first centroids.
+    cosine: keys are compared by their directions alone, not by their Euclidean distance.
     """
 
     regroups = True
@@ -38,14 +39,17 @@ class ClusterMethod(Method):
     stretch: int = WIDEST
     rounds: int = 3
     seed: int = 0
+    cosine: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cluster_size is not None:
-            self.check_int("cluster_size", 2, WIDEST, power=True)
+            self.check_int("cluster_size", 2, WIDEST)
         self.check_int("stretch", 2, WIDEST, power=True)
         self.check_int("rounds", 1, 100)
         self.check_int("seed", 0, SEEDS - 1)
+        if not isinstance(self.cosine, bool):
+            raise TypeError(f"{self.name}: cosine must be a bool, got {self.cosine!r}")
         if self.stretch < self.per_cluster:
             raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
         shortest, longest = self.rule.shortest, self.rule.longest
@@ -108,7 +112,7 @@ class ClusterMethod(Method):
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
         settle_segments(s.near, s.units, s.segments, s.lengths, self.rule.longest)
         return cluster_keys(
-            k, s.units, s.lengths, Kmeans(self.per_cluster, self.stretch, self.rounds, self.seed), join
+            k, s.units, s.lengths, Kmeans(self.per_cluster, self.stretch, self.rounds, self.seed, self.cosine), join
         )
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:

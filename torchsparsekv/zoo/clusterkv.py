@@ -12,7 +12,8 @@ ALWAYS = 2.0  # no cosine reaches it: retrieves at every step
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterKV(ClusterMethod):
-    """Here clusters are Euclidean, of one stretch of the prompt each; the paper clusters all of it by cosine.
+    """By default not the paper's definition (docs/methods/clusterkv.md): clusters are Euclidean and of 16 keys, of one
+    stretch of the prompt each; the paper clusters all of it by cosine, about 80 keys each (`cosine`, `cluster_size`).
 
     run: generated tokens form a unit this many at a time; the paper clusters them too, 320 at a time. The mean key of a
         long run hides its tokens: of what our model wrote itself, 0.94 is recalled with 4 and 0.31 with 16, at 64

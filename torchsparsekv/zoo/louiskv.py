@@ -16,7 +16,8 @@ class LouisKV(ClusterMethod):
         property of the model; `torchsparsekv calibrate` finds it, and the path of the file that it writes is taken too.
         The paper has 0.85 for long prompts and 0.7 for long answers of its models. The default is the least that costs
         our recall model nothing, right before it is fast: at 0.9 answers from the prompt are as good, but of what the
-        model wrote itself 0.88 is recalled instead of 0.97 (at 64 tokens), as its segments are longer.
+        model wrote itself 0.88 is recalled instead of 0.97 (at 64 tokens), as its segments are longer. On text it
+        hardly saves a step: docs/methods/louiskv.md has what lower ones and other rules lose there.
     per_head: each kv head decides by the query heads of its own group, and cuts its own segments.
     memory: what a query is compared with. 0: the query of the step before, as the paper has it. 1: that of the last
         retrieval. Between: a mean of those since then, the newest of which has the weight 1 - memory.

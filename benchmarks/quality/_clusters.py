@@ -1,0 +1,22 @@
+"""The choice of LouisKV and ClusterKV over a prompt, from keys and queries alone."""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops.index._kmeans import DRAWS, kmeans
+from torchsparsekv.ops.select.pick_units import scores
+
+
+def chosen_tokens(
+    keys: Tensor, q: Tensor, span: tuple[int, int], budget: int, size: int, cosine: bool, rounds: int = 3
+) -> Tensor:
+    """Which tokens each step and kv head chooses of those in `span`, [steps, heads, tokens]: keys [heads, tokens, dim],
+    q [steps, heads, group, dim]. Whole clusters, best first, the last one trimmed."""
+    begin, end = span
+    centres, name = kmeans(keys[:, begin:end], max(1, (end - begin) // size), DRAWS, rounds, 0, cosine)
+    out = torch.zeros(*q.shape[:2], keys.shape[1], dtype=torch.bool)
+    for h in range(keys.shape[0]):
+        for t in range(len(q)):
+            rank = scores(q[t, h], centres[h], keys.shape[2] ** -0.5).argsort(descending=True, stable=True).argsort()
+            first = rank[name[h]].argsort(stable=True)[:budget]  # by the rank of their cluster, then by position
+            out[t, h, begin + first] = True
+    return out

@@ -1,0 +1,149 @@
+"""Mistakes that a test has to notice: each is made in a copy of the repository, where the named test must then fail.
+
+    python tests/mutate.py                # all: a quarter of an hour
+    python tests/mutate.py ties clusters  # those with such a word in their names
+
+docs/mutations.md has the list; tests/test_mutations.py sees that what is to be replaced is still there.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns(".*", "results", "real_model", "__pycache__", "*.egg-info")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands in the file once, is replaced by `new`; `test` is a test, as pytest takes it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+PARIS = "torchsparsekv/zoo/pariskv.py"
+DEFAULT = "tests/test_defaults.py::test_a_method_that_is_told_nothing[pariskv]"
+PROXIES = "return x @ (2.0 * bits - 1).T"
+STABLE = "scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]"
+ROOM = "room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)"
+MUTATIONS = (
+    Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
+    Mutation("the heads of a group choose by their mean query", PARIS, 'group: str = "max"', 'group: str = "mean"',
+             DEFAULT),
+    Mutation("clusters are of consecutive tokens", "ops/index/_kmeans.py",
+             "    return means(x, name, centres), name",
+             "    name = (torch.arange(x.shape[1]) * clusters // x.shape[1]).expand_as(name)\n"
+             "    return means(x, name, centres), name",
+             "tests/test_cluster_content.py"),
+    Mutation("centroids have the wrong sign", "ops/select/centroid_votes.py", PROXIES, PROXIES.replace("@ ", "@ -"),
+             "tests/test_pariskv.py::test_stage_one_is_equation_15"),
+    Mutation("a bit of an id is set where the key is negative", "ops/index/encode_keys.py",
+             "ids = (positive <<", "ids = (~positive <<",
+             "tests/test_defaults.py::test_a_bit_of_an_id_is_the_sign_of_the_rotated_key"),
+    # ---- index
+    Mutation("the mean cuboid is the whole one", "ops/index/block_bounds.py",
+             "spread = away.abs().mean(-2)", "spread = away.abs().amax(-2)",
+             "tests/test_methods.py::test_arkvale_chooses_exactly_by_its_definition"),
+    Mutation("a weight is of the length, not of its square", "ops/index/encode_keys.py",
+             "square / aligned * size", "square.sqrt() / aligned * size",
+             "tests/test_pariskv.py::test_estimator_follows_the_inner_product"),
+    Mutation("a segment is cut one token late", "ops/index/find_boundary.py",
+             "(found and size >= rule.shortest)", "(found and size > rule.shortest)",
+             "tests/test_clusters.py::test_segments_are_cut_at_boundaries"),
+    Mutation("what waits in the ring is no unit when a prompt comes", "ops/index/settle_segments.py",
+             "min(n0, end), sink, True)", "min(n0, end), sink, False)",
+             "tests/test_clusters.py::test_every_token_is_in_one_place"),
+    Mutation("the kernel keeps a query where the next step does not look", "ops/index/find_boundary.py",
+             "tl.store(at + n % 2 * Q * D, past", "tl.store(at + (n + 1) % 2 * Q * D, past",
+             "tests/test_ops.py::test_kernel_equals_reference -k find_boundary"),
+    # ---- select
+    Mutation("ties go to the higher block", "ops/select/top_blocks.py",
+             STABLE, "(n - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True))[..., : min(k, n)]",
+             "tests/test_top_blocks.py"),
+    Mutation("a unit that does not fit is left out, not trimmed", "ops/select/pick_units.py",
+             ROOM, "room = torch.where((end - begin).cumsum(0) <= budget, end - begin, 0)",
+             "tests/test_clusters.py::test_whole_units_are_taken_until_the_budget_is_full"),
+    Mutation("candidates are ranked by the mean of the heads", "ops/select/rerank.py",
+             "estimate = estimate.amax(-1).masked", "estimate = estimate.mean(-1).masked",
+             "tests/test_pariskv.py::test_chosen_tokens_are_the_best_estimates_among_the_candidates"),
+    Mutation("a page counts for the sum of the heads", "ops/select/bound_scores.py",
+             "widths(spread).transpose(-1, -2)).amax(2)", "widths(spread).transpose(-1, -2)).sum(2)",
+             "tests/test_methods.py::test_quest_chooses_by_its_definition"),
+    Mutation("the newest candidate of stage one is lost", "ops/select/collide.py",
+             "names = codes.ids[b, :, sink:end].transpose(1, 2).long()",
+             "names = codes.ids[b, :, sink : end - 1].transpose(1, 2).long()",
+             "tests/test_pariskv.py::test_rows_below_full_threshold_take_everything"),
+    # ---- fetch
+    Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
+             "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)", "tests/test_hot_buffer.py::test_reference"),
+    Mutation("a block that was overwritten is still found", "ops/gather/fetch.py",
+             "            hot.slot_of[hot.block_of[i]] = -1\n", "            pass\n",
+             "tests/test_hot_buffer.py::test_reference"),
+    # ---- attend
+    Mutation("what is retrieved late is out of reach", "ops/attend/sparse_attention.py",
+             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2]) if frontier is None else frontier\n",
+             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2])\n",
+             "tests/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
+    Mutation("a token of a prompt sees the next one", "ops/attend/prompt_attention.py",
+             "live = torch.arange(end, device=q.device) <= pos[:, None]",
+             "live = torch.arange(end, device=q.device) <= pos[:, None] + 1",
+             "tests/test_update_interval.py"),
+    Mutation("a window is one token wider", "ops/attend/window_attention.py",
+             "(seen > at[:, None] - window)", "(seen >= at[:, None] - window)",
+             "tests/test_windows.py::test_chunks_and_turns_see_their_windows"),
+    Mutation("the kernel reads a ring row beyond the newest token", "ops/attend/sparse_attention.py",
+             "(pos < tl.where(row < sink, tl.minimum(end, sink), end))",
+             "(pos <= tl.where(row < sink, tl.minimum(end, sink), end))",
+             "tests/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
+)  # fmt: skip
+
+
+def mutated(m: Mutation, root: Path) -> None:
+    path = root / m.file
+    text = path.read_text()
+    if text.count(m.old) != 1:
+        raise ValueError(f"{m.name}: {m.file} has {m.old!r} {text.count(m.old)} times")
+    path.write_text(text.replace(m.old, m.new))
+
+
+def copied(root: Path, to: Path) -> None:
+    shutil.copytree(root, to, symlinks=True, ignore=LEFT_OUT)
+    (to / "benchmarks" / "results").symlink_to(root / "benchmarks" / "results")
+
+
+def fails(m: Mutation) -> bool:
+    """Whether the test fails in a copy with the mistake; that it passes without is for the suite to show."""
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "copy"
+        copied(ROOT, to)
+        mutated(m, to)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *m.test.split(" ")]
+        done = subprocess.run(
+            command, cwd=to, env={**os.environ, "PYTHONPATH": str(to)}, capture_output=True, text=True
+        )
+        if done.returncode not in (0, 1):
+            said = done.stdout[-2000:] + done.stderr[-500:]
+            raise RuntimeError(f"{m.name}: pytest ended with {done.returncode}\n{said}")
+        return done.returncode == 1
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    wanted = [m for m in MUTATIONS if not words or any(w in m.name for w in words)]
+    alive = []
+    for m in wanted:
+        caught = fails(m)
+        print(f"{'caught' if caught else 'ALIVE':<7} {m.name}: {m.file}, by {m.test}", flush=True)
+        alive += [] if caught else [m]
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

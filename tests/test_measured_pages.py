@@ -1,0 +1,71 @@
+"""Tables in docs/methods that are of measurements of a real model: they are those of the files."""
+import json
+
+from test_cli import ROOT
+from test_results import tables
+
+from torchsparsekv.benchmarks.report.turns import RULES, verdict
+from torchsparsekv.benchmarks.speed import _text_rates
+
+PAGES, RESULTS = ROOT / "docs/methods", ROOT / "benchmarks/results"
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+def rules() -> list[list[str]]:
+    """A line for every rule: at each threshold or stride, how often it retrieves and what it keeps."""
+    out = []
+    for rule in RULES:
+        mine = [r for r in rows_of("cpu_turn_mass.json") if r["rule"] == rule]
+        at = [f"{r['tau'] or r['stride']:g}: {r['retrieval_rate']:.0%} {r['mass']:.3f}" for r in mine]
+        out.append([rule, "; ".join(at)])
+    return out
+
+
+def ideas() -> list[list[str]]:
+    out = []
+    for r in rows_of("cpu_ablate_pariskv.json"):
+        if "coarse" in r:
+            last = "" if r["estimate"] is None else f"{r['estimate']:.3f}"
+            out.append([r["method"], f"{r['coarse']:.3f}", f"{r['exact']:.3f}", last])
+    return out
+
+
+def intervals() -> list[list[str]]:
+    rows = [r for r in rows_of("cpu_ablate_pariskv.json") if "near" in r]
+    return [[str(r["window"]), str(r["interval"]), f"{r['near']:.0f}", f"{r['mass']:.3f}"] for r in rows]
+
+
+def hits() -> list[list[str]]:
+    return [[m, *(f"{x:.3f}" for _, x in sorted(by.items()))] for m, by in sorted(_text_rates.measured().items())]
+
+
+def test_the_hit_rates_of_text():
+    assert hits() in tables(RESULTS / "README.md")
+
+
+def test_the_rules_of_louiskv():
+    page = PAGES / "louiskv.md"
+    assert rules() in tables(page)
+    rows = [r for r in rows_of("cpu_turns.json") if r["rule"] == "last step"]
+    assert [
+        [f"{r['tau']:g}", f"{r['retrieval_rate']:.0%}", f"{r['kl']:.3f}", f"{r['agrees']:.3f}"] for r in rows
+    ] in tables(page)
+    said = " ".join(page.read_text().split())
+    assert verdict([r for r in rows_of("cpu_turn_mass.json") if r["text"] == "prompt"]) in said
+
+
+def test_the_ideas_and_intervals_of_pariskv():
+    found = tables(PAGES / "pariskv.md")
+    assert ideas() in found
+    assert intervals() in found
+
+
+def test_the_clusters_of_clusterkv():
+    mass = {r["rule"]: f"{r['mass']:.3f}" for r in rows_of("cpu_turn_mass.json")}
+    said = " ".join((PAGES / "clusterkv.md").read_text().split())
+    of = lambda size: [mass[f"clusters of {size} by {how}"] for how in ("distance", "cosine")]  # noqa: E731
+    want = "clusters of 16 keep {} by distance and {} by cosine, clusters of 80 {} and {}"
+    assert want.format(*of(16), *of(80)) in said
