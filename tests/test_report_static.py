@@ -2,6 +2,7 @@
 import json
 import shlex
 import sys
+from statistics import fmean
 
 import pytest
 from test_cli import ROOT
@@ -13,7 +14,8 @@ from torchsparsekv.benchmarks.report.load import load
 from torchsparsekv.benchmarks.report.make import make
 
 pytest.importorskip("matplotlib")
-COMMITTED = sorted((ROOT / "benchmarks/results/quality/static").glob("*.json"))
+STATIC = ROOT / "benchmarks/results/quality/static"
+COMMITTED = sorted(STATIC.glob("*.json"))
 ENVIRONMENT = {"torchsparsekv": "0.1.0", "torch": "2.13.0", "cpu": "a cpu", "threads": 1}
 
 
@@ -101,6 +103,15 @@ def test_the_tables_of_the_page_are_those_of_the_files():
             own = setting.removesuffix(f" {static.LITERAL}")
             told = f"| {label} | {budget} | {own.split()[1]} | {100 * mass[own]:.2f} | {100 * mass[setting]:.2f} |"
             assert told in said
+    rows = json.loads((STATIC / "orders_recall_prompt.json").read_text())["rows"]
+    for budget, share in ((b, s) for b in (512, 1024) for s in ("0.25", "0.5")):
+        mass = {r["setting"]: r["mass"] for r in rows if r["budget"] == budget}
+        cells = " | ".join(f"{100 * mass[f'prkv {share}{order}']:.2f}" for order in ("", " literal", " literal anew"))
+        assert f"| {budget} | {share} | {cells} |" in said
+    rows = json.loads((STATIC / "shares_smollm2.json").read_text())["rows"]
+    for budget in (512, 1024):
+        cells = " | ".join(f"{fmean(r['shares']):.2f}" for r in rows if r["budget"] == budget)
+        assert f"| {budget} | {cells} |" in said
     for path in (p for p in COMMITTED if p.name.startswith("codes")):
         for r in json.loads(path.read_text())["rows"]:
             cells = [r["at"], r["size"], *(f"{r[k]:.3f}" for k in ("overlap", "least_overlap", "held", "least_held"))]
