@@ -2,6 +2,7 @@
 import json
 import shlex
 import sys
+from statistics import fmean
 
 import pytest
 from test_cli import ROOT
@@ -13,7 +14,8 @@ from torchsparsekv.benchmarks.report.load import load
 from torchsparsekv.benchmarks.report.make import make
 
 pytest.importorskip("matplotlib")
-COMMITTED = sorted((ROOT / "benchmarks/results/quality/static").glob("*.json"))
+STATIC = ROOT / "benchmarks/results/quality/static"
+COMMITTED = sorted(STATIC.glob("*.json"))
 ENVIRONMENT = {"torchsparsekv": "0.1.0", "torch": "2.13.0", "cpu": "a cpu", "threads": 1}
 
 
@@ -74,3 +76,43 @@ def test_the_command_asks_for_what_the_file_holds(monkeypatch, path):
     else:
         want = [(f"{r['prompt']}:{r['steps']}", r["budget"], r["setting"]) for r in result["rows"]]
         assert want == [(p, b, s) for p in o.parts for b in o.budgets for s in static_mass.settings(o, b)]
+
+
+MASSES = {
+    "mass_smollm2_prompt": "SmolLM2, 7680 + 256", "mass_recall_prompt": "recall model, 7680 + 256",
+    "mass_smollm2_generation": "SmolLM2, 512 + 1536", "mass_recall_generation": "recall model, 512 + 1536",
+}  # fmt: skip
+COLUMNS = (*(f"prkv {s}" for s in static_mass.SHARES), "quest", "prkv_static", "oracle")
+
+
+def masses(column: str):
+    """(label, budget, value by setting) of every file and budget."""
+    for path in COMMITTED:
+        if path.stem in MASSES:
+            rows = json.loads(path.read_text())["rows"]
+            for budget in dict.fromkeys(r["budget"] for r in rows):
+                yield MASSES[path.stem], budget, {r["setting"]: r[column] for r in rows if r["budget"] == budget}
+
+
+def test_the_tables_of_the_page_are_those_of_the_files():
+    said = (ROOT / "docs/methods/prkv.md").read_text()
+    for label, budget, mass in masses("mass"):
+        cells = " | ".join(f"{100 * mass[c]:.1f}" for c in COLUMNS)
+        assert f"| {label} | {budget} | {cells} |" in said
+        for setting in (s for s in mass if s.endswith(static.LITERAL)):
+            own = setting.removesuffix(f" {static.LITERAL}")
+            told = f"| {label} | {budget} | {own.split()[1]} | {100 * mass[own]:.2f} | {100 * mass[setting]:.2f} |"
+            assert told in said
+    rows = json.loads((STATIC / "orders_recall_prompt.json").read_text())["rows"]
+    for budget, share in ((b, s) for b in (512, 1024) for s in ("0.25", "0.5")):
+        mass = {r["setting"]: r["mass"] for r in rows if r["budget"] == budget}
+        cells = " | ".join(f"{100 * mass[f'prkv {share}{order}']:.2f}" for order in ("", " literal", " literal anew"))
+        assert f"| {budget} | {share} | {cells} |" in said
+    rows = json.loads((STATIC / "shares_smollm2.json").read_text())["rows"]
+    for budget in (512, 1024):
+        cells = " | ".join(f"{fmean(r['shares']):.2f}" for r in rows if r["budget"] == budget)
+        assert f"| {budget} | {cells} |" in said
+    for path in (p for p in COMMITTED if p.name.startswith("codes")):
+        for r in json.loads(path.read_text())["rows"]:
+            cells = [r["at"], r["size"], *(f"{r[k]:.3f}" for k in ("overlap", "least_overlap", "held", "least_held"))]
+            assert f"| {' | '.join(map(str, cells))} |" in said

@@ -90,6 +90,30 @@ def test_moved_rows_are_counted_as_they_are():
     assert row["shares"] == [0.5, 0.5]
 
 
+def test_the_papers_order_and_the_one_from_the_texts_own():
+    """Both have the set in front; tokens that have left it are side by side in the first, and at home in the other."""
+    heads, hyper = some(200), dict(budget=24, block_size=4, sink=SINK, window=WINDOW, static_ratio=0.5, update_every=10)
+    found = {}
+    for cls in (static_mass.Literal, static_mass.Anew):
+        fed = static_mass.Fed(cls(**hyper), heads)
+        fed.take(100)
+        fed.take(1)
+        first = fed.positions()[0, 0, SINK : SINK + 12].tolist()
+        for _ in range(10):
+            fed.take(1)
+        end = int(fed.state.lengths.ring_begin[0])
+        now = fed.positions()[0, 0, SINK:end].tolist()
+        assert sorted(now) == list(range(SINK, end))
+        found[cls] = first, now[:12], now[12:]
+    (first, front, rest), (_, other, behind) = found[static_mass.Literal], found[static_mass.Anew]
+    gone = [x for x in first if x not in front]
+    assert gone
+    assert sorted(front) == sorted(other)
+    assert rest[: len(gone)] == gone
+    assert rest[len(gone) :] == sorted(rest[len(gone) :])
+    assert behind == sorted(behind)
+
+
 def test_codes_are_held_against_the_exact_set():
     heads, o = some(), argparse.Namespace(sink=SINK, window=WINDOW)
     row = static_codes.compared(heads, 100, o, 20)

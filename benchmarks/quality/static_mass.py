@@ -1,4 +1,4 @@
-"""Attention weight that PRKV keeps by its static share, beside SnapKV's way, the oracle and other orders of the pool.
+"""Attention weight that PRKV keeps by its static share, beside other methods, the oracle and other orders of the pool.
 
     python benchmarks/quality/static_mass.py --model smollm2 --parts 7680:448 512:3584 --budgets 512 1024
 
@@ -7,7 +7,8 @@ takes them in as it would in its layers. Of every of the --parts, first so many 
 one; a short prompt and many steps are the long generation. Of every setting the mean, over layers, query heads and
 every --every th step, of the softmax weight on what was attended to.
 
-- `prkv S`: a static share of S. `prkv S literal`: with the pool in the paper's order (`Literal`).
+- `prkv S`: a static share of S. `prkv S literal`: with the pool in the paper's order (`Literal`). `prkv S literal
+  anew`, where --only names it: in that order, made from the text's own each time (`Anew`).
 - `moved`: rows of a head that an update moved, mean over all after the first, and the most.
 - the oracle chooses single tokens by their true weights.
 """
@@ -35,7 +36,7 @@ from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv.zoo.prkv import PRKV
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
-LITERAL = "literal"
+LITERAL, ANEW = "literal", "literal anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class Literal(PRKV):
         for b, h in s.static.updated.nonzero().tolist():
             ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
             rows = s.far.rows[b, h]
-            rows[sink:end] = rows[gathered(ids, sink, end).to(rows.device)]
+            order = self.order(rows, gathered(ids, sink, end).to(rows.device), len(ids))
+            rows[sink:end] = rows[order]
             keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
                 to[b, h, : end // self.block_size] = new
@@ -56,6 +58,20 @@ class Literal(PRKV):
         scores, peaks = bound_scores(q, s.digests, s.lengths)
         pin_blocks(scores, peaks, s.static.count, sink, self.block_size)
         return self.best(scores, peaks)
+
+
+    def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
+        """The order of the current layout: tokens that leave the set stay behind its front, side by side."""
+        return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anew(Literal):
+    """The same, but those behind the set stand in their own order: which position they are of, `Fed` writes in them."""
+
+    def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
+        rest = order[static:]
+        return torch.cat([order[:static], rest[values_of(rows)[rest, 0].argsort()]])
 
 
 class Fed:
@@ -169,6 +185,8 @@ def settings(o: argparse.Namespace, budget: int) -> dict[str, Method]:
     out: dict[str, Method] = {f"prkv {s}": make_method("prkv", static_ratio=s, **pages) for s in SHARES}
     for s in o.literal:
         out[f"prkv {s} {LITERAL}"] = Literal(static_ratio=s, **pages)
+        if f"prkv {s} {ANEW}" in o.only:
+            out[f"prkv {s} {ANEW}"] = Anew(static_ratio=s, **pages)
     out["quest"] = make_method("quest", **near, block_size=o.block_size)
     out["prkv_static"] = make_method("prkv_static", **near)
     out["oracle"] = make_method("oracle", **near)

@@ -11,7 +11,7 @@ the others, and would widen the digest for all of them. Of a block of strangers 
 these blocks. The pool may be host memory: it is rewritten in stream order, and nothing waits.
 
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
-front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_orders.py.
+front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
 """
 from typing import Annotated
 
