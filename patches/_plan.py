@@ -6,7 +6,7 @@ import torch
 from torchsparsekv.method import Method
 from torchsparsekv.patches._assignment import Assignment, described
 from torchsparsekv.patches._family import Layer
-from torchsparsekv.state import Buffers, Geometry, RowLengths, named, total_bytes
+from torchsparsekv.state import Buffers, Geometry, RowLengths, checked, named, total_bytes
 
 
 class MemoryRow(NamedTuple):
@@ -105,7 +105,7 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        return method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors))
+        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors)))
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

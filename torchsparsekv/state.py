@@ -74,14 +74,21 @@ def each(buffers: Buffers) -> Iterator[Buffer]:
 def named(buffers: Buffers) -> dict[str, Buffer]:
     """All of them, those of a view as `view.field`."""
     found: dict[str, Buffer] = {}
+    for name, given in buffers.items():
+        parts = {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
+        found |= {said: b for said, b in parts.items() if isinstance(b, Buffer)}
+    return found
+
+
+def checked(buffers: Buffers) -> Buffers:
+    """What buffers() of a method returned, if it can be."""
     if missing := [name for name in ("far", "near", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     for name, given in buffers.items():
-        parts = {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
-        if not all(isinstance(b, (Buffer, int)) for b in parts.values()) or isinstance(given, int):
+        view = hasattr(given, "_asdict")
+        if not all(isinstance(b, (Buffer, int) if view else Buffer) for b in (given if view else (given,))):
             raise TypeError(f"buffers() of a method: {name} must be a Buffer or a view of some, got {given!r}")
-        found |= {said: b for said, b in parts.items() if isinstance(b, Buffer)}
-    return found
+    return buffers
 
 
 def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:

@@ -54,7 +54,7 @@ def measure(read: Recorded, o) -> dict[str, Tensor]:
     return {name: total / o.queries for name, total in out.items()}
 
 
-def updated(read: Read, o) -> dict[tuple[int, int], Tensor]:
+def updated(read: Recorded, o) -> dict[tuple[int, int], Tensor]:
     """(tokens that are near, attention weight kept) of each pair, means over the queries."""
     out = {}
     for window, interval in TABLE:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torchsparsekv.benchmarks.quality import texts
 from torchsparsekv.benchmarks.quality._clusters import chosen_tokens
 from torchsparsekv.benchmarks.quality._recall import finish, parser, show
-from torchsparsekv.benchmarks.quality.ablate_pariskv import DENSE, Read, layers_of
+from torchsparsekv.benchmarks.quality.ablate_pariskv import DENSE
+from torchsparsekv.benchmarks.quality.heads import Recorded, recorded
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
 from torchsparsekv.benchmarks.quality.text_options import Options
 from torchsparsekv.benchmarks.quality.turns import RULES, Rule, key
@@ -58,7 +59,7 @@ def kept(weights: Tensor, near: Tensor, chosen: Tensor, now: Tensor) -> float:
     return float((weights * seen[:, :, None]).sum(-1).mean())
 
 
-def of_layer(read: Read, o) -> Iterator[tuple[tuple, float, float]]:
+def of_layer(read: Recorded, o) -> Iterator[tuple[tuple, float, float]]:
     """(rule or clusters, how often it retrieves, what it keeps)."""
     end = read.total - o.steps
     q = read.queries[end:].unflatten(1, (read.heads, -1))  # [steps, heads, group, dim]
@@ -97,7 +98,7 @@ def main() -> None:
     (text,) = texts.read(Options(lengths=(o.length,), steps=o.steps, samples=o.samples), tokenizer)
     found: dict[tuple, list[tuple[float, float]]] = {}
     for i in range(o.samples):
-        for read in layers_of(model, text.rows(o.length, range(i, i + 1))[:, :-1], o.seed)[DENSE:]:
+        for read in recorded(model, text.rows(o.length, range(i, i + 1))[0, :-1], seed=o.seed)[DENSE:]:
             for what, rate, mass in of_layer(read, o):
                 found.setdefault(tuple(told(what).items()), []).append((rate, mass))
     rows = []
