@@ -179,7 +179,8 @@ def a_page_leaves(layer: Layer, keys: torch.Tensor, old: int, region: int) -> No
 def test_nothing_is_lost_over_many_insertions():
     """10,000 of them, with keys that grow longer; more pages overflow than there are, and the rest stay as they were
     generated."""
-    method = make_method("icecache", **{**SIZES, "growth": 0.1, "rank_from": "codes", "page_size": 16, "sink": 16})
+    sizes = dict(growth=0.1, r=1 / 16, rank_from="codes", page_size=16, sink=16)
+    method = make_method("icecache", **{**SIZES, **sizes})
     page, end = method.block_size, 16 + 640 * 16
     layer = Layer(method, heads=1, dim=DIM, rows=end)
     keys = torch.randn(1, 1, end, DIM, generator=torch.Generator().manual_seed(0))

@@ -143,7 +143,11 @@ def test_memory_is_that_of_the_anchors():
     sizes = {}
     for every in (1, 3):
         with torchsparsekv.patch(model, "icecache", **{**SMALL, "reuse_every": every}) as handle:
-            sizes[every] = {r.name: r for r in handle.memory(1).rows}
+            memory = handle.memory(1)
+            sizes[every] = {r.name: r for r in memory.rows}
+            cache = handle.make_cache(1)
+            assert handle.report().device_bytes == memory.device_bytes
+            del cache
     assert (sizes[1]["leaves.key"].layers, sizes[3]["leaves.key"].layers) == (6, 2)
     assert sizes[3]["leaves.key"].nbytes * 3 == sizes[1]["leaves.key"].nbytes
 

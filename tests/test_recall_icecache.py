@@ -99,4 +99,4 @@ def test_the_figure_shows_the_rows(tmp_path):
         assert list(recall.lines[0].get_ydata()) == want
         assert len(recall.lines) == len(mass.lines) == 4
         assert len(agrees.lines) == 1
-    assert "structured" in drawn.caption
+    assert drawn.tag == "structured 2K"

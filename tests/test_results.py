@@ -31,6 +31,7 @@ FILES = sorted(QUALITY.glob("*.jsonl"))
 TEXTS = sorted((QUALITY / "text").glob("*.jsonl"))
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
 RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
+REUSE = QUALITY / "icecache/reuse.jsonl"
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
 
@@ -123,7 +124,22 @@ def test_the_retrieval_rates_of_louiskv():
     assert [want] in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS], ids=lambda p: p.name)
+def test_what_reuse_costs_icecache():
+    """Means of the tasks, in the order of the file."""
+    rows = [r for r in read(REUSE)[0] if "benchmark" not in r]
+    want = []
+    for name, budget, every in (
+        ("dense", None, None), *((f"{b}, reuse_every={e}", b, e) for b in (64, 256) for e in (1, 2, 3)),
+    ):  # fmt: skip
+        own = [r for r in rows if r["budget"] == budget and (r["hyper"] or {}).get("reuse_every") == every]
+        assert len(own) == 48
+        tasks = dict.fromkeys(r["task"] for r in own)
+        each = [statistics.fmean(r["score"] for r in own if r["task"] == task) for task in tasks]
+        want.append([name, *(f"{x:.3f}" for x in each), f"{statistics.fmean(each):.3f}"])
+    assert want in tables(ROOT / "benchmarks/results/README.md")
+
+
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, REUSE], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
