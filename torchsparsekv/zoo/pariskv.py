@@ -35,7 +35,8 @@ class ParisKV(Method):
         at most 256. The paper has 256 and 512, with windows of 128 and 256 (table 1).
     rho: share of the keys that can get votes in a subspace. None: by the length of the row (BY_LENGTH). It costs next
         to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
-    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row.
+    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row, and never fewer
+        than twice the budget.
     full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
         the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
     group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
@@ -117,10 +118,15 @@ class ParisKV(Method):
     def whole_up_to(self) -> int:
         return self.sink + self.window + self.dense_below
 
+    @property
+    def least(self) -> int:
+        """Candidates that are reranked at least."""
+        return self.budget * (2 if self.beta is None else 1)
+
     def sizes(self, rows: int) -> tuple[int, int]:
         """(candidates, tokens chosen) at most, for a pool of so many rows."""
         dense = min(self.dense_below, rows)
-        return candidate_capacity(rows, self.ratios, self.budget, dense), dense
+        return candidate_capacity(rows, self.ratios, self.least, dense), dense
 
     def buffers(self, g: Geometry) -> Buffers:
         self._check_size(g)
@@ -147,7 +153,7 @@ class ParisKV(Method):
             )
         most = g.rows - self.sink - self.window  # tokens that can be retrieved
         share = candidates_of(most, self.ratios, 0, 0)
-        if most > self.dense_below and self.budget > share:
+        if self.beta is not None and most > self.dense_below and self.budget > share:
             raise ValueError(
                 f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
                 "a larger beta, or a smaller budget"
@@ -165,7 +171,7 @@ class ParisKV(Method):
         capacity, dense = self.sizes(s.far.rows.shape[2])
         ratios, keep = self.ratios, min(self.budget, capacity)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
-        candidates = collide(votes, s.codes, s.lengths, ratios, self.budget, dense, capacity)
+        candidates = collide(votes, s.codes, s.lengths, ratios, self.least, dense, capacity)
         estimates, peaks = rerank(rotated, s.codes, candidates)
         if dense <= keep:
             return Choice(top_blocks(estimates, keep, peaks, candidates))
