@@ -32,6 +32,5 @@ def test_both_orders_find_the_same_sets_and_keep_nearly_the_same():
         masses.append(mass)
         if method is swapped:
             want = sets
-    print(masses)
     assert sets == want
     assert masses[1] - masses[0] < 0.02, masses
