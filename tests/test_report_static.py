@@ -51,6 +51,14 @@ def test_it_draws_what_the_file_holds(file):
     assert drawn.tag == "recall, 100 tokens of prompt and 50 steps"
 
 
+def test_shares_alone_are_no_curve(file):
+    result = json.loads(file.read_text())
+    result["rows"] = [r for r in result["rows"] if r["setting"] == "prkv auto"]
+    file.write_text(json.dumps(result))
+    with style.styled() as plt:
+        assert static.static(plt, load([file])) == []
+
+
 def test_it_is_on_the_page(file, tmp_path):
     written = make([file], tmp_path / "r.html")
     assert [p.name for p in written] == ["r.html", "r_static.png"]

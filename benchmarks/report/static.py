@@ -6,15 +6,17 @@ from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv.benchmarks.report.load import STATIC, Result
 
 LEVELS = ("oracle", "quest", "prkv_static")  # settings that have no share
-LITERAL = "literal"
+LITERAL, ENDS = "literal", {"prkv 0.0", "prkv 1.0"}
 
 
 def static(plt, results: list[Result]) -> list[Drawn]:
-    """One for every model and prompt."""
+    """One for every model and prompt of which both ends of the share were measured."""
     out = []
     for r in of(results, STATIC):
         for prompt, steps in dict.fromkeys((row["prompt"], row["steps"]) for row in r.rows):
             rows = [row for row in r.rows if (row["prompt"], row["steps"]) == (prompt, steps)]
+            if not ENDS.issubset(row["setting"] for row in rows):
+                continue
             tag = f"{r.options['model']}, {prompt} tokens of prompt and {steps} steps"
             out.append(Drawn(_figure(plt, rows), _caption(r, rows), (r,), tag))
     return out
