@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import torchsparsekv
 from torchsparsekv.method import all_methods, make_method
+from torchsparsekv.state import Geometry
 
 
 def acting(method) -> dict[str, object]:
@@ -115,3 +116,10 @@ def test_a_bit_of_an_id_is_the_sign_of_the_rotated_key(seed):
     assert clear[:, told].float().mean() > 0.9
     assert len(want[:, told].unique()) > 50
     assert torch.equal(found[:, told].long()[clear[:, told]], want[:, told][clear[:, told]])
+
+
+def test_a_budget_of_pariskv_is_refused_by_no_default():
+    """Where beta follows the length, twice the budget is reranked at least: of 8192 tokens a quarter would be 2048."""
+    method = make_method("pariskv", budget=2000)
+    method.buffers(Geometry(1, 1, 128, 8192, torch.float32))
+    assert method.sizes(8192) == (4000, 2000)
