@@ -35,8 +35,8 @@ class ParisKV(Method):
         at most 256. The paper has 256 and 512, with windows of 128 and 256 (table 1).
     rho: share of the keys that can get votes in a subspace. None: by the length of the row (BY_LENGTH). It costs next
         to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
-    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row, and never fewer
-        than twice the budget.
+    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row, and at least
+        twice the budget.
     full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
         the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
     group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
