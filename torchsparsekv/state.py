@@ -206,11 +206,12 @@ class LayerState:
         self.reset()
 
     def _made(self, b: Buffer | float, device: torch.device) -> Tensor | float:
-        if not isinstance(b, Buffer):
-            return b
+        return mark_static(self._allocated(b, device)) if isinstance(b, Buffer) else b
+
+    def _allocated(self, b: Buffer, device: torch.device) -> Tensor:
         if b.home == "pool" and self.pool_on_host:
-            return mark_static(host.pinned(b.shape, b.dtype, device))
-        return mark_static(torch.zeros(b.shape, dtype=b.dtype, device=device))
+            return host.pinned(b.shape, b.dtype, device)
+        return torch.zeros(b.shape, dtype=b.dtype, device=device)
 
     @property
     def lengths(self) -> Lengths:
