@@ -58,7 +58,7 @@ def insert_page(w: World, fetched: tuple):
 
 
 def _leaving_page(w: World, fetched: tuple) -> tuple:
-    _, _, far, hot, _ = fetched
+    _, far, hot, _ = fetched
     lengths = w.lengths_view._replace(interval=w.block)
     least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
     lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
