@@ -238,7 +238,6 @@ ROWS = [
     Row("clusters in blocks", patch("clusterkv", block_size=4), TypeError, r"method 'clusterkv' has no hyper-parameter block_size"),
     Row("cluster size one", patch("clusterkv", cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
     Row("cosine a number", patch("clusterkv", cosine=1), TypeError, r"cosine must be a bool, got 1"),
-    Row("cluster size one", patch("clusterkv", cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
     Row("a size no cache can have", patch("pariskv", budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
     Row("stretch below a cluster", patch("clusterkv", stretch=8, cluster_size=16), ValueError, r"stretch 8 is below cluster_size 16"),
     Row("stretch too long", patch("clusterkv", stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),

@@ -99,7 +99,6 @@ ROWS = [
     Row("rho above one", patch("pariskv", rho=2), ValueError, r"rho must be None or in \(0, 1\], got 2"),
     Row("beta zero", patch("pariskv", beta=0), ValueError, r"beta must be None or in \(0, 1\], got 0"),
     Row("beta above rho", patch("pariskv", beta=0.5, rho=0.2), ValueError, r"rho 0.2 is below beta 0.5: too few keys would get votes"),
-    Row("updates that reach into the window", patch("pariskv", update_interval=7), ValueError, r"update_interval 7 is above window 6"),
     Row("full_threshold negative", patch("pariskv", full_threshold=-1), ValueError, r"full_threshold must be at least 0, got -1"),
     Row("pages of any size in icecache", patch("icecache", page_size=12), ValueError, r"page_size must be a power of two, got 12"),
     Row("no promotion", patch("icecache", r=0.0), ValueError, r"r must be between 0 and 1, both excluded, got 0.0"),

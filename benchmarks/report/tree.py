@@ -52,10 +52,11 @@ def _draw(axes, rows: list[dict], measure: str, shade: str) -> None:
 def _note(source: Result, context: int) -> str:
     o = source.options
     return (
-        f"{style.tokens(context)} keys, r = {o['r']:g}, {o['levels']} levels; a colour is a budget in tokens. Solid: "
-        "our descent, ranking by 4-bit codes, against the share of tokens that a query head sees. Dashed: the paper's "
+        f"{style.tokens(context)} keys, r = {o['r']:g}, {o['levels']} levels. Solid: our "
+        "descent, ranking by 4-bit codes, against the share of tokens that a query head sees. Dashed: the paper's "
         "algorithms 1 to 4, each node with pages of its own. Dotted: the exact choice of our pages; dash-dotted: that "
-        f"of pages in token order. Best tokens: the {o['top']} of largest q.k of a query head. {o['queries']} queries."
+        f"of pages in token order. Best tokens: the {o['top']} of largest q.k of a query head. {o['queries']} queries. "
+        "Budget: tokens of the chosen pages per kv head and query, one colour each."
     )
 
 
