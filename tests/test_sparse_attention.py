@@ -87,9 +87,9 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
         dim=80 if odd == "head_dim" else 64, group=9 if odd == "group" else 2, seed=1,
         dtype=torch.float32 if odd == "float32" else torch.float16,
     )  # fmt: skip
-    q, *views, attention, fill = OPS["sparse_attention"](w)
+    q, *views, attention = OPS["sparse_attention"](w)
     sinks = w.sink_logits()
-    things = (q, *views, attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks), fill)
+    things = (q, *views, attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks))
     there = on(DEVICE, things)
     if odd == "strides":
         there = (torch.nn.functional.pad(there[0], (0, 3))[..., :64], *there[1:])
@@ -102,12 +102,12 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_what_the_native_kernel_is_for(sinks):
     w = Long(dim=64, dtype=torch.float16)
-    *rest, attention, fill = OPS["sparse_attention"](w)
-    things = (*rest, attention._replace(sink_logits=w.sink_logits() if sinks else None), fill)
+    *rest, attention = OPS["sparse_attention"](w)
+    things = (*rest, attention._replace(sink_logits=w.sink_logits() if sinks else None))
     assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE
 
 
 def test_blocks_partly_filled_are_left_to_triton():
-    *rest, _ = OPS["sparse_attention"](Long(dim=64, dtype=torch.float16))
-    things = on(DEVICE, (*rest, torch.ones_like(rest[2].slot_of)))
+    *rest, reach, attention = OPS["sparse_attention"](Long(dim=64, dtype=torch.float16))
+    things = on(DEVICE, (*rest, reach._replace(fill=torch.ones_like(rest[2].slot_of)), attention))
     assert ENTRY.chain.chosen(*things) == ("triton", {"cuda": "blocks that are partly filled"})
