@@ -80,7 +80,7 @@ def test_a_report_says_every_figure(monkeypatch, capsys, tmp_path):
         (["report", "nowhere.json"], "report: there is no file nowhere.json"),
         (["report", "docs"], "report: docs is no file, but a folder"),
         (["eval", "--model", "./nowhere"], "eval: there is no model at ./nowhere"),
-        (["eval-text", "--model", "./nowhere"], "eval-text: there is no model at ./nowhere"),
+        (["eval-text", "--model", "./nowhere", "--texts", "README.md"], "eval-text: there is no model at ./nowhere"),
         (["eval-text", "--texts", "nowhere.txt"], "eval-text: there is no text nowhere.txt"),
         (["calibrate", "./nowhere", "README.md"], "calibrate: there is no model at ./nowhere"),
         (["calibrate", "./nowhere", "nowhere.txt"], "nowhere.txt"),
@@ -97,7 +97,8 @@ def test_a_method_that_refuses_a_length_is_named():
     from torchsparsekv.benchmarks.quality.options import Options, settings
     from torchsparsekv.benchmarks.quality.run import check_setting
 
-    o = Options(methods=("pariskv",), budgets=(512,), lengths=(1024,))
+    half = ("pariskv.beta=0.5", "pariskv.rho=0.5")
+    o = Options(methods=("pariskv",), budgets=(512,), lengths=(1024,), hyper=half)
     with pytest.raises(ValueError, match=r"^pariskv 512 at a length of 1024: pariskv: budget 512 is above the 464"):
         check_setting(tiny(max_position_embeddings=1024), settings(o)[1], 1024, o)
 
