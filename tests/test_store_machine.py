@@ -102,7 +102,9 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self.state, "hot"))
     @rule(through=st.booleans(), seed=st.integers(0, 99))
     def forget(self, through, seed):
-        """Nothing of the pool was changed: whatever is forgotten is fetched again as it was."""
+        """Nothing of the pool was changed: whatever is forgotten is fetched again as it was. Heads that keep what they
+        chose last would do without it until they choose anew: of these it is always written through."""
+        through |= "trigger" in self.state.buffers
         blocks = self.state.hot.slot_of.shape[-1]
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))
         ids = order[: self.state.hot.chosen.shape[-1]].to(DEVICE, torch.int32).expand(2, HEADS, -1).contiguous()
