@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
-settings.register_profile("gpu", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+settings.register_profile("gpu", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 # make fuzz: as many of everything as TORCHSPARSEKV_FUZZ says
 fuzz = int(os.environ.get("TORCHSPARSEKV_FUZZ", "0"))
 settings.register_profile("fuzz", deadline=None, max_examples=fuzz or 1, suppress_health_check=list(HealthCheck))

@@ -238,7 +238,7 @@ def test_wrong_options_are_refused_before_anything_is_built(args):
 def test_keys_have_topics_sinks_and_outliers_from_any_chunk():
     topics = Topics(heads=2, dim=64, topics=8)
     keys = topics.keys(1, 0, 512, "cpu", torch.float32)[0]  # [heads, tokens, dim]
-    q = topics.queries(64, 1, 0.5, "cpu", torch.float32)
+    q = topics.queries(64, 0.5, "cpu", torch.float32)
     scores = torch.einsum("shd,htd->sht", q, keys - topics.outliers("cpu")[:, None])
     sinks, others = scores[..., :SINKS].mean(-1), scores[..., SINKS:]
     assert float((sinks[..., None] > others).float().mean()) > 0.8, "most queries want the sinks more than most tokens"
@@ -271,6 +271,20 @@ def test_decode_takes_hyper_parameters(watch):
     assert found == {"hf-static": (None, None), "full": (None, None), "louiskv": (1, "tau=1.0"), "clusterkv": (1, None)}
 
 
+def test_every_method_is_timed(watch, monkeypatch, tmp_path):
+    """Each row is on file as soon as it is known: a method that fails does not cost those before it."""
+    out, methods = tmp_path / "decode.json", tuple(name for name in all_methods() if name != "full")
+    o = decode.Options(**SMALL, contexts=(320,), methods=methods, steps=2, hf_static=False, dense=())
+    decode.run(o, out)
+    assert [r["method"] for r in json.loads(out.read_text())["rows"]] == ["hf-static", "full", *methods]
+    run = decode.run_method
+    stop = lambda model, name, *rest: 1 / 0 if name == "quest" else run(model, name, *rest)  # noqa: E731
+    monkeypatch.setattr(decode, "run_method", stop)
+    with pytest.raises(ZeroDivisionError):
+        decode.run(dataclasses.replace(o, methods=("streaming", "quest")), out)
+    assert [r["method"] for r in json.loads(out.read_text())["rows"]] == ["hf-static", "full", "streaming"]
+
+
 def test_every_block_new_with_tokens_and_clusters_too(watch):
     """`--locality 0`, the worst case: what one step fetched serves the next hardly ever."""
     methods, hyper = ("quest", "pariskv", "louiskv"), ("pariskv.full_threshold=0", "louiskv.cluster_size=4")
@@ -298,7 +312,7 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     assert _text_rates.nearest("quest", 32) == (0.75, 16)
     assert _text_rates.nearest("quest", 60)[1] == 128
     asked = []
-    bank = lambda c, t, locality, d: asked.append(locality) or BANK_OF(c, t, locality, d)  # noqa: E731
+    bank = lambda t, locality, d: asked.append(locality) or BANK_OF(t, locality, d)  # noqa: E731
     monkeypatch.setattr(decode, "bank_of", bank)
     o = decode.Options(
         **SMALL, contexts=(200,), methods=("quest", "streaming"), steps=2, hf_static=False, dense=(),

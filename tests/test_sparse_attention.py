@@ -44,9 +44,9 @@ def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
         lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
         pick=lambda *options: r.choice(options),
     )  # fmt: skip
-    q, near, hot, of_rows, *rest = OPS["sparse_attention"](w)
+    q, near, hot, of_rows, reach, attention = OPS["sparse_attention"](w)
     of_rows.length[torch.tensor(lengths) < 0] = -1
-    things = (q if strided else q.contiguous(), near, hot, of_rows, *rest)
+    things = (q if strided else q.contiguous(), near, hot, of_rows, reach._replace(fill=None), attention)
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)

@@ -20,6 +20,7 @@ class Topics:
     heads: int
     dim: int
     topics: int
+    group: int = 1  # query heads per kv head
     run: int = 64
     noise: float = 0.7
     seed: int = 0
@@ -47,7 +48,7 @@ class Topics:
         noise = torch.randn(batch, self.heads, end - begin, self.dim, generator=g, device=device) * self.noise
         return (centre + noise + self.outliers(device)[:, None]).to(dtype)
 
-    def queries(self, steps: int, group: int, locality: float, device, dtype) -> Tensor:
+    def queries(self, steps: int, locality: float, device, dtype) -> Tensor:
         """[steps, heads * group, dim]. locality 1: one topic for ever; 0: another topic at every step."""
         g = self._generator(5, "cpu")
         centres = self.centres(device)
@@ -58,6 +59,6 @@ class Topics:
                 topic = int(torch.randint(0, self.topics, (), generator=g))
             drift = locality * drift + (1 - locality**2) ** 0.5 * torch.randn(self.heads, self.dim, generator=g)
             out.append(centres[topic] + 0.5 * drift.to(device))
-        q = torch.stack(out).repeat_interleave(group, 1)
+        q = torch.stack(out).repeat_interleave(self.group, 1)
         own = torch.randn(q.shape[1:], generator=g).to(device) * 0.2  # heads of a group are alike, not the same
         return (q + own).to(dtype)

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Steering:
 
 
 def topics_of(config, context: int, budget: int) -> Topics:
-    return Topics(config.num_key_value_heads, head_dim_of(config), max(2, context // max(budget, 256)))
+    heads, topics = config.num_key_value_heads, max(2, context // max(budget, 256))
+    return Topics(heads, head_dim_of(config), topics, config.num_attention_heads // heads)
 
 
 def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
@@ -102,17 +104,17 @@ def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
     for at in range(begin, end, chunk):
         stop = min(at + chunk, end)
         k = topics.keys(cache.batch, at, stop, device, torch.bfloat16)
+        q = k.repeat_interleave(topics.group, 1)  # a token asks for tokens of its topic
         for lengths in cache.row_lengths.values():
             lengths.advance(stop - at)
         for layer in cache.stored.values():
-            layer.method.take_in(layer.state, k, k, k, join=layer.last)
+            layer.method.take_in(layer.state, q, k, k, join=layer.last)
     torch.cuda.synchronize()
 
 
-def bank_of(config, topics: Topics, locality: float, device) -> Tensor:
-    """Queries for a model of this config, [BANK, heads, head_dim]."""
-    group = config.num_attention_heads // config.num_key_value_heads
-    return topics.queries(BANK, group, locality, device, torch.bfloat16)
+def bank_of(topics: Topics, locality: float, device) -> Tensor:
+    """Queries to steer by, [BANK, heads, head_dim]."""
+    return topics.queries(BANK, locality, device, torch.bfloat16)
 
 
 def steer(cache, bank: Tensor) -> None:
@@ -210,7 +212,7 @@ def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
         near = o.near(name)
-        steer(cache, bank_of(config, topics, near.get("locality", o.locality), device))
+        steer(cache, bank_of(topics, near.get("locality", o.locality), device))
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
         row |= bare_tpot(model, cache, batch, context, o.steps)
         if o.through_generate:
@@ -277,7 +279,7 @@ def collect() -> None:
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    """Saved whenever a context is done, so that one too many does not cost the others; but not gone on with, since the
+    """Saved whenever a row is done, so that one too many does not cost the others; but not gone on with, since the
     ratios are of one run."""
     device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
     _dense.try_out(o.dense, device)
@@ -289,11 +291,9 @@ def run(o: Options, out: Path | None = None) -> dict:
         for context in o.contexts:
             group = run_dense(model, batch, context, o)
             best = min(r["tpot_ms"] for r in group)
-            for name in o.methods:
-                group.append(run_method(model, name, o, batch, context))
-            for r in group:
-                r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
-                print(r, flush=True)
-            rows += group
-            _results.save("decode", rows, options, out)
+            made = itertools.chain(group, (run_method(model, name, o, batch, context) for name in o.methods))
+            for r in made:
+                rows.append(r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]})
+                print(rows[-1], flush=True)
+                _results.save("decode", rows, options, out)
     return _results.finish("decode", rows, options, out)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 import torchsparsekv
@@ -91,8 +92,13 @@ def join(model) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(add)
         layer.mlp.down_proj.register_forward_hook(add)
-    beside = lambda module, args, out: collectives.all_gather_tensor(out, out.dim() - 1, group)  # noqa: E731
-    model.lm_head.register_forward_hook(beside)
+    model.lm_head.register_forward_hook(lambda module, args, out: _side_by_side(out, group))
+
+
+def _side_by_side(part: Tensor, group) -> Tensor:
+    """The last dimension of all ranks. Gathered along the first one: the compiler of torch 2.11 knows no other way."""
+    parts = collectives.all_gather_tensor(part.unsqueeze(0), 0, group)
+    return parts.movedim(0, -2).flatten(-2)
 
 
 # ---------------------------------------------------------------- logits

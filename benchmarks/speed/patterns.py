@@ -127,7 +127,7 @@ class Bench:
         o, device = self.o, self.model.device
         contexts = [p.prompt + round(i * (p.output - o.span) / (o.points - 1)) for i in range(o.points)]
         topics = decode.topics_of(self.model.config, sum(p), o.budget)
-        self.bank.copy_(decode.bank_of(self.model.config, topics, o.locality, device))
+        self.bank.copy_(decode.bank_of(topics, o.locality, device))
         self.cache.reset()
         took, counted, have = [], torch.zeros(5, dtype=torch.float64), 0
         for context in contexts:
