@@ -25,7 +25,7 @@ except ImportError:
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
-__all__ = ["cdiv", "chain", "chained", "compiles", "next_power_of_2", "sm_count", "tl", "triton"]
+__all__ = ["cdiv", "chain", "chained", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton"]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -63,6 +63,17 @@ def chain(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+SMALLEST = 101_376  # bytes of shared memory a program may have on the smallest GPUs supported (capability 8.6, 8.9)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    if device.type != "cuda":
+        return SMALLEST
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache

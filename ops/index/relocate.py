@@ -7,8 +7,9 @@ of the front are ever away: `away` has, of each row of the front, the home of th
 change places, of 3 * count rows if the count stays.
 
 The digests of the blocks that were touched are made anew, by their tokens that are at home: a stranger says nothing of
-the others, and would widen the digest for all of them. Of a block of strangers alone all count. The hot buffer forgets
-these blocks. The pool may be host memory: it is rewritten in stream order, and nothing waits.
+the others, and would widen the digest for all of them. Of a block of strangers alone all count. Keys are read in their
+`coarse` copy (ops/index/copy_keys.py), if there is one. The hot buffer forgets these blocks. The pool may be host
+memory: it is rewritten in stream order, and nothing waits.
 
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
 front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
@@ -18,6 +19,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops._fp8 import FP8
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
@@ -26,6 +28,7 @@ from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl,
 from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
 from torchsparsekv.ops.index.copy_keys import Coarse
+from torchsparsekv.ops.select.choose_static import key_of
 from torchsparsekv.ops.store.forget import check_blocks, empty_slot
 from torchsparsekv.ops.store.rows import in_row, keys_of, row_at, row_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
@@ -86,7 +89,8 @@ def reference(
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            digest = bounds(keys_of(rows[native]), digests.volume, digests.centre.dtype)
+            keys = keys_of(rows[native]) if coarse is None else coarse[b, h][native].view(FP8)
+            digest = bounds(keys, digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0:
@@ -195,9 +199,9 @@ def _native(away, pos, first, most, K: tl.constexpr, LOOKED: tl.constexpr):
 
 @triton.jit
 def _anew(
-    pool, centre, spread, slot_of, block_of, scratch, bh, back, forth, first, most, part, parts, rows, blocks, slots,
-    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    K: tl.constexpr, LOOKED: tl.constexpr,
+    keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, first, most, part, parts, rows, blocks, slots,
+    COARSE: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, LOOKED: tl.constexpr,
 ):  # fmt: skip
     """Digests of the blocks of the front where something changed, and of those behind it; none of them is in a slot."""
     front = tl.cdiv(most, P)
@@ -214,8 +218,8 @@ def _anew(
         if touched:
             pos = block * P + r
             native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
-            at = row_at(pool, bh, pos[:, None], rows, D) + d[None, :]
-            x = tl.load(at, mask=(d < D)[None, :] & (r >= 0)[:, None], other=0.0).to(tl.float32)
+            channel = (d < D)[None, :] & (r >= 0)[:, None]
+            x = key_of(keys, bh, pos[:, None], d[None, :], channel, rows, D, COARSE).to(tl.float32)
             store_digest(x, native, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
             slot = tl.load(slot_of + bh * blocks + block)
             if slot >= 0:
@@ -224,8 +228,8 @@ def _anew(
 
 @triton.jit
 def _relocate(
-    ids, counts, updated, arrived, gone, away, pool, coarse, centre, spread, slot_of, block_of, scratch, most, sink,
-    rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
+    ids, counts, updated, arrived, gone, away, pool, coarse, keys, centre, spread, slot_of, block_of, scratch, most,
+    sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
     MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -246,8 +250,8 @@ def _relocate(
                 meet(arrived + bh, parts)
                 leave(arrived + bh, gone + bh, parts)
             _anew(
-                pool, centre, spread, slot_of, block_of, scratch, bh, back, forth, sink, most, part, parts, rows,
-                blocks, slots, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
+                keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, sink, most, part, parts, rows,
+                blocks, slots, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
             )  # fmt: skip
         if (LAST > 3) & (part == 0):  # all programs have planned by now
             j = tl.arange(0, K)
@@ -263,8 +267,9 @@ def launch(static, away, far, coarse, hot, digests, sink) -> None:
     for phase in phases(pool.device, parts, PHASES):
         _relocate[(batch * heads, parts)](
             static.ids, static.count, static.updated, static.arrived, static.gone, away, pool,
-            pool if coarse is None else coarse, centre, spread, hot.slot_of, hot.block_of, scratch,
-            most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
+            pool if coarse is None else coarse, pool if coarse is None else coarse.view(FP8), centre, spread,
+            hot.slot_of, hot.block_of, scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase,
+            COARSE=coarse is not None,
             **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
             ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip

@@ -25,7 +25,7 @@ from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
@@ -34,7 +34,10 @@ from torchsparsekv.ops.store.views import Attention, Far, Lengths, Near, Observe
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
-QUERY_BYTES = 32768  # of the window, at a time: with a tile of keys they fit the shared memory of a small GPU
+# Bytes of the window's queries at a time, and of the tiles of keys that are on their way meanwhile: what fits the
+# shared memory of a small GPU, and of one that has ROOMY bytes of it. Keys are read once for all queries of a time.
+SMALL, LARGE = (32768, 32768), (65536, 98304)
+ROOMY = 200_000
 PHASES = 4
 
 
@@ -85,83 +88,93 @@ def key_of(pool, head, row, d, mask, rows, D: tl.constexpr, COARSE: tl.constexpr
 
 
 @triton.jit
-def _logits(
-    queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale, softcap,
-    COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
-):  # fmt: skip
-    """Of a tile of tokens and Q queries from `first` on, [TILE, Q], -inf where either is none that counts; which
-    queries there are."""
-    d, r, pos = tl.arange(0, DP), first + tl.arange(0, Q), tile * TILE + tl.arange(0, TILE)
-    channel = (d < D)[None, :]
-    in_ring = (pos < tl.minimum(n, sink))[:, None] & channel
-    in_pool = ((pos >= sink) & (pos < end))[:, None] & channel
-    k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
-    k = tl.where(in_pool, key_of(pool, bh, pos[:, None], d[None, :], in_pool, rows, D, COARSE).to(k.dtype), k)
+def _asking(
+    queries, first, b, h, n, heads, window, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr
+):
+    """Q queries of the window from `first` on, and which of them there are."""
+    d, r = tl.arange(0, DP), first + tl.arange(0, Q)
     there = r // G < tl.minimum(n, window)
     at = queries + ((b * window + r // G) * heads * G + h * G + r % G)[:, None] * D + d[None, :]
-    x = tl.load(at, mask=there[:, None] & channel, other=0.0)
+    return tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0), there
+
+
+@triton.jit
+def _logits(
+    x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of tokens and the queries `x`, [TILE, Q]; -inf where either is none that counts."""
+    d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
+    near, far = pos < tl.minimum(n, sink), (pos >= sink) & (pos < end)
+    in_ring, in_pool = near[:, None] & (d < D)[None, :], far[:, None] & (d < D)[None, :]
+    k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
+    k = tl.where(in_pool, key_of(pool, bh, pos[:, None], d[None, :], in_pool, rows, D, COARSE).to(k.dtype), k)
     z = capped(tl.dot(k, tl.trans(x), input_precision="ieee") * scale, softcap)
-    counts = ((pos < tl.minimum(n, sink)) | ((pos >= sink) & (pos < end)))[:, None] & there[None, :]
-    return tl.where(counts, z, float("-inf")), there
+    return tl.where((near | far)[:, None] & there[None, :], z, float("-inf"))
 
 
 @triton.jit
 def _sum_up(
     queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows, scale,
     softcap, padded, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    Q: tl.constexpr,
+    Q: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of every query over the tiles of this program, and the sum of exp(logit - largest)."""
-    at = (bh * parts + part) * padded + tl.arange(0, Q)
     for first in range(0, padded, Q):
-        tl.store(tops + at + first, tl.full((Q,), float("-inf"), tl.float32))
-        tl.store(totals + at + first, tl.zeros((Q,), tl.float32))
-    tl.debug_barrier()
-    for tile in range(part, tl.cdiv(end, TILE), parts):
-        for first in range(0, padded, Q):
-            z, _ = _logits(
-                queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale,
-                softcap, COARSE, G, D, DP, TILE, Q,
-            )  # fmt: skip
-            top, total = tl.load(tops + at + first), tl.load(totals + at + first)
+        x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q)
+        top, total = tl.full((Q,), float("-inf"), tl.float32), tl.zeros((Q,), tl.float32)
+        for tile in tl.range(part, tl.cdiv(end, TILE), parts, num_stages=STAGES):
+            z = _logits(
+                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE, D, DP, TILE
+            )
             peak = tl.maximum(top, tl.max(z, 0))
             safe = tl.where(peak == float("-inf"), 0.0, peak)
             total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[None, :]), 0)
-            tl.store(tops + at + first, peak)
-            tl.store(totals + at + first, total)
+            top = peak
+        at = (bh * parts + part) * padded + first + tl.arange(0, Q)
+        tl.store(tops + at, top)
+        tl.store(totals + at, total)
+
+
+@triton.jit
+def _log_sums(tops, totals, at, there, parts, padded, Q: tl.constexpr):
+    """Of the queries there are, the logarithm of the sum of exp(logit), from what all programs found; else infinity."""
+    top = tl.full((Q,), float("-inf"), tl.float32)
+    for other in range(parts):
+        top = tl.maximum(top, tl.load(tops + at + other * padded))
+    total = tl.zeros((Q,), tl.float32)
+    for other in range(parts):
+        away = tl.where(there, tl.load(tops + at + other * padded) - top, 0.0)
+        total += tl.load(totals + at + other * padded) * tl.exp(away)
+    return tl.where(there, top + tl.log(tl.where(there, total, 1.0)), float("inf"))
 
 
 @triton.jit
 def _score(
     queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows,
     rows, scale, softcap, padded, groups, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Scores and peaks of all tiles of this program, also of those behind the last token."""
-    i = tl.arange(0, TILE)
-    at = bh * parts * padded + tl.arange(0, Q)
-    for tile in range(part, tl.cdiv(rows, TILE), parts):
-        mass = tl.zeros((TILE,), tl.float32)
-        if tile * TILE < end:
-            for first in range(0, padded, Q):
-                z, there = _logits(
-                    queries, ring, pool, tile, first, b, h, bh, heads, n, end, sink, window, ring_rows, rows, scale,
-                    softcap, COARSE, G, D, DP, TILE, Q,
-                )  # fmt: skip
-                top = tl.full((Q,), float("-inf"), tl.float32)
-                for other in range(parts):
-                    top = tl.maximum(top, tl.load(tops + at + other * padded + first))
-                top = tl.where(there, top, 0.0)
-                total = tl.zeros((Q,), tl.float32)
-                for other in range(parts):
-                    away = tl.load(tops + at + other * padded + first) - top
-                    total += tl.load(totals + at + other * padded + first) * tl.exp(away)
-                share = tl.exp(z - top[None, :]) / tl.where(there, total, 1.0)[None, :]
-                mass += tl.sum(share, 1)
-        pos = tile * TILE + i
-        mass = tl.where((pos >= sink) & (pos < end), mass, float("-inf"))
-        tl.store(scores + bh * rows + pos, mass, mask=pos < rows)
-        store_peaks(peaks + bh * groups, mass, tile * TILE, rows, TILE, GROUP)
+    i, tiles = tl.arange(0, TILE), tl.cdiv(end, TILE)
+    for first in range(0, padded, Q):
+        x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q)
+        whole = _log_sums(tops, totals, bh * parts * padded + first + tl.arange(0, Q), there, parts, padded, Q)
+        for tile in tl.range(part, tiles, parts, num_stages=STAGES):
+            z = _logits(
+                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE, D, DP, TILE
+            )
+            pos = tile * TILE + i
+            live = (pos >= sink) & (pos < end)
+            mass = tl.sum(tl.exp(z - whole[None, :]), 1)
+            mass += tl.load(scores + bh * rows + pos, mask=live & (first > 0), other=0.0)
+            mass = tl.where(live, mass, float("-inf"))
+            tl.store(scores + bh * rows + pos, mass, mask=pos < rows)
+            store_peaks(peaks + bh * groups, mass, tile * TILE, rows, TILE, GROUP)
+    nothing = tl.full((TILE,), float("-inf"), tl.float32)
+    for tile in range(part + tl.cdiv(tl.maximum(tiles - part, 0), parts) * parts, tl.cdiv(rows, TILE), parts):
+        tl.store(scores + bh * rows + tile * TILE + i, nothing, mask=tile * TILE + i < rows)
+        store_peaks(peaks + bh * groups, nothing, tile * TILE, rows, TILE, GROUP)
 
 
 @triton.jit
@@ -181,8 +194,8 @@ def _choose(
     q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, pool, length, ring_begin,
     tops, totals, scores, peaks, scratch, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded,
     groups, most, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-    L: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -200,14 +213,14 @@ def _choose(
                 meet(arrived + bh, parts)
             _sum_up(
                 queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
-                scale, softcap, padded, COARSE, G, D, DP, TILE, Q,
+                scale, softcap, padded, COARSE, G, D, DP, TILE, Q, STAGES,
             )  # fmt: skip
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 meet(arrived + bh, parts)
             _score(
                 queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window,
-                ring_rows, rows, scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, GROUP,
+                ring_rows, rows, scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, STAGES, GROUP,
             )  # fmt: skip
         if LAST > 3:
             if FIRST < 3:
@@ -228,8 +241,10 @@ def launch(q, observed, static, near, far, coarse, lengths, attention) -> None:
     batch, heads, rows, _, d = pool.shape
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
     parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE))
-    width = QUERY_BYTES // (next_power_of_2(d) * q.element_size())
-    width = max(16, min(width, next_power_of_2(window * group)))
+    query_bytes, key_bytes = LARGE if shared_bytes(pool.device) >= ROOMY else SMALL
+    row_bytes = next_power_of_2(d) * q.element_size()
+    width = max(16, min(query_bytes // row_bytes, next_power_of_2(window * group)))
+    stages = max(1, min(3, key_bytes // (2 * TILE * row_bytes)))  # tiles of the ring and of the pool
     padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
     lead = (batch * heads,)
     tops, totals = torch.empty((2, *lead, parts, padded), dtype=torch.float32, device=pool.device)
@@ -242,7 +257,7 @@ def launch(q, observed, static, near, far, coarse, lengths, attention) -> None:
             lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
             window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
             COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE,
-            Q=width, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=8, num_stages=1,
+            Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=8,
             **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 

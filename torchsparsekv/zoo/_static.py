@@ -22,15 +22,16 @@ class StaticMethod(Method):
     observe: tokens of the observation window. They must be in the local window, so that all that can be retrieved came
         before them. None: as many as the window, at most 64.
     update_every: tokens after which the set is chosen anew. None: not before the next prompt.
-    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link each time where it is in
-        host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool.
+    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link, twice each time, where it
+        is in host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool. None: codes
+        where the set is chosen anew while decoding.
     """
 
     unproven = True
 
     observe: int | None = None
     update_every: int | None = None
-    update_from: str = "keys"
+    update_from: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +44,7 @@ class StaticMethod(Method):
                 )
         if self.update_every is not None:
             self.check_int("update_every", 1, NEVER - 1)
-        if self.update_from not in SOURCES:
+        if self.update_from not in (None, *SOURCES):
             raise ValueError(
                 f"{self.name}: update_from must be one of {', '.join(SOURCES)}, got {self.update_from!r}"
             )
@@ -58,14 +59,14 @@ class StaticMethod(Method):
 
     @property
     def copies(self) -> bool:
-        return self.update_from == "codes"
+        return (self.update_from or ("keys" if self.update_every is None else "codes")) == "codes"
 
     @property
     def every(self) -> int:
         return NEVER if self.update_every is None else self.update_every
 
     def effective(self) -> dict[str, object]:
-        return super().effective() | {"observe": self.observed}
+        return super().effective() | {"observe": self.observed, "update_from": SOURCES[self.copies]}
 
     def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
