@@ -100,17 +100,21 @@ def _asking(
 
 @triton.jit
 def _logits(
-    x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, BY_QUERY: tl.constexpr,
+    COARSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of tokens and the queries `x`, [TILE, Q]; -inf where either is none that counts."""
+    """Of a tile of tokens and the queries `x`, [TILE, Q] or, BY_QUERY, [Q, TILE]: what is summed up lies in a thread.
+    -inf where either is none that counts."""
     d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
     near, far = pos < tl.minimum(n, sink), (pos >= sink) & (pos < end)
     in_ring, in_pool = near[:, None] & (d < D)[None, :], far[:, None] & (d < D)[None, :]
     k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
     k = tl.where(in_pool, key_of(pool, bh, pos[:, None], d[None, :], in_pool, rows, D, COARSE).to(k.dtype), k)
-    z = capped(tl.dot(k, tl.trans(x), input_precision="ieee") * scale, softcap)
-    return tl.where((near | far)[:, None] & there[None, :], z, float("-inf"))
+    if BY_QUERY:
+        z, counts = tl.dot(x, tl.trans(k), input_precision="ieee"), there[:, None] & (near | far)[None, :]
+    else:
+        z, counts = tl.dot(k, tl.trans(x), input_precision="ieee"), (near | far)[:, None] & there[None, :]
+    return tl.where(counts, capped(z * scale, softcap), float("-inf"))
 
 
 @triton.jit
@@ -125,11 +129,11 @@ def _sum_up(
         top, total = tl.full((Q,), float("-inf"), tl.float32), tl.zeros((Q,), tl.float32)
         for tile in tl.range(part, tl.cdiv(end, TILE), parts, num_stages=STAGES):
             z = _logits(
-                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE, D, DP, TILE
+                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, True, COARSE, D, DP, TILE
             )
-            peak = tl.maximum(top, tl.max(z, 0))
+            peak = tl.maximum(top, tl.max(z, 1))
             safe = tl.where(peak == float("-inf"), 0.0, peak)
-            total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[None, :]), 0)
+            total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
             top = peak
         at = (bh * parts + part) * padded + first + tl.arange(0, Q)
         tl.store(tops + at, top)
@@ -162,8 +166,9 @@ def _score(
         whole = _log_sums(tops, totals, bh * parts * padded + first + tl.arange(0, Q), there, parts, padded, Q)
         for tile in tl.range(part, tiles, parts, num_stages=STAGES):
             z = _logits(
-                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, COARSE, D, DP, TILE
-            )
+                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, False, COARSE, D, DP,
+                TILE,
+            )  # fmt: skip
             pos = tile * TILE + i
             live = (pos >= sink) & (pos < end)
             mass = tl.sum(tl.exp(z - whole[None, :]), 1)

@@ -4,9 +4,9 @@ Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it
 taken from the best down and each brings its page. `visited` has the product of every node that is expanded
 (visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it.
 
-On an H200: a program per (kv head, 64 rows of the pool), so that one read of a key serves all query heads of the
-group. Nodes of rows are read for all (4 bytes each), keys or codes only of rows that some head sees: with a tenth of
-the nodes expanded a tenth of the keys, and as siblings share pages, whole tiles are passed by.
+A program has LOOKED rows of a kv head. First it finds the pages of which some query head sees a token: of each row its
+node, and whether that is expanded, many rows at a time. Then it goes through these pages alone: with a tenth of the
+nodes expanded a tenth of the keys is read, once for all query heads of the group.
 """
 from typing import Annotated
 
@@ -23,7 +23,8 @@ from torchsparsekv.ops.index import _residual
 from torchsparsekv.ops.store.views import Leaves, Query
 
 Visited = Annotated[Tensor, Of("batch q_heads nodes", torch.float32)]
-TILE = 64  # rows of a program, at least a page
+LOOKED = 1024  # rows of a program
+TILE = 64  # rows that are multiplied at a time, at least a page
 
 
 def check(q, visited, leaves) -> None:
@@ -48,34 +49,57 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> Tensor:
 
 
 @triton.jit
+def _pages_seen(
+    visited, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
+):
+    """Into `found` the pages of LOOKED rows from `first` on of which some head sees a token, and how many; the others
+    are -inf to all."""
+    r = first + tl.arange(0, LOOKED)
+    u = tl.load(node + bh * rows + r, mask=r < rows, other=-1)
+    sees = tl.zeros((LOOKED,), tl.int32)
+    for g in tl.static_range(G):
+        seen = tl.load(visited + (bh * G + g) * nodes + u, mask=u >= 0, other=float("-inf"))
+        sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
+    some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
+    page, pages = first // P + tl.arange(0, LOOKED // P), rows // P
+    nothing = tl.full((LOOKED // P,), float("-inf"), tl.float32)
+    for g in tl.static_range(G):
+        tl.store(out + (bh * G + g) * pages + page, nothing, mask=(some == 0) & (page < pages))
+    tl.store(found + tl.cumsum(some, 0) - 1, page, mask=some != 0)
+    return tl.sum(some, 0)
+
+
+@triton.jit
 def _peaks(
-    q, visited, key, scale, node, out, q_b, q_h, heads, nodes, rows, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    q, visited, key, scale, node, out, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
-    r, g = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GP)
-    u = tl.load(node + bh * rows + r, mask=r < rows, other=-1)
-    m = (g < G)[:, None] & (u >= 0)[None, :]
-    seen = tl.load(visited + ((bh * G + g) * nodes)[:, None] + u[None, :], mask=m, other=float("-inf"))
-    sees = seen > float("-inf")
-    score = tl.full((GP, TILE), float("-inf"), tl.float32)
-    if tl.max(sees.to(tl.int32)) > 0:
-        some = tl.max(sees.to(tl.int32), 0) > 0
-        own = q + bh // heads * q_b + bh % heads * G * q_h
+    found += (bh * tl.num_programs(1) + tl.program_id(1)) * (LOOKED // P)
+    n = _pages_seen(visited, node, out, found, bh, tl.program_id(1) * LOOKED, nodes, rows, G, P, LOOKED)
+    tl.debug_barrier()
+    i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
+    own = q + bh // heads * q_b + bh % heads * G * q_h
+    for first in range(0, n, TILE // P):
+        live = first + i // P < n
+        r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
+        u = tl.load(node + bh * rows + r, mask=live, other=-1)
+        m = (g < G)[:, None] & (u >= 0)[None, :]
+        seen = tl.load(visited + ((bh * G + g) * nodes)[:, None] + u[None, :], mask=m, other=float("-inf"))
         if GROUPS == 0:
             d = tl.arange(0, DP)
-            y = tl.load(
-                key + (bh * rows + r)[:, None] * D + d[None, :], mask=some[:, None] & (d < D)[None, :], other=0.0
-            )
+            m = live[:, None] & (d < D)[None, :]
+            y = tl.load(key + (bh * rows + r)[:, None] * D + d[None, :], mask=m, other=0.0)
             product = tl.dot(load_query(own, 0, q_h, 0, 0, G, GP, D, DP), tl.trans(y), input_precision="ieee")
         else:
-            product = seen + _of_codes(own, key, scale, bh * rows + r, some, q_h, G, GP, D, DP, GROUPS)
-        score = tl.where(sees, product, float("-inf"))
-    best = tl.max(tl.reshape(score, (GP, TILE // P, P)), 2)
-    page = tl.program_id(1) * (TILE // P) + tl.arange(0, TILE // P)
-    at = ((bh * G + g) * (rows // P))[:, None] + page[None, :]
-    tl.store(out + at, best, mask=(g < G)[:, None] & (page < rows // P)[None, :])
+            product = seen + _of_codes(own, key, scale, bh * rows + r, live, q_h, G, GP, D, DP, GROUPS)
+        score = tl.where(seen > float("-inf"), product, float("-inf"))
+        page = tl.load(found + first + p, mask=first + p < n, other=0)
+        at = ((bh * G + g) * (rows // P))[:, None] + page[None, :]
+        best = tl.max(tl.reshape(score, (GP, TILE // P, P)), 2)
+        tl.store(out + at, best, mask=(g < G)[:, None] & (first + p < n)[None, :])
 
 
 @triton.jit
@@ -98,11 +122,14 @@ def launch(q, visited, leaves) -> Tensor:
     batch, heads, rows, _ = leaves.key.shape
     out, group, page, d = fake(q, visited, leaves), q.shape[1] // heads, rows // leaves.fill.shape[2], q.shape[3]
     tile = max(TILE, page)
-    tiles = cdiv(rows, tile)
-    _peaks[(batch * heads, tiles)](
-        q, visited, leaves.key, leaves.scale, leaves.node, out, q.stride(0), q.stride(1), heads, visited.shape[2], rows,
-        G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page, TILE=tile,
-        GROUPS=leaves.scale.shape[3], **chained(q.device, batch * heads * tiles),
+    looked = max(tile, min(LOOKED, next_power_of_2(rows)))
+    parts = cdiv(rows, looked)
+    found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
+    _peaks[(batch * heads, parts)](
+        q, visited, leaves.key, leaves.scale, leaves.node, out, found, q.stride(0), q.stride(1), heads,
+        visited.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page,
+        LOOKED=looked, TILE=tile, GROUPS=leaves.scale.shape[3], num_stages=1,
+        **chained(q.device, batch * heads * parts),
     )  # fmt: skip
     return out
 

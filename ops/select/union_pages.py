@@ -5,9 +5,9 @@ First comes the best page of every head, in order of heads, then the second of e
 the lower page first); a page that is there already is passed by, and the first n are taken. Returns [batch, kv_heads,
 n] in that order, -1 behind them.
 
-A program per kv head: ranks by comparing the n entries of a head with each other, then the turns one after the other,
-each compared with those before it. For 4 heads of 16 pages that is 64 entries; no more than 8 SMs have work, and the
-launch is most of what it costs.
+A program per kv head: ranks by comparing the n entries of a head with each other, then the turns, many at a time, each
+compared with those before it. For 4 heads of 64 pages that is 256 entries; no more than 8 SMs have work, and what it
+costs is a dozen loads that wait for one another.
 """
 from typing import Annotated
 
@@ -22,7 +22,9 @@ from torchsparsekv.ops.store.views import I32
 
 PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
 PageIds = Annotated[Tensor, Of("batch q_heads n", I32)]
-PART = 32  # entries compared with others at a time
+WIDE, PART = 256, 64  # entries compared with others, and how many others, at a time
+LANES = 65536  # comparisons at a time, at most
+UNROLLED = tl.constexpr(8)  # heads of a group whose loads are asked for together
 
 
 def check(scores, ids, heads) -> None:
@@ -43,36 +45,50 @@ def reference(scores: PageScores, ids: PageIds, heads: int) -> Tensor:
 
 
 @triton.jit
+def _rank(ids, worth, turns, g, n, G: tl.constexpr, N: tl.constexpr, PART: tl.constexpr):
+    """Of one head: an entry of rank k goes to place k * G + g. Those that are none stand behind, in any order."""
+    i, p = tl.arange(0, N), tl.arange(0, PART)
+    x = tl.load(ids + g * n + i, mask=i < n, other=-1)
+    own = tl.load(worth + g * n + i, mask=i < n, other=float("-inf"))
+    rank = tl.where(x < 0, tl.cumsum((x < 0).to(tl.int32), 0) - 1, 0)
+    for first in range(0, n, PART):
+        y = tl.load(ids + g * n + first + p, mask=first + p < n, other=-1)
+        other = tl.load(worth + g * n + first + p, mask=first + p < n, other=float("-inf"))
+        before = (other[None, :] == own[:, None]) & (y[None, :] < x[:, None])
+        before = (other[None, :] > own[:, None]) | before | (x < 0)[:, None]
+        rank += tl.sum((before & (y >= 0)[None, :]).to(tl.int32), 1)
+    tl.store(turns + rank * G + g, x, mask=i < n)
+
+
+@triton.jit
 def _union(
-    scores, ids, turns, out, blocks, n, G: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    scores, ids, worth, turns, out, blocks, n, G: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
+    PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
-    i, p = tl.arange(0, N), tl.arange(0, PART)
-    turns, out = turns + bh * G * n, out + bh * n
-    for g in range(G):  # an entry of rank k of head g goes to place k * G + g
-        own = ids + (bh * G + g) * n
-        x = tl.load(own + i, mask=i < n, other=-1)
-        score = tl.load(scores + (bh * G + g) * blocks + x, mask=x >= 0, other=float("-inf"))
-        rank = tl.zeros((N,), tl.int32)
-        for first in range(0, n, PART):
-            y = tl.load(own + first + p, mask=first + p < n, other=-1)
-            other = tl.load(scores + (bh * G + g) * blocks + y, mask=y >= 0, other=float("-inf"))
-            before = (other[None, :] == score[:, None]) & (y[None, :] < x[:, None])
-            before = (other[None, :] > score[:, None]) | before
-            before = ((x >= 0)[:, None] & before) | (x < 0)[:, None]
-            rank += tl.sum((before & (y >= 0)[None, :]).to(tl.int32), 1)
-        # Those that are none stand behind the others, in any order.
-        rank += tl.where(x < 0, tl.cumsum((x < 0).to(tl.int32), 0) - 1, 0)
-        tl.store(turns + rank * G + g, x, mask=i < n)
+    i, p, every = tl.arange(0, N), tl.arange(0, PART), tl.arange(0, WIDE)
+    ids, worth, turns, out = ids + bh * G * n, worth + bh * G * n, turns + bh * G * n, out + bh * n
+    for first in range(0, G * n, WIDE):
+        at = first + every
+        x = tl.load(ids + at, mask=at < G * n, other=-1)
+        score = tl.load(scores + (bh * G + at // n) * blocks + x, mask=x >= 0, other=float("-inf"))
+        tl.store(worth + at, score, mask=at < G * n)
     tl.store(out + i, tl.full((N,), -1, tl.int32), mask=i < n)
     tl.debug_barrier()
+    if G <= UNROLLED:
+        for g in tl.static_range(G):
+            _rank(ids, worth, turns, g, n, G, N, PART)
+    else:
+        for g in range(G):
+            _rank(ids, worth, turns, g, n, G, N, PART)
+    tl.debug_barrier()
     seen = 0
-    for first in range(0, G * n, PART):
-        at = first + p
+    for first in range(0, G * n, WIDE):
+        at = first + every
         x = tl.load(turns + at, mask=at < G * n, other=-1)
-        again = tl.zeros((PART,), tl.int32)
-        for earlier in range(0, first + PART, PART):
+        again = tl.zeros((WIDE,), tl.int32)
+        for earlier in range(0, tl.minimum(first + WIDE, G * n), PART):
             y = tl.load(turns + earlier + p, mask=earlier + p < G * n, other=-1)
             again += tl.sum(((x[:, None] == y[None, :]) & ((earlier + p)[None, :] < at[:, None])).to(tl.int32), 1)
         new = (x >= 0) & (again == 0)
@@ -83,11 +99,13 @@ def _union(
 
 def launch(scores, ids, heads) -> Tensor:
     batch, q_heads, n = ids.shape
-    out, turns = fake(scores, ids, heads), torch.empty_like(ids)
-    wide = next_power_of_2(n)
+    group, wide = q_heads // heads, next_power_of_2(n)
+    out, turns, worth = fake(scores, ids, heads), torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
     _union[(batch * heads,)](
-        scores, ids, turns, out, scores.shape[2], n, G=q_heads // heads, N=wide, PART=PART,
-        num_warps=4 if wide <= 256 else 8, **chained(ids.device, batch * heads),
+        scores, ids, worth, turns, out, scores.shape[2], n, G=group, N=wide,
+        WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, LANES // wide)),
+        num_warps=8,
+        **chained(ids.device, batch * heads),
     )  # fmt: skip
     return out
 
