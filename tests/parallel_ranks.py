@@ -54,7 +54,7 @@ def rows() -> list[dict]:
     for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
         setattr(torch.cuda, name, lambda *_: None)
     model = parallel.build("tiny", dist.get_world_size(), torch.device("cpu"))
-    return parallel.rows_of(model, 1, OPTIONS)
+    return list(parallel.rows_of(model, 1, OPTIONS))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ HEADS = {"llama": 1, "olmo2": 2, "phi3": 2}  # of two: shared, or on every rank,
 @pytest.mark.slow
 def test_two_ranks_answer_as_one(tmp_path):
     for family in (*HEADS, "gpt_oss"):
-        tiny(family).cpu().save_pretrained(tmp_path / family)
+        tiny(family, vocab_size=98).cpu().save_pretrained(tmp_path / family)  # 5.17 wants it shared alike
     found = torchrun("ranks.py", str(tmp_path))
     assert {name: found[name]["heads"] for name in HEADS} == HEADS
     assert max(found[name]["error"] for name in HEADS) <= 1e-5

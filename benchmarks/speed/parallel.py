@@ -8,6 +8,7 @@ torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel --contexts 13107
 """
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -169,25 +170,23 @@ def run(o: Options, out: Path | None = None) -> dict:
         _dense.try_out(o.dense, device)
         errors = logits_error(device, o.methods) if o.logits else {}
         model = build(o.shape, count, device)
-        rows = [row for batch in o.batches for row in rows_of(model, batch, o)]
-        for row in rows:
-            row |= {"logits_error": errors[row["method"]]} if row["method"] in errors else {}
-        if rank:
-            return {}
-        return _results.finish("parallel", rows, dataclasses.asdict(o), out)
+        rows: list[dict] = []
+        for row in (row for batch in o.batches for row in rows_of(model, batch, o)):
+            rows.append(row | ({"logits_error": errors[row["method"]]} if row["method"] in errors else {}))
+            if rank == 0:
+                print(rows[-1], flush=True)
+                _results.save("parallel", rows, dataclasses.asdict(o), out)
+        return _results.finish("parallel", rows, dataclasses.asdict(o), out) if rank == 0 else {}
 
 
-def rows_of(model, batch: int, o: Options) -> list[dict]:
-    """The step at 256 tokens, and for every context dense attention and the methods."""
+def rows_of(model, batch: int, o: Options) -> Iterator[dict]:
+    """The step at 256 tokens, and for every context dense attention and the methods, each as soon as it is known."""
     floor = measured(decode.run_static, model, batch, decode.FLOOR_CONTEXT, o, *o.dense[:1])
-    rows = [{**floor, "over_floor": 1.0}]
+    yield {**floor, "over_floor": 1.0}
     for context in o.contexts:
-        group = [measured(decode.run_static, model, batch, context, o, name) for name in o.dense]
-        group += [measured(decode.run_method, model, name, o, batch, context) for name in ("full", *o.methods)]
-        best = min(r["tpot_ms"] for r in group if r["method"] not in o.methods)
-        for r in group:
-            r |= {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
-            if dist.get_rank() == 0:
-                print(r, flush=True)
-        rows += group
-    return rows
+        dense = [measured(decode.run_static, model, batch, context, o, name) for name in o.dense]
+        dense.append(measured(decode.run_method, model, "full", o, batch, context))
+        best = min(r["tpot_ms"] for r in dense)
+        methods = (measured(decode.run_method, model, name, o, batch, context) for name in o.methods)
+        for r in itertools.chain(dense, methods):
+            yield r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
