@@ -46,6 +46,20 @@ def test_the_hit_rates_of_text():
     assert hits() in tables(RESULTS / "README.md")
 
 
+def test_two_gpus():
+    found = []
+    for context in (131072, 524288):
+        rows = {r["method"]: r for r in rows_of("h200_parallel.json") if r["context"] == context}
+        dense, quest = rows["full"], rows["quest"]
+        assert quest["ranks"] == 2
+        assert not any(r[x] for r in (dense, quest) for x in ("recompiles", "graph_skips", "memory_growth"))
+        assert quest["logits_error"] < 6.05e-7
+        line = [f"{context // 1024}K", f"{dense['tpot_ms']:.2f}", f"{quest['tpot_ms']:.2f}", f"{quest['over_floor']:.2f}"]
+        memory = [f"{quest[x][0]:.1f}" for x in ("host_GiB", "device_GiB")]
+        found.append([*line, f"{quest['speedup']:.2f}x", *memory])
+    assert found in tables(ROOT / "docs/results.md")
+
+
 def test_the_rules_of_louiskv():
     page = PAGES / "louiskv.md"
     assert rules() in tables(page)

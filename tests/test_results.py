@@ -152,7 +152,8 @@ def test_a_file_says_what_made_it(path):
 
 def means(command: str):
     """The options that a command line gives to its benchmark."""
-    words = shlex.split(command)[1:]
+    words = shlex.split(command)
+    words = words[5 if words[0] == "torchrun" else 1 :]
     at, name = typer.main.get_command(commands.load(words[0])), ""
     while hasattr(at, "commands"):
         name = words.pop(0)
@@ -206,6 +207,9 @@ CELLS = {
     "decode": (("method", "context", "batch"), lambda o: {
         *product(("hf-static",), (256, *(n for n in o.contexts if o.hf_static and n <= 131072)), o.batches),
         *product(("full", *o.dense, *o.methods), o.contexts, o.batches),
+    }),
+    "parallel": (("method", "context", "batch"), lambda o: {
+        *product(("hf-static",), (256,), o.batches), *product(("full", *o.dense, *o.methods), o.contexts, o.batches),
     }),
     "prefill": (("method", "context"), lambda o: {*product(("dense", *o.methods), o.contexts)}),
     "throughput": (("method", "cap_GiB"), lambda o: {*product(("full", *o.methods), o.caps_gib)}),
