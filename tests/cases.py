@@ -22,6 +22,7 @@ from torchsparsekv.ops.store.views import (
     Hot,
     Lengths,
     Reach,
+    Scored,
     Segments,
     Token,
     Trigger,
@@ -111,8 +112,8 @@ def _top_blocks(w: World):
     k, ids = 1 + w.seed % (w.rows + 2), w.pick(names, None)
     peaks = peaks_of(scores) if w.pick(True, False) else None
     if ids is None or w.pick(True, False):
-        return (scores, k, peaks, ids, None, 0, 0)
-    return (scores, k, peaks, ids, w.begin, int(w.begin.float().median()), k + w.seed % 7)
+        return (Scored(scores, peaks), k, ids, None, 0, 0)
+    return (Scored(scores, peaks), k, ids, w.begin, int(w.begin.float().median()), k + w.seed % 7)
 
 
 def _encode_keys(w: World):

@@ -6,7 +6,7 @@ from world import World
 
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
-from torchsparsekv.ops.store.views import Attention, Far, Observed, Static
+from torchsparsekv.ops.store.views import Attention, Far, Observed, Scored, Static
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -72,7 +72,7 @@ def static_target(w: World):
 def pin_blocks(w: World):
     scores = torch.randn(w.batch, w.heads, w.blocks, generator=w.g)
     count = torch.randint(0, w.blocks - w.sink // w.block + 1, (w.batch, w.heads), generator=w.g, dtype=I32) * w.block
-    return (scores, peaks_of(scores), count, w.sink, w.block)
+    return (Scored(scores, peaks_of(scores)), count, w.sink, w.block)
 
 
 def relocate(w: World, fetching, bounding):

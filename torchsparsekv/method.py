@@ -147,7 +147,7 @@ class Method:
 
     def best(self, scores: Tensor, peaks: Tensor | None = None) -> Choice:
         """As many of the best blocks as the budget allows."""
-        return Choice(top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]), peaks))
+        return Choice(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
     def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:

@@ -55,9 +55,9 @@ class Literal(PRKV):
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
                 to[b, h, : end // self.block_size] = new
             s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
-        scores, peaks = bound_scores(q, s.digests, s.lengths)
-        pin_blocks(scores, peaks, s.static.count, sink, self.block_size)
-        return self.best(scores, peaks)
+        scored = bound_scores(q, s.digests, s.lengths)
+        pin_blocks(scored, s.static.count, sink, self.block_size)
+        return self.best(*scored)
 
 
     def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:

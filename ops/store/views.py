@@ -227,6 +227,14 @@ class View(NamedTuple):
     levels: int
 
 
+class Scored(NamedTuple):
+    """Scores of what can be chosen, with their peaks (ops/_top.py) where the op that scored has written them too. What
+    such an op returns, (scores, peaks), stands for one."""
+
+    scores: Annotated[Tensor, Of("batch heads n", torch.float32)]
+    peaks: Annotated[Tensor, Of("batch heads groups", torch.float32)] | None = None
+
+
 class Asked(NamedTuple):
     """Ids of blocks, distinct within a head, -1 for none. Heads whose `retrieve_now` is 0 keep what they chose last;
     without it all choose anew."""
