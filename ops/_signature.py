@@ -26,8 +26,8 @@ class Of(NamedTuple):
     """A tensor's shape in words, and its type.
 
     A word is a number, a name (the same name is the same size in the whole op), or a sum of them without spaces
-    ("units+1"); numbers that the op takes may be named too. `dtype` is a type, a tuple of those allowed, or a name: then
-    it is a floating-point type, the same for all tensors of the op with that name. Tensors are contiguous, or with
+    ("units+1"); numbers that the op takes may be named too. `dtype` is a type, a tuple of those allowed, or a name:
+    then it is a floating-point type, the same for all tensors of the op with that name. Tensors are contiguous, or with
     `strided` just dense in their last dimension.
     """
 

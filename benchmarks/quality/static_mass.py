@@ -104,7 +104,7 @@ class Fed:
         if tokens > 1:
             self.method.take_in(s, q, k, v, join=True)
             return None
-        append(Token(k, v), s.near, s.far, s.stats, s.lengths)
+        append(Token(k, v), s.store, s.stats, s.lengths)
         self.method.step(s, q, k)
         return self.method.choose(s, q, self.attention)
 

@@ -58,6 +58,13 @@ class Far(NamedTuple):
     rows: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
 
 
+class Store(NamedTuple):
+    """`Near` and `Far` in one: what tokens are written to, and all that a row holds."""
+
+    ring: Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
+    pool: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
+
+
 class Hot(NamedTuple):
     """The hot buffer: the blocks that were fetched lately, in slots on the device.
 

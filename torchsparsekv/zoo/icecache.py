@@ -161,9 +161,9 @@ class IceCache(Method):
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         if s.anchor is not None:
-            return place_page(s.near, s.far, s.hot, s.anchor.tree.placed, s.lengths)
+            return place_page(s.store, s.hot, s.anchor.tree.placed, s.lengths)
         region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
-        insert_page(s.near, s.far, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
+        insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         if s.anchor is not None:
