@@ -16,7 +16,6 @@ from world import DEVICE, World
 import torchsparsekv
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.store.views import Scored
 
 ENTRIES = load_all()
 SMALL = dict(max_length=64, budget=16, sink=4, window=6, skip_layers=1, block_size=4)
@@ -327,10 +326,9 @@ ROWS = [
     Row("top_blocks: scores in half", op("top_blocks", scored_scores=torch.Tensor.half), TypeError, r"^scored.scores must be torch.float32, got torch.float16$"),
     Row("top_blocks: scores strided", op("top_blocks", scored_scores=strided), ValueError, r"^scored.scores must be contiguous, got shape \(2, 2, 64\) with strides \(256, 128, 2\)$"),
     Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"^need k >= 1 and at least one score, got k=0, scores \(2, 2, 64\)$"),
-    Row("top_blocks: width", lambda _: top_blocks(Scored(torch.zeros(1, 1, 4, device=DEVICE)), 2, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
-    Row("top_blocks: few", lambda _: top_blocks(Scored(torch.zeros(1, 1, 4, device=DEVICE)), 2, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
-    Row("top_blocks: whole without ids", lambda _: top_blocks(Scored(torch.zeros(1, 1, 4, device=DEVICE)), 2, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
-    Row("top_blocks: counter of fewer rows", lambda _: top_blocks(Scored(torch.zeros(2, 1, 4, device=DEVICE)), 2, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"^counter must have shape \(2,\), got \(1,\)$"),
+    Row("top_blocks: width", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
+    Row("top_blocks: few", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
+    Row("top_blocks: whole without ids", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
     Row("top_blocks: a tensor for a view", lambda _: top_blocks(torch.zeros(2, 2, 64, device=DEVICE), 2), ValueError, r"^scored.scores must have shape \(batch, heads, n\), got \(2, 64\)$"),
     Row("pin_blocks: no peaks", op("pin_blocks", scored_peaks=lambda _: None), ValueError, r"^blocks are pinned in scores and in the peaks of these, got scores without$"),
     Row("fetch: ids in int64", op("fetch", asked_ids=torch.Tensor.long), TypeError, r"^asked.ids must be torch.int32, got torch.int64$"),
