@@ -77,22 +77,13 @@ def _on_cpu(chain: Chain) -> Callable:
 
 def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Callable:
     """`fn` of views as a function of flat arguments, behind the checks."""
-    verify, run = signature.verifier(), signature.grouped(fn)
-    if check is None:
+    verify, run = signature.verifier(), signature.grouped(fn, check)
 
-        def plain(*args):
-            verify(*args)
-            return run(*args)
-
-        return plain
-    further = signature.grouped(check)
-
-    def checked(*args):
+    def verified(*args):
         verify(*args)
-        further(*args)
         return run(*args)
 
-    return checked
+    return verified
 
 
 def _on_device(fn: Callable) -> Callable:

@@ -26,9 +26,9 @@ class Of(NamedTuple):
     """A tensor's shape in words, and its type.
 
     A word is a number, a name (the same name is the same size in the whole op), or a sum of them without spaces
-    ("units+1"); numbers that the op takes may be named too. A leading "*" stands for any leading dimensions. `dtype` is
-    a type, a tuple of those allowed, or a name: then it is a floating-point type, the same for all tensors of the op
-    with that name. Tensors are contiguous, or with `strided` just dense in their last dimension.
+    ("units+1"); numbers that the op takes may be named too. `dtype` is a type, a tuple of those allowed, or a name:
+    then it is a floating-point type, the same for all tensors of the op with that name. Tensors are contiguous, or with
+    `strided` just dense in their last dimension.
     """
 
     shape: str
@@ -127,14 +127,16 @@ class Signature:
         made.__doc__ = doc
         return made
 
-    def grouped(self, fn: Callable) -> Callable:
-        """`fn` of views as a function of flat arguments."""
-        passed = [
-            f"_{p.name}_view._make(({', '.join(f.name for f in p.flat)},))" if p.view else p.name
-            for p in self.parameters
-        ]
-        flat = ", ".join(f.name for f in self.flat)
-        return self._made(f"def {self.name}({flat}):\n    return _fn({', '.join(passed)})", _fn=fn)
+    def grouped(self, fn: Callable, before: Callable | None = None) -> Callable:
+        """`fn` of views as a function of flat arguments, and `before` with the same views if it is given."""
+        lines = [
+            f"_its_{p.name} = _new(_{p.name}_view, ({', '.join(f.name for f in p.flat)},))"
+            for p in self.parameters if p.view
+        ]  # fmt: skip
+        passed = ", ".join(f"_its_{p.name}" if p.view else p.name for p in self.parameters)
+        lines += [f"_before({passed})"] * (before is not None) + [f"return _fn({passed})"]
+        code = f"def {self.name}({', '.join(f.name for f in self.flat)}):\n    " + "\n    ".join(lines)
+        return self._made(code, _fn=fn, _before=before, _new=tuple.__new__)  # less to do than in _make of a NamedTuple
 
     def verifier(self) -> Callable:
         """A function of flat arguments that raises where shapes and types do not fit."""
@@ -157,7 +159,7 @@ class Signature:
         tensors = [f for f in self.flat if f.of]
         views = {f.name for p in self.parameters if p.view for f in p.flat}
         order = sorted(tensors, key=lambda f: f.name not in views)
-        sums = [f for f in order if any(not w.isidentifier() and not w.isdigit() and w[0] != "*" for w in words(f.of))]
+        sums = [f for f in order if any(not w.isidentifier() and not w.isdigit() for w in words(f.of))]
         return sorted([f for f in order if f not in sums] + sums, key=lambda f: f.optional)
 
     def _numbers(self) -> dict[str, str]:
@@ -214,12 +216,6 @@ class _Lines:
         return [f"{f.name}.dtype not in FLOATS"]
 
     def _shape(self, name: str, parts: list[str]) -> list[str]:
-        if parts and parts[0].startswith("*"):
-            lead, rest = parts[0][1:], parts[1:]
-            self.done.append(f"_shape = {name}.shape")
-            wrong = [f"len(_shape) < {len(rest)}"]
-            wrong.append(self._bind(f"*{lead}", f"_shape[:{-len(rest) or None}]"))
-            return wrong + [self._bind(w, f"_shape[{i - len(rest)}]") for i, w in enumerate(rest)]
         if all(self._known(w) for w in parts):
             return [f"{name}.shape != ({', '.join(map(size_of, parts))}{',' * (len(parts) == 1)})"]
         self.done.append(f"_shape = {name}.shape")
@@ -230,13 +226,10 @@ class _Lines:
 
     def _bind(self, word: str, at: str) -> str:
         """A condition that is true where a size is another than known; a new name is bound on the way."""
-        if not word.startswith("*") and self._known(word):
+        if self._known(word):
             return f"{at} != {size_of(word)}"
-        variable = size_of(word.lstrip("*"))
-        if variable in self.sizes:
-            return f"{at} != {variable}"
-        self.sizes.add(variable)
-        return f"({variable} := {at}) is None"
+        self.sizes.add(size_of(word))
+        return f"({size_of(word)} := {at}) is None"
 
 
 def size_of(word: str) -> str:
@@ -256,10 +249,6 @@ def _explain_one(f: Flat, t: Tensor, sizes: dict[str, Any], kinds: dict[str, dic
     if t.dtype not in allowed:
         raise TypeError(f"{f.said} must be {' or '.join(map(str, allowed))}, got {t.dtype}")
     parts, shape = words(f.of), tuple(t.shape)
-    lead = 0
-    if parts and parts[0].startswith("*"):
-        lead = max(0, len(shape) - len(parts) + 1)
-        parts = [f"{parts[0][1:]}{i}" for i in range(lead)] + parts[1:]
     fits = len(parts) == len(shape)
     for word, size in zip(parts, shape):
         if word.isidentifier():

@@ -22,7 +22,9 @@ from torchsparsekv.ops.store.views import (
     Hot,
     Lengths,
     Reach,
+    Scored,
     Segments,
+    Store,
     Token,
     Trigger,
     Units,
@@ -46,22 +48,21 @@ def _advance(w: World):
 
 
 def _append(w: World):
-    near, far = w.near(w.start, w.previous_begin), _kept(w, w.far(w.previous_begin))
-    return (Token(w.k, w.v), near, far, w.stats(), w.lengths_view)
+    return (Token(w.k, w.v), _store(w, w.previous_begin), w.stats(), w.lengths_view)
 
 
-def _kept(w: World, far: Far) -> Far:
-    """A pool, or one without rows: what leaves that ring is forgotten."""
-    return far if w.pick(True, False) else Far(far.rows[:, :, :0].contiguous())
+def _store(w: World, upto: torch.Tensor) -> Store:
+    """Before this call. With a pool, or one without rows: what leaves that ring is forgotten."""
+    store = Store(*w.near(w.start, w.previous_begin), *w.far(upto))
+    return store if w.pick(True, False) else store._replace(pool=store.pool[:, :, :0].contiguous())
 
 
 def _flush_ring(w: World):
-    return (w.near(w.start, w.previous_begin), _kept(w, w.far(w.previous_begin)), w.lengths_view)
+    return (_store(w, w.previous_begin), w.lengths_view)
 
 
 def _store_prompt(w: World):
-    near, far = w.near(w.start, w.previous_begin), _kept(w, w.far(w.start))
-    return (w.k, w.v, near, far, w.lengths_view, _order(w), True)
+    return (w.k, w.v, _store(w, w.start), w.lengths_view, _order(w), True)
 
 
 def _order(w: World):
@@ -111,8 +112,8 @@ def _top_blocks(w: World):
     k, ids = 1 + w.seed % (w.rows + 2), w.pick(names, None)
     peaks = peaks_of(scores) if w.pick(True, False) else None
     if ids is None or w.pick(True, False):
-        return (scores, k, peaks, ids, None, 0, 0)
-    return (scores, k, peaks, ids, w.begin, int(w.begin.float().median()), k + w.seed % 7)
+        return (Scored(scores, peaks), k, ids, None, 0, 0)
+    return (Scored(scores, peaks), k, ids, w.begin, int(w.begin.float().median()), k + w.seed % 7)
 
 
 def _encode_keys(w: World):
@@ -170,8 +171,8 @@ def _rerank(w: World):
 
 
 def _attention_mass(w: World):
-    near, far = w.near(w.length, w.begin), w.far(w.begin)
-    return (w.q[:, :, :1], near, far, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
+    store = Store(*w.near(w.length, w.begin), *w.far(w.begin))
+    return (w.q[:, :, :1], store, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
 
 
 def _random_scores(w: World):

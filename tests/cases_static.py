@@ -6,7 +6,7 @@ from world import World
 
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
-from torchsparsekv.ops.store.views import Attention, Far, Observed, Static
+from torchsparsekv.ops.store.views import Attention, Far, Observed, Scored, Static, Store
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -45,10 +45,10 @@ def _static(w: World, most: int) -> Static:
 
 def choose_static(w: World):
     observed, static = _observed(w, w.length - 1), _static(w, w.pick(1, w.rows // 2 + 1, w.rows))
-    near, far = w.near(w.length, w.begin), w.far(w.begin)
+    store = Store(*w.near(w.length, w.begin), *w.far(w.begin))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
-    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (w.q[:, :, :1], observed, static, near, far, coarse, w.lengths_view, attention)
+    coarse = store.pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (w.q[:, :, :1], observed, static, store, coarse, w.lengths_view, attention)
 
 
 def copy_keys(w: World):
@@ -72,7 +72,7 @@ def static_target(w: World):
 def pin_blocks(w: World):
     scores = torch.randn(w.batch, w.heads, w.blocks, generator=w.g)
     count = torch.randint(0, w.blocks - w.sink // w.block + 1, (w.batch, w.heads), generator=w.g, dtype=I32) * w.block
-    return (scores, peaks_of(scores), count, w.sink, w.block)
+    return (Scored(scores, peaks_of(scores)), count, w.sink, w.block)
 
 
 def relocate(w: World, fetching, bounding):

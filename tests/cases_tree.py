@@ -3,7 +3,7 @@ import torch
 from world import World, integers
 
 from torchsparsekv.ops.index._residual import coded, widths
-from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Tree, View
+from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Store, Tree, View
 
 I32 = torch.int32
 
@@ -48,13 +48,13 @@ def plant_tree(w: World):
 
 def insert_page(w: World, fetched: tuple):
     """One page leaves at a time; in half of the cases what the store has is not enough pages."""
-    near, far, hot, lengths = _leaving_page(w, fetched)
+    store, hot, lengths = _leaving_page(w, fetched)
     region = w.pick(0, w.blocks // 2, w.blocks) * w.block
     promotion = _promotion(w)
     tree, leaves = _tree(w, promotion.levels)
     free = torch.arange(w.blocks) >= region // w.block + tree.page_count[..., None]
     leaves = leaves._replace(fill=leaves.fill.masked_fill(free, 0))
-    return (near, far, hot, _distinct(tree, free), leaves, lengths, promotion, region)
+    return (store, hot, _distinct(tree, free), leaves, lengths, promotion, region)
 
 
 def _leaving_page(w: World, fetched: tuple) -> tuple:
@@ -62,13 +62,13 @@ def _leaving_page(w: World, fetched: tuple) -> tuple:
     lengths = w.lengths_view._replace(interval=w.block)
     least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
     lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
-    return Near(integers(w.near(w.length, lengths.previous_ring_begin).ring)), far, hot, lengths
+    return Store(integers(w.near(w.length, lengths.previous_ring_begin).ring), *far), hot, lengths
 
 
 def place_page(w: World, fetched: tuple):
-    near, far, hot, lengths = _leaving_page(w, fetched)
+    store, hot, lengths = _leaving_page(w, fetched)
     rows = torch.rand(w.batch, w.heads, w.blocks * w.block, generator=w.g).argsort(-1)[..., : w.block]
-    return (near, far, hot, rows.to(I32).contiguous(), lengths)
+    return (store, hot, rows.to(I32).contiguous(), lengths)
 
 
 def _distinct(tree: Tree, free: torch.Tensor) -> Tree:

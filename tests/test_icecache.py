@@ -173,7 +173,7 @@ def a_page_leaves(layer: Layer, keys: torch.Tensor, old: int, region: int) -> No
     s.far.rows[:, :, at] = rows_of(new, new)
     for t, n in zip(s.lengths, (old, old + page + WINDOW, old, old + page)):
         t.fill_(n)
-    insert_page(s.near, s.far, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted, region)
+    insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted, region)
 
 
 def test_nothing_is_lost_over_many_insertions():

@@ -12,6 +12,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP, peaks_of
+from torchsparsekv.ops.store.views import Scored
 
 TOP = importlib.import_module("torchsparsekv.ops.select.top_blocks")
 ENTRY = load_all()["top_blocks"]
@@ -69,7 +70,7 @@ def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
     ids = torch.arange(2 * n, dtype=torch.int32).view(2, n) * 2 + 1 if mapped else None
     want = [plain(row, k) for row in x]
     for kind in ("triton", "reference"):
-        got = ENTRY.run(kind, *on(DEVICE, (x, k, peaks_of(x), ids, None, 0, 0))).cpu()
+        got = ENTRY.run(kind, *on(DEVICE, (Scored(x, peaks_of(x)), k, ids, None, 0, 0))).cpu()
         for row, best in enumerate(want):
             named = [int(ids[row, i]) for i in best] if mapped else best
             assert got[row].tolist() == named + [-1] * (k - len(named))
@@ -82,7 +83,7 @@ def test_whole_rows_and_others_by_their_peaks(launches):
     x = torch.randn(3, 2, n, generator=g)
     ids = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
     ids[1, :, 250:], x[1, :, 250:] = -1, -math.inf
-    things = (x, k, peaks_of(x), ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
+    things = (Scored(x, peaks_of(x)), k, ids, torch.tensor([9, 8, 3], dtype=torch.int32), 8, width)
     got = ENTRY.run("triton", *on(DEVICE, things)).cpu()
     assert launches
     assert torch.equal(got, ENTRY.reference(*things))
@@ -93,9 +94,9 @@ def test_whole_rows_and_others_by_their_peaks(launches):
 @pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
 def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
-    got = ENTRY.run("triton", *on(DEVICE, (x, k, peaks_of(x), None, None, 0, 0))).cpu()
+    got = ENTRY.run("triton", *on(DEVICE, (Scored(x, peaks_of(x)), k, None, None, 0, 0))).cpu()
     assert not launches
-    assert torch.equal(got, ENTRY.reference(x, k))
+    assert torch.equal(got, ENTRY.reference(Scored(x), k))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_what_is_native(n, k, peaks, shape):
     got = TOP.native(n, k, peaks)
     assert (got["THREADS"], got["PEAKS"]) == shape
     x = torch.zeros(1, n)
-    assert ENTRY.chain.chosen(*on(DEVICE, (x, k, peaks_of(x) if peaks else None, None, None, 0, 0))) == NATIVE
+    assert ENTRY.chain.chosen(*on(DEVICE, (Scored(x, peaks_of(x) if peaks else None), k, None, None, 0, 0))) == NATIVE
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_what_is_native(n, k, peaks, shape):
 )
 def test_what_is_left_to_triton(n, k, peaks, reason):
     x = torch.zeros(1, n)
-    things = on(DEVICE, (x, k, peaks_of(x) if peaks else None, None, None, 0, 0))
+    things = on(DEVICE, (Scored(x, peaks_of(x) if peaks else None), k, None, None, 0, 0))
     assert TOP.native(n, k, peaks) == reason
     assert ENTRY.chain.chosen(*things) == ("triton", {"cuda": reason})
 
@@ -145,9 +146,10 @@ def test_native(kind, n, share, most, width, peaks, seed):
     ids = torch.randint(1, 4, x.shape, generator=g).cumsum(-1).int() if seed % 3 else None
     counter = torch.tensor([3, 9], dtype=torch.int32) if seed % 3 == 1 else None
     whole = (5, k + width) if counter is not None else (0, 0)
-    things = (x, k, peaks_of(x) if peaks else None, ids, counter, *whole)
-    _, *rest = on(DEVICE, things)
-    there = torch.empty(x.numel() + seed % 4, device=DEVICE)[seed % 4 :].view(x.shape).copy_(x)
+    things = (Scored(x, peaks_of(x) if peaks else None), k, ids, counter, *whole)
+    scored, *rest = on(DEVICE, things)
+    shifted = torch.empty(x.numel() + seed % 4, device=DEVICE)[seed % 4 :].view(x.shape).copy_(x)
+    there = scored._replace(scores=shifted)
     expected = ENTRY.reference(*things)
     kind, reasons = ENTRY.chain.chosen(there, *rest)
     assert (kind, reasons) == (("cuda", {}) if isinstance(TOP.native(n, k, peaks), dict) else ("triton", reasons))

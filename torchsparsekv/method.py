@@ -147,14 +147,14 @@ class Method:
 
     def best(self, scores: Tensor, peaks: Tensor | None = None) -> Choice:
         """As many of the best blocks as the budget allows."""
-        return Choice(top_blocks(scores, min(self.budget // self.block_size, scores.shape[-1]), peaks))
+        return Choice(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
     def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.steer is not None:
             q = s.steer(s, q)
-        append(Token(k, v), s.near, s.far, s.stats, s.lengths)
+        append(Token(k, v), s.store, s.stats, s.lengths)
         self.step(s, q, k)
         choice = None
         if self.dense:
@@ -171,9 +171,9 @@ class Method:
     @final
     def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, *, join: bool) -> None:
         """Many new tokens into the store and the index."""
-        flush_ring(s.near, s.far, s.lengths)
+        flush_ring(s.store, s.lengths)
         order = self.prompt(s, q, k, join=join)
-        store_prompt(k, v, s.near, s.far, s.lengths, order, join)
+        store_prompt(k, v, s.store, s.lengths, order, join)
 
     @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchsparsekv import host
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats
+from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats, Store
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,7 @@ class LayerState:
                 view = isinstance(given, tuple)
                 made = [self._made(b, device) for b in (given if view else (given,))]
                 setattr(self, name, type(given)(*made) if view else made[0])
+        self._store = Store(*self.near, *self.far)
         self.reset()
 
     def _made(self, b: Buffer | float, device: torch.device) -> Tensor | float:
@@ -216,6 +217,10 @@ class LayerState:
     @property
     def lengths(self) -> Lengths:
         return self.row_lengths.view
+
+    @property
+    def store(self) -> Store:
+        return self._store
 
     def hand_on(self, order: Tensor) -> None:
         """The order in which the pool takes a prompt, for as many layers as follow this one."""

@@ -70,8 +70,7 @@ class Index:
         rows = [t[:, :, : self.end].contiguous() for t in self.codes[:3]]
         codes = Codes._make((*rows, self.codes.counts))
         some = collide(votes, codes, lengths, ratios, k, 0, self.end)[..., :room].contiguous()
-        estimates, peaks = rerank(rotated, codes, some)
-        return some[0].cpu(), top_blocks(estimates, k, peaks, some)[0].cpu()
+        return some[0].cpu(), top_blocks(rerank(rotated, codes, some), k, some)[0].cpu()
 
 
 def patterns(m: int) -> Tensor:

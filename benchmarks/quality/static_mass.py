@@ -55,9 +55,9 @@ class Literal(PRKV):
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
                 to[b, h, : end // self.block_size] = new
             s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
-        scores, peaks = bound_scores(q, s.digests, s.lengths)
-        pin_blocks(scores, peaks, s.static.count, sink, self.block_size)
-        return self.best(scores, peaks)
+        scored = bound_scores(q, s.digests, s.lengths)
+        pin_blocks(scored, s.static.count, sink, self.block_size)
+        return self.best(*scored)
 
 
     def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
@@ -104,7 +104,7 @@ class Fed:
         if tokens > 1:
             self.method.take_in(s, q, k, v, join=True)
             return None
-        append(Token(k, v), s.near, s.far, s.stats, s.lengths)
+        append(Token(k, v), s.store, s.stats, s.lengths)
         self.method.step(s, q, k)
         return self.method.choose(s, q, self.attention)
 

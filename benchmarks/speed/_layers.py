@@ -18,11 +18,8 @@ class Layers:
         self.method: Any = method
         self.lengths = RowLengths(method.ring_plan, g.batch, g.rows, device)
         buffers = method.buffers(g)
-        self.far = Far(host.pinned(buffers["far"].rows.shape, g.dtype, device))
-        small = {name: b for name, b in buffers.items() if name != "far"}
-        self.states = [LayerState(small, self.lengths, device, pool_on_host=False) for _ in range(calls)]
-        for s in self.states:
-            s.far = self.far  # type: ignore[attr-defined]
+        buffers["far"] = Far(host.pinned(buffers["far"].rows.shape, g.dtype, device))  # one for all of them
+        self.states = [LayerState(buffers, self.lengths, device, pool_on_host=False) for _ in range(calls)]
         new = lambda heads: torch.randn(1, 1, heads, g.head_dim, device=device, dtype=g.dtype).transpose(1, 2)  # noqa: E731
         self.q, self.k = [new(q_heads) for _ in range(calls)], new(g.kv_heads)
 

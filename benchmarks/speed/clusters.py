@@ -92,7 +92,7 @@ class Bench(Layers):
         return sparse_attention(self.q[i], s.near, s.hot, s.lengths, Reach(s.segments.frontier), Attention(0.09))
 
     def write(self, i: int, s: LayerState) -> None:
-        append(Token(self.k, self.k), s.near, s.far, s.stats, s.lengths)
+        append(Token(self.k, self.k), s.store, s.stats, s.lengths)
 
     def rows(self) -> list[dict]:
         """In the order of a decode step; bytes are what the kernel must move at least."""

@@ -81,7 +81,7 @@ class Bench(Layers):
             get(chosen)(i, s)
         self.still()
         return [
-            self.row("append", lambda i, s: append(Token(self.k, self.k), s.near, s.far, s.stats, s.lengths)),
+            self.row("append", lambda i, s: append(Token(self.k, self.k), s.store, s.stats, s.lengths)),
             self.row("index update (nothing leaves)", lambda i, s: m.step(s, q[i], self.k)),
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
@@ -118,11 +118,11 @@ class PageStages:
     def select(b: Bench) -> list[dict]:
         n = b.method.budget // b.method.block_size
         score = lambda i, s: bound_scores(b.q[i], s.digests, s.lengths)  # noqa: E731
-        scores, peaks = zip(*(score(i, s) for i, s in enumerate(b.states)))
+        scored = [score(i, s) for i, s in enumerate(b.states)]
         return [
             b.row("scores", score, sum(t.nbytes for t in b.states[0].digests[:2])),
-            b.row("top blocks", lambda i, s: top_blocks(scores[i], n, peaks[i])),
-            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(n)),
+            b.row("top blocks", lambda i, s: top_blocks(scored[i], n)),
+            b.row("torch.topk (beside)", lambda i, s: scored[i][0].topk(n)),
         ]
 
 
@@ -149,14 +149,14 @@ class ParisKVStages:
 
         candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
         stage_2 = lambda i, s: rerank(rotated[i], s.codes, candidates[i])  # noqa: E731
-        scores, peaks = zip(*(stage_2(i, s) for i, s in enumerate(b.states)))
+        scored = [stage_2(i, s) for i, s in enumerate(b.states)]
         found, codes = int((candidates[0] >= 0).sum()), b.states[0].codes
         return [
             b.row("votes", vote),
             b.row("collide", stage_1, codes.ids.nbytes),
             b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * codes.weights.shape[-1])),
-            b.row("top of the candidates", lambda i, s: top_blocks(scores[i], m.budget, peaks[i], candidates[i])),
-            b.row("torch.topk (beside)", lambda i, s: scores[i].topk(m.budget)),
+            b.row("top of the candidates", lambda i, s: top_blocks(scored[i], m.budget, candidates[i])),
+            b.row("torch.topk (beside)", lambda i, s: scored[i][0].topk(m.budget)),
         ]
 
 

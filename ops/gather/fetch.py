@@ -39,7 +39,7 @@ def check(asked, far, hot, stats) -> None:
     ids = asked.ids
     if ids.shape[-1] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
-    check_blocks(far, hot)
+    check_blocks(far.rows, hot)
 
 
 def reference(asked: Asked, far: Far, hot: Changed[Hot], stats: Changed[Stats]) -> None:

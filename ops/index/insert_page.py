@@ -26,36 +26,36 @@ from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.index.plant_tree import check_pages
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width
-from torchsparsekv.ops.store.views import Far, Hot, Leaves, Lengths, Near, Promotion, Tree
+from torchsparsekv.ops.store.views import Hot, Leaves, Lengths, Promotion, Store, Tree
 
 WIDEST = 64  # tokens of a page: they are compared with each other in registers
 
 
-def check(near, far, hot, tree, leaves, lengths, promotion, region) -> None:
+def check(store, hot, tree, leaves, lengths, promotion, region) -> None:
     _tree.check_promotion(promotion)
-    _residual.check_leaves(leaves, near.ring.shape[4], near.ring.dtype)
-    check_blocks(far, hot)
+    _residual.check_leaves(leaves, store.ring.shape[4], store.ring.dtype)
+    check_blocks(store.pool, hot)
     page = check_pages(leaves, lengths)
     if page > WIDEST or {page} != {hot.rows.shape[3], lengths.interval, tree.placed.shape[2]}:
         raise ValueError(
             f"one page of up to {WIDEST} tokens leaves at a time: pages of {page}, blocks of {hot.rows.shape[3]}, "
             f"interval {lengths.interval}"
         )
-    if region % page or not 0 <= region <= far.rows.shape[2]:
-        raise ValueError(f"region must be whole pages of {page}, up to {far.rows.shape[2]} rows, got {region}")
+    if region % page or not 0 <= region <= store.pool.shape[2]:
+        raise ValueError(f"region must be whole pages of {page}, up to {store.pool.shape[2]} rows, got {region}")
 
 
 def reference(
-    near: Near, far: Changed[Far], hot: Changed[Hot], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
+    store: Changed[Store], hot: Changed[Hot], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
     promotion: Promotion, region: int,
 ) -> None:  # fmt: skip
-    page = check_pages(leaves, lengths)
+    (ring, pool), page = store, check_pages(leaves, lengths)
     for b, (_, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
             continue
-        position = torch.arange(old, old + page, device=near.ring.device)
-        rows = near.ring[b][:, ring_row(position, lengths.sink, near.ring.shape[2])]
-        for h in range(near.ring.shape[1]):
+        position = torch.arange(old, old + page, device=ring.device)
+        rows = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
+        for h in range(ring.shape[1]):
             own = Tree(*(t[b, h] for t in tree))
             nodes = _grown(keys_of(rows[h]), position, own, promotion)
             to = _places(nodes, own, leaves.fill[b, h], page, region) or position.tolist()
@@ -64,7 +64,7 @@ def reference(
                 leaves.node[b, h, row] = node
                 _residual.keep(leaves, (b, h, row), keys_of(token), own.key[node])
                 leaves.fill[b, h, row // page] = row % page + 1
-                far.rows[b, h, row] = token
+                pool[b, h, row] = token
                 slot = int(hot.slot_of[b, h, row // page])
                 if slot >= 0:
                     hot.rows[b, h, slot, row % page] = token
@@ -215,21 +215,22 @@ def _commit(
     tl.store(done_count + bh, 0)
 
 
-def launch(near, far, hot, tree, leaves, lengths, promotion, region) -> None:
-    batch, heads, ring_rows, _, d = near.ring.shape
+def launch(store, hot, tree, leaves, lengths, promotion, region) -> None:
+    ring, pool = store
+    batch, heads, ring_rows, _, d = ring.shape
     page, nodes = hot.rows.shape[3], tree.key.shape[2]
-    tile = tile_of(near.ring)  # nodes that a program compares the page with at a time
-    parts = max(1, min(nodes // tile, sm_count(near.ring.device) // (batch * heads)))
+    tile = tile_of(ring)  # nodes that a program compares the page with at a time
+    parts = max(1, min(nodes // tile, sm_count(ring.device) // (batch * heads)))
     wide = max(16, next_power_of_2(page))  # the least that tensor cores multiply
     shape = (batch * heads * parts, wide)
-    scores = torch.empty(shape, dtype=torch.float32, device=near.ring.device)
-    found = torch.empty(shape, dtype=torch.int32, device=near.ring.device)
+    scores = torch.empty(shape, dtype=torch.float32, device=ring.device)
+    found = torch.empty(shape, dtype=torch.int32, device=ring.device)
     _insert[(batch * heads, parts)](
-        near.ring, far.rows, hot.rows, hot.slot_of, *tree, *leaves, lengths.length, lengths.previous_ring_begin,
+        ring, pool, hot.rows, hot.slot_of, *tree, *leaves, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, scores, found, heads, ring_rows, hot.rows.shape[2], nodes, leaves.fill.shape[2],
         lengths.sink, region, promotion.chance, promotion.seed * _tree.SALTS, EVERY=promotion.every,
         LEVELS=promotion.levels, P=page, T=wide, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
-        NODES=tile, GROUPS=leaves.scale.shape[3], num_stages=2, **chained(near.ring.device, batch * heads * parts),
+        NODES=tile, GROUPS=leaves.scale.shape[3], num_stages=2, **chained(ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ PHASES = 4
 
 def check(static, away, far, coarse, hot, digests, sink) -> None:
     check_digests(None, far, digests, None)
-    check_blocks(far, hot)
+    check_blocks(far.rows, hot)
     if sink % hot.rows.shape[3]:
         raise ValueError(f"{sink} sinks are not whole blocks of {hot.rows.shape[3]}")
 

@@ -12,15 +12,15 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import load_query, soft_capped
 from torchsparsekv.ops.store.rows import keys_of, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Far, Lengths, Near, Query
+from torchsparsekv.ops.store.views import Attention, Lengths, Query, Store
 
 TILE = 64
 
 
-def check(q, near, far, lengths, block_size, attention) -> None:
-    _check.heads(q, far.rows)
-    if far.rows.shape[2] % block_size or lengths.sink % block_size:
-        raise ValueError(f"{far.rows.shape[2]} rows and {lengths.sink} sinks are not whole blocks of {block_size}")
+def check(q, store, lengths, block_size, attention) -> None:
+    _check.heads(q, store.pool)
+    if store.pool.shape[2] % block_size or lengths.sink % block_size:
+        raise ValueError(f"{store.pool.shape[2]} rows and {lengths.sink} sinks are not whole blocks of {block_size}")
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
@@ -28,12 +28,12 @@ def grouped(q: Tensor, heads: int) -> Tensor:
     return q[:, :, 0].unflatten(1, (heads, -1)).float()
 
 
-def reference(q: Query, near: Near, far: Far, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
-    raw = grouped(q, far.rows.shape[1]) @ keys_of(far.rows).float().transpose(-1, -2)
-    return _mass(raw, q, near, far, lengths, block_size, attention)
+def reference(q: Query, store: Store, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
+    raw = grouped(q, store.pool.shape[1]) @ keys_of(store.pool).float().transpose(-1, -2)
+    return _mass(raw, q, store.ring, lengths, block_size, attention)
 
 
-def _mass(raw, q, near, far, lengths, block_size, attention) -> Tensor:
+def _mass(raw, q, ring, lengths, block_size, attention) -> Tensor:
     """From raw products q.k over the pool to block weights; plain torch, free of host syncs."""
     sink, end = lengths.sink, lengths.ring_begin[:, None]
 
@@ -41,11 +41,11 @@ def _mass(raw, q, near, far, lengths, block_size, attention) -> Tensor:
         z = soft_capped(products * attention.scale, attention.softcap)
         return z.masked_fill(~live[:, None, None], -torch.inf)
 
-    pos = torch.arange(far.rows.shape[2], device=q.device)
+    pos = torch.arange(raw.shape[-1], device=q.device)
     in_pool = logits(raw, (pos >= sink) & (pos < end))
-    held = ring_positions(near.ring.shape[2], lengths.length, lengths.ring_begin, sink)
-    x = grouped(q, far.rows.shape[1])
-    in_ring = logits(x @ keys_of(near.ring).float().transpose(-1, -2), held >= 0)
+    held = ring_positions(ring.shape[2], lengths.length, lengths.ring_begin, sink)
+    x = grouped(q, ring.shape[1])
+    in_ring = logits(x @ keys_of(ring).float().transpose(-1, -2), held >= 0)
     lse = torch.logaddexp(in_pool.logsumexp(-1), in_ring.logsumexp(-1))
     mass = (in_pool - lse[..., None]).exp().mean(2).unflatten(-1, (-1, block_size)).sum(-1)
     block = torch.arange(mass.shape[-1], device=q.device)
@@ -72,8 +72,8 @@ def _products(
     tl.store(out + (bh * G + g[:, None]) * rows + pos[None, :], s, mask=(g < G)[:, None] & (pos < rows)[None, :])
 
 
-def launch(q, near, far, lengths, block_size, attention) -> Tensor:
-    (pool,) = far
+def launch(q, store, lengths, block_size, attention) -> Tensor:
+    ring, pool = store
     batch, heads, rows, _, d = pool.shape
     group = q.shape[1] // heads
     raw = torch.empty((batch, heads, group, rows), dtype=torch.float32, device=q.device)
@@ -82,11 +82,11 @@ def launch(q, near, far, lengths, block_size, attention) -> Tensor:
         GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
         **chained(q.device, batch * heads * cdiv(rows, TILE)),
     )  # fmt: skip
-    return _mass(raw, q, near, far, lengths, block_size, attention)
+    return _mass(raw, q, ring, lengths, block_size, attention)
 
 
-def fake(q, near, far, lengths, block_size: int, attention) -> Tensor:
-    return q.new_empty((*far.rows.shape[:2], far.rows.shape[2] // block_size), dtype=torch.float32)
+def fake(q, store, lengths, block_size: int, attention) -> Tensor:
+    return q.new_empty((*store.pool.shape[:2], store.pool.shape[2] // block_size), dtype=torch.float32)
 
 
 attention_mass = register("attention_mass", reference, impls=(by_triton(launch),), fake=fake, check=check)

@@ -30,7 +30,7 @@ from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
 from torchsparsekv.ops.store.rows import keys_of, row_at
-from torchsparsekv.ops.store.views import Attention, Far, Lengths, Near, Observed, Query, Static
+from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, Static, Store
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
@@ -41,8 +41,8 @@ ROOMY = 200_000
 PHASES = 4
 
 
-def check(q, observed, static, near, far, coarse, lengths, attention) -> None:
-    _check.heads(q, far.rows)
+def check(q, observed, static, store, coarse, lengths, attention) -> None:
+    _check.heads(q, store.pool)
 
 
 def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:
@@ -52,10 +52,10 @@ def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor
 
 
 def reference(
-    q: Query, observed: Changed[Observed], static: Changed[Static], near: Near, far: Far, coarse: Coarse | None,
+    q: Query, observed: Changed[Observed], static: Changed[Static], store: Store, coarse: Coarse | None,
     lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    window, heads, sink = observed.queries.shape[1], far.rows.shape[1], lengths.sink
+    (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         static.updated[b] = 0
         if n <= 0:
@@ -67,8 +67,8 @@ def reference(
             if not (at < 0 or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
-            behind = keys_of(far.rows[b, h]) if coarse is None else coarse[b, h].view(FP8).float()
-            keys = torch.cat([keys_of(near.ring[b, h, :held]).float(), behind[sink:end].float()])
+            behind = keys_of(pool[b, h]) if coarse is None else coarse[b, h].view(FP8).float()
+            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[sink:end].float()])
             scores = window_scores(seen[:, h], keys, attention)[held:]
             best = scores.argsort(descending=True, stable=True)[:target].sort().values
             static.ids[b, h] = -1
@@ -241,8 +241,8 @@ def _choose(
                 tl.store(updates + bh, tl.load(updates + bh) + 1)
 
 
-def launch(q, observed, static, near, far, coarse, lengths, attention) -> None:
-    (queries,), (ring,), (pool,) = observed, near, far
+def launch(q, observed, static, store, coarse, lengths, attention) -> None:
+    (queries,), (ring, pool) = observed, store
     batch, heads, rows, _, d = pool.shape
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
     parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE))

@@ -3,31 +3,31 @@
 They stand in front of all that can be retrieved: `count` tokens of a (row, kv head), whole blocks
 (ops/index/relocate.py).
 """
-from typing import Annotated
-
 import torch
-from torch import Tensor
 
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP
 from torchsparsekv.ops._triton import cdiv, chain, chained, tl, triton
-from torchsparsekv.ops.store.views import PerHead
+from torchsparsekv.ops.store.views import PerHead, Scored
 
-Scores = Annotated[Tensor, Of("batch heads blocks", torch.float32)]
-Peaks = Annotated[Tensor, Of("batch heads groups", torch.float32)]
 WIDE = 128  # scores at a time
 
 
-def check(scores, peaks, count, sink, block_size) -> None:
+def check(scored, count, sink, block_size) -> None:
+    scores, peaks = scored
+    if peaks is None:
+        raise ValueError("blocks are pinned in scores and in the peaks of these, got scores without")
     if peaks.shape[2] != cdiv(scores.shape[2], GROUP):
         raise ValueError(f"{scores.shape[2]} scores have {cdiv(scores.shape[2], GROUP)} peaks, got {peaks.shape[2]}")
     if sink % block_size:
         raise ValueError(f"{sink} sinks are not whole blocks of {block_size}")
 
 
-def reference(scores: Changed[Scores], peaks: Changed[Peaks], count: PerHead, sink: int, block_size: int) -> None:
+def reference(scored: Changed[Scored], count: PerHead, sink: int, block_size: int) -> None:
+    scores, peaks = scored
+    assert peaks is not None
     block = torch.arange(scores.shape[2])
     pinned = (block >= sink // block_size) & (block < sink // block_size + count[..., None] // block_size)
     scores.masked_fill_(pinned, torch.inf)
@@ -50,7 +50,8 @@ def _pin(
         tl.store(peaks + bh * groups + block // GROUP, everything, mask=block < end)
 
 
-def launch(scores, peaks, count, sink, block_size) -> None:
+def launch(scored, count, sink, block_size) -> None:
+    scores, peaks = scored
     batch, heads, blocks = scores.shape
     _pin[(batch * heads,)](
         scores, peaks, count, blocks, peaks.shape[2], sink // block_size, P=block_size, GROUP=GROUP, WIDE=WIDE,

@@ -1,7 +1,7 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
 No sort: `take_within` searches an order-preserving integer key for the k-th, then one compaction. Rows too long for one
-program are best given with their `peaks` (ops/_top.py): one launch takes k groups, then k of their scores. Without,
+program are best given with their peaks (ops/_top.py): one launch takes k groups, then k of their scores. Without,
 they are cut into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1
 and stand at the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of
 each winner.
@@ -24,12 +24,9 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.views import I32
+from torchsparsekv.ops.store.views import I32, PerRow, Scored
 
-Scores = Annotated[Tensor, Of("*lead n", torch.float32)]
-Peaks = Annotated[Tensor, Of("*lead groups", torch.float32)]
-Ids = Annotated[Tensor, Of("*lead n", I32)]
-Counter = Annotated[Tensor, Of("counted", I32)]
+Ids = Annotated[Tensor, Of("batch heads n", I32)]
 WIDEST = 16384  # scores per program at most: 16 registers a thread without peaks, 64 with them
 WARPS = 8  # of the program of a row with peaks
 # What csrc/top_blocks.cu is for; other shapes are left to Triton. Of a program: threads, and scores that each looks at.
@@ -38,26 +35,23 @@ NATIVE_PEAKS = 16  # that a thread looks at before, at most
 NATIVE_SPARE = 4  # at least one group in excess for so many of the k, so that the search for theirs may end early
 
 
-def check(scores, k, peaks, ids, counter, few, width) -> None:
+def check(scored, k, ids, counter, few, width) -> None:
+    scores, peaks = scored
     if k < 1 or scores.shape[-1] < 1:
         raise ValueError(f"need k >= 1 and at least one score, got k={k}, scores {tuple(scores.shape)}")
     if peaks is not None and peaks.shape[-1] != cdiv(scores.shape[-1], GROUP):
         raise ValueError(f"{scores.shape[-1]} scores have {cdiv(scores.shape[-1], GROUP)} peaks, got {peaks.shape[-1]}")
     if counter is None and (few or width):
         raise ValueError(f"few and width are of whole rows; without them they are 0, got {few} and {width}")
-    if counter is not None:
-        if ids is None or width < k:
-            raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
-        if counter.shape != scores.shape[:1]:
-            raise ValueError(f"counter must have shape ({scores.shape[0]},), got {tuple(counter.shape)}")
+    if counter is not None and (ids is None or width < k):
+        raise ValueError(f"whole rows need ids, and a width of at least k={k}, got {width}")
 
 
 def reference(
-    scores: Scores, k: int, peaks: Peaks | None = None, ids: Ids | None = None, counter: Counter | None = None,
-    few: int = 0, width: int = 0,
-) -> Tensor:  # fmt: skip
-    n = scores.shape[-1]
-    scores = torch.where(scores.isnan(), -torch.inf, scores)  # NaN is nobody's best
+    scored: Scored, k: int, ids: Ids | None = None, counter: PerRow | None = None, few: int = 0, width: int = 0
+) -> Tensor:
+    n = scored.scores.shape[-1]
+    scores = torch.where(scored.scores.isnan(), -torch.inf, scored.scores)  # NaN is nobody's best
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
     chosen = torch.where(scores.gather(-1, order) == -torch.inf, n, order).sort(-1).values
     named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
@@ -207,7 +201,8 @@ def _parts(n: int, k: int) -> int:
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
 
-def _launch_triton(scores, k, peaks, ids, counter, few, width) -> Tensor:
+def _launch_triton(scored, k, ids, counter, few, width) -> Tensor:
+    scores, peaks = scored
     best, named, answer = scores.flatten(0, -2), None, _Answer(k)
     if ids is not None:
         named = ids.flatten(0, -2)
@@ -236,7 +231,8 @@ def native(n: int, k: int, peaks: bool) -> dict[str, int] | str:
     return f"the best {k} of {n} scores {'with' if peaks else 'without'} peaks"
 
 
-def _fits(scores, k, peaks, ids, counter, few, width) -> tuple[_cuda.Module, int] | str:
+def _fits(scored, k, ids, counter, few, width) -> tuple[_cuda.Module, int] | str:
+    scores, peaks = scored
     shape = native(scores.shape[-1], k, peaks is not None)
     if isinstance(shape, str):
         return shape
@@ -244,18 +240,19 @@ def _fits(scores, k, peaks, ids, counter, few, width) -> tuple[_cuda.Module, int
     return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
 
 
-def _launch_cuda(fitting, scores, k, peaks, ids, counter, few, width) -> Tensor:
+def _launch_cuda(fitting, scored, k, ids, counter, few, width) -> Tensor:
     """csrc/top_blocks.cu"""
-    kernels, threads = fitting
+    (kernels, threads), (scores, peaks) = fitting, scored
     n, width = scores.shape[-1], max(k, width)
     rows = scores.numel() // n
-    out = fake(scores, k, width=width)
+    out = fake(scored, k, width=width)
     per = 1 if counter is None else rows // counter.shape[0]
     kernels.launch("top", (rows, 1, 1), threads, scores, peaks, ids, out, counter, per, n, k, few, width)
     return out
 
 
-def fake(scores, k: int, peaks=None, ids=None, counter=None, few=0, width: int = 0) -> Tensor:
+def fake(scored, k: int, ids=None, counter=None, few=0, width: int = 0) -> Tensor:
+    scores, _ = scored
     return scores.new_empty((*scores.shape[:-1], max(k, width)), dtype=torch.int32)
 
 

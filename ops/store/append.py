@@ -23,23 +23,21 @@ from torchsparsekv.ops.store.rows import (
     row_width,
     rows_of,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Far, Lengths, Near, Stats, Token
+from torchsparsekv.ops.store.views import Lengths, Stats, Store, Token
 
 TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
 
 
-def check(token, near, far, stats, lengths) -> None:
-    if near.ring.shape[2] < lengths.sink + lengths.interval:
+def check(token, store, stats, lengths) -> None:
+    if store.ring.shape[2] < lengths.sink + lengths.interval:
         raise ValueError(
-            f"a ring of {near.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
+            f"a ring of {store.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
             "at once"
         )
 
 
-def reference(
-    token: Token, near: Changed[Near], far: Changed[Far], stats: Changed[Stats], lengths: Lengths
-) -> None:
-    (k, v), (ring,), (pool,), sink = token, near, far, lengths.sink
+def reference(token: Token, store: Changed[Store], stats: Changed[Stats], lengths: Lengths) -> None:
+    (k, v), (ring, pool), sink = token, store, lengths.sink
     for b in range(k.shape[0]):
         n, old, new = (int(t[b]) for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
         if n <= 0:
@@ -83,8 +81,8 @@ def _append(
             tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
 
 
-def launch(token, near, far, stats, lengths) -> None:
-    (k, v), (ring,), (pool,) = token, near, far
+def launch(token, store, stats, lengths) -> None:
+    (k, v), (ring, pool) = token, store
     batch, heads, rows, _, d = pool.shape
     parts = cdiv(lengths.interval, TILE)
     _append[(batch * heads, parts)](

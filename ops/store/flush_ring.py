@@ -10,13 +10,13 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import in_row, ring_position_of, ring_row, row_at, row_width
-from torchsparsekv.ops.store.views import Far, Lengths, Near
+from torchsparsekv.ops.store.views import Lengths, Store
 
 TILE = 16
 
 
-def reference(near: Near, far: Changed[Far], lengths: Lengths) -> None:
-    (ring,), (pool,), sink = near, far, lengths.sink
+def reference(store: Changed[Store], lengths: Lengths) -> None:
+    (ring, pool), sink = store, lengths.sink
     for b in range(ring.shape[0]):
         n0, n, old = (int(t[b]) for t in (lengths.start, lengths.length, lengths.previous_ring_begin))
         if n > 0 and pool.shape[2]:
@@ -39,8 +39,8 @@ def _flush(
     tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
 
 
-def launch(near, far, lengths) -> None:
-    (ring,), (pool,) = near, far
+def launch(store, lengths) -> None:
+    ring, pool = store
     batch, heads, rows, _, d = pool.shape
     if not rows:
         return

@@ -20,14 +20,14 @@ ROWS = 16  # of a block, copied at a time
 
 
 def check(ids, far, hot, write_through) -> None:
-    check_blocks(far, hot)
+    check_blocks(far.rows, hot)
 
 
-def check_blocks(far: Far, hot: Hot) -> None:
+def check_blocks(pool: Tensor, hot: Hot) -> None:
     """The pool is made of the blocks that the hot buffer knows."""
     blocks, block_size = hot.slot_of.shape[2], hot.rows.shape[3]
-    if far.rows.shape[2] != blocks * block_size:
-        raise ValueError(f"{far.rows.shape[2]} pool rows are not {blocks} blocks of {block_size}")
+    if pool.shape[2] != blocks * block_size:
+        raise ValueError(f"{pool.shape[2]} pool rows are not {blocks} blocks of {block_size}")
 
 
 def reference(ids: Blocks, far: Far, hot: Changed[Hot], write_through: bool) -> None:

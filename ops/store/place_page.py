@@ -15,13 +15,13 @@ from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import in_row, ring_row, ring_row_of, row_at, row_width
-from torchsparsekv.ops.store.views import I32, Far, Hot, Lengths, Near
+from torchsparsekv.ops.store.views import I32, Hot, Lengths, Store
 
 Placed = Annotated[Tensor, Of("batch heads page", I32)]
 
 
-def check(near, far, hot, placed, lengths) -> None:
-    check_blocks(far, hot)
+def check(store, hot, placed, lengths) -> None:
+    check_blocks(store.pool, hot)
     if {placed.shape[2], lengths.interval} != {hot.rows.shape[3]}:
         raise ValueError(
             f"one page leaves at a time: rows for {placed.shape[2]} tokens, blocks of {hot.rows.shape[3]}, interval "
@@ -29,16 +29,16 @@ def check(near, far, hot, placed, lengths) -> None:
         )
 
 
-def reference(near: Near, far: Changed[Far], hot: Changed[Hot], placed: Placed, lengths: Lengths) -> None:
-    page = placed.shape[2]
+def reference(store: Changed[Store], hot: Changed[Hot], placed: Placed, lengths: Lengths) -> None:
+    (ring, pool), page = store, placed.shape[2]
     for b, (_, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
             continue
         position = torch.arange(old, old + page, device=placed.device)
-        tokens = near.ring[b][:, ring_row(position, lengths.sink, near.ring.shape[2])]
+        tokens = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h, rows in enumerate(placed[b].tolist()):
             for row, token in zip(rows, tokens[h]):
-                far.rows[b, h, row] = token
+                pool[b, h, row] = token
                 slot = int(hot.slot_of[b, h, row // page])
                 if slot >= 0:
                     hot.rows[b, h, slot, row % page] = token
@@ -65,12 +65,13 @@ def _place(
         tl.store(copy, values, mask=m & (slot >= 0)[:, None])
 
 
-def launch(near, far, hot, placed, lengths) -> None:
-    batch, heads, ring_rows, _, d = near.ring.shape
+def launch(store, hot, placed, lengths) -> None:
+    ring, pool = store
+    batch, heads, ring_rows, _, d = ring.shape
     _place[(batch * heads,)](
-        near.ring, far.rows, hot.rows, hot.slot_of, placed, lengths.length, lengths.previous_ring_begin,
-        lengths.ring_begin, heads, ring_rows, far.rows.shape[2], hot.rows.shape[2], lengths.sink, P=placed.shape[2],
-        D=d, ROW=next_power_of_2(row_width(d)), **chained(near.ring.device, batch * heads),
+        ring, pool, hot.rows, hot.slot_of, placed, lengths.length, lengths.previous_ring_begin,
+        lengths.ring_begin, heads, ring_rows, pool.shape[2], hot.rows.shape[2], lengths.sink, P=placed.shape[2],
+        D=d, ROW=next_power_of_2(row_width(d)), **chained(ring.device, batch * heads),
     )  # fmt: skip
 
 

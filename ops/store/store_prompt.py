@@ -20,7 +20,7 @@ from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
-from torchsparsekv.ops.store.views import I32, Far, Lengths, Near, NewKeys
+from torchsparsekv.ops.store.views import I32, Lengths, NewKeys, Store
 
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 16
@@ -29,9 +29,9 @@ COPIERS, COPY_TILE = 8, 64
 
 
 def reference(
-    k: NewKeys, v: NewKeys, near: Changed[Near], far: Changed[Far], lengths: Lengths, order: Order | None, join: bool
+    k: NewKeys, v: NewKeys, store: Changed[Store], lengths: Lengths, order: Order | None, join: bool
 ) -> None:
-    (ring,), (pool,), sink = near, far, lengths.sink
+    (ring, pool), sink = store, lengths.sink
     for b in range(k.shape[0]):
         n0, n, new = (int(t[b]) for t in (lengths.start, lengths.length, lengths.ring_begin))
         if n <= 0:
@@ -77,8 +77,8 @@ def _write(
             tl.store(value_at(to, D), rows_v, mask=m)
 
 
-def launch(k, v, near, far, lengths, order, join) -> None:
-    (ring,), (pool,) = near, far
+def launch(k, v, store, lengths, order, join) -> None:
+    ring, pool = store
     batch, heads, pool_rows, _, d = pool.shape
     tokens = k.shape[2]
     times = lengths.start, lengths.length, lengths.ring_begin

@@ -58,6 +58,13 @@ class Far(NamedTuple):
     rows: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
 
 
+class Store(NamedTuple):
+    """`Near` and `Far` in one: what tokens are written to, and all that a row holds."""
+
+    ring: Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
+    pool: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
+
+
 class Hot(NamedTuple):
     """The hot buffer: the blocks that were fetched lately, in slots on the device.
 
@@ -225,6 +232,14 @@ class View(NamedTuple):
     share: int
     least: int
     levels: int
+
+
+class Scored(NamedTuple):
+    """Scores of what can be chosen, with their peaks (ops/_top.py) where the op that scored has written them too. What
+    such an op returns, (scores, peaks), stands for one."""
+
+    scores: Annotated[Tensor, Of("batch heads n", torch.float32)]
+    peaks: Annotated[Tensor, Of("batch heads groups", torch.float32)] | None = None
 
 
 class Asked(NamedTuple):

@@ -94,4 +94,4 @@ class StaticMethod(Method):
             copy_keys(k, s.far, s.coarse, s.lengths)
 
     def choose_static(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        choose_static(q, s.observed, s.static, s.near, s.far, s.coarse if self.copies else None, s.lengths, a)
+        choose_static(q, s.observed, s.static, s.store, s.coarse if self.copies else None, s.lengths, a)

@@ -15,7 +15,7 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.select.union_pages import union_pages
 from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
 from torchsparsekv.ops.store.place_page import place_page
-from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Tree, View
+from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Scored, Tree, View
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 
 PAGES = 16  # that a budget should hold, as in the paper: 256 tokens in pages of 16
@@ -161,9 +161,9 @@ class IceCache(Method):
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         if s.anchor is not None:
-            return place_page(s.near, s.far, s.hot, s.anchor.tree.placed, s.lengths)
+            return place_page(s.store, s.hot, s.anchor.tree.placed, s.lengths)
         region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
-        insert_page(s.near, s.far, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
+        insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         if s.anchor is not None:
@@ -171,7 +171,7 @@ class IceCache(Method):
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION if whole else round(self.field_of_view * MILLION), self.least_view, self.levels)
         peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
-        ids = top_blocks(peaks, s.hot.chosen.shape[2])
+        ids = top_blocks(Scored(peaks), s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:
             ids = union_pages(peaks, ids, s.leaves.key.shape[1])
         if self.reuse_every > 1:

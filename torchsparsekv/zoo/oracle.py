@@ -19,4 +19,4 @@ class Oracle(Method):
     block_size: int = 1
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        return self.best(attention_mass(q, s.near, s.far, s.lengths, self.block_size, a))
+        return self.best(attention_mass(q, s.store, s.lengths, self.block_size, a))

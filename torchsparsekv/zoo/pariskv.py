@@ -172,9 +172,9 @@ class ParisKV(Method):
         ratios, keep = self.ratios, min(self.budget, capacity)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
         candidates = collide(votes, s.codes, s.lengths, ratios, self.least, dense, capacity)
-        estimates, peaks = rerank(rotated, s.codes, candidates)
+        scored = rerank(rotated, s.codes, candidates)
         if dense <= keep:
-            return Choice(top_blocks(estimates, keep, peaks, candidates))
+            return Choice(top_blocks(scored, keep, candidates))
         # Where there are few, every retrievable token is a candidate: take them all.
         counter = s.lengths.ring_begin
-        return Choice(top_blocks(estimates, keep, peaks, candidates, counter, self.sink + dense, dense))
+        return Choice(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))
