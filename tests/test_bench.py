@@ -14,11 +14,9 @@ from torchsparsekv.benchmarks.speed._synthetic import SINKS, Topics
 from torchsparsekv.benchmarks.speed.throughput import SPARE_GIB
 from torchsparsekv.method import all_methods
 
-PROMPT_MS, WARM = 50.0, 1
+PROMPT_MS, WARM, SPAN = 50.0, 1, 4
 SMALL = dict(budget=32, sink=32, window=32, skip_layers=1, shape="tiny")
-SPAN = WARM + 3
-COMPILE = torch.compile
-BANK_OF = decode.bank_of
+COMPILE, BANK_OF = torch.compile, decode.bank_of
 PATTERNS = patterns.Options(
     **SMALL, patterns=("220+30", "120+50"), methods=("full", "arkvale", "louiskv"), batches=(1, 3, 0), most=2,
     prompt_rows=1, points=3, steps=3, locality=0.5, hyper=("louiskv.tau=0.7",),
@@ -254,8 +252,8 @@ def test_contexts_shorter_than_the_budget(watch, capsys):
     assert rows == {
         ("hf-static", 256): None, ("full", 40): None, ("full", 100): None, ("quest", 40): 32, ("quest", 100): None,
     }  # fmt: skip
-    said = [f"... {m} at {n} tokens, batch 1" for n in (40, 100) for m in ("full", "quest")]
-    assert capsys.readouterr().err.splitlines() == ["... hf-static at 256 tokens, batch 1", *said], "before each"
+    said = [("hf-static", 256), *((m, n) for n in (40, 100) for m in ("full", "quest"))]
+    assert capsys.readouterr().err.splitlines() == [f"... {m} at {n} tokens, batch 1" for m, n in said], "before each"
 
 
 def test_decode_takes_hyper_parameters(watch):
@@ -266,23 +264,22 @@ def test_decode_takes_hyper_parameters(watch):
     default = rate(o)
     assert default["clusterkv"] == 1
     assert default["louiskv"] < 0.8
-    result = decode.run(dataclasses.replace(o, hyper=("louiskv.tau=1.0",)))
-    found = {r["method"]: (r.get("retrieval_rate"), r.get("hyper")) for r in result["rows"]}
-    assert found == {"hf-static": (None, None), "full": (None, None), "louiskv": (1, "tau=1.0"), "clusterkv": (1, None)}
+    rows = decode.run(dataclasses.replace(o, hyper=("louiskv.tau=1.0",)))["rows"]
+    found = {r["method"]: (r.get("retrieval_rate"), r.get("hyper")) for r in rows}
+    assert found | {"louiskv": (1, "tau=1.0"), "clusterkv": (1, None)} == found
 
 
 def test_every_method_is_timed(watch, monkeypatch, tmp_path):
     """Each row is on file as soon as it is known: a method that fails does not cost those before it."""
-    out, methods = tmp_path / "decode.json", tuple(name for name in all_methods() if name != "full")
-    o = decode.Options(**SMALL, contexts=(320,), methods=methods, steps=2, hf_static=False, dense=())
+    out, names, run = tmp_path / "decode.json", [n for n in all_methods() if n != "full"], decode.run_method
+    o = decode.Options(**SMALL, contexts=(320,), methods=tuple(names), steps=2, hf_static=False, dense=())
+    timed = lambda: [r["method"] for r in json.loads(out.read_text())["rows"]]  # noqa: E731
     decode.run(o, out)
-    assert [r["method"] for r in json.loads(out.read_text())["rows"]] == ["hf-static", "full", *methods]
-    run = decode.run_method
-    stop = lambda model, name, *rest: 1 / 0 if name == "quest" else run(model, name, *rest)  # noqa: E731
-    monkeypatch.setattr(decode, "run_method", stop)
+    assert timed() == ["hf-static", "full", *names]
+    monkeypatch.setattr(decode, "run_method", lambda m, name, *rest: 1 / (name != "quest") and run(m, name, *rest))
     with pytest.raises(ZeroDivisionError):
         decode.run(dataclasses.replace(o, methods=("streaming", "quest")), out)
-    assert [r["method"] for r in json.loads(out.read_text())["rows"]] == ["hf-static", "full", "streaming"]
+    assert timed() == ["hf-static", "full", "streaming"]
 
 
 def test_every_block_new_with_tokens_and_clusters_too(watch):

@@ -181,7 +181,7 @@ def measured(method: Method, heads: Heads, prompt: int, steps: int, every: int) 
 def settings(o: argparse.Namespace, budget: int) -> dict[str, Method]:
     """By label."""
     near = dict(sink=o.sink, window=o.window, budget=budget)
-    pages = dict(near, block_size=o.block_size, update_every=o.update_every)
+    pages = dict(near, block_size=o.block_size, update_every=o.update_every, update_from="keys")
     out: dict[str, Method] = {f"prkv {s}": make_method("prkv", static_ratio=s, **pages) for s in SHARES}
     for s in o.literal:
         out[f"prkv {s} {LITERAL}"] = Literal(static_ratio=s, **pages)
