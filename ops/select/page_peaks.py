@@ -4,9 +4,10 @@ Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it
 taken from the best down and each brings its page. `visited` has the product of every node that is expanded
 (visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it.
 
-A program has LOOKED rows of a kv head. First it finds the pages of which some query head sees a token: of each row its
-node, and whether that is expanded, many rows at a time. Then it goes through these pages alone: with a tenth of the
-nodes expanded a tenth of the keys is read, once for all query heads of the group.
+A program has LOOKED rows of a kv head, in pages from all over: the root's children alone, which every query sees, are
+hundreds of pages side by side. First it finds the pages of which some query head sees a token: of each row its node,
+and whether that is expanded, many rows at a time. Then it goes through these pages alone: with a tenth of the nodes
+expanded a seventh of the rows is read, once for all query heads of the group.
 """
 from typing import Annotated
 
@@ -50,18 +51,19 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> Tensor:
 
 @triton.jit
 def _pages_seen(
-    visited, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
+    visited, node, out, found, bh, part, parts, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
 ):
-    """Into `found` the pages of LOOKED rows from `first` on of which some head sees a token, and how many; the others
-    are -inf to all."""
-    r = first + tl.arange(0, LOOKED)
-    u = tl.load(node + bh * rows + r, mask=r < rows, other=-1)
+    """Into `found` those of this program's pages of which some head sees a token, and how many; the others are -inf to
+    all."""
+    i, pages = tl.arange(0, LOOKED), rows // P
+    page = part + i // P * parts
+    u = tl.load(node + bh * rows + page * P + i % P, mask=page < pages, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
         seen = tl.load(visited + (bh * G + g) * nodes + u, mask=u >= 0, other=float("-inf"))
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
-    page, pages = first // P + tl.arange(0, LOOKED // P), rows // P
+    page = part + tl.arange(0, LOOKED // P) * parts
     nothing = tl.full((LOOKED // P,), float("-inf"), tl.float32)
     for g in tl.static_range(G):
         tl.store(out + (bh * G + g) * pages + page, nothing, mask=(some == 0) & (page < pages))
@@ -77,8 +79,9 @@ def _peaks(
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
-    found += (bh * tl.num_programs(1) + tl.program_id(1)) * (LOOKED // P)
-    n = _pages_seen(visited, node, out, found, bh, tl.program_id(1) * LOOKED, nodes, rows, G, P, LOOKED)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    found += (bh * parts + part) * (LOOKED // P)
+    n = _pages_seen(visited, node, out, found, bh, part, parts, nodes, rows, G, P, LOOKED)
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
