@@ -116,7 +116,9 @@ def kmeans(
     centres = chosen(seen, clusters, draws, seed)
     for _ in range(rounds):
         name, far = nearest(seen, centres)
-        centres = means(x, name, centres, cosine)
+        before, centres = centres, means(x, name, centres, cosine)
+        if torch.equal(before, centres):  # so it would go on
+            break
     name = torch.stack([repaired(n, f, clusters) for n, f in zip(name, far)])
     return means(x, name, centres), name
 

@@ -8,8 +8,8 @@ equal parts.
 
 Every cluster becomes a unit (ops/store/views.py), and its tokens stand side by side in the pool, in order of position,
 where `append` or `flush_ring` had put them as they came. No hot buffer holds one of them: they could not be retrieved
-before. On most steps nothing leaves and the kernel returns at once. A program does all of a head: what it does takes a
-hundred microseconds or so, once in `stretch` steps.
+before. On most steps nothing leaves and the kernel returns at once. A program does all of a head, once in `stretch`
+steps; it stops at the round after which no centroid is another, as all that follow would do the same again.
 """
 import torch
 
@@ -85,7 +85,8 @@ def _lloyd(
     c = _keys(ring, begin + low + mix(j, seed) % tl.maximum(high - low, 1), j < clusters, sink, span, D, DP)
     if COSINE:
         c = _unit(c)
-    for _ in range(rounds):
+    left = rounds
+    while left > 0:
         long = c.to(tl.float32)
         half = tl.where(j < clusters, tl.sum(long * long, 1) * 0.5, float("inf"))
         total, members = tl.zeros((C, DP), tl.float32), tl.zeros((C,), tl.int32)
@@ -104,7 +105,10 @@ def _lloyd(
         mean = _mean(total, members, c.dtype)
         if COSINE:
             mean = _unit(mean)
-        c = tl.where((members > 0)[:, None], mean, c)
+        mean = tl.where((members > 0)[:, None], mean, c)
+        moved = tl.max(tl.max((mean != c).to(tl.int32), 1), 0)
+        left = tl.where(moved != 0, left - 1, 0)
+        c = mean
 
 
 @triton.jit

@@ -32,7 +32,6 @@ class ClusterKV(ClusterMethod):
     """
 
     name = "clusterkv"
-    unproven = True
 
     sink: int = 16
     cluster_size: int | None = 80
@@ -69,6 +68,10 @@ class ClusterKV(ClusterMethod):
         return Boundaries(ALWAYS, False, self.run, self.run, 0.0)
 
     # ---- what it declares
+
+    @property
+    def unproven(self) -> bool:
+        return self.run is None or self.stretch is None
 
     @property
     def ring_plan(self) -> RingPlan:
