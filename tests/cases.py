@@ -252,8 +252,20 @@ def _cluster_keys(w: World):
     frontier = torch.minimum(w.start, w.begin)[:, None].clamp(min=w.sink).expand(-1, w.heads)
     units = _units(w, frontier, most=w.rows + 8)
     units = units._replace(centroid=units.centroid.nan_to_num(0))
-    size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16), (3, 8))
+    size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16), (3, 8), (3, 0), (1, 0))
     return (w.k, units, w.lengths_view, Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False), True)
+
+
+def _cluster_ring(w: World):
+    """All that leaves at a step, or with a prompt; or nothing; several stretches of it too."""
+    old = w.previous_begin if w.pick(True, False) else (w.start - w.window - w.interval).clamp(min=w.sink).int()
+    lengths = w.lengths_view._replace(previous_ring_begin=torch.minimum(old, w.begin))
+    size, stretch = w.pick((2, 4), (1, 3), (4, 7), (5, 3), (3, 40))
+    units = _units(w, lengths.previous_ring_begin[:, None].expand(-1, w.heads), most=w.rows + 8)
+    units = units._replace(centroid=units.centroid.nan_to_num(0))
+    ring = integers(w.near(w.start, lengths.previous_ring_begin).ring)
+    kmeans = Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False)
+    return (Store(ring, *w.far(w.length)), units, lengths, kmeans)
 
 
 def _pick_units(w: World):
@@ -310,6 +322,7 @@ OPS = {
     "find_boundary": _find_boundary,
     "settle_segments": _settle_segments,
     "cluster_keys": _cluster_keys,
+    "cluster_ring": _cluster_ring,
     "pick_units": _pick_units,
     "observe": cases_static.observe,
     "copy_keys": cases_static.copy_keys,
@@ -332,15 +345,15 @@ OPS = {
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
-    "advance", "flush_ring", "store_prompt", "observe", "copy_keys", "settle_segments", "cluster_keys", "plant_tree",
-    "block_bounds", "encode_keys", "prompt_attention", "window_attention",
+    "advance", "flush_ring", "store_prompt", "observe", "copy_keys", "settle_segments", "cluster_keys", "cluster_ring",
+    "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention",
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
 
 METHODS = {
     "arkvale": dict(block_size=8),
-    "clusterkv": dict(cluster_size=4, stretch=16, run=3),
+    "clusterkv": dict(cluster_size=4, every=10, new_clusters=2, rounds=2),
     "full": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),

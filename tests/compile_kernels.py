@@ -22,7 +22,8 @@ from torchsparsekv.ops._triton import SMALLEST
 
 LARGE = 232_448  # bytes of shared memory a program may have on an H100
 SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the largest
-TILED = {"cluster_keys", "pick_units", "choose_static"}  # beside attention, what keeps tiles of rows in shared memory
+# Beside attention, what keeps tiles of rows in shared memory.
+TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static"}
 ROOMY = {"choose_static"}  # what takes more where there is more
 choose_static = importlib.import_module("torchsparsekv.ops.select.choose_static")
 

@@ -21,7 +21,10 @@ NEAR = dict(sink=64, window=256)
 CLUSTERED = dict(**NEAR, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**NEAR, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),
-    "clusterkv": dict(**CLUSTERED, run=4),
+    "clusterkv": dict(
+        sink=16, window=256, budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
+        new_clusters=4, run=None,
+    ),
     "full": dict(**NEAR, budget=1024),
     "icecache": dict(
         **NEAR, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=0.1, least_view=32,
@@ -62,10 +65,10 @@ def test_all_it_can_be_told_is_among_them(name):
 
 
 # The size of a cluster where the budget would not hold 16 of the default size.
-@pytest.mark.parametrize("name", ["louiskv", "clusterkv"])
+@pytest.mark.parametrize(("name", "more"), [("louiskv", {}), ("clusterkv", dict(cluster_size=None))])
 @pytest.mark.parametrize(("budget", "size"), [(64, 4), (128, 8), (255, 8), (256, 16), (4096, 16)])
-def test_clusters_of_a_small_budget(name, budget, size):
-    assert acting(make_method(name, budget=budget))["cluster_size"] == size
+def test_clusters_of_a_small_budget(name, more, budget, size):
+    assert acting(make_method(name, budget=budget, **more))["cluster_size"] == size
 
 
 @pytest.mark.parametrize(("window", "interval"), [(1, 1), (64, 64), (256, 256), (1000, 256)])

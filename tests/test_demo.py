@@ -82,7 +82,8 @@ def test_it_tells_what_was_attended_to_and_the_memory(shown):
     _, *dense = map(float, row(done, "dense")[7:])
     for method in METHODS:
         attended, context, device, host = map(float, row(done, method)[7:])
-        assert attended < context / 4
+        # clusterkv attends to up to 320 tokens that wait for their clusters, too.
+        assert attended < context / (2 if method == "clusterkv" else 4)
         assert context == pytest.approx(dense[0], abs=1)
         assert device < dense[1]
         pool = dense[1] * 4 / 6 * (1.25 if method == "icecache" else 1)  # which has a region for generated tokens

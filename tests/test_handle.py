@@ -368,6 +368,7 @@ def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
 
 def test_a_method_that_no_gpu_has_run_is_refused_there(monkeypatch):
     monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
-    for name in ("icecache", "prkv", "prkv_static"):
+    for name, more in [(n, {}) for n in ("icecache", "prkv", "prkv_static", "clusterkv")] + [("clusterkv", {"run": 4})]:
         with pytest.raises(NotImplementedError, match=rf"{name} runs on the CPU only so far.*TORCHSPARSEKV_UNPROVEN=1"):
-            check_device(torch.device("cuda"), torchsparsekv.method.make_method(name))
+            check_device(torch.device("cuda"), torchsparsekv.method.make_method(name, **more))
+    assert not torchsparsekv.method.make_method("clusterkv", run=4, stretch=4096).unproven

@@ -9,8 +9,8 @@ from world import DEVICE
 from torchsparsekv.ops._impl import tensors
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.index import _kmeans, _kmeans_kernels
-from torchsparsekv.ops.index.cluster_keys import Kmeans, cluster_keys
-from torchsparsekv.ops.store.views import Lengths, Units
+from torchsparsekv.ops.index.cluster_keys import WHOLE, Kmeans, cluster_keys
+from torchsparsekv.ops.store.views import Lengths, Store, Units
 
 KEYS, CLUSTERS, ROUNDS = 4096, 256, 3  # a whole stretch, as the methods have it
 ENTRY = load_all()["cluster_keys"]
@@ -150,6 +150,29 @@ def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     both_ways(k.transpose(1, 2), lengths, size, stretch)
 
 
+@pytest.mark.parametrize(("cosine", "alike"), [(False, False), (True, False), (False, True)])
+def test_clustering_a_whole_prompt(cosine, alike):
+    """More keys than a power of two, rows of different lengths, one of which is left out; with `alike` repairs."""
+    g = torch.Generator().manual_seed(4)
+    k = torch.randn(3, 150, 2, 32, generator=g)
+    if alike:
+        k = torch.randint(-1, 2, (3, 3, 2, 32), generator=g).float()[:, torch.randint(0, 3, (150,), generator=g)]
+    lengths = times([0, 0, 0], [150, 141, -1], [145, 130, 4], 4)
+    both_ways(k.transpose(1, 2), lengths, 7, WHOLE, cosine)
+
+
+def test_a_whole_prompt_is_as_one_stretch_that_holds_it():
+    """Where both begin at one draw, as they do with one cluster: its mean."""
+    k = torch.randn(1, 1, 128, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for stretch in (128, WHOLE):
+        units = none_yet(k, 0)
+        order = cluster_keys(k, units, times([0], [128], [128], 0), Kmeans(128, stretch, 2, 0, True), True)
+        found.append(tensors((order, units)))
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
 def test_clustering_kernel_by_cosine():
     """Of a size that does not divide the stretch."""
     k = torch.randn(1, 150, 2, 32, generator=torch.Generator().manual_seed(8))
@@ -185,5 +208,27 @@ def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int, cosine
         k, units, of_rows = on(device, clones((k, none_yet(k, lengths.sink), lengths)))
         order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5, cosine), True)
         both.append([t.cpu() for t in tensors((order, units))])
+    for got, want in zip(both[1], both[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [40, 33])
+def test_clusters_of_what_leaves_the_ring_by_cosine(keys):
+    """Kernel and reference alike, and as many clusters as asked for."""
+    g = torch.Generator().manual_seed(1)
+    kinds = torch.nn.functional.normalize(torch.randn(4, 32, generator=g), dim=-1)
+    k = kinds[torch.arange(60) % 4] * (1 + 4 * torch.rand(2, 60, 1, generator=g))
+    k = k + 0.01 * torch.randn(2, 60, 32, generator=g)
+    rows = torch.stack([k, torch.randn(2, 60, 32, generator=g)], 2)[None]
+    lengths = times([50], [51], [2 + keys], 2)._replace(interval=keys)
+    both = []
+    for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
+        store = Store(rows, torch.zeros(1, 2, 64, 2, 32))
+        state = on(device, clones((store, none_yet(rows[:, :, :, 0], 2), lengths)))
+        load_all()["cluster_ring"].run(kind, *state, Kmeans(keys // 4, keys, 20, 3, True))
+        both.append([t.cpu() for t in tensors(state)])
+        ends = state[1].first[0, 0, :5].tolist()
+        assert int(state[1].unit_count[0, 0]) == 4
+        assert ends[-1] == 2 + keys
     for got, want in zip(both[1], both[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -63,7 +63,6 @@ class Method:
     offered: ClassVar[bool] = True  # users can choose it, by its name
     forgets: ClassVar[bool] = False  # what leaves its ring is gone: it keeps no pool
     places: ClassVar[bool] = False  # puts tokens at pool rows of its own choice, beyond the length of their row too
-    unproven: ClassVar[bool] = False  # its kernels have not run on a GPU yet
     regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
 
     def __init_subclass__(cls) -> None:
@@ -111,6 +110,11 @@ class Method:
     @property
     def ring_plan(self) -> RingPlan:
         return RingPlan(self.sink, self.window, self.block_size)
+
+    @property
+    def unproven(self) -> bool:
+        """Whether kernels that it needs have not run on a GPU yet."""
+        return False
 
     @property
     def couples_heads(self) -> bool:

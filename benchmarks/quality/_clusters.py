@@ -7,12 +7,13 @@ from torchsparsekv.ops.select.pick_units import scores
 
 
 def chosen_tokens(
-    keys: Tensor, q: Tensor, span: tuple[int, int], budget: int, size: int, cosine: bool, rounds: int = 3
-) -> Tensor:
+    keys: Tensor, q: Tensor, span: tuple[int, int], budget: int, size: int, cosine: bool, rounds: int = 3,
+    draws: int = DRAWS,
+) -> Tensor:  # fmt: skip
     """Which tokens each step and kv head chooses of those in `span`, [steps, heads, tokens]: keys [heads, tokens, dim],
     q [steps, heads, group, dim]. Whole clusters, best first, the last one trimmed."""
     begin, end = span
-    centres, name = kmeans(keys[:, begin:end], max(1, (end - begin) // size), DRAWS, rounds, 0, cosine)
+    centres, name = kmeans(keys[:, begin:end], max(1, (end - begin) // size), draws, rounds, 0, cosine)
     out = torch.zeros(*q.shape[:2], keys.shape[1], dtype=torch.bool)
     for h in range(keys.shape[0]):
         for t in range(len(q)):

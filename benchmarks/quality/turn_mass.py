@@ -8,8 +8,8 @@ Kept is the share of the true attention weight, mean over samples, sparse layers
 up here, from layer to layer or from step to step, so it says less than turns.py, and takes a minute where that takes
 hours of a CPU. Nothing leaves the window of as many tokens as there are steps.
 
-Last come other clusters of the prompt, retrieved at every step: of 80 keys and by cosine, as the paper of ClusterKV has
-them for all of a prompt, beside the 16 keys by Euclidean distance of ours.
+Last come other clusters of the prompt, retrieved at every step: of 80 keys and by cosine beside the 16 keys by
+Euclidean distance of LouisKV, and those of ClusterKV, by 20 rounds from one draw of centroids.
 """
 from collections.abc import Iterator
 
@@ -26,8 +26,9 @@ from torchsparsekv.benchmarks.quality.text_options import Options
 from torchsparsekv.benchmarks.quality.turns import RULES, Rule, key
 
 BENCHMARK = "turns"
-OURS = (16, False)  # keys of a cluster, and whether by cosine
-OTHERS = (OURS, (16, True), (80, False), (80, True))
+OURS = (16, False)  # keys of a cluster, whether by cosine, and rounds and draws of k-means if they are others
+CLUSTERKV = (80, True, 20, 1)
+OTHERS = (OURS, (16, True), (80, False), (80, True), CLUSTERKV)
 MORE = tuple(Rule("each layer its own tau", rate) for rate in (0.1, 0.3, 0.5))  # the share of steps
 SINK = 32
 
@@ -81,8 +82,9 @@ def told(what: tuple) -> dict:
     kind, which = what
     if kind == "rule":
         return key("prompt", which)
-    size, cosine = which
+    size, cosine, *_ = which
     name = f"clusters of {size} by {'cosine' if cosine else 'distance'}"
+    name = "clusters of clusterkv" if which == CLUSTERKV else name
     return {"text": "prompt", "rule": name, "tau": None, "stride": None}
 
 

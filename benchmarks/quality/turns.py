@@ -5,7 +5,7 @@
 
 By the paper's rule (the cosine of a query with that of the step before) at thresholds from 0.5 to 1, by what it leaves
 open (each kv head for itself; the query of the last retrieval, or a mean of those since), and every so many steps,
-which no rule at all has to beat. At tau 1 all steps retrieve: that is `clusterkv`, and what the others are measured by.
+which no rule at all has to beat. At tau 1 all steps retrieve: what the others are measured by.
 
 Two kinds of text. prompt: what is retrieved is of the prompt, a stretch of a text. own: nearly all of it is what the
 dense model wrote itself, drawn at temperature 1, after a short prompt. A prompt is taken in once, whatever follows.

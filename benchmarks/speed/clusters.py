@@ -15,7 +15,7 @@ from torchsparsekv.benchmarks.speed._layers import Layers
 from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.index.cluster_keys import Kmeans, cluster_keys
+from torchsparsekv.ops.index.cluster_keys import cluster_keys
 from torchsparsekv.ops.index.find_boundary import find_boundary
 from torchsparsekv.ops.select.pick_units import pick_units
 from torchsparsekv.ops.store.append import append
@@ -135,13 +135,13 @@ def clustering(o: Options, tokens: int, device) -> dict:
     lengths = RowLengths(m.ring_plan, 1, tokens, device)
     lengths.advance(tokens)
     k = Topics(o.kv_heads, o.head_dim, tokens // 1024).keys(1, 0, tokens, device, torch.bfloat16)
-    kmeans = Kmeans(m.per_cluster, m.stretch, m.rounds, m.seed, m.cosine)
+    kmeans = m.kmeans
 
     def call():
         cluster_keys(k, units, lengths.view, kmeans, True)
 
     us = _common.time_graph([call], units.unit_count.zero_)
-    flops = 4 * tokens * (m.stretch // m.per_cluster) * o.kv_heads * o.head_dim * m.rounds
+    flops = 4 * tokens * (kmeans.stretch // kmeans.size) * o.kv_heads * o.head_dim * m.rounds
     row = {"context": tokens, "kernel": "k-means", "us": us, "TFLOP_per_s": flops / us / 1e6}
     return row | {"all_layers_ms": us * o.layers / 1e3}
 

@@ -1,12 +1,30 @@
 """K-means of a stretch of keys: the plain definition, which ops/index/_kmeans_kernels.py follows."""
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops.store.views import Units
+
 WIDEST = 4096  # keys of a stretch: what one program can rank at once
 SEEDS = 1 << 16
 DRAWS = 16  # of the first centroids. Inertia against k-means++, rare keys: 1.20 with 1, 1.024 with 8, 1.011 with 16
+
+
+class Kmeans(NamedTuple):
+    """Keys per cluster, keys that are clustered together, rounds, the seed of the first centroids, and the distance."""
+
+    size: int
+    stretch: int
+    rounds: int
+    seed: int
+    cosine: bool
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed must be from 0 to {SEEDS - 1}, got {seed}")
 
 
 def mixed(i: Tensor, seed: int) -> Tensor:
@@ -98,6 +116,19 @@ def kmeans(
     centres = chosen(seen, clusters, draws, seed)
     for _ in range(rounds):
         name, far = nearest(seen, centres)
-        centres = means(x, name, centres, cosine)
+        before, centres = centres, means(x, name, centres, cosine)
+        if torch.equal(before, centres):  # so it would go on
+            break
     name = torch.stack([repaired(n, f, clusters) for n, f in zip(name, far)])
     return means(x, name, centres), name
+
+
+def add_units(units: Units, b: int, begin: int, centres: Tensor, name: Tensor) -> Tensor:
+    """The clusters of all heads of a row become units, of pool rows from `begin` on. Returns the order of the keys."""
+    first, centroid, unit_count = units
+    count = centres.shape[1]
+    ends = begin + (name[..., None] == torch.arange(count, device=name.device)).sum(1).cumsum(-1)
+    for h, u in enumerate(unit_count[b].tolist()):
+        centroid[b, h, u : u + count], first[b, h, u + 1 : u + 1 + count] = centres[h], ends[h]
+    unit_count[b] += count
+    return name.argsort(dim=-1, stable=True)

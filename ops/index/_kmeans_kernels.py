@@ -17,7 +17,7 @@ KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit th
 
 
 @triton.jit
-def _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S: tl.constexpr):
+def span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S: tl.constexpr):
     """(row and head, column of the first key, keys, position of the first, first unit, clusters) of stretch `slot`."""
     per_head = tl.cdiv(tokens, S)
     bh, i = (slot // per_head).to(tl.int64), slot % per_head
@@ -29,7 +29,7 @@ def _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, 
 
 
 @triton.jit
-def _mix(i, seed):
+def mix(i, seed):
     """`mixed`."""
     x = (i + 1).to(tl.uint32) * 2654435761 + seed * 9973
     x = (x ^ (x >> 15)) * 73244475
@@ -59,7 +59,7 @@ def _seat(
         pick = (column + tl.load(place + at + j, mask=live, other=0)).to(tl.int64)
         c = tl.load(k + pick[:, None] * k_s + d[None, :], mask=m, other=0.0)
         tl.store(centroid + (bh * most + unit + have + at + j[:, None]) * D + d[None, :], c, mask=m)
-        own = tl.where(live, _halve(half, slot, have + at + j, live, c, clusters), float("inf"))
+        own = tl.where(live, halve(half, slot, have + at + j, live, c, clusters), float("inf"))
         c = tl.trans(c)
         for row in range(0, keys, TILE):
             near = row + t < keys
@@ -89,7 +89,7 @@ def _begin(
     And the order of columns, for those that nothing is done with.
     """
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     i = tl.arange(0, S)
     at = slot % tl.cdiv(tokens, S) * S + i
     tl.store(order + bh * tokens + at, at, mask=at < tokens)
@@ -98,7 +98,7 @@ def _begin(
         far, square, place = far + slot.to(tl.int64) * S, square + slot.to(tl.int64) * S, place + slot.to(tl.int64) * S
         have = _reached(clusters, 0, DRAWS)
         begin, end = i * keys // have, (i + 1) * keys // have
-        tl.store(place + i, begin + _mix(i, seed) % tl.maximum(end - begin, 1), mask=i < have)
+        tl.store(place + i, begin + mix(i, seed) % tl.maximum(end - begin, 1), mask=i < have)
         tl.debug_barrier()
         best = tl.full((S,), float("-inf"), tl.float32)
         best = _seat(
@@ -108,7 +108,7 @@ def _begin(
         for draw in range(1, DRAWS):
             count = _reached(clusters, draw, DRAWS) - have
             if count > 0:
-                chance = ((_mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
+                chance = ((mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
                 away = tl.maximum(tl.load(square + i, mask=i < keys, other=0.0) - 2 * best, 0.0)
                 weight = tl.div_rn(away, chance)
                 taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0).to(tl.uint32), count)
@@ -122,7 +122,7 @@ def _begin(
 
 
 @triton.jit
-def _halve(half, slot, c, live, row, clusters):
+def halve(half, slot, c, live, row, clusters):
     """Half the square of centroids, for the assignment: it would have to go through registers for it there."""
     wide = row.to(tl.float32)
     own = tl.sum(wide * wide, 1) * 0.5
@@ -140,7 +140,7 @@ def _assign(
     Best scores are kept per column of the tile and compared once, at the end.
     """
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     if tl.program_id(1) * TILE < keys:
         i = tl.program_id(1) * TILE + tl.arange(0, TILE)
         d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
@@ -176,7 +176,7 @@ def _means(
     """The mean of every cluster, where it is `stale`, with UNIT made as long as 1. With RANK also how many keys it has,
     and of every key how many of it come before."""
     slot = tl.program_id(0)
-    bh, column, keys, _, unit, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
+    bh, column, keys, _, unit, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
     if (keys > 0) & (tl.program_id(1) * CENTRES < clusters) & (tl.load(stale + slot) != 0):
         i, d = tl.arange(0, TILE), tl.arange(0, DP)
@@ -204,7 +204,7 @@ def _means(
             long = tl.broadcast_to(tl.where(long > 0, long, 1.0)[:, None], (CENTRES, DP))
             mean = tl.div_rn(wide, long).to(centroid.dtype.element_ty)
         tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], mean, mask=m)
-        _halve(half, slot, c, (members > 0) & (c < clusters), mean, S // size)
+        halve(half, slot, c, (members > 0) & (c < clusters), mean, S // size)
         if RANK:
             tl.store(count + slot.to(tl.int64) * (S // size) + c, members, mask=c < clusters)
 
@@ -217,7 +217,7 @@ def _repair(
     """Every empty cluster takes a key; `count` then serves to list the empty ones. Where there is none, none is
     `stale`."""
     slot = tl.program_id(0)
-    _, _, keys, _, _, clusters = _stretch(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
+    _, _, keys, _, _, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
     c, i = tl.arange(0, C), tl.arange(0, S)
     count += slot.to(tl.int64) * (S // size)
     empty = tl.load(count + c, mask=c < tl.where(keys > 0, clusters, 0), other=1) == 0
@@ -243,7 +243,7 @@ def _order(
 ):  # fmt: skip
     """Where the units begin, and the columns in the order of the pool."""
     slot = tl.program_id(0)
-    bh, column, keys, begin, unit, clusters = _stretch(
+    bh, column, keys, begin, unit, clusters = span_of(
         start, length, ring_begin, units, heads, tokens, sink, size, slot, S
     )
     if keys > 0:
@@ -275,7 +275,7 @@ def _count(units, start, length, ring_begin, heads, sink, size, total, S: tl.con
     tl.store(units + bh, tl.load(units + bh, mask=live, other=0) + more, mask=live)
 
 
-class _Run:
+class Run:
     """The launches of one call: what they share, and where they leave what the next one reads."""
 
     def __init__(self, k: Tensor, units: Units, times, sink: int, size: int, stretch: int, cosine: bool):
@@ -327,7 +327,7 @@ def launch(
 ) -> Tensor:
     batch, heads, tokens, _ = k.shape
     times, sink, count = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink, units.unit_count
-    run = _Run(k, units, times, sink, size, stretch, cosine)
+    run = Run(k, units, times, sink, size, stretch, cosine)
     order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
     run.start(order, min(DRAWS, run.clusters), seed)
     for i in range(rounds):

@@ -14,6 +14,9 @@ goes to the nearest centroid (ties to the lower one) and the centroids to the me
 the keys. A cluster without keys keeps its centroid; those left empty at the end each take one key, of the farthest from
 their centroids, leaving every cluster its first.
 
+With a `stretch` of 0 all of them are taken at once, as ClusterKV has it, which costs as much as attention to a centroid
+per `size` tokens, and k-means begins at one draw alone: a key of each of as many equal parts.
+
 With `cosine` keys and centroids are compared by their directions alone, as ClusterKV has it: both have length 1 where
 one is assigned to the other or drawn by its distance. What a unit is known by is the mean of its keys as they are.
 
@@ -21,8 +24,6 @@ Inertia is within 2 % of that of k-means++ with as many rounds, on keys with top
 are like no other and keys of no structure (tests/test_kmeans.py). A start by position alone ends 4 % lower where they
 drift, and 20 % higher where many are like no other.
 """
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -30,57 +31,47 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops.index import _kmeans
+from torchsparsekv.ops.index import _kmeans, _kmeans_whole
+from torchsparsekv.ops.index._kmeans import Kmeans
 from torchsparsekv.ops.index._kmeans_kernels import launch as launch_kmeans
 from torchsparsekv.ops.store.views import Lengths, NewKeys, Units
 
-
-class Kmeans(NamedTuple):
-    """Keys per cluster, keys that are clustered together, rounds, the seed of the first centroids, and the distance."""
-
-    size: int
-    stretch: int
-    rounds: int
-    seed: int
-    cosine: bool
+WHOLE = 0  # as a stretch
 
 
 def check(k, units, lengths, kmeans, join) -> None:
     size, stretch, rounds, seed, _ = kmeans
-    if size < 1 or rounds < 1 or stretch & (stretch - 1) or not size <= stretch <= _kmeans.WIDEST:
+    cut = stretch & (stretch - 1) == 0 and size <= stretch <= _kmeans.WIDEST
+    if size < 1 or rounds < 1 or not (cut or stretch == WHOLE):
         raise ValueError(
-            f"need size, rounds >= 1 and stretch a power of two, from size to {_kmeans.WIDEST}; got size {size}, "
-            f"stretch {stretch}, rounds {rounds}"
+            f"need size, rounds >= 1 and stretch a power of two, from size to {_kmeans.WIDEST}, or 0 for all; got size "
+            f"{size}, stretch {stretch}, rounds {rounds}"
         )
-    if not 0 <= seed < _kmeans.SEEDS:
-        raise ValueError(f"seed must be from 0 to {_kmeans.SEEDS - 1}, got {seed}")
+    _kmeans.check_seed(seed)
 
 
 def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmeans, join: bool) -> Tensor:
     batch, heads, tokens, _ = k.shape
-    first, centroid, unit_count = units
     size, stretch, rounds, seed, cosine = kmeans
-    draws = min(_kmeans.DRAWS, stretch // size)
+    draws = 1 if stretch == WHOLE else min(_kmeans.DRAWS, stretch // size)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     times = lengths.start, lengths.length, lengths.ring_begin
     for b, (n0, n, end) in enumerate(torch.stack(times, 1).tolist()):
-        for begin in range(max(n0, lengths.sink), end if n > 0 else 0, stretch):
-            stop = min(begin + stretch, end)
+        for begin in range(max(n0, lengths.sink), end if n > 0 else 0, stretch or tokens):
+            stop = min(begin + (stretch or tokens), end)
             column = tokens - n + begin
             x = k[b, :, column : column + stop - begin]
-            centres, name = _kmeans.kmeans(x, max(1, (stop - begin) // size), draws, rounds, seed, cosine)
-            count = centres.shape[1]
-            ends = begin + (name[..., None] == torch.arange(count, device=k.device)).sum(1).cumsum(-1)
-            order[b, :, column : column + stop - begin] = column + name.argsort(dim=-1, stable=True)
-            for h in range(heads):
-                u = int(unit_count[b, h])
-                centroid[b, h, u : u + count], first[b, h, u + 1 : u + 1 + count] = centres[h], ends[h]
-            unit_count[b] += count
+            parts = x.split(1 if stretch == WHOLE else heads)  # else memory would be heads x clusters x tokens
+            of = [_kmeans.kmeans(p, max(1, (stop - begin) // size), draws, rounds, seed, cosine) for p in parts]
+            found = map(torch.cat, zip(*of))
+            order[b, :, column : column + stop - begin] = column + _kmeans.add_units(units, b, begin, *found)
     return order
 
 
 def launch(k, units, lengths, kmeans, join) -> Tensor:
     with beside(join, k, *units, *lengths[:4]):
+        if kmeans.stretch == WHOLE:
+            return _kmeans_whole.launch(k, units, lengths, kmeans)
         return launch_kmeans(k, units, lengths, *kmeans)
 
 
