@@ -46,6 +46,20 @@ def test_the_hit_rates_of_text():
     assert hits() in tables(RESULTS / "README.md")
 
 
+def test_prkv_and_icecache():
+    rows = {r["method"]: r for r in rows_of("h200_decode_prkv.json")}
+    floor, cudnn, ours = (f"{rows[m]['tpot_ms']:.2f}" for m in ("hf-static", "sdpa-cudnn", "full"))
+    page = ROOT / "docs/results.md"
+    assert f"the floor is {floor} ms, cuDNN takes {cudnn}, ours {ours}" in " ".join(page.read_text().split())
+    found = []
+    for m in ("prkv", "icecache"):
+        r = rows[m]
+        assert not (r["recompiles"] or r["graph_skips"] or r["memory_growth"])
+        times = [f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}", f"{r['speedup']:.2f}x"]
+        found.append([m, *times, *(f"{r[x]:.1f}" for x in ("device_GiB", "host_GiB"))])
+    assert found in tables(page)
+
+
 def test_two_gpus():
     found = []
     for context in (131072, 524288):

@@ -32,7 +32,6 @@ class Row(NamedTuple):
 
 # ---------------------------------------------------------------- ways to ask for what is refused
 
-
 def patch(method="quest", **changes):
     """At patch time; a method of single tokens has no block size."""
     sizes = {name: x for name, x in SMALL.items() if name != "block_size" or method in IN_BLOCKS}
@@ -366,12 +365,11 @@ def test_the_table_names_every_row_once():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_refused_and_untouched(row):
-    model = row.model()
-    before = snapshot(model) if hasattr(model, "config") else dict(vars(model))
+    model, state = row.model(), lambda m: snapshot(m) if hasattr(m, "config") else dict(vars(m))
+    before = state(model)
     with pytest.raises(row.error, match=row.says):
         row.act(model)
-    after = snapshot(model) if hasattr(model, "config") else dict(vars(model))
-    assert after == before
+    assert state(model) == before
 
 
 def test_decode_past_the_end_is_never_an_answer():
