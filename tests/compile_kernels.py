@@ -55,7 +55,8 @@ def compile_op(name: str, entry) -> str:
     """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways."""
     for dtype, room in product((torch.bfloat16, torch.float32), (SMALLEST, LARGE) if name in ROOMY else (SMALLEST,)):
         choose_static.shared_bytes = lambda _, room=room: room
-        for dim in SIZES if "attention" in name or name in TILED else SIZES[:1]:
+        sizes = SIZES if "attention" in name or name in TILED else SIZES[:1]
+        for dim in sizes[1:] if room == LARGE else sizes:
             for way in range(3) if dim == SIZES[0] else (0,):
                 w = World(
                     tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],

@@ -29,6 +29,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that the last to end is not one that is long
     if torch.cuda.is_available():
         return
     for item in items:

@@ -4,7 +4,7 @@ import importlib
 import pytest
 import torch
 from cases import OPS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import clones, on
 from world import DEVICE, World
@@ -15,6 +15,7 @@ CHOOSE = importlib.import_module("torchsparsekv.ops.select.choose_static")
 ENTRY = load_all()["choose_static"]
 
 
+@settings(max_examples=6)  # each takes seconds in the interpreter
 @given(seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1), room=st.sampled_from([0, 1]))
 def test_the_window_in_parts(seed, group, coarse, room):
     w = World(

@@ -25,7 +25,7 @@ def test_both_orders_find_the_same_sets_and_keep_nearly_the_same():
     story, masses = Story(240, pads=(0,), seed=11), []
     topic = torch.randn(1, 2, 240 // 12, 16, generator=torch.Generator().manual_seed(1)).repeat_interleave(12, 2)
     story.k = story.k + 2 * topic
-    hyper = dict(budget=12 * BLOCK, static_ratio=0.5, update_every=7, digest="float32")
+    hyper = dict(budget=12 * BLOCK, static_ratio=0.5, update_every=7, digest="float32", update_from="keys")
     swapped = small("prkv", **hyper)
     for method in (swapped, Literal(sink=swapped.sink, window=swapped.window, block_size=BLOCK, **hyper)):
         mass, sets = run(method, story)
