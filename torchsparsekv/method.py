@@ -24,7 +24,7 @@ from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
-UNPROVEN = "TORCHSPARSEKV_UNPROVEN"  # in the environment: lets methods run whose kernels nobody has seen on a GPU
+UNPROVEN = "TORCHSPARSEKV_UNPROVEN"  # in the environment: lets methods run that are `unproven`
 _METHODS: dict[str, type["Method"]] = {}
 
 
@@ -113,7 +113,7 @@ class Method:
 
     @property
     def unproven(self) -> bool:
-        """Whether kernels that it needs have not run on a GPU yet."""
+        """Whether kernels that it needs, as they are now, have not been compared with their references on a GPU."""
         return False
 
     @property
@@ -245,8 +245,8 @@ def check_device(device: torch.device, method: Method) -> None:
         raise RuntimeError("the CUDA kernels need Triton: pip install triton")
     if method.unproven and os.environ.get(UNPROVEN) != "1":
         raise NotImplementedError(
-            f"{method.name} runs on the CPU only so far: its kernels compile for CUDA and have not been run there; "
-            f"{UNPROVEN}=1 in the environment lets them"
+            f"{method.name} runs on the CPU only so far: not all of its kernels, as they are now, have been compared "
+            f"with their references on a GPU; {UNPROVEN}=1 in the environment lets them"
         )
     have, need = torch.cuda.get_device_capability(device), method.least_capability
     if have < need:

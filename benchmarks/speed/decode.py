@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -272,6 +272,13 @@ def run_dense(model, batch: int, context: int, o: Options) -> list[dict]:
     return [run_method(model, "full", o, batch, context), *(run_static(model, batch, context, o, n) for n in names)]
 
 
+def told_against(floor: dict, dense: list[dict], methods: Iterable[dict]) -> Iterator[dict]:
+    """All of one context, each as soon as it is known: its time over the floor, and the best dense time over its."""
+    best = min(r["tpot_ms"] for r in dense)
+    for r in itertools.chain(dense, methods):
+        yield r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
+
+
 def collect() -> None:
     torch._dynamo.reset()
     gc.collect()
@@ -289,11 +296,9 @@ def run(o: Options, out: Path | None = None) -> dict:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
         rows.append({**floor, "over_floor": 1.0})
         for context in o.contexts:
-            group = run_dense(model, batch, context, o)
-            best = min(r["tpot_ms"] for r in group)
-            made = itertools.chain(group, (run_method(model, name, o, batch, context) for name in o.methods))
-            for r in made:
-                rows.append(r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]})
-                print(rows[-1], flush=True)
+            methods = (run_method(model, name, o, batch, context) for name in o.methods)
+            for row in told_against(floor, run_dense(model, batch, context, o), methods):
+                rows.append(row)
+                print(row, flush=True)
                 _results.save("decode", rows, options, out)
     return _results.finish("decode", rows, options, out)

@@ -8,7 +8,6 @@ torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel --contexts 13107
 """
 import contextlib
 import dataclasses
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -186,7 +185,5 @@ def rows_of(model, batch: int, o: Options) -> Iterator[dict]:
     for context in o.contexts:
         dense = [measured(decode.run_static, model, batch, context, o, name) for name in o.dense]
         dense.append(measured(decode.run_method, model, "full", o, batch, context))
-        best = min(r["tpot_ms"] for r in dense)
         methods = (measured(decode.run_method, model, name, o, batch, context) for name in o.methods)
-        for r in itertools.chain(dense, methods):
-            yield r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
+        yield from decode.told_against(floor, dense, methods)

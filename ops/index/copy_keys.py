@@ -14,10 +14,30 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.store.rows import keys_of, row_at
 from torchsparsekv.ops.store.views import Far, Lengths, NewKeys
 
 Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
 TILE = 32
+
+
+def copied(pool: Tensor, coarse: Tensor | None) -> Tensor:
+    """Where keys are read: the copy, if there is one, or the pool."""
+    return pool if coarse is None else coarse.view(FP8)
+
+
+def keys_in(pool: Tensor, coarse: Tensor | None) -> Tensor:
+    """All keys that are there, [..., rows, dim]."""
+    return keys_of(pool) if coarse is None else copied(pool, coarse)
+
+
+@triton.jit
+def key_of(source, head, row, d, mask, rows, D: tl.constexpr, COARSE: tl.constexpr):
+    """Channels `d` of the keys in these rows; `source` is what `copied` says."""
+    if COARSE:
+        return tl.load(source + (head * rows + row) * D + d, mask=mask, other=0.0)
+    else:
+        return tl.load(row_at(source, head, row, rows, D) + d, mask=mask, other=0.0)
 
 
 def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:

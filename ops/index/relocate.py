@@ -19,7 +19,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._fp8 import FP8
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
@@ -27,10 +26,9 @@ from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
-from torchsparsekv.ops.index.copy_keys import Coarse
-from torchsparsekv.ops.select.choose_static import key_of
+from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.store.forget import check_blocks, empty_slot
-from torchsparsekv.ops.store.rows import in_row, keys_of, row_at, row_width
+from torchsparsekv.ops.store.rows import in_row, row_at, row_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
 Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
@@ -73,7 +71,7 @@ def reference(
     static: Changed[Static], away: Changed[Away], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
-    block_size = hot.rows.shape[3]
+    block_size, keys = hot.rows.shape[3], keys_in(far.rows, coarse)
     for b, h in static.updated.nonzero().tolist():
         rows = far.rows[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
@@ -89,8 +87,7 @@ def reference(
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            keys = keys_of(rows[native]) if coarse is None else coarse[b, h][native].view(FP8)
-            digest = bounds(keys, digests.volume, digests.centre.dtype)
+            digest = bounds(keys[b, h, native], digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0:
@@ -267,9 +264,8 @@ def launch(static, away, far, coarse, hot, digests, sink) -> None:
     for phase in phases(pool.device, parts, PHASES):
         _relocate[(batch * heads, parts)](
             static.ids, static.count, static.updated, static.arrived, static.gone, away, pool,
-            pool if coarse is None else coarse, pool if coarse is None else coarse.view(FP8), centre, spread,
-            hot.slot_of, hot.block_of, scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase,
-            COARSE=coarse is not None,
+            pool if coarse is None else coarse, copied(pool, coarse), centre, spread, hot.slot_of, hot.block_of,
+            scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
             **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
             ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip

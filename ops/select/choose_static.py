@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
-from torchsparsekv.ops._fp8 import FP8
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
@@ -27,7 +26,7 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import capped, soft_capped
-from torchsparsekv.ops.index.copy_keys import Coarse
+from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
 from torchsparsekv.ops.store.rows import keys_of, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, Static, Store
@@ -55,7 +54,8 @@ def reference(
     q: Query, observed: Changed[Observed], static: Changed[Static], store: Store, coarse: Coarse | None,
     lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
+    (ring, pool), window, sink = store, observed.queries.shape[1], lengths.sink
+    heads, behind = pool.shape[1], keys_in(pool, coarse)
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         static.updated[b] = 0
         if n <= 0:
@@ -67,8 +67,7 @@ def reference(
             if not (at < 0 or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
-            behind = keys_of(pool[b, h]) if coarse is None else coarse[b, h].view(FP8).float()
-            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[sink:end].float()])
+            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[b, h, sink:end].float()])
             scores = window_scores(seen[:, h], keys, attention)[held:]
             best = scores.argsort(descending=True, stable=True)[:target].sort().values
             static.ids[b, h] = -1
@@ -76,15 +75,6 @@ def reference(
             static.count[b, h], static.updated[b, h] = len(best), 1
             static.at[b, h] = n - (lead if at < 0 else 0)
             static.updates[b, h] += 1
-
-
-@triton.jit
-def key_of(pool, head, row, d, mask, rows, D: tl.constexpr, COARSE: tl.constexpr):
-    """Channels `d` of the keys in these rows of the pool, or of their coarse copy."""
-    if COARSE:
-        return tl.load(pool + (head * rows + row) * D + d, mask=mask, other=0.0)
-    else:
-        return tl.load(row_at(pool, head, row, rows, D) + d, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -258,7 +248,7 @@ def launch(q, observed, static, store, coarse, lengths, attention) -> None:
     scratch = torch.empty((*lead, lanes), dtype=torch.int32, device=pool.device)
     for phase in phases(pool.device, parts, PHASES):
         _choose[(batch * heads, parts)](
-            q, queries, *static[:10], ring, pool if coarse is None else coarse.view(FP8), lengths.length,
+            q, queries, *static[:10], ring, copied(pool, coarse), lengths.length,
             lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
             window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
             COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE,

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
-from torchsparsekv.ops._fp8 import FP8
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index.copy_keys import Coarse
-from torchsparsekv.ops.select.choose_static import key_of
+from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
-from torchsparsekv.ops.store.rows import keys_of
 from torchsparsekv.ops.store.views import Far, Lengths, Observed, Query, Static
 
 TILE = 64  # keys at a time
@@ -46,14 +43,13 @@ def reference(
     q: Query, observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
     per_head: bool,
 ) -> None:  # fmt: skip
-    heads = far.rows.shape[1]
+    heads, behind = far.rows.shape[1], keys_in(far.rows, coarse)
     window, group = observed.queries.shape[1], q.shape[1] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         if n <= 0 or static.at[b, 0] >= 0:
             continue
         first = q[b, :, 0] if window == 1 or n == 1 else observed.queries[b, max(n - window, 0) % window]
-        keys = keys_of(far.rows[b]) if coarse is None else coarse[b].view(FP8).float()
-        keys = keys[:, lengths.sink : end].repeat_interleave(group, 0)
+        keys = behind[b, :, lengths.sink : end].float().repeat_interleave(group, 0)
         both = [agreed(*x, k) for x in zip(first, q[b, :, 0], keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
         static.target[b] = (both.sum(1) // (both.shape[1] * lengths.interval) * lengths.interval).to(torch.int32)
@@ -159,7 +155,7 @@ def launch(q, observed, static, far, coarse, lengths, k, per_head) -> None:
     for phase in phases(pool.device, parts, PHASES):
         _target[(all_heads, parts)](
             q, queries, static.target, static.at, static.done, static.arrived, static.gone,
-            pool if coarse is None else coarse.view(FP8), lengths.length, lengths.ring_begin, scores, peaks, lists,
+            copied(pool, coarse), lengths.length, lengths.ring_begin, scores, peaks, lists,
             scratch, both, q.stride(0), q.stride(1), heads, lengths.sink, queries.shape[1], rows, groups, k, **phase,
             PER_HEAD=per_head, COARSE=coarse is not None, G=group, GP=max(16, next_power_of_2(2 * group)),
             P=lengths.interval, D=d, DP=next_power_of_2(d), TILE=TILE, GROUP=GROUP, N=next_power_of_2(groups), L=lanes,

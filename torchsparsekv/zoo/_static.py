@@ -58,15 +58,20 @@ class StaticMethod(Method):
         return min(WINDOW, self.window) if self.observe is None else self.observe
 
     @property
+    def source(self) -> str:
+        """`update_from`, or what it is by default."""
+        return self.update_from or ("keys" if self.update_every is None else "codes")
+
+    @property
     def copies(self) -> bool:
-        return (self.update_from or ("keys" if self.update_every is None else "codes")) == "codes"
+        return self.source == "codes"
 
     @property
     def every(self) -> int:
         return NEVER if self.update_every is None else self.update_every
 
     def effective(self) -> dict[str, object]:
-        return super().effective() | {"observe": self.observed, "update_from": SOURCES[self.copies]}
+        return super().effective() | {"observe": self.observed, "update_from": self.source}
 
     def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
