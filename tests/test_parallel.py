@@ -46,3 +46,9 @@ def test_a_file_of_results_says_how_to_start_it_again(monkeypatch):
     assert again.argv(command) == [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
     with pytest.raises(ValueError, match="runs only"):
         again.argv(command.replace("torchsparsekv.cli", "os"))
+
+
+def test_rows_are_told_against_the_floor_and_the_best_dense():
+    dense, methods = [{"tpot_ms": 8.0}, {"tpot_ms": 6.0}], iter([{"tpot_ms": 3.0}])
+    rows = list(decode.told_against({"tpot_ms": 2.0}, dense, methods))
+    assert [(r["over_floor"], r["speedup"]) for r in rows] == [(4.0, 0.75), (3.0, 1.0), (1.5, 2.0)]
