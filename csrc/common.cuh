@@ -4,6 +4,14 @@ constexpr unsigned ALL = 0xFFFFFFFF;  // threads of a warp
 
 __device__ inline float none() { return __int_as_float(0xFF800000); }  // -inf
 
+constexpr unsigned LEAST = 0x00800000;  // the key of the lowest finite score
+
+// In the order of the scores, -0 beside +0; NaN and -inf, which are never chosen, are below LEAST.
+__device__ inline unsigned ordered(float x) {
+  const int bits = __float_as_int(fmaxf(x, none()) + 0.0f);
+  return bits ^ (bits >> 31 | 0x80000000);
+}
+
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 

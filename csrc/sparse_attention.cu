@@ -6,8 +6,8 @@
 // it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp has 16 tokens, 8
 // KiB at head_dim 128, on their way at a time.
 //
-// Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, BF16, WARPS of a program and
-// programs of a CLUSTER.
+// Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
+// FILLED, BF16, WARPS of a program and programs of a CLUSTER.
 
 #include "common.cuh"
 #include "store.cuh"
@@ -98,7 +98,7 @@ __device__ void fold(
 
 // Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
 struct Tokens {
-  const int* slots;
+  const int *slots, *block_of, *fill;  // the chosen blocks; what is in each slot; how many rows of a block count
   Ring ring;
   int end, chosen;
 
@@ -113,7 +113,8 @@ struct Tokens {
     }
     const int token = row - near_tiles() * TILE;
     const int slot = token < chosen ? slots[token / P] : -1;
-    return slot < 0 ? -1 : slot * P + token % P;
+    if (slot < 0 || FILLED && token % P >= fill[block_of[slot]]) return -1;
+    return slot * P + token % P;
   }
 };
 
@@ -186,15 +187,16 @@ __device__ void add_programs(
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
-    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* length,
-    const int* begins, const unsigned short* sink_logits, unsigned short* out, int q_b, int q_h, int heads, int per,
-    int ring_rows, int hot_rows, int chosen, int sink, float scale, float softcap) {
+    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* fill,
+    const int* length, const int* begins, const unsigned short* sink_logits, unsigned short* out, int q_b, int q_h, int heads, int per,
+    int ring_rows, int hot_rows, int blocks, int chosen, int sink, float scale, float softcap) {
   extern __shared__ float parts[];  // [WARPS, G, STRIDE]
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   chain();
-  const Tokens tokens = {slots + (long long)bh * (chosen / P), {ring_rows, sink, begins[bh / per]}, length[b], chosen};
+  slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
+  const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
   State s = {none()};

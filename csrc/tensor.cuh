@@ -3,6 +3,26 @@
 // PTX that C++ has no name for: the tensor cores, the types that they take, and loads that pass the caches by.
 struct __align__(16) Words { unsigned at[4]; };
 
+template <int N>
+struct Run { unsigned at[N]; };
+
+template <int N>  // of 2-byte values, all in one load where that can be
+__device__ inline Run<N / 2> load(const void* from) {
+  Run<N / 2> x;
+  if constexpr (N == 2) {
+    x.at[0] = *static_cast<const unsigned*>(from);
+  } else if constexpr (N == 4) {
+    const uint2 v = *static_cast<const uint2*>(from);
+    x.at[0] = v.x, x.at[1] = v.y;
+  } else {
+    for (int i = 0; i < N / 8; i++) {
+      const uint4 v = static_cast<const uint4*>(from)[i];
+      x.at[4 * i] = v.x, x.at[4 * i + 1] = v.y, x.at[4 * i + 2] = v.z, x.at[4 * i + 3] = v.w;
+    }
+  }
+  return x;
+}
+
 // Of what no other thread asks for.
 __device__ inline Words load_once(const void* from) {
   Words x;

@@ -20,9 +20,9 @@ from torchsparsekv.ops import _cuda, _impl
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
 
-BOUNDS, COLLIDE, RERANK, TOP_BLOCKS = (
+BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
-    for name in ("bound_scores", "collide", "rerank", "top_blocks")
+    for name in ("bound_scores", "collide", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages")
 )
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
@@ -44,7 +44,7 @@ VARIANTS = {
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
     ],
     "sparse_attention": [
-        dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c)
+        dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c, FILLED=int(p > 1))
         for d, g, p, bf16, c in ((64, 8, 1, 0, 4), (128, 4, 16, 1, 8), (128, 1, 1, 0, 1), (256, 8, 16, 1, 2))
     ],
     "fetch": [
@@ -57,6 +57,12 @@ VARIANTS = {
         for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (65536, 64), (16384, 2048),
                      (131072, 800), (262144, 800))
     ],
+    "page_peaks": [
+        dict(D=d, G=g, P=p, BF16=bf16, CHANNELS=16, GROUP=GROUP, WARPS=PEAKS.NATIVE_WARPS, RESIDENT=PEAKS.RESIDENT)
+        for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
+    ],
+    "visit_nodes": [dict(G=4, **NODES.native(n)) for n in (100, 2050, 4096, 8194, 32770, NODES.MOST_NODES)],
+    "union_pages": [UNION.native(g, n) for g, n in ((1, 1), (4, 64), (8, 128))],
 }  # fmt: skip
 
 

@@ -6,10 +6,14 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
+from test_bound_scores import NATIVE
 from test_ops import on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops.index._residual import coded
+from torchsparsekv.ops.store.views import Leaves
 
 PEAKS = importlib.import_module("torchsparsekv.ops.select.page_peaks")
 ENTRY = load_all()["page_peaks"]
@@ -28,6 +32,65 @@ def test_pages_are_shared_by_programs(seed, group, looked, lengths, codes):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(PEAKS, "TILE", 16)
         m.setattr(PEAKS, "LOOKED", looked)
-        got = ENTRY.run("triton", *on(DEVICE, things)).cpu()
-    assert rows > 4 * looked
-    torch.testing.assert_close(got, ENTRY.reference(*things), rtol=0, atol=TOLERANCE[w.dtype])
+        got, peaks = ENTRY.run("triton", *on(DEVICE, things))
+    assert rows > 3 * 64
+    torch.testing.assert_close(got.cpu(), ENTRY.reference(*things)[0], rtol=0, atol=TOLERANCE[w.dtype])
+    assert torch.equal(peaks, peaks_of(got))
+
+
+def many(shape, page: int, dtype, share: float, seed: int):
+    """Leaves of random codes and two batch rows, of whose nodes the query heads see a share; some rows hold nothing."""
+    heads, group, pages, dim = shape
+    g = torch.Generator().manual_seed(seed)
+    lead, rows, nodes = (2, heads), pages * page, 1 + pages * page // 16
+    codes, scale = coded(torch.randn(*lead, rows, dim, generator=g))
+    node = torch.randint(-1, nodes, (*lead, rows), generator=g).sort(-1).values.int()
+    visited = torch.randn(2, heads * group, nodes, generator=g)
+    visited[torch.rand(visited.shape, generator=g) >= share] = -torch.inf
+    q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
+    return q, visited, Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 8), (128, 4), (128, 3), (256, 5)])
+@given(
+    page=st.sampled_from(PEAKS.NATIVE_PAGES), pages=st.sampled_from([1, 15, 16, 17, 100, 3000]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]), share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    strided=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_native(dim, group, page, pages, dtype, share, strided, seed):
+    """csrc/page_peaks.cu, and Triton's kernel at the same shapes."""
+    things = many((2, group, pages, dim), page, dtype, share, seed)
+    q, *rest = on(DEVICE, things)
+    if strided:  # as if it were cut from the output of one product for q, k and v
+        q = q.transpose(1, 2).repeat(1, 1, 1, 3)[..., dim : 2 * dim].transpose(1, 2)
+    assert ENTRY.chain.chosen(q, *rest) == ("cuda", {})
+    want, _ = ENTRY.reference(*things)
+    for kind in ("cuda", "triton"):
+        got, peaks = ENTRY.run(kind, q, *rest)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=TOLERANCE[dtype] * dim**0.5)
+        assert torch.equal(peaks, peaks_of(got))
+
+
+ODD = {
+    "float32": "queries in torch.float32",
+    "keys": "leaves that are keys, not codes",
+    "page": "head_dim 128, pages of 32 and 2 query heads a kv head",
+    "group": "head_dim 128, pages of 16 and 9 query heads a kv head",
+    "head_dim": "head_dim 80, pages of 16 and 2 query heads a kv head",
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
+    dtype = torch.float32 if odd == "float32" else torch.float16
+    dim, group = 80 if odd == "head_dim" else 128, 9 if odd == "group" else 2
+    q, visited, leaves = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
+    if odd == "keys":
+        keys = torch.randn(*leaves.node.shape, dim).to(dtype)
+        leaves = leaves._replace(key=keys, scale=leaves.scale[..., :0].contiguous())
+    assert ENTRY.chain.chosen(*on(DEVICE, (q, visited, leaves))) == ("triton", {"cuda": ODD[odd]})
+
+
+def test_what_the_native_kernel_is_for():
+    assert ENTRY.chain.chosen(*on(DEVICE, many((1, 4, 3, 128), 16, torch.float16, 0.5, 0))) == NATIVE

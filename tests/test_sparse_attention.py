@@ -38,7 +38,7 @@ class Long(World):
 )  # fmt: skip
 def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
     """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN. Frontiers, caps of
-    logits and sinks are there or not."""
+    logits, sinks and blocks that are partly filled are there or not."""
     r = random.Random(seed)
     w = Long(
         lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
@@ -46,7 +46,7 @@ def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
     )  # fmt: skip
     q, near, hot, of_rows, reach, attention = OPS["sparse_attention"](w)
     of_rows.length[torch.tensor(lengths) < 0] = -1
-    things = (q if strided else q.contiguous(), near, hot, of_rows, reach._replace(fill=None), attention)
+    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention)
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
@@ -99,15 +99,11 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     torch.testing.assert_close(got, want, rtol=0, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_what_the_native_kernel_is_for(sinks):
+def test_what_the_native_kernel_is_for(sinks, filled):
     w = Long(dim=64, dtype=torch.float16)
-    *rest, attention = OPS["sparse_attention"](w)
-    things = (*rest, attention._replace(sink_logits=w.sink_logits() if sinks else None))
+    *rest, reach, attention = OPS["sparse_attention"](w)
+    reach = reach._replace(fill=torch.ones_like(rest[2].slot_of) if filled else None)
+    things = (*rest, reach, attention._replace(sink_logits=w.sink_logits() if sinks else None))
     assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE
-
-
-def test_blocks_partly_filled_are_left_to_triton():
-    *rest, reach, attention = OPS["sparse_attention"](Long(dim=64, dtype=torch.float16))
-    things = on(DEVICE, (*rest, reach._replace(fill=torch.ones_like(rest[2].slot_of)), attention))
-    assert ENTRY.chain.chosen(*things) == ("triton", {"cuda": "blocks that are partly filled"})

@@ -96,8 +96,6 @@ def _cluster(q: Tensor, heads: int) -> int:
 
 
 def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
-    if reach.fill is not None:
-        return "blocks that are partly filled"
     d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -107,6 +105,7 @@ def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, near.ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     sizes = dict(D=d, G=group, P=hot.rows.shape[3], WARPS=NATIVE_WARPS, CLUSTER=_cluster(q, heads))
+    sizes["FILLED"] = int(reach.fill is not None)
     return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
 
 
@@ -117,9 +116,9 @@ def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
     begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
-        lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads, per, ring_rows,
-        hot.rows.shape[2] * p, hot.chosen.shape[2] * p, lengths.sink, float(attention.scale), float(attention.softcap),
-        shared=warps * q.shape[1] // heads * (d + 4) * 4,
+        hot.block_of, reach.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
+        per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p, lengths.sink,
+        float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
     )  # fmt: skip
     return out
 

@@ -2,23 +2,26 @@
 
 Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it pages come as they do when tokens are
 taken from the best down and each brings its page. `visited` has the product of every node that is expanded
-(visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it.
+(visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it. The
+second result are the peaks of these (ops/_top.py). What is behind codes is taken in fp16, also for queries in bf16,
+which are exact in fp16 up to 65504.
 
-A program has LOOKED rows of a kv head, in pages from all over: the root's children alone, which every query sees, are
-hundreds of pages side by side. First it finds the pages of which some query head sees a token: of each row its node,
-and whether that is expanded, many rows at a time. Then it goes through these pages alone: with a tenth of the nodes
-expanded a seventh of the rows is read, once for all query heads of the group.
+With a tenth of the nodes expanded a seventh of the rows is read, once for all query heads of the group. In Triton a
+program has LOOKED rows of a kv head: first it finds the pages of which some query head sees a token, then it goes
+through these alone. csrc/page_peaks.cu shares out what it finds among the warps of a program.
 """
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Of
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
 from torchsparsekv.ops.store.views import Leaves, Query
@@ -26,6 +29,10 @@ from torchsparsekv.ops.store.views import Leaves, Query
 Visited = Annotated[Tensor, Of("batch q_heads nodes", torch.float32)]
 LOOKED = 1024  # rows of a program
 TILE = 64  # rows that are multiplied at a time, at least a page
+# What csrc/page_peaks.cu is for; other shapes and types are left to Triton. Warps of a program, and programs on a
+# multiprocessor: with more of them they could not be launched early.
+NATIVE_DIMS, NATIVE_PAGES, NATIVE_GROUP = (64, 128, 256), (4, 8, 16), 8
+NATIVE_WARPS, RESIDENT = 16, 2
 
 
 def check(q, visited, leaves) -> None:
@@ -35,7 +42,7 @@ def check(q, visited, leaves) -> None:
         raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
 
 
-def reference(q: Query, visited: Visited, leaves: Leaves) -> Tensor:
+def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // leaves.key.shape[1]
     page = leaves.node.shape[2] // leaves.fill.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
@@ -43,27 +50,28 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> Tensor:
     seen = visited.gather(2, node.clamp(min=0).long()).masked_fill(node < 0, -torch.inf)
     codes, keys = leaves.scale.shape[3] > 0, leaves.key
     if codes:
-        keys = _residual.difference(keys, leaves.scale, q.shape[3]).to(q.dtype)
+        keys = _residual.difference(keys, leaves.scale, q.shape[3])
+        keys = keys if q.dtype == torch.float32 else keys.half()
     scores = (each(keys).float() @ q.float().transpose(-1, -2))[..., 0]
     scores = torch.where(seen > -torch.inf, scores + seen if codes else scores, -torch.inf)
-    return scores.unflatten(2, (-1, page)).amax(-1)
+    best = scores.unflatten(2, (-1, page)).amax(-1)
+    return best, peaks_of(best)
 
 
 @triton.jit
 def _pages_seen(
-    visited, node, out, found, bh, part, parts, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
+    visited, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
 ):
-    """Into `found` those of this program's pages of which some head sees a token, and how many; the others are -inf to
-    all."""
+    """Into `found` those of this program's pages, from `first` on, of which some head sees a token, and how many; the
+    others are -inf to all."""
     i, pages = tl.arange(0, LOOKED), rows // P
-    page = part + i // P * parts
-    u = tl.load(node + bh * rows + page * P + i % P, mask=page < pages, other=-1)
+    u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
         seen = tl.load(visited + (bh * G + g) * nodes + u, mask=u >= 0, other=float("-inf"))
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
-    page = part + tl.arange(0, LOOKED // P) * parts
+    page = first + tl.arange(0, LOOKED // P)
     nothing = tl.full((LOOKED // P,), float("-inf"), tl.float32)
     for g in tl.static_range(G):
         tl.store(out + (bh * G + g) * pages + page, nothing, mask=(some == 0) & (page < pages))
@@ -73,15 +81,15 @@ def _pages_seen(
 
 @triton.jit
 def _peaks(
-    q, visited, key, scale, node, out, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr, GP: tl.constexpr,
+    q, visited, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    bh = tl.program_id(0).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    found += (bh * parts + part) * (LOOKED // P)
-    n = _pages_seen(visited, node, out, found, bh, part, parts, nodes, rows, G, P, LOOKED)
+    MINE: tl.constexpr = LOOKED // P
+    bh, from_page = tl.program_id(0).to(tl.int64), tl.program_id(1) * MINE
+    found += (bh * tl.num_programs(1) + tl.program_id(1)) * MINE
+    n = _pages_seen(visited, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
@@ -103,6 +111,11 @@ def _peaks(
         at = ((bh * G + g) * (rows // P))[:, None] + page[None, :]
         best = tl.max(tl.reshape(score, (GP, TILE // P, P)), 2)
         tl.store(out + at, best, mask=(g < G)[:, None] & (first + p < n)[None, :])
+    tl.debug_barrier()
+    page = from_page + tl.arange(0, MINE)
+    for h in tl.static_range(G):
+        best = tl.load(out + (bh * G + h) * (rows // P) + page, mask=page < rows // P, other=float("-inf"))
+        store_peaks(peaks + (bh * G + h) * tl.cdiv(rows // P, GROUP), best, from_page, rows // P, MINE, GROUP)
 
 
 @triton.jit
@@ -116,29 +129,61 @@ def _of_codes(
     low = tl.load(q + g[:, None] * q_h + c[None, :], mask=(g < G)[:, None] & (c < D)[None, :], other=0.0)
     c += 8
     high = tl.load(q + g[:, None] * q_h + c[None, :], mask=(g < G)[:, None] & (c < D)[None, :], other=0.0)
+    if low.dtype == tl.bfloat16:
+        low, high = low.to(tl.float16), high.to(tl.float16)
     y_low, y_high = _residual.differences_of(key, scale, row, live, GROUPS, HALF)
     product = tl.dot(low, tl.trans(y_low.to(low.dtype)), input_precision="ieee")
     return tl.dot(high, tl.trans(y_high.to(high.dtype)), product, input_precision="ieee")
 
 
-def launch(q, visited, leaves) -> Tensor:
+def _fits(q, visited, leaves) -> _cuda.Module | str:
+    d, heads, page = q.shape[3], leaves.key.shape[1], leaves.node.shape[2] // leaves.fill.shape[2]
+    group = q.shape[1] // heads
+    if leaves.scale.shape[3] == 0:
+        return "leaves that are keys, not codes"
+    if d not in NATIVE_DIMS or page not in NATIVE_PAGES or group > NATIVE_GROUP:
+        return f"head_dim {d}, pages of {page} and {group} query heads a kv head"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"queries in {q.dtype}"
+    if not _cuda.aligned(q, leaves.key, leaves.scale) or any(x % 4 for x in q.stride()[:2]):
+        return "tensors are not aligned"
+    sizes = dict(D=d, G=group, P=page, CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, RESIDENT=RESIDENT)
+    return _cuda.load("page_peaks", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+
+
+def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
+    """csrc/page_peaks.cu"""
+    (batch, heads, rows), (out, peaks) = leaves.node.shape, fake(q, visited, leaves)
+    parts = max(1, min(peaks.shape[2], RESIDENT * sm_count(q.device) // (batch * heads)))
+    kernels.launch(
+        "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, visited, leaves.key, leaves.scale, leaves.node,
+        out, peaks, q.stride(0), q.stride(1), heads, visited.shape[2], rows, out.shape[2],
+    )  # fmt: skip
+    return out, peaks
+
+
+def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = leaves.key.shape
-    out, group, page, d = fake(q, visited, leaves), q.shape[1] // heads, rows // leaves.fill.shape[2], q.shape[3]
-    tile = max(TILE, page)
-    looked = max(tile, min(LOOKED, next_power_of_2(rows)))
+    (out, peaks), group = fake(q, visited, leaves), q.shape[1] // heads
+    page, d = rows // leaves.fill.shape[2], q.shape[3]
+    looked = max(TILE, GROUP * page, min(LOOKED, next_power_of_2(rows)))
     parts = cdiv(rows, looked)
     found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
     _peaks[(batch * heads, parts)](
-        q, visited, leaves.key, leaves.scale, leaves.node, out, found, q.stride(0), q.stride(1), heads,
+        q, visited, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0), q.stride(1), heads,
         visited.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page,
-        LOOKED=looked, TILE=tile, GROUPS=leaves.scale.shape[3], num_stages=1,
+        LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP, num_stages=1,
         **chained(q.device, batch * heads * parts),
     )  # fmt: skip
-    return out
+    return out, peaks
 
 
-def fake(q, visited, leaves) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], leaves.fill.shape[2]), dtype=torch.float32)
+def fake(q, visited, leaves) -> tuple[Tensor, Tensor]:
+    shape = q.shape[0], q.shape[1], leaves.fill.shape[2]
+    new = q.new_empty
+    return new(shape, dtype=torch.float32), new((*shape[:2], cdiv(shape[2], GROUP)), dtype=torch.float32)
 
 
-page_peaks = register("page_peaks", reference, impls=(by_triton(launch),), fake=fake, check=check)
+page_peaks = register(
+    "page_peaks", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

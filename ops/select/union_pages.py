@@ -7,13 +7,15 @@ n] in that order, -1 behind them.
 
 A program per kv head: ranks by comparing the n entries of a head with each other, then the turns, many at a time, each
 compared with those before it. For 4 heads of 64 pages that is 256 entries; no more than 8 SMs have work, and what it
-costs is a dozen loads that wait for one another.
+costs is steps that wait for one another: csrc/union_pages.cu has all in shared memory, and looks pages up in a table.
 """
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops import _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Of
@@ -24,7 +26,7 @@ PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
 PageIds = Annotated[Tensor, Of("batch q_heads n", I32)]
 WIDE, PART = 256, 64  # entries compared with others, and how many others, at a time
 LANES = 65536  # comparisons at a time, at most
-UNROLLED = tl.constexpr(8)  # heads of a group whose loads are asked for together
+NATIVE_ENTRIES = 1024  # that csrc/union_pages.cu is for, a thread each
 
 
 def check(scores, ids, heads) -> None:
@@ -76,12 +78,8 @@ def _union(
         tl.store(worth + at, score, mask=at < G * n)
     tl.store(out + i, tl.full((N,), -1, tl.int32), mask=i < n)
     tl.debug_barrier()
-    if G <= UNROLLED:
-        for g in tl.static_range(G):
-            _rank(ids, worth, turns, g, n, G, N, PART)
-    else:
-        for g in range(G):
-            _rank(ids, worth, turns, g, n, G, N, PART)
+    for g in range(G):
+        _rank(ids, worth, turns, g, n, G, N, PART)
     tl.debug_barrier()
     seen = 0
     for first in range(0, G * n, WIDE):
@@ -97,15 +95,36 @@ def _union(
         seen += tl.sum(new.to(tl.int32), 0)
 
 
-def launch(scores, ids, heads) -> Tensor:
+def native(group: int, n: int) -> dict[str, int] | str:
+    """How csrc/union_pages.cu is compiled for as many heads and pages of each, or why it is not for them."""
+    threads = max(32, next_power_of_2(group * n))
+    return dict(G=group, THREADS=threads) if threads <= NATIVE_ENTRIES else f"{group} query heads of {n} pages each"
+
+
+def _fits(scores, ids, heads) -> tuple[_cuda.Module, int] | str:
+    shape = native(ids.shape[1] // heads, ids.shape[2])
+    if isinstance(shape, str):
+        return shape
+    kernels = _cuda.load("union_pages", ids.device, **shape)
+    return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
+
+
+def _launch_cuda(fitting, scores, ids, heads) -> Tensor:
+    """csrc/union_pages.cu"""
+    (kernels, threads), out = fitting, fake(scores, ids, heads)
+    grid = (ids.shape[0] * heads, 1, 1)
+    kernels.launch("union_pages", grid, threads, scores, ids, out, scores.shape[2], ids.shape[2])
+    return out
+
+
+def _launch_triton(scores, ids, heads) -> Tensor:
     batch, q_heads, n = ids.shape
     group, wide = q_heads // heads, next_power_of_2(n)
     out, turns, worth = fake(scores, ids, heads), torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
     _union[(batch * heads,)](
         scores, ids, worth, turns, out, scores.shape[2], n, G=group, N=wide,
         WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, LANES // wide)),
-        num_warps=8,
-        **chained(ids.device, batch * heads),
+        num_warps=8, **chained(ids.device, batch * heads),
     )  # fmt: skip
     return out
 
@@ -114,4 +133,6 @@ def fake(scores, ids, heads: int) -> Tensor:
     return ids.new_empty((ids.shape[0], heads, ids.shape[2]))
 
 
-union_pages = register("union_pages", reference, impls=(by_triton(launch),), fake=fake, check=check)
+union_pages = register(
+    "union_pages", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

@@ -1,19 +1,22 @@
 """Descend the tree of keys from its root: which nodes a query expands.
 
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
-their key, and the best of them are expanded, as many as `view` says of the nodes of that level. They are compared by
-the upper half of their bits, which halves the search for the last of them; ties go to the lower node. The root is
-always expanded. Returns the products of those that are, fp32 [batch, q_heads, nodes], that of the
+their key, and the best of them are expanded, as many as `view` says of the nodes of that level; ties go to the lower
+node. The root is always expanded. Returns the products of those that are, fp32 [batch, q_heads, nodes], that of the
 root being 0, and -inf for the others: every query head for itself.
 
 On an H200: scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K
 tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where
-a program holds all scores of one query head in registers and searches for the threshold (ops/_top.py).
+a program holds all scores of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by
+histograms, Triton by counts (ops/_top.py).
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
+from torchsparsekv.ops import _check, _cuda
+from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import ordered, take_top
@@ -25,6 +28,8 @@ from torchsparsekv.ops.store.views import Query, Tree, View
 MILLION = 1_000_000
 MOST_NODES = 1 << 16  # that a program can choose among
 TILE = 64  # nodes of a program
+# Of csrc/visit_nodes.cu: up to so many nodes a program has the fewer threads.
+NATIVE_FEW, NATIVE_THREADS = 4096, (256, 1024)
 
 
 def check(q, tree, view) -> None:
@@ -33,12 +38,6 @@ def check(q, tree, view) -> None:
         raise ValueError(f"need share from 0 to {MILLION}, least >= 1 and levels from 2 to {SALTS - 1}, got {view}")
     if tree.key.shape[2] > MOST_NODES:
         raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
-
-
-def upper(scores: Tensor) -> Tensor:
-    """What scores are compared by: the upper half of the bits of numbers in the same order."""
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    return torch.where(bits < 0, ~bits ^ torch.iinfo(torch.int32).min, bits) >> 16
 
 
 def reference(q: Query, tree: Tree, view: View) -> Tensor:
@@ -53,7 +52,7 @@ def reference(q: Query, tree: Tree, view: View) -> Tensor:
         there = level == at
         room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(min=view.least)
         reached = there & (visited.gather(2, parent) > -torch.inf)
-        rank = upper(scores.masked_fill(~reached, -torch.inf)).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         visited = torch.where(reached & (rank < room), scores, visited)
     return visited
 
@@ -103,25 +102,51 @@ def _expand(
     there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
     room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
     room = tl.maximum(room, least).to(tl.int32)
-    take = take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))) >> 16, room)
+    take = take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))), room)
     tl.store(visited + row * nodes + u, tl.full((N,), float("-inf"), tl.float32), mask=there & ~take)
 
 
-def launch(q, tree, view) -> Tensor:
+def native(nodes: int) -> dict[str, int]:
+    """How csrc/visit_nodes.cu is compiled for so many."""
+    threads = NATIVE_THREADS[nodes > NATIVE_FEW]
+    return dict(THREADS=threads, NODES=cdiv(cdiv(nodes, threads // 32), 32), MILLION=MILLION)
+
+
+def _fits(q, tree, view) -> tuple[_cuda.Module, int] | str:
+    shape = native(tree.key.shape[2])
+    kernels = _cuda.load("visit_nodes", q.device, G=q.shape[1] // tree.key.shape[1], **shape)
+    return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
+
+
+def _launch_cuda(fitting, q, tree, view) -> Tensor:
+    """csrc/visit_nodes.cu, for the choice"""
+    kernels, threads = fitting
+    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
+    return _descend(q, tree, view, lambda out, at: kernels.launch(
+        "expand", (rows, 1, 1), threads, tree.level, tree.node_count, out, nodes, view.share, view.least, at,
+    ))  # fmt: skip
+
+
+def _launch_triton(q, tree, view) -> Tensor:
+    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
+    wide = next_power_of_2(nodes)
+    return _descend(q, tree, view, lambda out, at: _expand[(rows,)](
+        tree.level, tree.node_count, out, nodes, view.share, view.least, AT=at, G=q.shape[1] // tree.key.shape[1],
+        N=wide, MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
+    ))  # fmt: skip
+
+
+def _descend(q, tree, view, expand: Callable) -> Tensor:
+    """Level by level: all products of those reached, and `expand` leaves the best."""
     batch, heads, nodes, d = tree.key.shape
-    out, group, wide = fake(q, tree), q.shape[1] // heads, next_power_of_2(nodes)
-    tiles = cdiv(nodes, TILE)
+    out, group, tiles = fake(q, tree), q.shape[1] // heads, cdiv(nodes, TILE)
     for at in range(view.levels, 1, -1):
         _scores[(batch * heads, tiles)](
             q, tree.key, tree.parent, tree.level, tree.node_count, out, q.stride(0), q.stride(1), heads, nodes, AT=at,
             TOP=at == view.levels, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
             **chained(q.device, batch * heads * tiles),
         )  # fmt: skip
-        _expand[(batch * q.shape[1],)](
-            tree.level, tree.node_count, out, nodes, view.share, view.least, AT=at, G=group, N=wide,
-            MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
-            **chained(q.device, batch * q.shape[1]),
-        )  # fmt: skip
+        expand(out, at)
     return out
 
 
@@ -129,4 +154,6 @@ def fake(q, tree, *_) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], tree.key.shape[2]), dtype=torch.float32)
 
 
-visit_nodes = register("visit_nodes", reference, impls=(by_triton(launch),), fake=fake, check=check)
+visit_nodes = register(
+    "visit_nodes", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+)

@@ -170,10 +170,10 @@ class IceCache(Method):
             return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION if whole else round(self.field_of_view * MILLION), self.least_view, self.levels)
-        peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
-        ids = top_blocks(Scored(peaks), s.hot.chosen.shape[2])
+        scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
+        ids = top_blocks(Scored(scores, peaks), s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:
-            ids = union_pages(peaks, ids, s.leaves.key.shape[1])
+            ids = union_pages(scores, ids, s.leaves.key.shape[1])
         if self.reuse_every > 1:
             s.asked.copy_(ids)
         return Choice(ids, fill=s.leaves.fill)

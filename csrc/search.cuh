@@ -1,0 +1,141 @@
+#pragma once
+
+// The k largest of a row of keys that the threads of a program hold in registers.
+//
+// Why not Triton: it has no atomics on shared memory, so that its search for the k-th best goes by counts of two
+// thresholds, a dozen of them. Here a round is a histogram of the range in which the k-th must lie, and mostly the first
+// leaves so few that they are compared with one another.
+//
+// Set by the compilation: THREADS of the program.
+
+#include "common.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // 5 for keys, 3 for places among equals; of two searches
+constexpr int FEW = 32;
+
+struct Pair { unsigned key, place; };
+
+using Bins = int[BINS + 32];  // and one that is not looked at for each lane
+
+struct __align__(16) Search {
+  Bins bins[ROUNDS];
+  unsigned low[WARPS], high[WARPS];
+  int totals[2][WARPS];
+  Pair few[FEW];
+  int listed;
+};
+
+// Made ready ahead of `chain`.
+__device__ void prepare(Search& s) {
+  for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i / BINS][i % BINS] = 0;
+  if (threadIdx.x < FEW) s.few[threadIdx.x] = {0, 0};
+  if (threadIdx.x == 0) s.listed = 0;
+}
+
+// Groups of so many threads: of these there are twice as many as `k`, if possible.
+__device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
+
+// The places that a warp has of `count`: one after the other, so that the order of places is that of warps, steps, lanes.
+struct Span {
+  int first, stop;
+  __device__ explicit Span(int count) {
+    const int each = (count + WARPS - 1) / WARPS;
+    first = warp() * each, stop = min(first + each, count);
+  }
+  __device__ int place(int step) const { return first + step * 32 + lane(); }
+};
+
+// Where the k-th largest key lies: above `to` are those that are taken, and from `from` to there are `inside` keys, of
+// which the `wanted` largest are.
+struct Range { unsigned from, to; int wanted, inside; };
+
+// A range for a start: from the best of that many threads, of which at least k have one, to the best of all.
+template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int lanes, Search& s) {
+  unsigned best = 0;
+  for (int i = 0; i < N; i++) best = max(best, key[i]);
+  for (int d = 1; d < lanes; d *= 2) best = max(best, __shfl_xor_sync(ALL, best, d));
+  const bool live = best >= LEAST;
+  const unsigned low = __reduce_min_sync(ALL, live ? best : ALL), high = __reduce_max_sync(ALL, best);
+  if (lane() == 0) s.low[warp()] = low, s.high[warp()] = high;
+  const int groups = __syncthreads_count(live && (lane() & lanes - 1) == 0);
+  const unsigned from = __reduce_min_sync(ALL, lane() < WARPS ? s.low[lane()] : ALL);
+  const unsigned to = __reduce_max_sync(ALL, lane() < WARPS ? s.high[lane()] : 0);
+  return {groups < k ? LEAST : from, max(to, LEAST), k, 0};
+}
+
+// Narrow the range until no more than `spare` keys too many are inside, or no more than `few` keys, or all are equal.
+// Where there are fewer keys than wanted, all are.
+template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins) {
+  while (true) {
+    const unsigned width = r.to - r.from;
+    const int shift = max(0, 32 - DIGIT - __clz(width));
+    for (int i = 0; i < N; i++) {
+      const unsigned below = r.to - key[i];
+      atomicAdd(&(*bins)[below <= width ? below >> shift : BINS + lane()], 1);  // cheaper than a branch
+    }
+    __syncthreads();
+    const Reached f = find<BINS / 32>(*bins++, r.wanted);
+    r.inside = f.inside;
+    if (f.before + f.inside < r.wanted) {
+      r.wanted = r.inside = f.before + f.inside;
+      return r;
+    }
+    r.wanted -= f.before, r.to -= (unsigned)f.bin << shift;
+    r.from = r.to - min((1u << shift) - 1, r.to - r.from);
+    if (r.inside <= max(r.wanted + spare, few) || shift == 0) return r;
+  }
+}
+
+// The last that is taken of the few that are left, compared with one another; `few` is 0 behind them.
+template <int N> __device__ Pair last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
+  for (int i = 0; i < N; i++)
+    if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};
+  __syncthreads();
+  const Pair mine = s.few[lane()];
+  int better = 0;
+#pragma unroll 1
+  for (int j = 0; j < r.inside; j += 4)
+    for (int i = 0; i < 4; i++) {
+      const Pair x = s.few[j + i];
+      better += x.key > mine.key || x.key == mine.key && x.place < mine.place;
+    }
+  const int from = __ffs(__ballot_sync(ALL, better == r.wanted - 1)) - 1;
+  return {__shfl_sync(ALL, mine.key, from), __shfl_sync(ALL, mine.place, from)};
+}
+
+// The same of equal keys: the lower the place, the better.
+template <int N> __device__ Pair last_of_equals(
+    const unsigned (&key)[N], const Span& span, int count, const Range& r, int spare, Bins* bins) {
+  unsigned early[N];
+  for (int i = 0; i < N; i++) early[i] = key[i] == r.from ? ~span.place(i) : 0;
+  return {r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins).from};
+}
+
+// The least key that is taken, of the k largest keys or of up to `spare` more. Ties go to the lower place: keys that are
+// equal to it and not taken are made 0.
+template <int N> __device__ unsigned cut(
+    unsigned (&key)[N], const Span& span, int count, Range r, int spare, int few, Bins* bins, Search& s) {
+  r = narrow(key, r, spare, few, bins);
+  if (r.inside <= r.wanted + spare) return r.from;
+  const Pair last = r.inside <= few ? last_of(key, span, r, s) : last_of_equals(key, span, count, r, spare, bins);
+  for (int i = 0; i < N; i++)
+    if (key[i] == last.key && span.place(i) > last.place) key[i] = 0;
+  return last.key;
+}
+
+// put(step, number) for the keys that are not below `least`, numbered by their places; how many these are.
+template <int N, class Put> __device__ int compact(const unsigned (&key)[N], unsigned least, int* totals, Put put) {
+  unsigned taken[N];
+  int mine = 0;
+  for (int i = 0; i < N; i++) taken[i] = __ballot_sync(ALL, key[i] >= least), mine += __popc(taken[i]);
+  if (lane() == 0) totals[warp()] = mine;
+  __syncthreads();
+  const int total = lane() < WARPS ? totals[lane()] : 0;
+  int at = __reduce_add_sync(ALL, lane() < warp() ? total : 0);
+  for (int i = 0; i < N; i++) {
+    if (key[i] >= least) put(i, at + __popc(taken[i] & (1u << lane()) - 1));
+    at += __popc(taken[i]);
+  }
+  return __reduce_add_sync(ALL, total);
+}
