@@ -27,10 +27,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
   unsigned long long there = 0;  // nodes of this level
   unsigned key[NODES];
   for (int i = 0; i < NODES; i++) {
-    const int u = span.place(i);
-    const bool mine = u < span.stop && u < known && level[u] == at;
+    const int u = min(span.place(i), nodes - 1);  // both loads at once
+    const int its = level[u];
+    const float score = visited[u];
+    const bool mine = span.place(i) < span.stop && u < known && its == at;
     there |= (unsigned long long)mine << i;
-    key[i] = mine ? ordered(visited[u]) : 0;
+    key[i] = mine ? ordered(score) : 0;
   }
   const long long all = total_of(__popcll(there), s);
   const int room = max((int)((all * share + MILLION - 1) / MILLION), least);

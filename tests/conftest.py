@@ -7,9 +7,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
-if torch.cuda.is_available():
-    os.environ.setdefault("TORCHSPARSEKV_UNPROVEN", "1")  # the suite is what proves them
-
 import pytest
 from hypothesis import HealthCheck, settings
 

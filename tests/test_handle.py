@@ -366,11 +366,3 @@ def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
         for free, on_host in ((2 * needed, False), (2 * needed - 1, True)):
             monkeypatch.setattr(_memory, "free_device_bytes", lambda device, free=free: free)
             assert _memory.pool_on_host(handle.plan, "auto", 1, 64) == on_host
-
-
-def test_a_method_that_no_gpu_has_run_is_refused_there(monkeypatch):
-    monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
-    for name, more in [(n, {}) for n in ("icecache", "prkv", "prkv_static", "clusterkv")] + [("clusterkv", {"run": 4})]:
-        with pytest.raises(NotImplementedError, match=rf"{name} runs on the CPU only so far.*TORCHSPARSEKV_UNPROVEN=1"):
-            check_device(torch.device("cuda"), torchsparsekv.method.make_method(name, **more))
-    assert not torchsparsekv.method.make_method("clusterkv", run=4, stretch=4096).unproven

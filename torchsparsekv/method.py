@@ -3,7 +3,6 @@ import dataclasses
 import importlib
 import importlib.util
 import operator
-import os
 import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
@@ -24,7 +23,6 @@ from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
-UNPROVEN = "TORCHSPARSEKV_UNPROVEN"  # in the environment: lets methods run that are `unproven`
 _METHODS: dict[str, type["Method"]] = {}
 
 
@@ -110,11 +108,6 @@ class Method:
     @property
     def ring_plan(self) -> RingPlan:
         return RingPlan(self.sink, self.window, self.block_size)
-
-    @property
-    def unproven(self) -> bool:
-        """Whether kernels that it needs, as they are now, have not been compared with their references on a GPU."""
-        return False
 
     @property
     def couples_heads(self) -> bool:
@@ -243,11 +236,6 @@ def check_device(device: torch.device, method: Method) -> None:
         return
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("the CUDA kernels need Triton: pip install triton")
-    if method.unproven and os.environ.get(UNPROVEN) != "1":
-        raise NotImplementedError(
-            f"{method.name} runs on the CPU only so far: not all of its kernels, as they are now, have been compared "
-            f"with their references on a GPU; {UNPROVEN}=1 in the environment lets them"
-        )
     have, need = torch.cuda.get_device_capability(device), method.least_capability
     if have < need:
         hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""

@@ -27,8 +27,6 @@ class StaticMethod(Method):
         where the set is chosen anew while decoding.
     """
 
-    unproven = True
-
     observe: int | None = None
     update_every: int | None = None
     update_from: str | None = None

@@ -70,10 +70,6 @@ class ClusterKV(ClusterMethod):
     # ---- what it declares
 
     @property
-    def unproven(self) -> bool:
-        return self.run is None or self.stretch is None
-
-    @property
     def ring_plan(self) -> RingPlan:
         return RingPlan(self.sink, self.window, self.every if self.run is None else RUNS * self.run)
 

@@ -50,7 +50,6 @@ class IceCache(Method):
     """
 
     name = "icecache"
-    unproven = True
     places = True
     regroups = True
 
