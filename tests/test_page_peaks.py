@@ -52,22 +52,25 @@ def many(shape, page: int, dtype, share: float, seed: int):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("resident", [0, PEAKS.RESIDENT])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 8), (128, 4), (128, 3), (256, 5)])
 @given(
     page=st.sampled_from(PEAKS.NATIVE_PAGES), pages=st.sampled_from([1, 15, 16, 17, 100, 3000]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(dim, group, page, pages, dtype, share, strided, seed):
-    """csrc/page_peaks.cu, and Triton's kernel at the same shapes."""
+def test_native(resident, dim, group, page, pages, dtype, share, strided, seed):
+    """csrc/page_peaks.cu by one program a head, which takes turns, and by many; and Triton's kernel at the same shapes."""
     things = many((2, group, pages, dim), page, dtype, share, seed)
     q, *rest = on(DEVICE, things)
     if strided:  # as if it were cut from the output of one product for q, k and v
         q = q.transpose(1, 2).repeat(1, 1, 1, 3)[..., dim : 2 * dim].transpose(1, 2)
     assert ENTRY.chain.chosen(q, *rest) == ("cuda", {})
     want, _ = ENTRY.reference(*things)
-    for kind in ("cuda", "triton"):
-        got, peaks = ENTRY.run(kind, q, *rest)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(PEAKS, "RESIDENT", resident)
+        results = [ENTRY.run(kind, q, *rest) for kind in ("cuda", "triton")]
+    for got, peaks in results:
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=TOLERANCE[dtype] * dim**0.5)
         assert torch.equal(peaks, peaks_of(got))
 
