@@ -60,7 +60,7 @@ def many(shape, page: int, dtype, share: float, seed: int):
     strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_native(resident, dim, group, page, pages, dtype, share, strided, seed):
-    """csrc/page_peaks.cu by one program a head, which takes turns, and by many; and Triton's kernel at the same shapes."""
+    """csrc/page_peaks.cu by one program a head, in turns, and by many; and Triton's kernel at the same shapes."""
     things = many((2, group, pages, dim), page, dtype, share, seed)
     q, *rest = on(DEVICE, things)
     if strided:  # as if it were cut from the output of one product for q, k and v
