@@ -14,7 +14,7 @@
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int TURN = 32;  // groups of pages that a program has at a time
-constexpr int TILES = GROUP * P / TILE, LOOKS = GROUP * P / 32;  // of a group: tiles, and warps' worths of tokens
+constexpr int TILES = GROUP * P / TILE, LOOKS = GROUP * P / 64;  // of a group: tiles, and looks of a warp
 constexpr int TOGETHER = 2, LOOKS_TOGETHER = 4;  // that a warp has on their way at a time
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
@@ -131,22 +131,23 @@ struct Groups {
   __device__ int at(int i) const { return first + i * step; }
 };
 
-// Find the tiles; a thread looks at one token of every 32.
+// Find the tiles; a thread looks at two tokens of every 64.
 __device__ void look(Shared& s, const Source& from, const Groups& groups) {
   const int count = groups.count * LOOKS;
   for (int begin = warp(); begin < count; begin += WARPS * LOOKS_TOGETHER) {
-    int node[LOOKS_TOGETHER];
+    int2 node[LOOKS_TOGETHER];
     bool sees[LOOKS_TOGETHER] = {};
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
-      const int at = begin + i * WARPS;
-      node[i] = at < count ? from.node_of(groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 32 + lane()) : -1;
+      const int at = begin + i * WARPS, row = groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64 + 2 * lane();
+      node[i] = at < count && row < from.rows ? *reinterpret_cast<const int2*>(from.node + row) : int2{-1, -1};
     }
     for (int i = 0; i < LOOKS_TOGETHER; i++)
-      for (int h = 0; h < G; h++) sees[i] |= from.of(h, node[i]) > none();
+      for (int h = 0; h < G; h++)
+        sees[i] |= (from.of(h, node[i].x) > none()) | (from.of(h, node[i].y) > none());
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
       const unsigned tokens = __ballot_sync(ALL, sees[i]);
-      const int tile = 2 * (begin + i * WARPS) + lane();
-      if (lane() < 2 && tokens >> 16 * lane() & 0xFFFF) s.tiles[atomicAdd(&s.count, 1)] = tile;
+      const int tile = 4 * (begin + i * WARPS) + lane();
+      if (lane() < 4 && tokens >> 8 * lane() & 0xFF) s.tiles[atomicAdd(&s.count, 1)] = tile;
     }
   }
 }
