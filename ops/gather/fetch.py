@@ -25,7 +25,7 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, count, row_width
+from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, as_numbers, copy_rows, count, row_at, row_width
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
@@ -66,7 +66,7 @@ def _bring(wanted: list[int], pages: Tensor, hot: Hot) -> int:
         if hot.block_of[i] >= 0:
             hot.slot_of[hot.block_of[i]] = -1
         hot.block_of[i], hot.slot_of[x] = x, i
-        hot.rows[i] = pages[x]
+        hot.rows[i] = as_numbers(pages[x], hot.rows.dtype)
     hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
     hot.age[[int(hot.slot_of[x]) for x in wanted]] = 0
     return len(missing)
@@ -108,19 +108,17 @@ def _plan(
 
 @triton.jit
 def _move(
-    pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The rows of this program's misses, ROWS at a time; `pool` and `hot` are those of the head."""
-    r, w = tl.arange(0, ROWS), tl.arange(0, ROW)
+    r = tl.arange(0, ROWS)
     for tile in range(part, tl.cdiv(misses * P, ROWS), parts):
         flat = tile * ROWS + r
         live = flat < misses * P
         source = tl.load(missing + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
         target = tl.load(victims + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
-        m = live[:, None] & (w < WIDTH)[None, :]
-        rows = tl.load(pool + source[:, None] * WIDTH + w[None, :], mask=m, other=0.0)
-        tl.store(hot + target[:, None] * WIDTH + w[None, :], rows, mask=m)
+        copy_rows(row_at(pool, 0, source, 0, D), row_at(hot, 0, target, 0, D), live, D, ROW)
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def _commit(
 @triton.jit
 def _fetch(
     retrieve_now, ids, pool, hot, slot_of, block_of, age, done_count, counts, scratch, chosen, n, slots, blocks,
-    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
@@ -160,8 +158,8 @@ def _fetch(
         want, slot, miss, have, old, used, taken, misses = _plan(
             ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
         )
-        pool, hot = pool + bh * blocks * P * WIDTH, hot + bh * slots * P * WIDTH
-        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, WIDTH, ROW, ROWS)
+        pool, hot = row_at(pool, bh, 0, blocks * P, D), row_at(hot, bh, 0, slots * P, D)
+        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, D, ROW, ROWS)
         tl.debug_barrier()
         if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
             _commit(
@@ -179,6 +177,8 @@ def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
     shape = native(ids.shape[2], hot.rows)
     if isinstance(shape, str):
         return shape
+    if far.rows.dtype != hot.rows.dtype:
+        return "the pool is packed"
     if not _cuda.aligned(far.rows, hot.rows):
         return "rows are not aligned to 16 bytes"
     kernels = _cuda.load("fetch", ids.device, **shape)
@@ -223,7 +223,7 @@ def _launch_triton(asked, far, hot, stats) -> None:
     _fetch[grid](
         ids if retrieve_now is None else retrieve_now, ids, far.rows, *hot[:5], stats.counts, scratch, hot.chosen, n,
         slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
-        WIDTH=row_width(d), ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
+        D=d, ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
         **chained(ids.device, programs),
     )  # fmt: skip
 
