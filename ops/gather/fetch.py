@@ -25,7 +25,17 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, as_numbers, copy_rows, count, row_at, row_width
+from torchsparsekv.ops.store.rows import (
+    MISSED,
+    PACKED,
+    SELECTED,
+    add_count,
+    as_numbers,
+    copy_rows,
+    count,
+    row_at,
+    row_width,
+)  # fmt: skip
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
@@ -33,6 +43,7 @@ ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
 # What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 slots
 # a thread, and in 30 KiB of shared memory. It moves 16 bytes at a time.
 NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
+HALVES = (torch.float16, torch.bfloat16)  # what it unpacks packed rows into
 
 
 def check(asked, far, hot, stats) -> None:
@@ -174,19 +185,20 @@ def _fetch(
 
 def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
     ids = asked.ids
-    shape = native(ids.shape[2], hot.rows)
+    shape = native(ids.shape[2], hot.rows, far.rows)
     if isinstance(shape, str):
         return shape
-    if far.rows.dtype != hot.rows.dtype:
-        return "the pool is packed"
     if not _cuda.aligned(far.rows, hot.rows):
         return "rows are not aligned to 16 bytes"
     kernels = _cuda.load("fetch", ids.device, **shape)
     return kernels if isinstance(kernels, str) else (kernels, shape)
 
 
-def native(n: int, rows: Tensor) -> dict[str, int] | str:
-    """How csrc/fetch.cu is compiled for `n` ids and such a hot buffer, or why it is not for them."""
+def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
+    """How csrc/fetch.cu is compiled for `n` ids, the rows of such a hot buffer and such a pool, or why it is not."""
+    packed = pool.dtype is PACKED
+    if packed and (rows.dtype not in HALVES or rows.shape[5] % NATIVE_BYTES):
+        return f"packed rows become halves of multiples of {NATIVE_BYTES} channels, not {rows.shape[5]} of {rows.dtype}"
     slots, block = rows.shape[2], math.prod(rows.shape[3:]) * rows.element_size()
     if slots > NATIVE_SLOTS:
         return f"{slots} slots are more than {NATIVE_SLOTS}"
@@ -195,7 +207,10 @@ def native(n: int, rows: Tensor) -> dict[str, int] | str:
     least, most = NATIVE_THREADS
     threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # up to 4 slots each, rather than more warps
     each = max(1, cdiv(n, threads))
-    return dict(THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST)
+    return dict(
+        THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST,
+        UNPACK=rows.shape[5] * packed, BF16=int(rows.dtype is torch.bfloat16),
+    )  # fmt: skip
 
 
 def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
