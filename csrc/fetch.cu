@@ -169,15 +169,13 @@ struct Unpacked {
     quad = row[part % Row::NUMBERS], scale = Row::scale(row, part % Row::NUMBERS);
   }
 
-  __device__ float number(unsigned word, int i) const { return (signed char)(word >> 8 * i) * scale; }
-
-  __device__ uint4 numbers(unsigned low, unsigned high) const {
-    return {halves<BF16>(number(low, 0), number(low, 1)), halves<BF16>(number(low, 2), number(low, 3)),
-            halves<BF16>(number(high, 0), number(high, 1)), halves<BF16>(number(high, 2), number(high, 3))};
+  __device__ unsigned two(unsigned four, int i) const {
+    return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
   }
 
   __device__ void store(uint4* block, int part) const {
-    block[2 * part] = numbers(quad.x, quad.y), block[2 * part + 1] = numbers(quad.z, quad.w);
+    block[2 * part] = {two(quad.x, 0), two(quad.x, 2), two(quad.y, 0), two(quad.y, 2)};
+    block[2 * part + 1] = {two(quad.z, 0), two(quad.z, 2), two(quad.w, 0), two(quad.w, 2)};
   }
 };
 

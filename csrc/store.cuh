@@ -30,6 +30,9 @@ template <int CHANNELS> struct Packed {
     const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;
     return reinterpret_cast<const float*>(row + NUMBERS)[half * GROUPS + group];
   }
+
+  // Of the four numbers in 32 bits of such a word, one, without its scale.
+  __device__ static float number(unsigned four, int i) { return (signed char)(four >> 8 * i); }
 };
 
 struct Ring {

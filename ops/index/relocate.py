@@ -71,7 +71,7 @@ def reference(
     static: Changed[Static], away: Changed[Away], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
-    block_size, keys = hot.rows.shape[3], keys_in(far.rows, coarse)
+    block_size = hot.rows.shape[3]
     for b, h in static.updated.nonzero().tolist():
         rows = far.rows[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
@@ -83,11 +83,12 @@ def reference(
         away[b, h] = -1
         for r, p in (*forth, *stay):
             away[b, h, r - sink] = p
+        keys = keys_in(rows, None if coarse is None else coarse[b, h])
         strangers = {x for pair in (*forth, *stay) for x in pair}
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            digest = bounds(keys[b, h, native], digests.volume, digests.centre.dtype)
+            digest = bounds(keys[native], digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0:
