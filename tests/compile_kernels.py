@@ -53,8 +53,8 @@ def compile_only() -> None:
 
 
 def compile_op(name: str, entry) -> str:
-    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways; pools that
-    may be packed are that too."""
+    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways;
+    pools that may be packed are that too."""
     for dtype, room in product((torch.bfloat16, torch.float32), (SMALLEST, LARGE) if name in ROOMY else (SMALLEST,)):
         choose_static.shared_bytes = lambda _, room=room: room
         sizes = SIZES if "attention" in name or name in TILED else SIZES[:1]

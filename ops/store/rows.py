@@ -70,7 +70,7 @@ def as_stored(rows: Tensor, store: Tensor) -> Tensor:
     size = torch.where(x.isnan(), torch.inf, x.abs())
     most = pad(size, (0, -d % CHANNELS)).unflatten(-1, (-1, CHANNELS)).amax(-1)
     scale = torch.where(most < SMALLEST, 0.0, most / 127)
-    each = _each(scale, d)
+    each = scale.repeat_interleave(CHANNELS, -1)[..., :d]
     known = (each > 0) & (each < torch.inf)
     numbers = torch.where(known, x / torch.where(known, each, 1.0), 0.0).round().to(PACKED)
     parts = [numbers.flatten(-2), scale.flatten(-2).view(PACKED)]
@@ -87,12 +87,11 @@ def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
     whole, groups = rows.flatten(-2), cdiv(d, CHANNELS)
     numbers, scale, _ = whole.split([2 * d, 8 * groups, whole.shape[-1] - 2 * d - 8 * groups], -1)
     scale = scale.contiguous().view(torch.float32).unflatten(-1, (2, groups))
-    return (numbers.unflatten(-1, (2, d)).float() * _each(scale, d)).to(dtype)
+    x = numbers.unflatten(-1, (2, d)).to(torch.float32)
+    for its, of in zip(x.split(CHANNELS, -1), scale.unsqueeze(-1).unbind(-2)):
+        its *= of  # in place: of a long past the scales of all channels would take as much again
+    return x.to(dtype)
 
-
-def _each(scale: Tensor, head_dim: int) -> Tensor:
-    """The scale of every channel."""
-    return scale.repeat_interleave(CHANNELS, -1)[..., :head_dim]
 
 
 def ring_row(position: Tensor, sink: int, ring_rows: int) -> Tensor:
