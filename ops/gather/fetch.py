@@ -73,11 +73,12 @@ def _bring(wanted: list[int], pages: Tensor, hot: Hot) -> int:
     hits = {int(hot.slot_of[x]) for x in wanted} - {-1}
     rank = [OLDEST if x < 0 else min(int(age), OLDEST - 2) for x, age in zip(hot.block_of.tolist(), hot.age)]
     free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
-    for x, i in zip(missing, sorted(free[: len(missing)])):
+    taken = sorted(free[: len(missing)])
+    for x, i in zip(missing, taken):
         if hot.block_of[i] >= 0:
             hot.slot_of[hot.block_of[i]] = -1
         hot.block_of[i], hot.slot_of[x] = x, i
-        hot.rows[i] = as_numbers(pages[x], hot.rows.dtype)
+    hot.rows[taken] = as_numbers(pages[missing], hot.rows.dtype)
     hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
     hot.age[[int(hot.slot_of[x]) for x in wanted]] = 0
     return len(missing)

@@ -48,7 +48,8 @@ def reference(store: Changed[Store], units: Changed[Units], lengths: Lengths, km
             rows = ring[b][:, ring_row(torch.arange(begin, end, device=ring.device), sink, ring.shape[2])]
             found = _kmeans.kmeans(keys_of(rows), max(1, (end - begin) // size), 1, rounds, seed, cosine)
             order = _kmeans.add_units(units, b, begin, *found)
-            pool[b, :, begin:end] = as_stored(rows.gather(1, order[..., None, None].expand_as(rows)), pool)
+            moved = rows.gather(1, order[..., None, None].expand_as(rows))
+            pool[b, :, begin:end] = as_stored(moved, pool)
 
 
 @triton.jit
