@@ -1,4 +1,5 @@
 """patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
+import os
 from collections.abc import Mapping
 from typing import get_args
 
@@ -7,7 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from torchsparsekv.method import Method, Offload, as_int, check_device
+from torchsparsekv.method import UNPROVEN, Method, Offload, as_int, check_device
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._assignment import choose
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
@@ -49,7 +50,7 @@ def planned(
     family = all_families()[decoder_type(model.config)]
     if offload not in OFFLOAD:
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
-    pool = check_pool_dtype(pool_dtype)
+    pool = check_pool_dtype(pool_dtype, device)
     max_length = check_length(max_length, config.max_position_embeddings)
     limit = max_length or config.max_position_embeddings
     shapes = family.layers(config)
@@ -128,13 +129,18 @@ def check_length(max_length, limit: int) -> int | None:
     return length
 
 
-def check_pool_dtype(name) -> torch.dtype | None:
+def check_pool_dtype(name, device: torch.device) -> torch.dtype | None:
     """None: that of the model."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in POOL_TYPES:
         allowed = ", ".join(map(repr, POOL_TYPES))
         raise ValueError(f"pool_dtype must be {allowed}, or None for the type of the model, got {name!r}")
+    if device.type == "cuda" and os.environ.get(UNPROVEN) != "1":
+        raise NotImplementedError(
+            f"pool_dtype={name!r} runs on the CPU only so far: kernels on such a pool have not been compared with their "
+            f"references on a GPU; {UNPROVEN}=1 in the environment lets them"
+        )
     return POOL_TYPES[name]
 
 

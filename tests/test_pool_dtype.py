@@ -11,6 +11,7 @@ from world import DEVICE
 import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.probe import probe
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
@@ -216,6 +217,14 @@ def test_another_type_is_refused_before_anything_is_touched(wrong):
         torchsparsekv.patch(model, "quest", pool_dtype=wrong, **SMALL)
     assert repr(wrong) in str(e.value)
     assert snapshot(model) == before
+
+
+def test_a_gpu_that_it_was_not_compared_on_is_refused(monkeypatch):
+    monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
+    with pytest.raises(NotImplementedError, match="pool_dtype='int8' runs on the CPU only so far.*UNPROVEN=1"):
+        check_pool_dtype("int8", torch.device("cuda"))
+    assert check_pool_dtype("int8", torch.device("cpu")) is torch.int8
+    assert check_pool_dtype(None, torch.device("cuda")) is None
 
 
 def test_a_head_dim_that_no_store_takes_is_refused_with_it_too():
