@@ -138,7 +138,7 @@ def check_pool_dtype(name, device: torch.device) -> torch.dtype | None:
         raise ValueError(f"pool_dtype must be {allowed}, or None for the type of the model, got {name!r}")
     if device.type == "cuda" and os.environ.get(UNPROVEN) != "1":
         raise NotImplementedError(
-            f"pool_dtype={name!r} runs on the CPU only so far: kernels on such a pool have not been compared with their "
+            f"pool_dtype={name!r} runs on the CPU only so far: kernels on such a pool were not compared with their "
             f"references on a GPU; {UNPROVEN}=1 in the environment lets them"
         )
     return POOL_TYPES[name]

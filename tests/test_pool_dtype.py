@@ -221,7 +221,7 @@ def test_another_type_is_refused_before_anything_is_touched(wrong):
 
 def test_a_gpu_that_it_was_not_compared_on_is_refused(monkeypatch):
     monkeypatch.delenv("TORCHSPARSEKV_UNPROVEN", raising=False)
-    with pytest.raises(NotImplementedError, match="pool_dtype='int8' runs on the CPU only so far.*UNPROVEN=1"):
+    with pytest.raises(NotImplementedError, match=r"pool_dtype='int8' runs on the CPU only so far.*UNPROVEN=1"):
         check_pool_dtype("int8", torch.device("cuda"))
     assert check_pool_dtype("int8", torch.device("cpu")) is torch.int8
     assert check_pool_dtype(None, torch.device("cuda")) is None
