@@ -2,10 +2,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torchsparsekv.method import Method, Offload, all_methods, hyper_parameters, make_method
 
+PoolType: TypeAlias = Literal["auto", "int8"]
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
@@ -67,7 +68,7 @@ class Setup:
     window: int = 256
     skip_layers: int = 2
     offload: Offload = "host"
-    pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model")
+    pool_dtype: PoolType = "auto"
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
 
     def check(self, methods: Sequence[str]) -> None:

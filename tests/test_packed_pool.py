@@ -1,4 +1,5 @@
 """Packed rows of a pool: 8-bit numbers with a scale for every group, against the raw numbers, and kernel by kernel."""
+import importlib
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_shape, stored_
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 
 ENTRIES = load_all()
+FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 HEAD_DIMS = range(16, 257, 16)  # all that patch() takes
 
 
@@ -165,6 +167,23 @@ def test_a_packed_pool_of_another_width_is_refused(name):
     ]
     with pytest.raises(ValueError, match=r"(far\.rows|store\.pool) must have shape .*, 2, 24\), got .*, 2, 32\)"):
         ENTRIES[name].call(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_which_fetch_takes_them(dtype):
+    """csrc/fetch.cu makes halves of them; fp32 is left to Triton, with the reason."""
+    asked, _, hot, _ = things = OPS["fetch"](World(dim=64, dtype=dtype))
+    pool = pack(torch.zeros(hot.rows.shape[-2:]))
+    told = FETCH.native(asked.ids.shape[2], hot.rows, pool)
+    if dtype == torch.float32:
+        assert told == "packed rows become halves of multiples of 16 channels, not 64 of torch.float32"
+    else:
+        assert told["UNPACK"] == 64
+        assert told["BF16"] == (dtype == torch.bfloat16)
+    assert FETCH.native(asked.ids.shape[2], hot.rows, hot.rows)["UNPACK"] == 0
+    if DEVICE.type == "cuda":
+        kind, _ = ENTRIES["fetch"].chain.chosen(*on(DEVICE, packed("fetch", things)))
+        assert kind == ("triton" if dtype == torch.float32 else "cuda")
 
 
 @given(w=worlds(), kind=st.sampled_from(["reference", "triton"]))

@@ -9,6 +9,8 @@ from test_plan import allocated, folder  # noqa: F401
 from world import DEVICE
 
 import torchsparsekv
+from torchsparsekv.benchmarks._options import Setup
+from torchsparsekv.benchmarks.quality import options as quality
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._install import check_pool_dtype
@@ -207,6 +209,16 @@ def test_the_command_says_what_it_takes(folder):  # noqa: F811
         pools.append(sum(float(x.split()[2]) for x in done.stdout.splitlines() if x.startswith("far.rows")))
     assert pools[1] == pytest.approx(pools[0] * 48 / 128, abs=2e-3)
     assert "pool_dtype must be 'int8'" in refused(*args, "--pool-dtype", "int4")
+
+
+def test_eval_and_bench_tell_patch():
+    """And refuse another type before a model is loaded."""
+    assert quality.settings(quality.Options(pool_dtype="int8", methods=("quest",)))[1].patch["pool_dtype"] == "int8"
+    assert "pool_dtype" not in quality.settings(quality.Options(methods=("quest",)))[1].patch
+    assert Setup(pool_dtype="int8").patch("quest")["pool_dtype"] == Setup(pool_dtype="int8").patch("full")["pool_dtype"]
+    assert "pool_dtype" not in Setup().patch("quest")
+    for command in (("eval",), ("bench", "decode")):
+        assert "pool_dtype must be one of auto, int8, got 'fp4'" in refused(*command, "--pool-dtype", "fp4")
 
 
 @pytest.mark.parametrize("wrong", ["fp4", "INT8", "", 8, torch.int8, True, ["int8"]])
