@@ -2,10 +2,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torchsparsekv.method import Method, Offload, all_methods, hyper_parameters, make_method
 
+PoolType: TypeAlias = Literal["auto", "int8"]
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
@@ -31,6 +32,11 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         except json.JSONDecodeError:
             out.setdefault(method, {})[name] = value
     return out
+
+
+def pool_told(pool_dtype: str) -> dict[str, str]:
+    """What `patch` is told of the pool's type."""
+    return {} if pool_dtype == "auto" else {"pool_dtype": pool_dtype}
 
 
 def at_least(options: Any, **least: int) -> None:
@@ -62,6 +68,7 @@ class Setup:
     window: int = 256
     skip_layers: int = 2
     offload: Offload = "host"
+    pool_dtype: PoolType = "auto"
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
 
     def check(self, methods: Sequence[str]) -> None:
@@ -80,7 +87,8 @@ class Setup:
     def patch(self, name: str) -> dict[str, Any]:
         """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device."""
         where = {"skip_layers": self.skip_layers, "offload": self.offload}
-        return self._method(name) | ({"skip_layers": 0, "offload": "device"} if name == "full" else where)
+        where = {"skip_layers": 0, "offload": "device"} if name == "full" else where
+        return self._method(name) | where | pool_told(self.pool_dtype)
 
     def told(self, name: str) -> dict[str, str]:
         """Its own hyper-parameters, for a row of results; nothing where it has the defaults."""

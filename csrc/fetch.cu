@@ -5,10 +5,12 @@
 // replaces) has to go through global memory there, and without atomics on shared memory the oldest slots are searched
 // for by counts of two thresholds, a dozen of them. Here a round is a histogram, and one or two are enough.
 //
-// Set by the compilation: THREADS; IDS and SLOTS that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop.
+// Set by the compilation: THREADS; IDS and SLOTS that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop;
+// of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16.
 
 #include "common.cuh"
 #include "store.cuh"
+#include "tensor.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int EACH = 8, BINS = 32 * EACH, ROUNDS = 2;  // 8 bits of an age's 16 in a round
@@ -146,20 +148,55 @@ __device__ void commit(
   }
 }
 
+// 16 bytes of a block of the pool, as they are.
+struct Plain {
+  static constexpr int PARTS = QUADS, WORDS = QUADS;  // what is moved at a time, of a block; words of 16 bytes in it
+  uint4 quad;
+
+  __device__ void load(const uint4* block, int part) { quad = block[part]; }
+  __device__ void store(uint4* block, int part) const { block[part] = quad; }
+};
+
+// 16 numbers of a block of packed rows, which become 32 bytes.
+struct Unpacked {
+  using Row = Packed<UNPACK ? UNPACK : 16>;
+  static constexpr int PARTS = QUADS / 2, WORDS = PARTS / Row::NUMBERS * Row::WORDS;
+  uint4 quad;
+  float scale;
+
+  __device__ void load(const uint4* block, int part) {
+    const uint4* row = block + part / Row::NUMBERS * Row::WORDS;
+    quad = row[part % Row::NUMBERS], scale = Row::scale(row, part % Row::NUMBERS);
+  }
+
+  __device__ unsigned two(unsigned four, int i) const {
+    return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
+  }
+
+  __device__ void store(uint4* block, int part) const {
+    block[2 * part] = {two(quad.x, 0), two(quad.x, 2), two(quad.y, 0), two(quad.y, 2)};
+    block[2 * part + 1] = {two(quad.z, 0), two(quad.z, 2), two(quad.w, 0), two(quad.w, 2)};
+  }
+};
+
+template <bool> struct Which { using Part = Plain; };
+template <> struct Which<true> { using Part = Unpacked; };
+using Part = Which<(UNPACK > 0)>::Part;
+
 // The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them. This
 // thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they come.
 struct Move {
   const int count, stride = gridDim.y * THREADS;
   int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane();
-  uint4 quad[STEPS];
+  Part part[STEPS];
 
-  __device__ Move(int misses) : count(misses * QUADS) {}
+  __device__ Move(int misses) : count(misses * Part::PARTS) {}
 
   __device__ void load(const uint4* pool, const Shared& s) {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
       if (q >= count) break;  // mostly after the first
-      quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
+      part[i].load(pool + (long long)s.missing[q / Part::PARTS] * Part::WORDS, q % Part::PARTS);
     }
   }
 
@@ -167,7 +204,7 @@ struct Move {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
       if (q >= count) break;
-      hot[(long long)s.victims[q / QUADS] * QUADS + q % QUADS] = quad[i];
+      part[i].store(hot + (long long)s.victims[q / Part::PARTS] * QUADS, q % Part::PARTS);
     }
   }
 };
@@ -206,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   const Counts count = look_up(x, y, slot_of, s);
   bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
   Move m(count.misses);
-  pool += bh * total * QUADS, hot += bh * slots * QUADS;
+  pool += bh * total * Part::WORDS, hot += bh * slots * QUADS;
   if (count.misses > 0) {
     // Its loads are done, as they were used: this program has read the state.
     const int before = threadIdx.x == 0 ? atomicAdd(done_count + bh, 1) : 0;

@@ -20,6 +20,21 @@ template <int CHANNELS> __device__ inline const char* row_at(const char* rows, i
 }
 template <int CHANNELS> __device__ inline const char* value_of(const char* row) { return row + 2 * CHANNELS; }
 
+// Packed rows of a pool, of so many CHANNELS, in words of 16 bytes: the 8-bit numbers of the key, those of the value, and
+// the scales of their groups of 64 channels.
+template <int CHANNELS> struct Packed {
+  static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
+
+  // The scale of the 16 numbers in word `at` of a row.
+  __device__ static float scale(const uint4* row, int at) {
+    const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;
+    return reinterpret_cast<const float*>(row + NUMBERS)[half * GROUPS + group];
+  }
+
+  // Of the four numbers in 32 bits of such a word, one, without its scale.
+  __device__ static float number(unsigned four, int i) { return (signed char)(four >> 8 * i); }
+};
+
 struct Ring {
   int rows, sink, begin;  // the token at `begin` is the oldest of those behind the sinks
 

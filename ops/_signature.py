@@ -28,12 +28,14 @@ class Of(NamedTuple):
     A word is a number, a name (the same name is the same size in the whole op), or a sum of them without spaces
     ("units+1"); numbers that the op takes may be named too. `dtype` is a type, a tuple of those allowed, or a name:
     then it is a floating-point type, the same for all tensors of the op with that name. Tensors are contiguous, or with
-    `strided` just dense in their last dimension.
+    `strided` just dense in their last dimension. `packed`: another type that it may have, and what its last size is
+    then, of what it is otherwise; for ops that have the name and that size from another tensor too.
     """
 
     shape: str
     dtype: torch.dtype | tuple[torch.dtype, ...] | str
     strided: bool = False
+    packed: tuple[torch.dtype, Callable[[int], int]] | None = None
 
 
 class Flat(NamedTuple):
@@ -154,11 +156,11 @@ class Signature:
         return names[self.name]
 
     def _in_order(self) -> list[Flat]:
-        """Tensors of views first, as they are what the others have to fit; then sums, when their terms are known, and
-        what may be missing."""
+        """Tensors of views first, as they are what the others have to fit; then what may be packed, and sums, when
+        their terms are known, and what may be missing."""
         tensors = [f for f in self.flat if f.of]
         views = {f.name for p in self.parameters if p.view for f in p.flat}
-        order = sorted(tensors, key=lambda f: f.name not in views)
+        order = sorted(tensors, key=lambda f: (bool(f.of and f.of.packed), f.name not in views))
         sums = [f for f in order if any(not w.isidentifier() and not w.isdigit() for w in words(f.of))]
         return sorted([f for f in order if f not in sums] + sums, key=lambda f: f.optional)
 
@@ -196,8 +198,7 @@ class _Lines:
         assert f.of is not None
         before = len(self.done)
         wrong = [*self._dtype(f), f"{f.name}.stride(-1) != 1" if f.of.strided else f"not {f.name}.is_contiguous()"]
-        parts = words(f.of)
-        wrong += self._shape(f.name, parts)
+        wrong += self._shape(f)
         self.done.append(f"if {' or '.join(wrong)}: return _explain(_ALL_)")
         if f.optional:
             self.done[before:] = [f"if {f.name} is not None:", *(f"    {line}" for line in self.done[before:])]
@@ -208,26 +209,42 @@ class _Lines:
             self.names[f"_{f.name}_dtype"] = want if isinstance(want, tuple) else (want,)
             return [f"{f.name}.dtype not in _{f.name}_dtype"]
         if want in self.kinds:
-            return [f"{f.name}.dtype is not _of_{want}"]
+            other = f" and {f.name}.dtype is not _packed_{f.name}" if self._may_be_packed(f) else ""
+            return [f"({f.name}.dtype is not _of_{want}{other})"]
         if not f.optional:
             self.kinds.add(want)
             self.done.append(f"_of_{want} = {f.name}.dtype")
             return [f"_of_{want} not in FLOATS"]
         return [f"{f.name}.dtype not in FLOATS"]
 
-    def _shape(self, name: str, parts: list[str]) -> list[str]:
+    def _may_be_packed(self, f: Flat) -> bool:
+        """If other tensors say the size and the type that it would have otherwise."""
+        of = f.of
+        assert of is not None
+        return of.packed is not None and of.dtype in self.kinds and self._known(words(of)[-1])
+
+    def _shape(self, f: Flat) -> list[str]:
+        name, parts = f.name, words(f.of)
+        sizes = [*map(size_of, parts)]
+        if self._may_be_packed(f):
+            self.names[f"_packed_{name}"], self.names[f"_packed_size_{name}"] = f.of.packed  # type: ignore[union-attr, misc]
+            last = f"_packed_size_{name}({sizes[-1]}) if {name}.dtype is _packed_{name} else {sizes[-1]}"
+            sizes[-1] = f"({last})"
         if all(self._known(w) for w in parts):
-            return [f"{name}.shape != ({', '.join(map(size_of, parts))}{',' * (len(parts) == 1)})"]
+            return [f"{name}.shape != ({', '.join(sizes)}{',' * (len(parts) == 1)})"]
         self.done.append(f"_shape = {name}.shape")
-        return [f"len(_shape) != {len(parts)}", *(self._bind(w, f"_shape[{i}]") for i, w in enumerate(parts))]
+        return [
+            f"len(_shape) != {len(parts)}",
+            *(self._bind(w, f"_shape[{i}]", size) for i, (w, size) in enumerate(zip(parts, sizes))),
+        ]
 
     def _known(self, word: str) -> bool:
         return all(w.isdigit() or size_of(w) in self.sizes for w in re.split(r"[+-]", word))
 
-    def _bind(self, word: str, at: str) -> str:
+    def _bind(self, word: str, at: str, size: str) -> str:
         """A condition that is true where a size is another than known; a new name is bound on the way."""
         if self._known(word):
-            return f"{at} != {size_of(word)}"
+            return f"{at} != {size}"
         self.sizes.add(size_of(word))
         return f"({size_of(word)} := {at}) is None"
 
@@ -239,16 +256,19 @@ def size_of(word: str) -> str:
 
 def _explain_one(f: Flat, t: Tensor, sizes: dict[str, Any], kinds: dict[str, dict[str, torch.dtype]]) -> None:
     assert f.of is not None
-    if isinstance(f.of.dtype, str):
+    parts, shape = words(f.of), tuple(t.shape)
+    packed = f.of.packed is not None and t.dtype is f.of.packed[0] and bool(kinds) and parts[-1] in sizes
+    if packed:
+        sizes = sizes | {parts[-1]: f.of.packed[1](sizes[parts[-1]])}  # type: ignore[index]
+    elif isinstance(f.of.dtype, str):
         alike = kinds.setdefault(f.of.dtype, {})
         alike[f.said] = t.dtype
         if len(set(alike.values())) > 1:
             raise TypeError(f"dtypes must agree, got {alike}")
     allowed = FLOATS if isinstance(f.of.dtype, str) else f.of.dtype
     allowed = allowed if isinstance(allowed, tuple) else (allowed,)
-    if t.dtype not in allowed:
+    if not packed and t.dtype not in allowed:
         raise TypeError(f"{f.said} must be {' or '.join(map(str, allowed))}, got {t.dtype}")
-    parts, shape = words(f.of), tuple(t.shape)
     fits = len(parts) == len(shape)
     for word, size in zip(parts, shape):
         if word.isidentifier():

@@ -130,14 +130,16 @@ class Handle:
         exceptions = self.plan.exceptions()
         layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
         notes = "".join(f"; {note}" for note in self.plan.notes)
+        pool = f", pool_dtype={str(self.plan.pool_dtype).removeprefix('torch.')!r}" if self.plan.pool_dtype else ""
         return (
             f"<torchsparsekv {state} on {type(self.model).__name__}: {self.plan.method}, {layers}max_length={length}, "
-            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{notes}>"
+            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{pool}{notes}>"
         )
 
     def _notes(self) -> tuple[str, ...]:
         """What a report says beside its table."""
-        return (*(f"layer {x}" for x in self.plan.exceptions()), *self.plan.notes, *self.plan.reused())
+        exceptions = (f"layer {x}" for x in self.plan.exceptions())
+        return (*exceptions, *self.plan.pool_said(), *self.plan.notes, *self.plan.reused())
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""

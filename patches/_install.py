@@ -17,18 +17,19 @@ from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
 
 OFFLOAD = get_args(Offload)
+POOL_TYPES = {"int8": torch.int8}
 
 
 def install(
     model, method: Method, given: dict, *, max_length: int | None, offload: str, skip_layers: int | None,
-    layers: Mapping | None,
+    layers: Mapping | None, pool_dtype: str | None = None,
 ) -> Handle:  # fmt: skip
     """`given`: the hyper-parameters of `method` that the user named."""
     model = unwrapped(model)
     check_model(model)
     plan, max_length, limit = planned(
         model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
-        layers=layers,
+        layers=layers, pool_dtype=pool_dtype,
     )  # fmt: skip
     if max_length is None:
         plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
@@ -41,13 +42,14 @@ def install(
 
 def planned(
     model, method: Method, given: dict, device: torch.device, *, max_length: int | None, offload: str,
-    skip_layers: int | None, layers: Mapping | None,
+    skip_layers: int | None, layers: Mapping | None, pool_dtype: str | None = None,
 ) -> tuple[Plan, int | None, int]:  # fmt: skip
     """The plan for a model on `device`, which may be without weights yet; max_length, and what a cache may hold."""
     config = check_model(model)
     family = all_families()[decoder_type(model.config)]
     if offload not in OFFLOAD:
         raise ValueError(f"offload must be one of {', '.join(OFFLOAD)}, got {offload!r}")
+    pool = check_pool_dtype(pool_dtype)
     max_length = check_length(max_length, config.max_position_embeddings)
     limit = max_length or config.max_position_embeddings
     shapes = family.layers(config)
@@ -57,7 +59,7 @@ def planned(
     for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run what was asked for
         if m is not None:
             check_device(device, m)
-    plan = Plan(shapes, assignment, model.dtype, device, getattr(model, "_tp_size", None) or 1, config)
+    plan = Plan(shapes, assignment, model.dtype, device, getattr(model, "_tp_size", None) or 1, config, pool)
     return plan, max_length, limit
 
 
@@ -124,6 +126,16 @@ def check_length(max_length, limit: int) -> int | None:
     if length > limit:
         raise ValueError(f"max_length {length} is above the model's max_position_embeddings, {limit}")
     return length
+
+
+def check_pool_dtype(name) -> torch.dtype | None:
+    """None: that of the model."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in POOL_TYPES:
+        allowed = ", ".join(map(repr, POOL_TYPES))
+        raise ValueError(f"pool_dtype must be {allowed}, or None for the type of the model, got {name!r}")
+    return POOL_TYPES[name]
 
 
 def check_layers(layers: tuple[Layer | None, ...]) -> None:

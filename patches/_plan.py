@@ -49,7 +49,7 @@ class Plan:
 
     def __init__(
         self, layers: tuple[Layer | None, ...], assignment: Assignment, dtype: torch.dtype, device: torch.device,
-        ranks: int, config,
+        ranks: int, config, pool_dtype: torch.dtype | None = None,
     ):  # fmt: skip
         self.layers = tuple(layer and layer.on_rank(ranks) for layer in layers)
         for here, whole, method in zip(self.layers, layers, assignment.methods):
@@ -60,6 +60,7 @@ class Plan:
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
+        self.pool_dtype = pool_dtype  # None: dtype
         self.config = config  # of the text model: by it transformers makes the layers that it keeps
         self.anchors = self._anchors()
 
@@ -85,6 +86,13 @@ class Plan:
             latest[kind] = anchor, count + 1
         return found
 
+    def pool_said(self) -> tuple[str, ...]:
+        """A line where the pool is not in the model's type."""
+        if self.pool_dtype is None:
+            return ()
+        own, pool = (str(d).removeprefix("torch.") for d in (self.dtype, self.pool_dtype))
+        return (f"pool_dtype {pool}: the pool holds keys and values in {pool} with scales, the model has {own}",)
+
     def reused(self) -> list[str]:
         """A line for each layer that chooses for others."""
         of: dict[int, list[int]] = {}
@@ -105,7 +113,7 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors)))
+        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors, self.pool_dtype)))
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import triton
 from cases import MANY_TOKENS, OPS
+from cases_packed import TAKING, packed
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from world import World
@@ -52,7 +53,8 @@ def compile_only() -> None:
 
 
 def compile_op(name: str, entry) -> str:
-    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways."""
+    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; options in three ways;
+    pools that may be packed are that too."""
     for dtype, room in product((torch.bfloat16, torch.float32), (SMALLEST, LARGE) if name in ROOMY else (SMALLEST,)):
         choose_static.shared_bytes = lambda _, room=room: room
         sizes = SIZES if "attention" in name or name in TILED else SIZES[:1]
@@ -62,10 +64,13 @@ def compile_op(name: str, entry) -> str:
                     tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],
                     pick=lambda *options, way=way: options[way % len(options)],
                 )  # fmt: skip
-                try:
-                    entry.run("triton", *OPS[name](w))
-                except Exception as e:
-                    return f"{dtype}, head_dim {dim}, way {way}: {type(e).__name__}\n{e}\n{e.__cause__ or ''}"
+                things = OPS[name](w)
+                for given in (things, packed(name, things)) if name in TAKING and way == 0 else (things,):
+                    try:
+                        entry.run("triton", *given)
+                    except Exception as e:
+                        said = f"{dtype}, head_dim {dim}, way {way}, packed {given is not things}: {type(e).__name__}"
+                        return f"{said}\n{e}\n{e.__cause__ or ''}"
     return ""
 
 

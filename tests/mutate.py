@@ -66,6 +66,15 @@ MUTATIONS = (
     Mutation("the kernel keeps a query where the next step does not look", "ops/index/find_boundary.py",
              "tl.store(at + n % 2 * Q * D, past", "tl.store(at + (n + 1) % 2 * Q * D, past",
              "tests/test_ops.py::test_kernel_equals_reference -k find_boundary"),
+    # ---- store
+    Mutation("a packed number is cut off, not rounded", "ops/store/rows.py", ".round().to(PACKED)", ".to(PACKED)",
+             "tests/test_packed_pool.py::test_what_comes_back_is_within_half_a_step"),
+    Mutation("the kernel packs a value by the scales of its key", "ops/store/rows.py",
+             "return c // D * ((D + GROUP - 1) // GROUP) + c % D // GROUP", "return c % D // GROUP",
+             "tests/test_packed_pool.py::test_triton_packs_and_unpacks_as_torch_does"),
+    Mutation("what a page holds in the hot buffer is not what its pool does", "ops/store/place_page.py",
+             "values = store_row(row_at(", "store_row(row_at(",
+             "tests/test_packed_pool.py::test_kernel_equals_reference -k place_page"),
     # ---- select
     Mutation("ties go to the higher block", "ops/select/top_blocks.py",
              STABLE, "(n - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True))[..., : min(k, n)]",

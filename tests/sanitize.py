@@ -26,6 +26,7 @@ def run_ops(names: list[str]) -> None:
     """In the process that is watched: every implementation of every op, on the GPU."""
     import torch
     from cases import MANY_TOKENS, OPS
+    from cases_packed import TAKING, packed
     from test_ops import on
     from world import World
 
@@ -41,12 +42,14 @@ def run_ops(names: list[str]) -> None:
                     given = {**shape, "dtype": getattr(torch, shape["dtype"])}
                     pick = lambda *options, way=way: options[way % len(options)]  # noqa: E731
                     w = World(tokens=5 if name in MANY_TOKENS else 1, pick=pick, **given)
-                    try:
-                        entry.run(kind, *on(torch.device("cuda"), OPS[name](w)))
-                        ran += 1
-                    except RuntimeError as e:  # csrc/ says which shapes it has no kernel for
-                        if "cannot run here" not in str(e):
-                            raise
+                    things = OPS[name](w)
+                    for taken in (things, packed(name, things)) if name in TAKING else (things,):
+                        try:
+                            entry.run(kind, *on(torch.device("cuda"), taken))
+                            ran += 1
+                        except RuntimeError as e:  # csrc/ says which shapes it has no kernel for
+                            if "cannot run here" not in str(e):
+                                raise
             torch.cuda.synchronize()
             print(f"ran {name} {kind} {ran} times", flush=True)
 

@@ -48,9 +48,10 @@ VARIANTS = {
         for d, g, p, bf16, c in ((64, 8, 1, 0, 4), (128, 4, 16, 1, 8), (128, 1, 1, 0, 1), (256, 8, 16, 1, 2))
     ],
     "fetch": [
-        FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=torch.bfloat16, device="meta"))
+        FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
         for n, slots, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
                                   (FETCH.NATIVE_SLOTS, FETCH.NATIVE_SLOTS, 2, 256))
+        for dtype, pool in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.int8), (torch.float16, torch.int8))
     ],
     "top_blocks": [
         TOP_BLOCKS.native(n, k, True) | {"GROUP": GROUP}

@@ -17,6 +17,7 @@ SPELLINGS = {
     "the width of a row": r"\b2 \* (?:D|d|head_dim)\b|\b4(?:ll)? \* D\b|\b(?:D|d|head_dim) \* 2\b",
     "keys and values in a row": r"\[\.\.\., [01], :\]|\[:, :, :, [01]\]",
     "the wrap of the ring": r"% (?:turn|span)\b|% \(ring_rows",
+    "packed rows": r"\b(?:torch|tl)\.int8\b|\(signed char\)|\b(?:D|d|head_dim|CHANNELS) \+ (?:63|127)\b",
     "columns of the counters": r"\bcounts? \+ \d|\bstats\[|counts\[\.\.\., \d|bh \* 5\b",
 }
 # Of find_boundary: a cut is an entry of `cuts`, not a row; the reference of settle_segments counts entries too.
@@ -42,7 +43,11 @@ def test_the_patterns_find_what_they_are_for():
     assert spelled("at = sink + tl.maximum(pos - sink, 0) % turn") == {"the wrap of the ring"}
     assert spelled("keys = rows[..., 0, :]") == {"keys and values in a row"}
     assert spelled("atomicAdd(counts + 3, held)") == {"columns of the counters"}
-    assert spelled((ROOT / "ops/store/rows.py").read_text()) >= {"the width of a row", "the wrap of the ring"}
+    assert spelled("scale = tl.load(row.to(tl.int8) + g)") == {"packed rows"}
+    assert spelled("(signed char)(word >> 8 * i)") == spelled("(CHANNELS + 63) / 64") == {"packed rows"}
+    for name in LAW:
+        assert spelled((ROOT / name).read_text()) >= {"the wrap of the ring", "packed rows"}
+    assert "the width of a row" in spelled((ROOT / "ops/store/rows.py").read_text())
 
 
 def test_the_store_is_below_the_indices():

@@ -1,7 +1,8 @@
 """The life of a cache, in any order: prompts, steps, turns, forks, blocks forgotten, a fresh start.
 
 At a budget that covers everything, what a step answers is dense attention over all tokens so far, from the raw keys and
-values that this file keeps for itself; and what a fork answers is what its original does.
+values that this file keeps for itself; and what a fork answers is what its original does. So it is with a packed pool:
+of numbers that it holds exactly.
 """
 import pytest
 import torch
@@ -22,7 +23,7 @@ SCALE = DIM**-0.5
 
 
 class Life(RuleBasedStateMachine):
-    method = "quest"
+    method, pool_dtype = "quest", None
 
     def __init__(self):
         super().__init__()
@@ -40,7 +41,8 @@ class Life(RuleBasedStateMachine):
 
     def fresh(self, batch):
         lengths = RowLengths(self.m.ring_plan, batch, CAPACITY, DEVICE)
-        buffers = self.m.buffers(Geometry(batch, HEADS, DIM, ROWS, torch.float32, GROUP))
+        geometry = Geometry(batch, HEADS, DIM, ROWS, torch.float32, GROUP, pool_dtype=self.pool_dtype)
+        buffers = self.m.buffers(geometry)
         return LayerState(buffers, lengths, DEVICE, pool_on_host=False)
 
     @property
@@ -49,8 +51,13 @@ class Life(RuleBasedStateMachine):
 
     def new(self, n):
         """Queries, keys and values of n tokens, with the strides that transformers gives."""
-        shapes = (HEADS * GROUP, HEADS, HEADS)
-        return [torch.randn(2, n, h, DIM, generator=self.g).transpose(1, 2).to(DEVICE) for h in shapes]
+        drawn = [torch.randn(2, n, h, DIM, generator=self.g) for h in (HEADS * GROUP, HEADS, HEADS)]
+        if self.pool_dtype is not None:
+            for x in drawn[1:]:
+                x.mul_(32).round_().clamp_(-126, 126)
+                x[..., n % DIM] = 127
+                x.div_(32)
+        return [x.transpose(1, 2).to(DEVICE) for x in drawn]
 
     def run(self, state, q, k, v, pad=None):
         state.row_lengths.advance(q.shape[2], pad)
@@ -117,7 +124,8 @@ class Life(RuleBasedStateMachine):
         self.keys, self.values = self.nothing(), self.nothing()
 
 
+@pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["plain", "packed"])
 @pytest.mark.parametrize("method", METHODS)
-def test_whatever_happens_it_is_dense_attention(method):
-    machine = type(f"Life_{method}", (Life,), {"method": method})
+def test_whatever_happens_it_is_dense_attention(method, pool_dtype):
+    machine = type(f"Life_{method}", (Life,), {"method": method, "pool_dtype": pool_dtype})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=12))

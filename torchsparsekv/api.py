@@ -20,6 +20,7 @@ def patch(
     sink: int | None = None,
     window: int | None = None,
     offload: Offload = "auto",
+    pool_dtype: str | None = None,
     skip_layers: int | None = None,
     layers: Mapping[int, str | Mapping] | None = None,
     **hyper,
@@ -32,6 +33,9 @@ def patch(
         None, for each of the three: the method's default; a default budget above what a cache holds is lowered to it.
     offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory if the cache takes at most half
         of what is free there.
+    pool_dtype: "int8": keys and values stand in the pool in 8 bits, with an fp32 scale for every 64 channels; sinks,
+        window and what was fetched stay in the model's type. A bit over half the memory of the pool and of what has to
+        be read from it. None: the model's type.
     skip_layers: the first layers, which attend densely (their pool stays on the device). None: 2, but at least one
         layer is left to the method.
     layers: what single layers run instead, by index: the name of a method, or a dict of hyper-parameters of `method`
@@ -45,8 +49,9 @@ def patch(
     from torchsparsekv.patches._install import install  # transformers is imported here and nowhere above
 
     return install(
-        model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers
-    )
+        model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers,
+        pool_dtype=pool_dtype,
+    )  # fmt: skip
 
 
 def methods() -> dict[str, dict[str, object]]:

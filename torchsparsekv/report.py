@@ -3,7 +3,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from torchsparsekv.ops.store.rows import STATS, counted, row_width
+from torchsparsekv.ops.store.rows import STATS, counted, stored_width
 from torchsparsekv.state import LayerState
 
 
@@ -94,7 +94,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     steps = int(counted(state.stats.counts, "steps").max())
     count = max(total["steps"], 1)
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
-    row = row_width(state.far.rows.shape[-1]) * state.far.rows.dtype.itemsize
+    row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
     moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
         moved += (total["context"] - total["near"]) * row // 2

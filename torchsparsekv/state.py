@@ -25,6 +25,7 @@ class Geometry:
     layer: int = 0  # its number, of so many: what not all layers are to do at the same step
     layers: int = 1
     follows: bool = False  # an earlier layer chooses for it: see LayerState.anchor
+    pool_dtype: torch.dtype | None = None  # None: dtype
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -93,10 +94,10 @@ def checked(buffers: Buffers) -> Buffers:
 
 def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
     """What every layer has: the pool of all tokens, the ring of near ones, the counters."""
-    row = row_shape(g.head_dim)
+    pool = g.pool_dtype or g.dtype
     return {
-        "far": Far(Buffer((*g.lead, g.rows, *row), g.dtype, home="pool")),
-        "near": Near(Buffer((*g.lead, plan.ring_rows, *row), g.dtype)),
+        "far": Far(Buffer((*g.lead, g.rows, *row_shape(g.head_dim, pool)), pool, home="pool")),
+        "near": Near(Buffer((*g.lead, plan.ring_rows, *row_shape(g.head_dim)), g.dtype)),
         "stats": Stats(Buffer((*g.lead, len(STATS)), torch.int64)),
     }
 

@@ -1,9 +1,9 @@
 """What to evaluate, and which settings of `patch` that means."""
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from torchsparsekv.benchmarks._options import at_least, different, option, parse
+from torchsparsekv.benchmarks._options import PoolType, at_least, different, option, parse, pool_told
 from torchsparsekv.method import all_methods, make_method
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
@@ -35,6 +35,7 @@ class Compared:
         ("pariskv.full_threshold=0",), "comma-separated METHOD.NAME=VALUE; by default nothing is dense when short"
     )
     offload: str = option("auto", "Where the pool lives: auto, host or device.")
+    pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model.")
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
 
@@ -67,6 +68,8 @@ def check_compared(o: Compared) -> None:
     different(o, "lengths", "methods", "budgets")
     if o.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {o.dtype!r}")
+    if o.pool_dtype not in get_args(PoolType):
+        raise ValueError(f"pool_dtype must be one of {', '.join(get_args(PoolType))}, got {o.pool_dtype!r}")
     known = all_methods()
     unknown = [m for m in o.methods if m not in known]
     if unknown:
@@ -101,6 +104,6 @@ def settings(o: Compared) -> list[Setting]:
             if not cls.retrieves and not cls.dense:
                 patch["window"] += budget  # so that it attends to as many tokens as the others
             means = make_method(method, **patch).effective()
-            patch["skip_layers"] = o.skip_layers
+            patch |= {"skip_layers": o.skip_layers, **pool_told(o.pool_dtype)}
             out.append(Setting(method, None if cls.dense else budget, patch, means))
     return out

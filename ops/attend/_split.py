@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.rows import keys_of, value_at, values_of
+from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 
 QUERIES = 256  # of a prompt, at once where scores are written out: bounds their matrix
@@ -28,10 +28,9 @@ def capped(z, softcap):
 @triton.jit
 def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr):
     """Fold the tokens at pointers `rows` where `live` into the running softmax."""
-    d = tl.arange(0, DP)
-    m = live[:, None] & (d < D)[None, :]
-    k = tl.load(rows[:, None] + d[None, :], mask=m, other=0.0)
-    v = tl.load(value_at(rows, D)[:, None] + d[None, :], mask=m, other=0.0)
+    d = tl.arange(0, DP)[None, :]
+    k = load_key(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
+    v = load_value(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
     return fold(x, k, v, live[None, :], top, total, acc, scale, softcap)
 
 

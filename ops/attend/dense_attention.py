@@ -7,7 +7,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
-from torchsparsekv.ops.store.rows import row_at
+from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
 
 
@@ -19,7 +19,7 @@ def reference(q: Query, far: Far, lengths: Lengths, attention: Attention) -> Ten
     length = lengths.length
     most = max(int(length.max()), 1)
     live = torch.arange(most, device=q.device) < length[:, None]
-    rows = far.rows[:, :, :most].masked_fill(~live[:, None, :, None, None], 0)
+    rows = as_numbers(far.rows[:, :, :most], q.dtype).masked_fill(~live[:, None, :, None, None], 0)
     out = softmax_attention(q, rows, live[:, None, None], attention)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
@@ -49,7 +49,7 @@ def _attend(
 
 def launch(q, far, lengths, attention) -> Tensor:
     (pool,) = far
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     tile = tile_of(q)
     # Two programs an SM with three stages in flight each: 4.1 TB/s at 128K on an H200, the rate of a copy.
     splits = max(1, min(cdiv(rows, tile), cdiv(2 * sm_count(q.device), batch * heads)))

@@ -14,7 +14,7 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops.attend._split import QUERIES, empty_result, softmax_attention
-from torchsparsekv.ops.store.rows import keys_of, rows_of, values_of
+from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, NewKeys, Queries
 
 PIECE = 16384  # past tokens brought to the device at a time: 64 MiB at 8 heads x 128 in bf16
@@ -36,7 +36,8 @@ def reference(
             continue
         new = n - n0
         first = q.shape[2] - new
-        rows = torch.cat([far.rows[b, :, :n0], rows_of(k[b], v[b])[:, first:]], 1)[None]
+        past = as_numbers(far.rows[b, :, :n0], k.dtype)
+        rows = torch.cat([past, rows_of(k[b], v[b])[:, first:]], 1)[None]
         for i in range(0, new, QUERIES):
             x = q[b, :, first + i : first + min(i + QUERIES, new)][None]
             end = n0 + i + x.shape[2]
@@ -61,7 +62,7 @@ def _over_past(q: Tensor, k: Tensor, v: Tensor, past: Tensor, attention: Attenti
     scale = attention.scale
     out, lse = _flash(q, k, v, True, scale)
     for piece in past.split(PIECE, 1) if past.shape[1] else ():
-        rows = torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece)[None]
+        rows = as_numbers(torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece), q.dtype)[None]
         more, more_lse = _flash(q, keys_of(rows), values_of(rows), False, scale)
         both = torch.logaddexp(lse, more_lse)
         out = out * (lse - both).exp().unsqueeze(-1) + more * (more_lse - both).exp().unsqueeze(-1)

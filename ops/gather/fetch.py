@@ -25,7 +25,17 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import MISSED, SELECTED, add_count, count, row_width
+from torchsparsekv.ops.store.rows import (
+    MISSED,
+    PACKED,
+    SELECTED,
+    add_count,
+    as_numbers,
+    copy_rows,
+    count,
+    row_at,
+    row_width,
+)  # fmt: skip
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
@@ -33,6 +43,7 @@ ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
 # What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 slots
 # a thread, and in 30 KiB of shared memory. It moves 16 bytes at a time.
 NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
+HALVES = (torch.float16, torch.bfloat16)  # what it unpacks packed rows into
 
 
 def check(asked, far, hot, stats) -> None:
@@ -62,11 +73,12 @@ def _bring(wanted: list[int], pages: Tensor, hot: Hot) -> int:
     hits = {int(hot.slot_of[x]) for x in wanted} - {-1}
     rank = [OLDEST if x < 0 else min(int(age), OLDEST - 2) for x, age in zip(hot.block_of.tolist(), hot.age)]
     free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
-    for x, i in zip(missing, sorted(free[: len(missing)])):
+    taken = sorted(free[: len(missing)])
+    for x, i in zip(missing, taken):
         if hot.block_of[i] >= 0:
             hot.slot_of[hot.block_of[i]] = -1
         hot.block_of[i], hot.slot_of[x] = x, i
-        hot.rows[i] = pages[x]
+    hot.rows[taken] = as_numbers(pages[missing], hot.rows.dtype)
     hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
     hot.age[[int(hot.slot_of[x]) for x in wanted]] = 0
     return len(missing)
@@ -108,19 +120,17 @@ def _plan(
 
 @triton.jit
 def _move(
-    pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The rows of this program's misses, ROWS at a time; `pool` and `hot` are those of the head."""
-    r, w = tl.arange(0, ROWS), tl.arange(0, ROW)
+    r = tl.arange(0, ROWS)
     for tile in range(part, tl.cdiv(misses * P, ROWS), parts):
         flat = tile * ROWS + r
         live = flat < misses * P
         source = tl.load(missing + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
         target = tl.load(victims + flat // P, mask=live, other=0).to(tl.int64) * P + flat % P
-        m = live[:, None] & (w < WIDTH)[None, :]
-        rows = tl.load(pool + source[:, None] * WIDTH + w[None, :], mask=m, other=0.0)
-        tl.store(hot + target[:, None] * WIDTH + w[None, :], rows, mask=m)
+        copy_rows(row_at(pool, 0, source, 0, D), row_at(hot, 0, target, 0, D), live, D, ROW)
 
 
 @triton.jit
@@ -144,7 +154,7 @@ def _commit(
 @triton.jit
 def _fetch(
     retrieve_now, ids, pool, hot, slot_of, block_of, age, done_count, counts, scratch, chosen, n, slots, blocks,
-    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
@@ -160,8 +170,8 @@ def _fetch(
         want, slot, miss, have, old, used, taken, misses = _plan(
             ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
         )
-        pool, hot = pool + bh * blocks * P * WIDTH, hot + bh * slots * P * WIDTH
-        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, WIDTH, ROW, ROWS)
+        pool, hot = row_at(pool, bh, 0, blocks * P, D), row_at(hot, bh, 0, slots * P, D)
+        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, D, ROW, ROWS)
         tl.debug_barrier()
         if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
             _commit(
@@ -176,7 +186,7 @@ def _fetch(
 
 def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
     ids = asked.ids
-    shape = native(ids.shape[2], hot.rows)
+    shape = native(ids.shape[2], hot.rows, far.rows)
     if isinstance(shape, str):
         return shape
     if not _cuda.aligned(far.rows, hot.rows):
@@ -185,8 +195,11 @@ def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
     return kernels if isinstance(kernels, str) else (kernels, shape)
 
 
-def native(n: int, rows: Tensor) -> dict[str, int] | str:
-    """How csrc/fetch.cu is compiled for `n` ids and such a hot buffer, or why it is not for them."""
+def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
+    """How csrc/fetch.cu is compiled for `n` ids, the rows of such a hot buffer and such a pool, or why it is not."""
+    packed = pool.dtype is PACKED
+    if packed and (rows.dtype not in HALVES or rows.shape[5] % NATIVE_BYTES):
+        return f"packed rows become halves of multiples of {NATIVE_BYTES} channels, not {rows.shape[5]} of {rows.dtype}"
     slots, block = rows.shape[2], math.prod(rows.shape[3:]) * rows.element_size()
     if slots > NATIVE_SLOTS:
         return f"{slots} slots are more than {NATIVE_SLOTS}"
@@ -195,7 +208,10 @@ def native(n: int, rows: Tensor) -> dict[str, int] | str:
     least, most = NATIVE_THREADS
     threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # up to 4 slots each, rather than more warps
     each = max(1, cdiv(n, threads))
-    return dict(THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST)
+    return dict(
+        THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST,
+        UNPACK=rows.shape[5] * packed, BF16=int(rows.dtype is torch.bfloat16),
+    )  # fmt: skip
 
 
 def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
@@ -223,7 +239,7 @@ def _launch_triton(asked, far, hot, stats) -> None:
     _fetch[grid](
         ids if retrieve_now is None else retrieve_now, ids, far.rows, *hot[:5], stats.counts, scratch, hot.chosen, n,
         slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
-        WIDTH=row_width(d), ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
+        D=d, ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
         **chained(ids.device, programs),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._triton import tl, triton
-from torchsparsekv.ops.store.rows import keys_of, row_at
+from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
 from torchsparsekv.ops.store.views import Far, Lengths
 
 
@@ -19,7 +19,7 @@ def leaving_keys(k: Tensor, far: Far, lengths: Lengths) -> Iterator[tuple[int, i
             continue
         fresh = min(max(old, n0), new)
         column = k.shape[2] - n
-        before = keys_of(far.rows[b])[:, old:fresh]
+        before = keys_of(far.rows[b, :, old:fresh]).to(k.dtype)
         yield b, old, new, torch.cat([before, k[b, :, column + fresh : column + new]], 1)
 
 
@@ -28,9 +28,9 @@ def load_keys(
     k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, live, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The keys of these positions where `live`, else 0: new ones from `k`, the others from the pool."""
-    d = tl.arange(0, DP)
-    fresh, m = (pos >= n0)[:, None], live[:, None] & (d < D)[None, :]
+    d = tl.arange(0, DP)[None, :]
+    fresh, live, there = (pos >= n0)[:, None], live[:, None], d < D
     col = (tokens - n + pos).to(tl.int64)
-    x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d[None, :], mask=fresh & m, other=0.0)
-    old = row_at(pool, bh, pos[:, None], pool_rows, D) + d[None, :]
-    return tl.where(fresh, x, tl.load(old, mask=~fresh & m, other=0.0))
+    x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d, mask=fresh & live & there, other=0.0)
+    old = load_key(row_at(pool, bh, pos[:, None], pool_rows, D), d, ~fresh & live, there, D)
+    return tl.where(fresh, x, old.to(x.dtype))

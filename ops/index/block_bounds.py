@@ -145,7 +145,7 @@ def volume_of(digests: Digests) -> dict[str, object]:
 
 def launch(k, far, digests, lengths) -> None:
     (pool,), (centre, spread, block_size, _) = far, digests
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, centre.shape[2],

@@ -21,7 +21,7 @@ from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, trito
 from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index._kmeans import Kmeans
 from torchsparsekv.ops.index._kmeans_kernels import mix
-from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, row_at, row_width, turn_of
+from torchsparsekv.ops.store.rows import as_stored, copy_rows, keys_of, ring_row, row_at, row_width, turn_of
 from torchsparsekv.ops.store.views import Lengths, Store, Units
 
 MOST_CLUSTERS = 64  # of a stretch: a program keeps their centroids in registers
@@ -48,7 +48,8 @@ def reference(store: Changed[Store], units: Changed[Units], lengths: Lengths, km
             rows = ring[b][:, ring_row(torch.arange(begin, end, device=ring.device), sink, ring.shape[2])]
             found = _kmeans.kmeans(keys_of(rows), max(1, (end - begin) // size), 1, rounds, seed, cosine)
             order = _kmeans.add_units(units, b, begin, *found)
-            pool[b, :, begin:end] = rows.gather(1, order[..., None, None].expand_as(rows))
+            moved = rows.gather(1, order[..., None, None].expand_as(rows))
+            pool[b, :, begin:end] = as_stored(moved, pool)
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def _move(
     D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a stretch into the pool, and the mean key of every cluster."""
-    j, t, d, n = tl.arange(0, C), tl.arange(0, TILE), tl.arange(0, DP), tl.arange(0, ROW)
+    j, t, d = tl.arange(0, C), tl.arange(0, TILE), tl.arange(0, DP)
     total, members = tl.zeros((C, DP), tl.float32), tl.zeros((C,), tl.int32)
     for at in range(0, keys, TILE):
         live = at + t < keys
@@ -163,9 +164,8 @@ def _move(
         total += tl.dot(tl.trans(member.to(x.dtype)), x, input_precision="ieee")
         members += tl.sum(member.to(tl.int32), 0)
         row = (begin + tl.load(place + at + t, mask=live, other=0)).to(tl.int64)
-        source = row_at(ring, 0, (sink + turn_of(begin + at + t, sink, span))[:, None], 0, D) + n[None, :]
-        m = live[:, None] & in_row(n, D)[None, :]
-        tl.store(row_at(pool, 0, row[:, None], 0, D) + n[None, :], tl.load(source, mask=m, other=0.0), mask=m)
+        source = row_at(ring, 0, sink + turn_of(begin + at + t, sink, span), 0, D)
+        copy_rows(source, row_at(pool, 0, row, 0, D), live, D, ROW)
     mean = _mean(total, members, centroid.dtype.element_ty)
     tl.store(centroid + j[:, None] * D + d[None, :], mean, mask=(j < clusters)[:, None] & (d < D)[None, :])
 

@@ -14,7 +14,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
-from torchsparsekv.ops.store.rows import keys_of, row_at
+from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
 from torchsparsekv.ops.store.views import Far, Lengths, NewKeys
 
 Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
@@ -32,12 +32,12 @@ def keys_in(pool: Tensor, coarse: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def key_of(source, head, row, d, mask, rows, D: tl.constexpr, COARSE: tl.constexpr):
-    """Channels `d` of the keys in these rows; `source` is what `copied` says."""
+def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constexpr):
+    """Channels `d` of the keys in these rows where `live`; `source` is what `copied` says."""
     if COARSE:
-        return tl.load(source + (head * rows + row) * D + d, mask=mask, other=0.0)
+        return tl.load(source + (head * rows + row) * D + d, mask=live & (d < D), other=0.0)
     else:
-        return tl.load(row_at(source, head, row, rows, D) + d, mask=mask, other=0.0)
+        return load_key(row_at(source, head, row, rows, D), d, live, d < D, D)
 
 
 def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:
@@ -66,7 +66,7 @@ def _copy(
 
 def launch(k, far, coarse, lengths) -> None:
     (pool,) = far
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     parts = cdiv(min(k.shape[2] + lengths.interval, rows), TILE)
     _copy[(batch * heads, parts)](
         k, pool, coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, MAX=FP8_MAX, D=d,

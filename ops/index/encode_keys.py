@@ -107,7 +107,7 @@ def _encode(
 
 def launch(k, far, codes, lengths, m, seed) -> None:
     (pool,) = far
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     size = next_power_of_2(d)
     most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
     squares = [t * t for t in quantiser(m)[0]]

@@ -25,7 +25,17 @@ from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.index.plant_tree import check_pages
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width
+from torchsparsekv.ops.store.rows import (
+    as_numbers,
+    as_stored,
+    in_row,
+    keys_of,
+    ring_row,
+    ring_row_of,
+    row_at,
+    row_width,
+    store_row,
+)  # fmt: skip
 from torchsparsekv.ops.store.views import Hot, Leaves, Lengths, Promotion, Store, Tree
 
 WIDEST = 64  # tokens of a page: they are compared with each other in registers
@@ -64,10 +74,10 @@ def reference(
                 leaves.node[b, h, row] = node
                 _residual.keep(leaves, (b, h, row), keys_of(token), own.key[node])
                 leaves.fill[b, h, row // page] = row % page + 1
-                pool[b, h, row] = token
+                pool[b, h, row] = as_stored(token, pool)
                 slot = int(hot.slot_of[b, h, row // page])
                 if slot >= 0:
-                    hot.rows[b, h, slot, row % page] = token
+                    hot.rows[b, h, slot, row % page] = as_numbers(pool[b, h, row], hot.rows.dtype)
 
 
 def _grown(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> list[int]:
@@ -205,7 +215,8 @@ def _commit(
     )
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)
-    tl.store(row_at(pool, bh, row[:, None], pages * P, D) + c[None, :], values, mask=m)
+    to = row_at(pool, bh, row[:, None], pages * P, D)
+    values = store_row(to, c[None, :], values, live[:, None], in_row(c, D)[None, :], D)
     held = tl.load(slot_of + bh * pages + page, mask=live, other=-1).to(tl.int64)
     copy = row_at(hot, bh, (held * P + slot)[:, None], slots * P, D) + c[None, :]
     tl.store(copy, values, mask=m & (held >= 0)[:, None])

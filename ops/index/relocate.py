@@ -28,7 +28,7 @@ from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.store.forget import check_blocks, empty_slot
-from torchsparsekv.ops.store.rows import in_row, row_at, row_width
+from torchsparsekv.ops.store.rows import row_at, stored_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
 Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
@@ -71,7 +71,7 @@ def reference(
     static: Changed[Static], away: Changed[Away], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
-    block_size, keys = hot.rows.shape[3], keys_in(far.rows, coarse)
+    block_size = hot.rows.shape[3]
     for b, h in static.updated.nonzero().tolist():
         rows = far.rows[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
@@ -83,11 +83,12 @@ def reference(
         away[b, h] = -1
         for r, p in (*forth, *stay):
             away[b, h, r - sink] = p
+        keys = keys_in(rows, None if coarse is None else coarse[b, h])
         strangers = {x for pair in (*forth, *stay) for x in pair}
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            digest = bounds(keys[b, h, native], digests.volume, digests.centre.dtype)
+            digest = bounds(keys[native], digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0:
@@ -167,13 +168,13 @@ def _exchange(one, two, mask):
 
 @triton.jit
 def _swap(
-    pool, coarse, scratch, bh, pairs, part, parts, rows, COARSE: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr, K: tl.constexpr,
+    pool, coarse, scratch, bh, pairs, part, parts, rows, COARSE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     r, c = tl.arange(0, ROWS), tl.arange(0, ROW)
     for tile in range(part, tl.cdiv(pairs, ROWS), parts):
         i = tile * ROWS + r
-        m = (i < pairs)[:, None] & in_row(c, D)[None, :]
+        m = (i < pairs)[:, None] & (c < WIDTH)[None, :]
         first = tl.load(scratch + i, mask=i < pairs, other=0)[:, None]
         second = tl.load(scratch + K + i, mask=i < pairs, other=0)[:, None]
         _exchange(row_at(pool, bh, first, rows, D) + c[None, :], row_at(pool, bh, second, rows, D) + c[None, :], m)
@@ -215,8 +216,7 @@ def _anew(
         if touched:
             pos = block * P + r
             native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
-            channel = (d < D)[None, :] & (r >= 0)[:, None]
-            x = key_of(keys, bh, pos[:, None], d[None, :], channel, rows, D, COARSE).to(tl.float32)
+            x = key_of(keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], rows, D, COARSE).to(tl.float32)
             store_digest(x, native, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
             slot = tl.load(slot_of + bh * blocks + block)
             if slot >= 0:
@@ -227,8 +227,8 @@ def _anew(
 def _relocate(
     ids, counts, updated, arrived, gone, away, pool, coarse, keys, centre, spread, slot_of, block_of, scratch, most,
     sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
-    MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOOKED: tl.constexpr, PDL: tl.constexpr,
+    MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr,
+    ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -237,11 +237,11 @@ def _relocate(
         scratch += (bh * parts + part) * 6 * K  # private to this program
         back, forth = _plan(ids + bh * most, away + bh * most, scratch, sink, count, most, K, BITS)
         if FIRST == 0:
-            _swap(pool, coarse, scratch, bh, back, part, parts, rows, COARSE, D, ROW, ROWS, K)
+            _swap(pool, coarse, scratch, bh, back, part, parts, rows, COARSE, D, WIDTH, ROW, ROWS, K)
         if (FIRST <= 1) & (LAST > 1):
             if FIRST < 1:
                 meet(arrived + bh, parts)
-            _swap(pool, coarse, scratch + 2 * K, bh, forth, part, parts, rows, COARSE, D, ROW, ROWS, K)
+            _swap(pool, coarse, scratch + 2 * K, bh, forth, part, parts, rows, COARSE, D, WIDTH, ROW, ROWS, K)
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 meet(arrived + bh, parts)
@@ -257,7 +257,7 @@ def _relocate(
 
 def launch(static, away, far, coarse, hot, digests, sink) -> None:
     (pool,), (centre, spread) = far, digests[:2]
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
     most, p = static.ids.shape[2], hot.rows.shape[3]
     parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS)), max(16, next_power_of_2(most))
     scratch = torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device)
@@ -266,7 +266,7 @@ def launch(static, away, far, coarse, hot, digests, sink) -> None:
             static.ids, static.count, static.updated, static.arrived, static.gone, away, pool,
             pool if coarse is None else coarse, copied(pool, coarse), centre, spread, hot.slot_of, hot.block_of,
             scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
-            **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
+            **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), WIDTH=width, ROW=next_power_of_2(width),
             ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import load_query, soft_capped
-from torchsparsekv.ops.store.rows import keys_of, ring_positions, row_at
+from torchsparsekv.ops.store.rows import keys_of, load_key, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Query, Store
 
 TILE = 64
@@ -29,7 +29,7 @@ def grouped(q: Tensor, heads: int) -> Tensor:
 
 
 def reference(q: Query, store: Store, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
-    raw = grouped(q, store.pool.shape[1]) @ keys_of(store.pool).float().transpose(-1, -2)
+    raw = grouped(q, store.pool.shape[1]) @ keys_of(store.pool).to(q.dtype).float().transpose(-1, -2)
     return _mass(raw, q, store.ring, lengths, block_size, attention)
 
 
@@ -66,15 +66,14 @@ def _products(
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
     live = pos < tl.load(ring_begin + b)
-    m = live[None, :] & (d < D)[:, None]
-    k = tl.load(row_at(pool, bh, pos[None, :], rows, D) + d[:, None], mask=m, other=0.0)
-    s = tl.dot(x, k, input_precision="ieee")
+    k = load_key(row_at(pool, bh, pos[None, :], rows, D), d[:, None], live[None, :], (d < D)[:, None], D)
+    s = tl.dot(x, k.to(x.dtype), input_precision="ieee")
     tl.store(out + (bh * G + g[:, None]) * rows + pos[None, :], s, mask=(g < G)[:, None] & (pos < rows)[None, :])
 
 
 def launch(q, store, lengths, block_size, attention) -> Tensor:
     ring, pool = store
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     group = q.shape[1] // heads
     raw = torch.empty((batch, heads, group, rows), dtype=torch.float32, device=q.device)
     _products[(batch * heads, cdiv(rows, TILE))](

@@ -67,7 +67,7 @@ def reference(
             if not (at < 0 or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
-            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[b, h, sink:end].float()])
+            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[b, h, sink:end].to(q.dtype).float()])
             scores = window_scores(seen[:, h], keys, attention)[held:]
             best = scores.argsort(descending=True, stable=True)[:target].sort().values
             static.ids[b, h] = -1
@@ -97,9 +97,10 @@ def _logits(
     -inf where either is none that counts."""
     d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
     near, far = pos < tl.minimum(n, sink), (pos >= sink) & (pos < end)
-    in_ring, in_pool = near[:, None] & (d < D)[None, :], far[:, None] & (d < D)[None, :]
+    in_ring = near[:, None] & (d < D)[None, :]
     k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
-    k = tl.where(in_pool, key_of(pool, bh, pos[:, None], d[None, :], in_pool, rows, D, COARSE).to(k.dtype), k)
+    behind = key_of(pool, bh, pos[:, None], d[None, :], far[:, None], rows, D, COARSE).to(k.dtype)
+    k = tl.where(far[:, None], behind, k)
     if BY_QUERY:
         z, counts = tl.dot(x, tl.trans(k), input_precision="ieee"), there[:, None] & (near | far)[None, :]
     else:
@@ -233,7 +234,7 @@ def _choose(
 
 def launch(q, observed, static, store, coarse, lengths, attention) -> None:
     (queries,), (ring, pool) = observed, store
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
     parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE))
     query_bytes, key_bytes = LARGE if shared_bytes(pool.device) >= ROOMY else SMALL

@@ -49,7 +49,7 @@ def reference(
         if n <= 0 or static.at[b, 0] >= 0:
             continue
         first = q[b, :, 0] if window == 1 or n == 1 else observed.queries[b, max(n - window, 0) % window]
-        keys = behind[b, :, lengths.sink : end].float().repeat_interleave(group, 0)
+        keys = behind[b, :, lengths.sink : end].to(q.dtype).float().repeat_interleave(group, 0)
         both = [agreed(*x, k) for x in zip(first, q[b, :, 0], keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
         static.target[b] = (both.sum(1) // (both.shape[1] * lengths.interval) * lengths.interval).to(torch.int32)
@@ -72,7 +72,7 @@ def _products(
     for tile in range(part, tl.cdiv(rows, TILE), parts):
         pos = tile * TILE + i
         live = (pos >= sink) & (pos < end)
-        k = key_of(pool, bh, pos[:, None], d[None, :], live[:, None] & (d < D)[None, :], rows, D, COARSE).to(x.dtype)
+        k = key_of(pool, bh, pos[:, None], d[None, :], live[:, None], rows, D, COARSE).to(x.dtype)
         z = tl.dot(x, tl.trans(k), input_precision="ieee")
         z = tl.where(live[None, :], z, float("-inf"))
         for one in range(2 * G):
@@ -145,7 +145,7 @@ def _target(
 
 def launch(q, observed, static, far, coarse, lengths, k, per_head) -> None:
     (queries,), (pool,) = observed, far
-    batch, heads, rows, _, d = pool.shape
+    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     group, all_heads = q.shape[1] // heads, batch * heads
     parts = parts_of(pool.device, all_heads, cdiv(rows, TILE))
     groups, lanes = cdiv(rows, GROUP), max(MATCHED, next_power_of_2(k))

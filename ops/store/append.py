@@ -14,6 +14,7 @@ from torchsparsekv.ops.store.rows import (
     NEAR,
     STEPS,
     add_count,
+    as_stored,
     count,
     in_row,
     new_row,
@@ -22,6 +23,7 @@ from torchsparsekv.ops.store.rows import (
     row_at,
     row_width,
     rows_of,
+    store_row,
 )  # fmt: skip
 from torchsparsekv.ops.store.views import Lengths, Stats, Store, Token
 
@@ -45,7 +47,8 @@ def reference(token: Token, store: Changed[Store], stats: Changed[Stats], length
         at = int(ring_row(torch.tensor(n - 1), sink, ring.shape[2]))
         ring[b, :, at] = rows_of(k[b, :, 0], v[b, :, 0])
         if new > old and pool.shape[2]:
-            pool[b, :, old:new] = ring[b, :, ring_row(torch.arange(old, new), sink, ring.shape[2])]
+            leaving = ring[b, :, ring_row(torch.arange(old, new), sink, ring.shape[2])]
+            pool[b, :, old:new] = as_stored(leaving, pool)
         count(stats.counts[b], steps=1, context=n, near=min(n, sink) + max(n - new, 0))
 
 
@@ -78,16 +81,17 @@ def _append(
             rows = tl.load(row_at(ring, 0, at[:, None], ring_rows, D) + c[None, :], mask=m, other=0.0)
             # With window 0 the newest token leaves in the same step; another program may still be writing it.
             rows = tl.where((pos == n - 1)[:, None], newest[None, :], rows)
-            tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
+            to = row_at(pool, bh, pos[:, None], pool_rows, D)
+            store_row(to, c[None, :], rows, (pos < new)[:, None], live[None, :], D)
 
 
 def launch(token, store, stats, lengths) -> None:
     (k, v), (ring, pool) = token, store
-    batch, heads, rows, _, d = pool.shape
+    batch, heads, ring_rows, _, d = ring.shape
     parts = cdiv(lengths.interval, TILE)
     _append[(batch * heads, parts)](
         k, v, ring, pool, stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), heads, ring.shape[2], rows, lengths.sink, D=d,
+        k.stride(1), v.stride(0), v.stride(1), heads, ring_rows, pool.shape[2], lengths.sink, D=d,
         ROW=next_power_of_2(row_width(d)), TILE=TILE, **chained(ring.device, batch * heads * parts),
     )  # fmt: skip
 

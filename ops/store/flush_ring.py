@@ -9,7 +9,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.rows import in_row, ring_position_of, ring_row, row_at, row_width
+from torchsparsekv.ops.store.rows import as_stored, copy_rows, ring_position_of, ring_row, row_at, row_width
 from torchsparsekv.ops.store.views import Lengths, Store
 
 TILE = 16
@@ -21,7 +21,7 @@ def reference(store: Changed[Store], lengths: Lengths) -> None:
         n0, n, old = (int(t[b]) for t in (lengths.start, lengths.length, lengths.previous_ring_begin))
         if n > 0 and pool.shape[2]:
             kept = torch.cat([torch.arange(min(n0, sink)), torch.arange(max(old, sink), max(n0, sink))])
-            pool[b][:, kept] = ring[b][:, ring_row(kept, sink, ring.shape[2])]
+            pool[b][:, kept] = as_stored(ring[b][:, ring_row(kept, sink, ring.shape[2])], pool)
 
 
 @triton.jit
@@ -33,19 +33,17 @@ def _flush(
     n0, old = tl.load(start + bh // heads), tl.load(previous_ring_begin + bh // heads)
     r = tl.program_id(1) * TILE + tl.arange(0, TILE)
     pos = ring_position_of(r, old, sink, ring_rows - sink)
-    c = tl.arange(0, ROW)
-    m = ((pos < n0) & (r < ring_rows))[:, None] & in_row(c, D)[None, :]
-    rows = tl.load(row_at(ring, bh, r[:, None], ring_rows, D) + c[None, :], mask=m, other=0.0)
-    tl.store(row_at(pool, bh, pos[:, None], pool_rows, D) + c[None, :], rows, mask=m)
+    source, target = row_at(ring, bh, r, ring_rows, D), row_at(pool, bh, pos, pool_rows, D)
+    copy_rows(source, target, (pos < n0) & (r < ring_rows), D, ROW)
 
 
 def launch(store, lengths) -> None:
     ring, pool = store
-    batch, heads, rows, _, d = pool.shape
-    if not rows:
+    batch, heads, ring_rows, _, d = ring.shape
+    if not pool.shape[2]:
         return
-    _flush[(batch * heads, cdiv(ring.shape[2], TILE))](
-        ring, pool, lengths.start, lengths.previous_ring_begin, heads, ring.shape[2], rows, lengths.sink, D=d,
+    _flush[(batch * heads, cdiv(ring_rows, TILE))](
+        ring, pool, lengths.start, lengths.previous_ring_begin, heads, ring_rows, pool.shape[2], lengths.sink, D=d,
         ROW=next_power_of_2(row_width(d)), TILE=TILE,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.rows import in_row, row_at, row_width
+from torchsparsekv.ops.store.rows import as_numbers, copy_rows, row_at, row_width
 from torchsparsekv.ops.store.views import I32, Far, Hot
 
 Blocks = Annotated[Tensor, Of("batch heads changed", I32)]
@@ -38,7 +38,7 @@ def reference(ids: Blocks, far: Far, hot: Changed[Hot], write_through: bool) -> 
         if slot < 0:
             continue
         if write_through:
-            hot.rows[b, h, slot] = pages[b, h, block]
+            hot.rows[b, h, slot] = as_numbers(pages[b, h, block], hot.rows.dtype)
         else:
             hot.slot_of[b, h, block], hot.block_of[b, h, slot] = -1, -1
             hot.chosen[b, h].masked_fill_(hot.chosen[b, h] == slot, -1)
@@ -63,12 +63,11 @@ def _forget(
     slot = tl.load(slot_of + bh * blocks + tl.maximum(block, 0))
     if (block >= 0) & (slot >= 0):
         if WRITE_THROUGH:
-            r, c = tl.arange(0, ROWS), tl.arange(0, ROW)
+            r = tl.arange(0, ROWS)
             for first in range(0, P, ROWS):
-                m = (first + r < P)[:, None] & in_row(c, D)[None, :]
-                source = row_at(pool, bh, (block.to(tl.int64) * P + first + r)[:, None], blocks * P, D)
-                target = row_at(hot, bh, (slot.to(tl.int64) * P + first + r)[:, None], slots * P, D)
-                tl.store(target + c[None, :], tl.load(source + c[None, :], mask=m, other=0.0), mask=m)
+                source = row_at(pool, bh, block.to(tl.int64) * P + first + r, blocks * P, D)
+                target = row_at(hot, bh, slot.to(tl.int64) * P + first + r, slots * P, D)
+                copy_rows(source, target, first + r < P, D, ROW)
         else:
             empty_slot(slot_of + bh * blocks, block_of + bh * slots, block, slot)
             j = tl.arange(0, N)

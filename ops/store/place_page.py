@@ -14,7 +14,16 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import in_row, ring_row, ring_row_of, row_at, row_width
+from torchsparsekv.ops.store.rows import (
+    as_numbers,
+    as_stored,
+    in_row,
+    ring_row,
+    ring_row_of,
+    row_at,
+    row_width,
+    store_row,
+)  # fmt: skip
 from torchsparsekv.ops.store.views import I32, Hot, Lengths, Store
 
 Placed = Annotated[Tensor, Of("batch heads page", I32)]
@@ -38,10 +47,10 @@ def reference(store: Changed[Store], hot: Changed[Hot], placed: Placed, lengths:
         tokens = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h, rows in enumerate(placed[b].tolist()):
             for row, token in zip(rows, tokens[h]):
-                pool[b, h, row] = token
+                pool[b, h, row] = as_stored(token, pool)
                 slot = int(hot.slot_of[b, h, row // page])
                 if slot >= 0:
-                    hot.rows[b, h, slot, row % page] = token
+                    hot.rows[b, h, slot, row % page] = as_numbers(pool[b, h, row], hot.rows.dtype)
 
 
 @triton.jit
@@ -54,14 +63,14 @@ def _place(
     b = bh // heads
     old = tl.load(old_begin + b)
     if (tl.load(length + b) > 0) & (old < tl.load(ring_begin + b)):
-        i, c = tl.arange(0, P), tl.arange(0, ROW)
+        i, c = tl.arange(0, P), tl.arange(0, ROW)[None, :]
         from_row = row_at(ring, bh, ring_row_of(old + i, sink, ring_rows - sink), ring_rows, D)
-        m = in_row(c, D)[None, :]
-        values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)
+        m = in_row(c, D)
+        values = tl.load(from_row[:, None] + c, mask=m, other=0.0)
         row = tl.load(placed + bh * P + i)
-        tl.store(row_at(pool, bh, row[:, None], rows, D) + c[None, :], values, mask=m)
+        values = store_row(row_at(pool, bh, row[:, None], rows, D), c, values, (i >= 0)[:, None], m, D)
         slot = tl.load(slot_of + bh * (rows // P) + row // P).to(tl.int64)
-        copy = row_at(hot, bh, (slot * P + row % P)[:, None], slots * P, D) + c[None, :]
+        copy = row_at(hot, bh, (slot * P + row % P)[:, None], slots * P, D) + c
         tl.store(copy, values, mask=m & (slot >= 0)[:, None])
 
 

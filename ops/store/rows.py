@@ -2,22 +2,41 @@
 
 A row is a key and, side by side with it, a value. Rows of a head follow one another. The ring has the sinks in front
 and uses the rows behind them in turn. tests/test_store_law.py sees to it that nobody else spells any of this.
+
+Rows of the pool are of the model's type, or packed: of int8, one scale for every GROUP channels of a key or a value. A
+packed row has the numbers of the key, those of the value, the scales of both, and fills up to whole 16 bytes, so that
+one contiguous read of aligned words brings any block, single tokens too. The largest magnitude of a group is 127, and
+numbers are rounded to the nearest, ties to even. Scales are fp32: fp16 would clamp at 65,504 and bf16 be off by up to
+1/256 of a number, and with whole 16 bytes either would save nothing at head_dim 64 and 128, and 3 % at 256. A group of
+magnitudes below LEAST has scale 0, so that no scale is subnormal (kernels may flush these). A group with a number that
+is not finite comes back as NaN. The type of the tensor says which of the two it is.
 """
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops._triton import cdiv, tl, triton
 
 STATS = ("steps", "context", "near", "selected", "missed")  # the counters of a (row, kv head)
 STEPS, CONTEXT, NEAR, SELECTED, MISSED = map(tl.constexpr, range(len(STATS)))
 COUNTERS = tl.constexpr(len(STATS))
+PACKED = torch.int8
+CHANNELS, SMALLEST = 64, 2.0**-100
+GROUP, LEAST = tl.constexpr(CHANNELS), tl.constexpr(SMALLEST)
 
 
 # ---------------------------------------------------------------- torch
 
 
-def row_shape(head_dim: int) -> tuple[int, int]:
-    return (2, head_dim)
+def packed_half(head_dim: int) -> int:
+    """Bytes of half a packed row."""
+    return head_dim + 8 * cdiv(head_dim, 2 * CHANNELS)
+
+
+def row_shape(head_dim: int, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    return (2, packed_half(head_dim) if dtype is PACKED else head_dim)
 
 
 def row_width(head_dim: int) -> int:
@@ -25,16 +44,54 @@ def row_width(head_dim: int) -> int:
     return 2 * head_dim
 
 
+def stored_width(rows: Tensor) -> int:
+    """Elements of a row as it is stored, with its scales."""
+    return math.prod(rows.shape[-2:])
+
+
 def keys_of(rows: Tensor) -> Tensor:
-    return rows[..., 0, :]
+    """As they are stored; of packed rows in fp32."""
+    return as_numbers(rows, torch.float32)[..., 0, :] if rows.dtype is PACKED else rows[..., 0, :]
 
 
 def values_of(rows: Tensor) -> Tensor:
-    return rows[..., 1, :]
+    return as_numbers(rows, torch.float32)[..., 1, :] if rows.dtype is PACKED else rows[..., 1, :]
 
 
 def rows_of(keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack([keys, values], -2)
+
+
+def as_stored(rows: Tensor, store: Tensor) -> Tensor:
+    """Rows [..., 2, head_dim] in the format of `store`."""
+    if store.dtype is not PACKED:
+        return rows
+    x, d = rows.float(), rows.shape[-1]
+    size = torch.where(x.isnan(), torch.inf, x.abs())
+    most = pad(size, (0, -d % CHANNELS)).unflatten(-1, (-1, CHANNELS)).amax(-1)
+    scale = torch.where(most < SMALLEST, 0.0, most / 127)
+    each = scale.repeat_interleave(CHANNELS, -1)[..., :d]
+    known = (each > 0) & (each < torch.inf)
+    numbers = torch.where(known, x / torch.where(known, each, 1.0), 0.0).round().to(PACKED)
+    parts = [numbers.flatten(-2), scale.flatten(-2).view(PACKED)]
+    whole = torch.cat(parts, -1)
+    return pad(whole, (0, 2 * packed_half(d) - whole.shape[-1])).unflatten(-1, (2, -1))
+
+
+def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored rows as [..., 2, head_dim] in the model's type."""
+    if rows.dtype is not PACKED:
+        return rows
+    half = rows.shape[-1]
+    d = half - 8 * cdiv(half, packed_half(2 * CHANNELS))
+    whole, groups = rows.flatten(-2), cdiv(d, CHANNELS)
+    numbers, scale, _ = whole.split([2 * d, 8 * groups, whole.shape[-1] - 2 * d - 8 * groups], -1)
+    scale = scale.contiguous().view(torch.float32).unflatten(-1, (2, groups))
+    x = numbers.unflatten(-1, (2, d)).to(torch.float32)
+    for its, of in zip(x.split(CHANNELS, -1), scale.unsqueeze(-1).unbind(-2)):
+        its *= of  # in place: of a long past the scales of all channels would take as much again
+    return x.to(dtype)
+
 
 
 def ring_row(position: Tensor, sink: int, ring_rows: int) -> Tensor:
@@ -66,7 +123,10 @@ def counted(counts: Tensor, name: str) -> Tensor:
 @triton.jit
 def row_at(store, head, row, rows, D: tl.constexpr):
     """Pointer to a row of a head (its key), of stores with `rows` rows a head."""
-    return store + (head * rows + row) * (2 * D)
+    if store.dtype.element_ty == tl.int8:
+        return store + (head * rows + row) * (2 * D + 16 * ((D + 2 * GROUP - 1) // (2 * GROUP)))
+    else:
+        return store + (head * rows + row) * (2 * D)
 
 
 @triton.jit
@@ -79,6 +139,94 @@ def value_at(row, D: tl.constexpr):
 def in_row(c, D: tl.constexpr):
     """Whether a row has a number `c`."""
     return c < 2 * D
+
+
+@triton.jit
+def load_row(row, c, live, there, D: tl.constexpr):
+    """Numbers `c` of rows at the pointers `row`, 0 where not both live (of the row) and there (of the number); of
+    packed rows in fp32. `row` and `live` broadcast with `c` and `there`."""
+    return _load(row, c, live, there, D, 0, 2 * ((D + GROUP - 1) // GROUP))
+
+
+@triton.jit
+def load_key(row, d, live, there, D: tl.constexpr):
+    """Channels `d` of the keys of rows, in the same way."""
+    return _load(row, d, live, there, D, 0, (D + GROUP - 1) // GROUP)
+
+
+@triton.jit
+def load_value(row, d, live, there, D: tl.constexpr):
+    return _load(row, D + d, live, there, D, (D + GROUP - 1) // GROUP, 2 * ((D + GROUP - 1) // GROUP))
+
+
+@triton.jit
+def store_row(row, c, x, live, there, D: tl.constexpr):
+    """Numbers `c` [1, n] of rows at the pointers `row` [rows, 1]: all of a key and a value. Returns what they are from
+    now on, to be read."""
+    return _store(row, c, x, live, there, D, 0, 2 * ((D + GROUP - 1) // GROUP))
+
+
+@triton.jit
+def store_key(row, d, x, live, there, D: tl.constexpr):
+    return _store(row, d, x, live, there, D, 0, (D + GROUP - 1) // GROUP)
+
+
+@triton.jit
+def store_value(row, d, x, live, there, D: tl.constexpr):
+    return _store(row, D + d, x, live, there, D, (D + GROUP - 1) // GROUP, 2 * ((D + GROUP - 1) // GROUP))
+
+
+@triton.jit
+def _scale_at(row, g, D: tl.constexpr):
+    """Pointer to the scale of group `g` of a packed row; those of the key come first."""
+    return (row + 2 * D).to(tl.pointer_type(tl.float32)) + g
+
+
+@triton.jit
+def _group_of(c, D: tl.constexpr):
+    return c // D * ((D + GROUP - 1) // GROUP) + c % D // GROUP
+
+
+@triton.jit
+def _load(row, c, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    if row.dtype.element_ty == tl.int8:
+        x = tl.load(row + c, mask=live & there, other=0).to(tl.float32)
+        scale = tl.zeros_like(x)
+        for g in tl.static_range(FIRST, LAST):
+            its = tl.load(_scale_at(row, g, D), mask=live, other=0.0)
+            scale = tl.where(_group_of(c, D) == g, its, scale)
+        return x * scale
+    else:
+        return tl.load(row + c, mask=live & there, other=0.0)
+
+
+@triton.jit
+def _store(row, c, x, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    if row.dtype.element_ty == tl.int8:
+        wide = x.to(tl.float32)
+        size = tl.where(live & there, tl.where(wide == wide, tl.abs(wide), float("inf")), 0.0)
+        scale = tl.zeros_like(wide)
+        for g in tl.static_range(FIRST, LAST):
+            most = tl.max(tl.where(_group_of(c, D) == g, size, 0.0), 1)[:, None]
+            its = tl.where(most < LEAST, 0.0, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)))
+            tl.store(_scale_at(row, g, D), its, mask=live)
+            scale = tl.where(_group_of(c, D) == g, its, scale)
+        known = (scale > 0) & (scale < float("inf"))
+        number = tl.div_rn(tl.where(known, wide, 0.0), tl.where(known, scale, 1.0))
+        number = (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
+        tl.store(row + c, number.to(tl.int8), mask=live & there)
+        return (number * scale).to(x.dtype)
+    else:
+        tl.store(row + c, x, mask=live & there)
+        return x
+
+
+@triton.jit
+def copy_rows(source, target, live, D: tl.constexpr, ROW: tl.constexpr):
+    """Rows at pointers to rows at pointers [rows], which may be of the other format; where `live`."""
+    c = tl.arange(0, ROW)[None, :]
+    rows = load_row(source[:, None], c, live[:, None], in_row(c, D), D)
+    store_row(target[:, None], c, rows, live[:, None], in_row(c, D), D)
 
 
 @triton.jit

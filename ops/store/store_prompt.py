@@ -19,7 +19,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
+from torchsparsekv.ops.store.rows import as_stored, ring_row, ring_row_of, row_at, rows_of, store_key, store_value
 from torchsparsekv.ops.store.views import I32, Lengths, NewKeys, Store
 
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
@@ -40,7 +40,7 @@ def reference(
         rows = rows_of(k[b], v[b])
         moved = rows if order is None else rows.gather(1, order[b].long()[..., None, None].expand_as(rows))
         if pool.shape[2]:
-            pool[b, :, n0:n] = moved[:, first:]
+            pool[b, :, n0:n] = as_stored(moved[:, first:], pool)
         pos = torch.arange(n0, n)
         pos = pos[(pos < sink) | (pos >= new)]
         ring[b][:, ring_row(pos, sink, ring.shape[2])] = rows[:, first:][:, pos - n0]
@@ -65,22 +65,23 @@ def _write(
             keep = keep & ((pos < sink) | (pos >= new))
             at = ring_row_of(pos, sink, out_rows - sink)
         if (n > 0) & (tl.max(keep.to(tl.int32), 0) > 0):
-            d = tl.arange(0, DP)
-            m = keep[:, None] & (d < D)[None, :]
+            d = tl.arange(0, DP)[None, :]
+            live, there = keep[:, None], d < D
+            m = live & there
             if ORDERED:
                 col = tl.load(order + bh * tokens + col, mask=keep, other=0)
             far = col.to(tl.int64)[:, None]
-            rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d[None, :], mask=m, other=0.0)
-            rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d[None, :], mask=m, other=0.0)
-            to = row_at(out, bh, at[:, None], out_rows, D) + d[None, :]
-            tl.store(to, rows_k, mask=m)
-            tl.store(value_at(to, D), rows_v, mask=m)
+            rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d, mask=m, other=0.0)
+            rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d, mask=m, other=0.0)
+            to = row_at(out, bh, at[:, None], out_rows, D)
+            store_key(to, d, rows_k, live, there, D)
+            store_value(to, d, rows_v, live, there, D)
 
 
 def launch(k, v, store, lengths, order, join) -> None:
     ring, pool = store
-    batch, heads, pool_rows, _, d = pool.shape
-    tokens = k.shape[2]
+    batch, heads, tokens, d = k.shape
+    pool_rows = pool.shape[2]
     times = lengths.start, lengths.length, lengths.ring_begin
     strides = (*k.stride()[:3], *v.stride()[:3])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._fp8 import FP8
 from torchsparsekv.ops._signature import FLOATS, Of
+from torchsparsekv.ops.store.rows import PACKED, packed_half
 
 I32 = torch.int32
 # Tensors that several ops take by themselves. "kv" is the type of keys and values.
@@ -22,6 +23,8 @@ PerHead: TypeAlias = Annotated[Tensor, Of("batch heads", I32)]
 SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
 Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
 Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
+# Of the type of keys and values, or packed.
+Pool: TypeAlias = Annotated[Tensor, Of("batch heads rows 2 dim", "kv", packed=(PACKED, packed_half))]
 
 
 class Lengths(NamedTuple):
@@ -55,14 +58,14 @@ class Near(NamedTuple):
 class Far(NamedTuple):
     """The pool of all tokens, wherever it lives."""
 
-    rows: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
+    rows: Pool
 
 
 class Store(NamedTuple):
     """`Near` and `Far` in one: what tokens are written to, and all that a row holds."""
 
     ring: Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
-    pool: Annotated[Tensor, Of("batch heads rows 2 dim", "kv")]
+    pool: Pool
 
 
 class Hot(NamedTuple):

@@ -19,24 +19,28 @@ TOKENS = typer.Option(32768, "--max-length", help="Tokens of a row, prompt and g
 BATCH = typer.Option(1, min=1, help="Rows.")
 OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
 HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
+POOL = typer.Option(None, "--pool-dtype", help="int8: keys and values in 8 bits.  [default: the model's type]")
 SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend densely.  [default: as for patch]")
 
 
 @app.command()
 def plan(
     model: str = MODEL, method: str = METHOD, max_length: int = TOKENS, batch: int = BATCH, offload: str = OFFLOAD,
-    hyper: list[str] = HYPER, skip_layers: int = SKIP,
+    hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
 ) -> None:  # fmt: skip
     """Say what a cache would take of host and device memory, by buffer; no weights are loaded."""
     try:
-        found, said = planned(model, method, max_length, batch, offload, _parsed(hyper), skip_layers)
+        found, said = planned(model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype)
     except TOLD as e:
         typer.echo(f"plan: {e}", err=True)
         raise typer.Exit(2) from e
     typer.echo(f"{said}\n{found}")
 
 
-def planned(name: str, method: str, max_length: int, batch: int, offload: str, hyper: dict, skip_layers: int | None):
+def planned(
+    name: str, method: str, max_length: int, batch: int, offload: str, hyper: dict, skip_layers: int | None,
+    pool_dtype: str | None,
+):  # fmt: skip
     """The table, and the method as it acts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,10 +55,11 @@ def planned(name: str, method: str, max_length: int, batch: int, offload: str, h
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan, length, _ = planned(
         model.eval(), make_method(method, **hyper), hyper, device, max_length=max_length, offload=offload,
-        skip_layers=skip_layers, layers=None,
+        skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
-    return plan.memory(batch, as_int(length), pool_on_host=offload == "host"), "; ".join([said, *plan.notes])
+    lines = "; ".join([said, *plan.pool_said(), *plan.notes])
+    return plan.memory(batch, as_int(length), pool_on_host=offload == "host"), lines
 
 
 def _parsed(texts: list[str]) -> dict[str, Any]:
