@@ -186,7 +186,7 @@ __device__ void multiply_all(Shared& s, const Source& from, const Groups& groups
 // Of all pages, and of all groups.
 __device__ void write_all(const Shared& s, const Groups& groups, float* out, float* peaks, int pages) {
   const int count = groups.count * GROUP, all = (pages + GROUP - 1) / GROUP;
-  for (int i = threadIdx.x; i < (G * count + 31) / 32 * 32; i += 32 * WARPS) {
+  for (int i = threadIdx.x; i - lane() < G * count; i += 32 * WARPS) {  // whole warps
     const int head = i / count, at = i % count, group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
     const bool live = head < G && page < pages;
     float best = live ? s.peaks[head][at] : none();
