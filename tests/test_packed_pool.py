@@ -194,8 +194,9 @@ def test_fetched_blocks_are_the_raw_tokens_within_half_a_step(w, kind):
     rows = torch.full((*lead, n, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
     hot = Hot(rows, empty(w.blocks), empty(n), empty(n) + 1, torch.zeros(lead, dtype=torch.int32), empty(n))
     ids = torch.arange(w.blocks, dtype=torch.int32).flip(0)[:n].expand(*lead, n).contiguous()
-    things = on(DEVICE, (Asked(ids), Far(pack(w.truth)), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64))))
-    ENTRIES["fetch"].run(kind, *(on("cpu", things) if kind == "reference" else things))
+    things = (Asked(ids), Far(pack(w.truth)), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64)))
+    things = things if kind == "reference" else on(DEVICE, things)
+    ENTRIES["fetch"].run(kind, *things)
     pages = w.truth.unflatten(2, (-1, w.block))[:, :, ids[0, 0].long()]
     got = things[2].rows.cpu().gather(2, things[2].chosen.cpu().long()[..., None, None, None].expand_as(pages))
     rounding = torch.finfo(w.dtype).eps * pages.float().abs()

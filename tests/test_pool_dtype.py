@@ -120,7 +120,7 @@ def test_triton_answers_as_the_references_do(method):
         for kind in ("reference", "triton"):
             with torchsparsekv.use_kernels(kind):
                 logits[kind] = greedy_logits(model, ids, mask, 12, handle.make_cache(2))
-    torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["quest", "pariskv", "full"])
@@ -144,7 +144,7 @@ def test_a_probe_is_of_what_the_pool_holds():
         with probe(cache) as seen:
             greedy_logits(model, ids, mask, 9, cache)
     torch.testing.assert_close(seen.mass(), torch.ones_like(seen.mass()))
-    assert seen.error().max() < 1e-5
+    assert seen.error().max() < 1e-4
 
 
 # ---------------------------------------------------------------- what it takes, and says

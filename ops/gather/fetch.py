@@ -210,7 +210,7 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
     each = max(1, cdiv(n, threads))
     return dict(
         THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST,
-        UNPACK=rows.shape[5] * packed, BF16=int(rows.dtype is torch.bfloat16),
+        UNPACK=rows.shape[5] * packed, BF16=int(packed and rows.dtype is torch.bfloat16),
     )  # fmt: skip
 
 

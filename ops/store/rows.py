@@ -93,7 +93,6 @@ def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-
 def ring_row(position: Tensor, sink: int, ring_rows: int) -> Tensor:
     """The ring row that holds a token while it is in the ring."""
     return torch.where(position < sink, position, sink + (position - sink) % (ring_rows - sink))
