@@ -85,10 +85,10 @@ class Setup:
         return make_method(name, **self._method(name))
 
     def patch(self, name: str) -> dict[str, Any]:
-        """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device."""
-        where = {"skip_layers": self.skip_layers, "offload": self.offload}
-        where = {"skip_layers": 0, "offload": "device"} if name == "full" else where
-        return self._method(name) | where | pool_told(self.pool_dtype)
+        """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device in
+        the model's type."""
+        where = {"skip_layers": self.skip_layers, "offload": self.offload, **pool_told(self.pool_dtype)}
+        return self._method(name) | ({"skip_layers": 0, "offload": "device"} if name == "full" else where)
 
     def told(self, name: str) -> dict[str, str]:
         """Its own hyper-parameters, for a row of results; nothing where it has the defaults."""

@@ -101,10 +101,14 @@ class Plan:
         return [f"layer {', '.join(map(str, others))}: attends to what layer {a} chose" for a, others in of.items()]
 
     def may_offload(self, i: int) -> bool:
-        """A dense layer among sparse ones reads its whole pool at every step: that stays on the device."""
-        pools = [m for m in self.methods if m and not m.forgets]
         method = self.methods[i]
-        return method in pools and (not method.dense or all(m.dense for m in pools))
+        return method is not None and not method.forgets and not self._dense_among_others(i)
+
+    def _dense_among_others(self, i: int) -> bool:
+        """A dense layer among sparse ones reads its whole pool at every step: that stays on the device, and in the
+        model's type, whatever the others are told."""
+        method = self.methods[i]
+        return method is not None and method.dense and not all(m.dense for m in self.methods if m and not m.forgets)
 
     def buffers(self, i: int, batch: int, max_length: int) -> Buffers:
         """Nothing where transformers keeps the layer's state."""
@@ -113,7 +117,8 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors, self.pool_dtype)))
+        pool = None if self._dense_among_others(i) else self.pool_dtype
+        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors, pool)))
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

@@ -104,14 +104,14 @@ def test_a_bit_of_an_id_is_the_sign_of_the_rotated_key(seed):
     ids, _ = prompts(1, 100, ragged=False)
     dense, sink, window = DynamicCache(), 4, 6
     model(ids, past_key_values=dense)
-    keys = dense.layers[1].keys[0].double()
+    keys = dense.layers[1].keys[0].double().cpu()
     how = dict(max_length=MAX_LENGTH, budget=8, sink=sink, window=window, update_interval=5, full_threshold=0)
     with torchsparsekv.patch(model, "pariskv", skip_layers=1, seed=seed, **how) as handle:
         cache = handle.make_cache(1)
         model(ids[:, :60], past_key_values=cache)
         for t in range(60, 100):
             model(ids[:, t : t + 1], past_key_values=cache)
-        found = cache.layers[1].state.codes.ids[0]
+        found = cache.layers[1].state.codes.ids[0].cpu()
     rotated = (keys @ rotation(keys.shape[-1], seed)).unflatten(-1, (-1, 8))
     want = sum((rotated[..., j] > 0).long() << j for j in range(8))
     told = slice(sink, 100 - window - 5)  # at least these have left the window

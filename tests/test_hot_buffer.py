@@ -217,7 +217,7 @@ def drive(fetch, forget, device, **options):
 def test_reference():
     """With all checks, on any number of blocks that changed."""
     with use_kernels("reference"):
-        drive(FETCH.call, FORGET.call, "cpu", max_examples=40, stateful_step_count=30)
+        drive(FETCH.call, FORGET.call, "cpu", max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -313,7 +313,7 @@ def why_it_fails(*, fetched=lambda hot, stats: None, forget=FORGET.reference) ->
 
     options = dict(derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     try:
-        drive(fetch, forget, "cpu", max_examples=40, stateful_step_count=30, **options)
+        drive(fetch, forget, "cpu", max_examples=150, stateful_step_count=30, **options)
     except AssertionError as e:
         return str(e)
     return ""

@@ -54,7 +54,7 @@ def test_memory_within_a_hundredth_of_what_the_device_gives(method):
         before = torch.cuda.memory_allocated()
         cache = handle.make_cache()
         taken = torch.cuda.memory_allocated() - before
-        assert taken == pytest.approx(handle.memory().device_bytes, rel=0.01)
+        assert taken == pytest.approx(handle.memory().device_bytes, rel=0.01, abs=1 << 14)  # of 512 bytes at a time
         assert handle.memory().host_bytes == handle.report().host_bytes
         del cache
 

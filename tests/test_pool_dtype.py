@@ -155,7 +155,9 @@ def test_memory_is_what_is_then_allocated(method):
     with patched(tiny(), method) as handle, torch.no_grad():
         memory, cache = handle.memory(3, 48), handle.make_cache(3, 48)
         assert sum(r.nbytes for r in memory.rows) == sum(allocated(cache).values())
-        assert all(layer.state.far.rows.dtype == torch.int8 for layer in cache.stored.values())
+        for i, layer in cache.stored.items():
+            own = method != "full" and i < SMALL["skip_layers"]
+            assert layer.state.far.rows.dtype == (torch.float32 if own else torch.int8)
         report = handle.report()
         assert (memory.host_bytes, memory.device_bytes) == (report.host_bytes, report.device_bytes)
 
@@ -166,7 +168,7 @@ def test_the_pool_takes_about_half(head_dim, share):
     pools, others = [], []
     for pool_dtype in (None, "int8"):
         model = tiny(dtype=torch.bfloat16, head_dim=head_dim)
-        with torchsparsekv.patch(model, "quest", pool_dtype=pool_dtype, **SMALL) as handle:
+        with torchsparsekv.patch(model, "quest", pool_dtype=pool_dtype, **SMALL | {"skip_layers": 0}) as handle:
             rows = handle.memory(2).rows
             pools.append(sum(r.nbytes for r in rows if r.name == "far.rows"))
             others.append({r.name: r.nbytes for r in rows if r.name != "far.rows"})
@@ -199,7 +201,7 @@ def test_it_is_said():
 
 
 def test_the_command_says_what_it_takes(folder):  # noqa: F811
-    args = ("plan", folder, "--method", "quest", "--max-length", "64", "--set", "budget=16")
+    args = ("plan", folder, "--method", "quest", "--max-length", "64", "--set", "budget=16", "--skip-layers", "0")
     pools = []
     for told in ((), ("--pool-dtype", "int8")):
         done = cli(*args, *told)
@@ -214,7 +216,8 @@ def test_eval_and_bench_tell_patch():
     """And refuse another type before a model is loaded."""
     assert quality.settings(quality.Options(pool_dtype="int8", methods=("quest",)))[1].patch["pool_dtype"] == "int8"
     assert "pool_dtype" not in quality.settings(quality.Options(methods=("quest",)))[1].patch
-    assert Setup(pool_dtype="int8").patch("quest")["pool_dtype"] == Setup(pool_dtype="int8").patch("full")["pool_dtype"]
+    assert Setup(pool_dtype="int8").patch("quest")["pool_dtype"] == "int8"
+    assert "pool_dtype" not in Setup(pool_dtype="int8").patch("full"), "what others are held against"
     assert "pool_dtype" not in Setup().patch("quest")
     for command in (("eval",), ("bench", "decode")):
         assert "pool_dtype must be one of auto, int8, got 'fp4'" in refused(*command, "--pool-dtype", "fp4")

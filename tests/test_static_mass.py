@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from models import tiny
+from world import DEVICE
 
 from torchsparsekv.benchmarks.quality import heads as model_heads
 from torchsparsekv.benchmarks.quality import static_codes, static_mass
@@ -25,7 +26,7 @@ def some(tokens: int = 120, seed: int = 0) -> Heads:
 def test_queries_and_keys_are_those_that_a_model_attends_with():
     """Their weights give the attention that the model itself reports."""
     model = tiny().eval()
-    ids = torch.randint(0, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     before = model.config._attn_implementation
     heads = heads_of(model, ids, [0, 1])
     assert model.config._attn_implementation == before

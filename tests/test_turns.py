@@ -20,6 +20,7 @@ from torchsparsekv.ops.store.rows import keys_of
 
 STEPS, LENGTH = 16, 160
 SMALL = f"--length {LENGTH} --steps {STEPS} --budget 32 --own-prompt 40 --own 24 --own-budget 32 --samples 2"
+SMALL += " --device cpu"  # on which its figures are held against others
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_the_choice_and_the_turns_of_one_forward_are_those_of_the_method():
     near = dict(sink=turn_mass.SINK, window=20)
     for told in ({}, {"memory": 1.0}, {"per_head": True}, {"memory": 0.8}):
         method = make_method("louiskv", budget=32, cluster_size=8, tau=0.8, segment_max=8, **near, **told)
-        layer = Layer(method, heads=2, group=2)
+        layer = Layer(method, heads=2, group=2, device=torch.device("cpu"))
         layer.feed(q[:, :, :100], k[:, :, :100], k[:, :, :100])
         now, chosen, begin = [], [], int(layer.state.lengths.ring_begin)
         for t in range(100, 110):

@@ -30,7 +30,9 @@ def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
     values=st.sampled_from([2, 1 << 20]), missing=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_many_entries(kind, group, n, more, values, missing, seed):
-    """Of two kv heads. Heads have fewer than n pages where some are missing; scores of two values are ties mostly."""
+    """Of two kv heads, no more entries than the CUDA kernel takes. Heads have fewer than n pages where some are
+    missing; scores of two values are ties mostly."""
+    n = min(n, UNION.NATIVE_ENTRIES // group)
     g = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, values, (1, 2 * group, n + more), generator=g).float()
     ids = torch.rand(scores.shape, generator=g).argsort(-1)[..., :n].int()

@@ -72,12 +72,12 @@ class Text:
 
 def of_a_prompt(o, tokenizer) -> Text:
     (text,) = texts.read(Options(lengths=(o.length,), steps=o.steps, samples=o.samples), tokenizer)
-    return Text("prompt", text.rows(o.length, range(o.samples)), o.steps, o.steps, o.budget, 32, 64)
+    return Text("prompt", text.rows(o.length, range(o.samples)).to(o.device), o.steps, o.steps, o.budget, 32, 64)
 
 
 def of_its_own(o, tokenizer, model) -> Text:
     (text,) = texts.read(Options(lengths=(o.own_prompt,), steps=1, samples=o.samples), tokenizer)
-    begin = text.rows(o.own_prompt, range(o.samples))[:, :-1]
+    begin = text.rows(o.own_prompt, range(o.samples))[:, :-1].to(o.device)
     torch.manual_seed(o.seed)
     ids = model.generate(
         begin, attention_mask=torch.ones_like(begin), max_new_tokens=o.own + 1, min_new_tokens=o.own + 1,

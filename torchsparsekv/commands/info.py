@@ -11,7 +11,7 @@ from torchsparsekv import host
 from torchsparsekv.commands import app
 from torchsparsekv.method import all_methods, check_device, make_method
 
-PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
+PACKAGES = ("transformers", "triton", "accelerate", "numpy")  # beside torch, which tells its build itself
 PIECE = 256 << 20  # bytes that are copied at a time
 SECONDS = 1.0
 
@@ -20,7 +20,7 @@ SECONDS = 1.0
 def info() -> None:
     """Say what is here, and what of it would be refused and why."""
     typer.echo(f"torchsparsekv {torchsparsekv.__version__}, Python {platform.python_version()}")
-    typer.echo(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    typer.echo(", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in PACKAGES)]))
     typer.echo(f"host memory: {host.available() / 2**30:.1f} GiB free; {host.memlock_said(host.memlock())}")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if not devices:
