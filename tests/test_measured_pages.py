@@ -47,17 +47,31 @@ def test_the_hit_rates_of_text():
 
 
 def test_prkv_and_icecache():
-    rows = {r["method"]: r for r in rows_of("h200_decode_prkv.json")}
-    floor, cudnn, ours = (f"{rows[m]['tpot_ms']:.2f}" for m in ("hf-static", "sdpa-cudnn", "full"))
-    page = ROOT / "docs/results.md"
-    assert f"the floor is {floor} ms, cuDNN takes {cudnn}, ours {ours}" in " ".join(page.read_text().split())
-    found = []
-    for m in ("prkv", "icecache"):
-        r = rows[m]
-        assert not any(r[x] for x in ("recompiles", "graph_skips", "memory_growth"))
-        times = [f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}", f"{r['speedup']:.2f}x"]
-        found.append([m, *times, *(f"{r[x]:.1f}" for x in ("device_GiB", "host_GiB"))])
+    floor, *rows = rows_of("h200_decode_prkv.json")
+    page, found = ROOT / "docs/results.md", []
+    assert f"the floor is {floor['tpot_ms']:.2f} ms" in " ".join(page.read_text().split())
+    for context in (131072, 524288):
+        here = {r["method"]: r for r in rows if r["context"] == context}
+        assert not any(r[x] for r in here.values() for x in ("recompiles", "graph_skips", "memory_growth"))
+        at = f"{context // 1024}K"
+        dense = [", ".join(f"{here[m][x]:.2f}" for m in ("sdpa-cudnn", "full")) for x in ("tpot_ms", "over_floor")]
+        found.append([at, "cuDNN, ours", *dense, "", "", f"{here['full']['device_GiB']:.1f}", ""])
+        for m in ("prkv", "icecache"):
+            r = here[m]
+            times = [f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}", f"{r['speedup']:.2f}x", f"{r['hit_rate']:.2f}"]
+            found.append([at, m, *times, *(f"{r[x]:.1f}" for x in ("device_GiB", "host_GiB"))])
     assert found in tables(page)
+
+
+def test_when_every_block_is_new():
+    words = " ".join((ROOT / "docs/results.md").read_text().split())
+    for file, said in {
+        "h200_decode_worst_tokens.json": "`pariskv` {pariskv:.2f} ms, `louiskv` {louiskv:.2f}",
+        "h200_decode_int8.json": "`quest` takes {quest:.2f} ms and `arkvale` {arkvale:.2f}",
+    }.items():
+        rows = rows_of(file)
+        assert said.format(**{r["method"].replace("-", "_"): r["tpot_ms"] for r in rows}) in words
+        assert all(r["hit_rate"] < 0.01 for r in rows if "hit_rate" in r)
 
 
 def test_two_gpus():
