@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("default", deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+settings.register_profile("default", deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
 settings.register_profile("gpu", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 # make fuzz: as many of everything as TORCHSPARSEKV_FUZZ says
 fuzz = int(os.environ.get("TORCHSPARSEKV_FUZZ", "0"))

@@ -300,7 +300,7 @@ def life(method, past: Past, kind: str | None):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["triton", pytest.param(None, marks=pytest.mark.gpu, id="as on a GPU")])
 @pytest.mark.parametrize(("name", "more"), HOW)
-@settings(max_examples=max(1, settings().max_examples // 3))  # some forty steps each
+@settings(max_examples=max(1, settings().max_examples // 4))  # some forty steps each
 @given(past=pasts(most=60))
 def test_kernels_and_references_live_alike(name, more, kind, past):
     """What one op leaves another reads: the same steps, by references and by kernels, end in the same state."""

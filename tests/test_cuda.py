@@ -87,7 +87,7 @@ def test_every_source_has_its_variants():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sources_compile(nvrtc, name, newest):
     arch = "sm_90" if newest else "sm_{}{}".format(*_cuda.OLDEST[name])
-    for defines in VARIANTS[name]:
+    for defines in VARIANTS[name][: None if newest else 2]:
         assert _cuda.compiled(nvrtc, name, arch, **defines)[:4] == b"\x7fELF"
 
 

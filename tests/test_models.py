@@ -84,7 +84,7 @@ def test_compiled_prompts_are_dense_and_share_a_graph(method):
     with torchsparsekv.patch(model, method, **full_budget(method)) as handle:
         # Through inductor for one: to the others its C++ adds nothing but time.
         forward = torch.compile(model.forward, fullgraph=True, backend="inductor" if method == "quest" else "aot_eager")
-        for length in (41, 38, 34, 45):
+        for length in (41, 38, 45):
             ids, mask = prompts(3, length)
             cache = handle.make_cache(3)
             got = [prompt_then_step(forward, ids, mask, cache)]
@@ -93,7 +93,7 @@ def test_compiled_prompts_are_dense_and_share_a_graph(method):
             torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
         mask[0, -1] = 0
         wrong = prompt_then_step(forward, ids, mask, handle.make_cache(3))
-    assert graphs == [2, 3, 3, 3]
+    assert graphs == [2, 3, 3]
     assert wrong.isnan().any(-1).any(-1).tolist() == [True, False, False]
 
 
