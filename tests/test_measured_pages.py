@@ -1,5 +1,6 @@
 """Tables in docs/methods that are of measurements of a real model: they are those of the files."""
 import json
+import statistics
 
 from test_cli import ROOT
 from test_results import tables
@@ -72,6 +73,20 @@ def test_when_every_block_is_new():
         rows = rows_of(file)
         assert said.format(**{r["method"].replace("-", "_"): r["tpot_ms"] for r in rows}) in words
         assert all(r["hit_rate"] < 0.01 for r in rows if "hit_rate" in r)
+
+
+def test_a_pool_in_8_bits():
+    kl: dict[tuple, dict] = {}
+    for i, path in enumerate(("text/text_2048_cpu.jsonl", "int8/text_2048_int8_cpu.jsonl")):
+        for r in map(json.loads, (RESULTS / "quality" / path).read_text().splitlines()):
+            if r.get("budget"):
+                kl.setdefault((r["method"], r["budget"], i), {})[r["index"]] = statistics.fmean(r["kl"])
+    found = []
+    for m in ("quest", "arkvale", "pariskv", "louiskv", "icecache"):
+        each = [kl[m, budget, i] for budget in (64, 256) for i in (0, 1)]
+        assert all(set(x) == {0, 1} for x in each)
+        found.append([m, *(f"{statistics.fmean(x.values()):.4f}" for x in each)])
+    assert found in tables(ROOT / "docs/quality.md")
 
 
 def test_two_gpus():

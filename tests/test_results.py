@@ -31,6 +31,7 @@ FILES = sorted(QUALITY.glob("*.jsonl"))
 TEXTS = sorted((QUALITY / "text").glob("*.jsonl"))
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
 RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
+PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which takes one kind of pool only
 REUSE = QUALITY / "icecache/reuse.jsonl"
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
@@ -139,13 +140,13 @@ def test_what_reuse_costs_icecache():
     assert want in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, REUSE], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, *PACKED, REUSE], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
     for head in heads(lines):
         words = shlex.split(head["command"])
-        assert words[:2] == ["torchsparsekv", "eval-text" if path in TEXTS else "eval"]
+        assert words[:2] == ["torchsparsekv", "eval-text" if path in (*TEXTS, *PACKED) else "eval"]
         assert words[words.index("--out") + 1] == path.name
         assert "/" not in head["command"]
 
