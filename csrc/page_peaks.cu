@@ -27,12 +27,6 @@ __device__ unsigned levels(unsigned bits) {
   return x;
 }
 
-__device__ unsigned times(unsigned x, unsigned y) {
-  unsigned z;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
 // What is behind a word of codes: of channels 0 and 2, 8 and 10, 1 and 3, 9 and 11, counted from that of its lowest bits.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale) {
   const unsigned bits[4] = {word << 1, word >> 3, word >> 7, word >> 11};

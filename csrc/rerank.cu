@@ -24,12 +24,6 @@ __device__ unsigned lookup(unsigned low, unsigned high, unsigned at) {
   return x;
 }
 
-__device__ unsigned times(unsigned x, unsigned y) {
-  unsigned z;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
 // The 8 directions behind a word of codes, in pairs, times the weight of their subspace. A code is a sign (1: positive)
 // and a magnitude; `prmt` looks up four of these at a time, and spreads four signs.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
