@@ -25,17 +25,8 @@ from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.index.plant_tree import check_pages
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.rows import (
-    as_numbers,
-    as_stored,
-    in_row,
-    keys_of,
-    ring_row,
-    ring_row_of,
-    row_at,
-    row_width,
-    store_row,
-)  # fmt: skip
+from torchsparsekv.ops.store.place_page import put
+from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width, store_row
 from torchsparsekv.ops.store.views import Hot, Leaves, Lengths, Promotion, Store, Tree
 
 WIDEST = 64  # tokens of a page: they are compared with each other in registers
@@ -74,10 +65,7 @@ def reference(
                 leaves.node[b, h, row] = node
                 _residual.keep(leaves, (b, h, row), keys_of(token), own.key[node])
                 leaves.fill[b, h, row // page] = row % page + 1
-                pool[b, h, row] = as_stored(token, pool)
-                slot = int(hot.slot_of[b, h, row // page])
-                if slot >= 0:
-                    hot.rows[b, h, slot, row % page] = as_numbers(pool[b, h, row], hot.rows.dtype)
+                put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
 
 
 def _grown(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> list[int]:

@@ -38,6 +38,15 @@ def check(store, hot, placed, lengths) -> None:
         )
 
 
+def put(token: Tensor, row: int, pool: Tensor, hot: Hot) -> None:
+    """Into a row of the pool, and into its copy if the hot buffer has one; all of one head."""
+    block, at = divmod(row, hot.rows.shape[1])
+    pool[row] = as_stored(token, pool)
+    slot = int(hot.slot_of[block])
+    if slot >= 0:
+        hot.rows[slot, at] = as_numbers(pool[row], hot.rows.dtype)
+
+
 def reference(store: Changed[Store], hot: Changed[Hot], placed: Placed, lengths: Lengths) -> None:
     (ring, pool), page = store, placed.shape[2]
     for b, (_, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -47,10 +56,7 @@ def reference(store: Changed[Store], hot: Changed[Hot], placed: Placed, lengths:
         tokens = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h, rows in enumerate(placed[b].tolist()):
             for row, token in zip(rows, tokens[h]):
-                pool[b, h, row] = as_stored(token, pool)
-                slot = int(hot.slot_of[b, h, row // page])
-                if slot >= 0:
-                    hot.rows[b, h, slot, row % page] = as_numbers(pool[b, h, row], hot.rows.dtype)
+                put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
 
 
 @triton.jit
