@@ -26,9 +26,9 @@ def copied(pool: Tensor, coarse: Tensor | None) -> Tensor:
     return pool if coarse is None else coarse.view(FP8)
 
 
-def keys_in(pool: Tensor, coarse: Tensor | None) -> Tensor:
-    """All keys that are there, [..., rows, dim]."""
-    return keys_of(pool) if coarse is None else copied(pool, coarse)
+def keys_in(pool: Tensor, coarse: Tensor | None, *at: int | slice | list[int]) -> Tensor:
+    """The keys that are there, [..., dim], or those at these indices: of packed rows no others are unpacked."""
+    return keys_of(pool[at]) if coarse is None else copied(pool, coarse)[at]
 
 
 @triton.jit

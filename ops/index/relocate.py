@@ -83,12 +83,12 @@ def reference(
         away[b, h] = -1
         for r, p in (*forth, *stay):
             away[b, h, r - sink] = p
-        keys = keys_in(rows, None if coarse is None else coarse[b, h])
         strangers = {x for pair in (*forth, *stay) for x in pair}
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            digest = bounds(keys[native], digests.volume, digests.centre.dtype)
+            keys = keys_in(far.rows, coarse, b, h, native)
+            digest = bounds(keys, digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0:

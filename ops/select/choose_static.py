@@ -54,8 +54,7 @@ def reference(
     q: Query, observed: Changed[Observed], static: Changed[Static], store: Store, coarse: Coarse | None,
     lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    (ring, pool), window, sink = store, observed.queries.shape[1], lengths.sink
-    heads, behind = pool.shape[1], keys_in(pool, coarse)
+    (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         static.updated[b] = 0
         if n <= 0:
@@ -67,7 +66,8 @@ def reference(
             if not (at < 0 or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
-            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind[b, h, sink:end].to(q.dtype).float()])
+            behind = keys_in(pool, coarse, b, h, slice(sink, end)).to(q.dtype)
+            keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind.float()])
             scores = window_scores(seen[:, h], keys, attention)[held:]
             best = scores.argsort(descending=True, stable=True)[:target].sort().values
             static.ids[b, h] = -1

@@ -43,13 +43,14 @@ def reference(
     q: Query, observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
     per_head: bool,
 ) -> None:  # fmt: skip
-    heads, behind = far.rows.shape[1], keys_in(far.rows, coarse)
+    heads = far.rows.shape[1]
     window, group = observed.queries.shape[1], q.shape[1] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         if n <= 0 or static.at[b, 0] >= 0:
             continue
         first = q[b, :, 0] if window == 1 or n == 1 else observed.queries[b, max(n - window, 0) % window]
-        keys = behind[b, :, lengths.sink : end].to(q.dtype).float().repeat_interleave(group, 0)
+        behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(q.dtype)
+        keys = behind.float().repeat_interleave(group, 0)
         both = [agreed(*x, k) for x in zip(first, q[b, :, 0], keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
         static.target[b] = (both.sum(1) // (both.shape[1] * lengths.interval) * lengths.interval).to(torch.int32)
