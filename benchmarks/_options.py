@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from torchsparsekv.method import Method, Offload, all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Method, Offload, PoolType, all_methods, hyper_parameters, make_method
 
-PoolType: TypeAlias = Literal["auto", "int8"]
+PoolChoice: TypeAlias = Literal["auto", PoolType]
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
@@ -68,7 +68,7 @@ class Setup:
     window: int = 256
     skip_layers: int = 2
     offload: Offload = "host"
-    pool_dtype: PoolType = "auto"
+    pool_dtype: PoolChoice = "auto"
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
 
     def check(self, methods: Sequence[str]) -> None:

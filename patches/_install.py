@@ -7,7 +7,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from torchsparsekv.method import Method, Offload, as_int, check_device
+from torchsparsekv.method import Method, Offload, PoolType, as_int, check_device
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._assignment import choose
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
@@ -17,7 +17,7 @@ from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
 
 OFFLOAD = get_args(Offload)
-POOL_TYPES = {"int8": torch.int8}
+POOL_TYPES = {name: getattr(torch, name) for name in get_args(PoolType)}
 
 
 def install(

@@ -2,7 +2,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchsparsekv.method import Offload, all_methods, as_int, hyper_parameters, make_method
+from torchsparsekv.method import Offload, PoolType, all_methods, as_int, hyper_parameters, make_method
 from torchsparsekv.ops._impl import use_kernels
 
 __all__ = ["methods", "patch", "use_kernels"]
@@ -20,7 +20,7 @@ def patch(
     sink: int | None = None,
     window: int | None = None,
     offload: Offload = "auto",
-    pool_dtype: str | None = None,
+    pool_dtype: PoolType | None = None,
     skip_layers: int | None = None,
     layers: Mapping[int, str | Mapping] | None = None,
     **hyper,

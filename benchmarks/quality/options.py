@@ -3,7 +3,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from torchsparsekv.benchmarks._options import PoolType, at_least, different, option, parse, pool_told
+from torchsparsekv.benchmarks._options import PoolChoice, at_least, different, option, parse, pool_told
 from torchsparsekv.method import all_methods, make_method
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
@@ -68,8 +68,8 @@ def check_compared(o: Compared) -> None:
     different(o, "lengths", "methods", "budgets")
     if o.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {o.dtype!r}")
-    if o.pool_dtype not in get_args(PoolType):
-        raise ValueError(f"pool_dtype must be one of {', '.join(get_args(PoolType))}, got {o.pool_dtype!r}")
+    if o.pool_dtype not in get_args(PoolChoice):
+        raise ValueError(f"pool_dtype must be one of {', '.join(get_args(PoolChoice))}, got {o.pool_dtype!r}")
     known = all_methods()
     unknown = [m for m in o.methods if m not in known]
     if unknown:
