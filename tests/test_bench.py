@@ -44,6 +44,11 @@ class Watch:
             step(i)
         return at / 1e3
 
+    def time_each(self, step, steps) -> list[float]:
+        for i in range(_common.AHEAD + steps):
+            step(i)
+        return [float(i) for i in range(1, steps + 1)]
+
     def compile(self, f, **_):
         self.compiled += 1
         return f
@@ -57,6 +62,7 @@ def prepare(methods, options=None) -> torch.device:
 def watch_on(monkeypatch) -> Watch:
     watch = Watch()
     monkeypatch.setattr(_common, "time_loop", watch.time_loop)
+    monkeypatch.setattr(_common, "time_each", watch.time_each)
     monkeypatch.setattr(torch, "compile", watch.compile)
     monkeypatch.setattr(_common, "prepare", prepare)
     for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
@@ -207,23 +213,17 @@ def test_wrong_options_are_refused(arg):
 WRONG_ELSEWHERE = {
     "decode --locality=1.5": "locality must be between 0 and 1, got 1.5", "decode --steps=0": "steps must be at",
     "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
-    "decode --contexts=256,3000000": "contexts may have 2096836 tokens at most (llama-3.1-8b has 2097152 positions",
-    "decode --contexts=10": "a static cache needs contexts of at least 11, got 10",
-    "decode --batches=0": "batches must be at least 1, got",
-    "decode --batches=1,1": "batches must be one or more different", "decode --batches=": "batches must",
+    "decode --contexts=256,3000000": "contexts may have 2096732 tokens at most (llama-3.1-8b has 2097152 positions",
+    "decode --contexts=10": "a static cache needs contexts of at least 16, got 10",
+    "decode --batches=0": "batches must be at least 1, got", "decode --batches=": "batches must",
+    "decode --batches=1,1": "batches must be one or more different",
     "decode --offload=disk": "offload must be one of auto, host, device, got 'disk'",
     "decode --skip-layers=32": "skip_layers must be from 0 to 31",
     "decode --methods=quest,quest": "methods must be different, got quest, quest",
-    "prefill --offload=disk": "offload must be one of",
-    "prefill --contexts=3000000": "contexts may have 2097088 tokens",
-    "throughput --context=3000000": "contexts may have 2096986",
-    "throughput --context=0": "context must be at least 1, got 0",
-    "throughput --caps-gib=48,-1": "caps_gib must be positive, got 48.0,-1.0",
-    "throughput --caps-gib=": "got none",
-    "throughput --skip-layers=-1": "skip_layers must be from 0 to 31, got -1",
+    "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
-    "throughput --locality=-1": "locality must be between 0", "kernels --contexts=-1": "contexts must be at least 1",
+    "kernels --contexts=-1": "contexts must be at least 1",
     "kernels --methods=louiskv": "no kernels to time for louiskv; available: quest, arkvale, pariskv",
 }  # fmt: skip
 

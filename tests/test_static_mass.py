@@ -34,7 +34,7 @@ def test_queries_and_keys_are_those_that_a_model_attends_with():
     with torch.no_grad():
         told = model(ids[None], output_attentions=True).attentions
     for layer in (0, 1):
-        torch.testing.assert_close(heads.weights(30)[layer], told[layer][0, :, 30, :31], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(heads.weights(30)[layer], told[layer][0, :, 30, :31].cpu(), atol=1e-5, rtol=1e-4)
 
 
 def test_a_journal_as_it_is_written_answers_its_own_questions():

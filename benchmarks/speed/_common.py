@@ -1,4 +1,5 @@
 """What the benchmarks of speed share: shapes of models, options that are refused, timing."""
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ SHAPES: dict[str, dict] = {
         num_key_value_heads=2, head_dim=64, vocab_size=1000, max_position_embeddings=1 << 17,
     ),
 }  # fmt: skip
+
+
+AHEAD = 4
 
 
 def prepare(methods: Sequence[str], options: object = None) -> torch.device:
@@ -101,6 +105,20 @@ def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> fl
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / steps)
     return statistics.median(times)
+
+
+def time_each(step: Callable[[int], object], steps: int) -> list[float]:
+    """Milliseconds of each of so many calls in a row, by device events between them."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    for i in range(AHEAD):  # so that the device does not wait for the first ones that count
+        step(i)
+    events[0].record()
+    for i in range(steps):
+        step(AHEAD + i)
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
 
 def time_graph(

@@ -30,7 +30,9 @@ HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes
 BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
 HF_STATIC = "hf-static"
-SHORTEST_STATIC = WARM + 3  # it must not be overrun, and is timed three times
+PASSES = 4  # over the timed steps: three for the mean, one for each by itself
+UNTIMED = WARM + _common.AHEAD
+SHORTEST_STATIC = UNTIMED + PASSES  # it must not be overrun
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Options(Setup):
     @property
     def grows(self) -> int:
         """Tokens that a run adds to a context."""
-        return (2 if self.through_generate else 1) * (WARM + 3 * self.steps) + 8
+        return (2 if self.through_generate else 1) * (UNTIMED + PASSES * self.steps) + 8
 
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
@@ -152,6 +154,12 @@ class Step:
         with _no_host_sync():
             return _common.time_loop(self, steps, repeats)
 
+    @torch.no_grad()
+    def each(self, steps: int) -> Tensor:
+        """Milliseconds of so many steps, one by one."""
+        with _no_host_sync():
+            return torch.tensor(_common.time_each(self, steps))
+
     @property
     def graphs(self) -> int:
         """So many were compiled."""
@@ -164,12 +172,14 @@ class Step:
 
 
 def bare_tpot(model, cache, batch: int, context: int, steps: int) -> dict:
-    """Milliseconds per compiled step, and what the compiler and the allocator did meanwhile."""
+    """Milliseconds per compiled step, in the mean and of the slowest, and what compiler and allocator did meanwhile."""
     step = Step(model, cache, batch)
     step.warm_up(context)
     graphs, memory = step.graphs, torch.cuda.memory_allocated()
     return {
-        "tpot_ms": step.time(steps),
+        "tpot_ms": step.time(steps, PASSES - 1),
+        "p99_ms": float((each := step.each(steps)).quantile(0.99)),
+        "worst_ms": float(each.max()),
         "recompiles": step.graphs - graphs,
         "graph_skips": step.skips,
         "memory_growth": torch.cuda.memory_allocated() - memory,
@@ -254,7 +264,7 @@ def run_static(model, batch: int, context: int, o: Options, name: str = HF_STATI
 
     now(f"{name} at {context} tokens, batch {batch}")
     cache = StaticCache(model.config, max_cache_len=context)  # it attends to all its slots from the first step on
-    steps = min(o.steps, (context - WARM) // 3)  # and must not be overrun
+    steps = min(o.steps, (context - UNTIMED) // PASSES)  # and must not be overrun
     heads = model.config.num_key_value_heads
     cache.early_initialization(batch, heads, head_dim_of(model.config), torch.bfloat16, model.device)
     row = {"method": name, **_dense.told(name), "context": context, "batch": batch}

@@ -1,5 +1,6 @@
-"""Peak decode throughput at one context length when GPU memory is capped: what offloading buys is batch size."""
+"""Peak decode throughput at one context length when memory is capped: what offloading buys is batch size."""
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,66 +9,88 @@ import torch
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup
-from torchsparsekv.benchmarks.speed import _common
+from torchsparsekv.benchmarks._options import Setup, at_least, option
+from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed.decode import Options as DecodeOptions
-from torchsparsekv.benchmarks.speed.decode import collect, run_method
+from torchsparsekv.benchmarks.speed.decode import collect, run_method, run_static
 
 SPARE_GIB = 1.5  # activations, the graph's own pool, the context of the driver
 HOST_SHARE = 0.85
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Setup):
     shape: str = "llama-3.1-8b"
     context: int = 32768
-    caps_gib: tuple[float, ...] = (48.0, 24.0)
+    caps_gib: tuple[float, ...] = option((48.0, 24.0), "of GPU memory, weights included")
+    host_gib: float = option(0.0, "Host memory that pools may take together, of what is free; 0: all of that.")
+    most: int = option(512, "The largest batch to try.")
     methods: tuple[str, ...] = ("quest",)
     steps: int = 50
-    skip_layers: int = 2
     locality: float = 0.95
+    dense: tuple[str, ...] = option((), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
 
     @property
     def decode(self) -> DecodeOptions:
         """Each cell is a run of that benchmark."""
-        return DecodeOptions(steps=self.steps, locality=self.locality, skip_layers=self.skip_layers)
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Setup)}
+        return DecodeOptions(steps=self.steps, locality=self.locality, dense=self.dense, **own)
 
     @property
     def grows(self) -> int:
         return self.decode.grows
 
+    def check(self, methods: Sequence[str]) -> None:
+        super().check(methods)
+        at_least(self, most=1)
+        if min(self.caps_gib, default=0) <= 0:
+            raise ValueError(f"caps_gib must be positive, got {','.join(map(str, self.caps_gib)) or 'none'}")
+        if self.host_gib < 0:
+            raise ValueError(f"host_gib must not be negative, got {self.host_gib}")
+        _dense.check(self.dense, (self.context,))
 
-def largest_batch(model, name: str, length: int, cap: float, setup: Setup) -> int:
+
+def largest_batch(model, name: str, length: int, cap: float, setup: Setup, host_gib: float = 0) -> int:
     """From the plan alone: how many rows fit into the cap, in GiB of GPU memory, and into host memory."""
     with torchsparsekv.patch(model, name, max_length=length, **setup.patch(name)) as handle:
         on_host, on_device = handle.plan.bytes(1, length, pool_on_host=handle.offload == "host")
     weights = sum(p.nbytes for p in model.parameters())
     fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
-    return min(fits, int(HOST_SHARE * host.available() // on_host)) if on_host else fits
+    room = HOST_SHARE * min(host.available(), host_gib * 2**30 or float("inf"))
+    return min(fits, int(room // on_host)) if on_host else fits
+
+
+def runs(model, cap: float, o: Options) -> Iterator[dict]:
+    """Ours first, then dense attention of others at the same batch, then the methods; 0 rows where not one fits."""
+    for name in ("full", *o.methods):
+        batch = min(o.most, largest_batch(model, name, o.context + o.grows, cap, o, o.host_gib))
+        if batch < 1:
+            yield {"method": name, "batch": 0}
+            continue
+        yield run_method(model, name, o.decode, batch, o.context)
+        if name == "full":
+            yield from (run_static(model, batch, o.context, o.decode, kernel) for kernel in o.dense)
 
 
 def run(o: Options, out: Path | None = None) -> dict:
-    if min(o.caps_gib, default=0) <= 0:
-        raise ValueError(f"caps_gib must be positive, got {','.join(map(str, o.caps_gib)) or 'none'}")
     device = _common.prepare(o.methods, o)
+    _dense.try_out(o.dense, device)
     model = _common.build(o.shape, device)
     total = torch.cuda.get_device_properties(device).total_memory
-    d, rows = o.decode, []
+    rows: list[dict] = []
     for cap in o.caps_gib:
-        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / total)
-        dense = 0.0
-        for name in ("full", *o.methods):
-            batch = largest_batch(model, name, o.context + o.grows, cap, d)
-            if batch < 1:
-                rows.append({"cap_GiB": cap, "method": name, "batch": 0})
-                continue
-            row = {"cap_GiB": cap, **run_method(model, name, d, batch, o.context)}
-            row["tokens_per_s"] = batch / row["tpot_ms"] * 1e3
-            dense = row["tokens_per_s"] if name == "full" else dense
-            row["over_dense"] = row["tokens_per_s"] / dense if dense else float("nan")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 2**30 / total))
+        best = 0.0
+        for row in runs(model, cap, o):
+            row = {"cap_GiB": cap, **row}
+            if row["batch"]:
+                row["tokens_per_s"] = row["batch"] / row["tpot_ms"] * 1e3
+                if row["method"] in ("full", *o.dense):
+                    best = max(best, row["tokens_per_s"])
+                row["over_dense"] = row["tokens_per_s"] / best if best else float("nan")
             print(row, flush=True)
             rows.append(row)
+            _results.save("throughput", rows, dataclasses.asdict(o), out)
             collect()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    near = {name: getattr(d, name) for name in ("budget", "sink", "window")}
-    return _results.finish("throughput", rows, dataclasses.asdict(o) | near, out)
+    return _results.finish("throughput", rows, dataclasses.asdict(o), out)
