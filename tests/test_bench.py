@@ -298,16 +298,16 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     """The mean over the samples of the last measurement of each, at the budget closest by ratio; the row says which."""
     rows = [
         {"benchmark": "eval-text"},
-        {"method": "quest", "budget": 16, "index": 0, "hit_rate": 0.1}, {"method": "dense", "budget": None, "index": 0},
-        {"method": "quest", "budget": 16, "index": 0, "hit_rate": 0.7},  # measured again
-        {"method": "quest", "budget": 16, "index": 1, "hit_rate": 0.8},
-        {"method": "quest", "budget": 128, "index": 0, "hit_rate": 0.9},
+        {"method": "dense", "budget": None, "index": 0},
+        *({"method": "quest", "budget": budget, "index": i, "hit_rate": rate, "length": 1024} for budget, i, rate in (
+            (16, 0, 0.1), (16, 0, 0.7), (16, 1, 0.8), (128, 0, 0.9), (129, 0, 0.99),  # again; more than an eighth of it
+        )),
     ]  # fmt: skip
     file = tmp_path / "text.jsonl"
     file.write_text("\n".join(json.dumps(r) for r in rows))
     monkeypatch.setattr(_text_rates, "FILE", file)
     assert _text_rates.nearest("quest", 32) == (0.75, 16)
-    assert _text_rates.nearest("quest", 60)[1] == 128
+    assert _text_rates.nearest("quest", 1000)[1] == 128
     asked = []
     bank = lambda t, locality, d: asked.append(locality) or BANK_OF(t, locality, d)  # noqa: E731
     monkeypatch.setattr(decode, "bank_of", bank)

@@ -68,7 +68,7 @@ def test_when_every_block_is_new():
     words = " ".join((ROOT / "docs/results.md").read_text().split())
     for file, said in {
         "h200_decode_worst_tokens.json": "`pariskv` {pariskv:.2f} ms, `louiskv` {louiskv:.2f}",
-        "h200_decode_int8.json": "`quest` takes {quest:.2f} ms and `arkvale` {arkvale:.2f}",
+        "h200_decode_int8_worst.json": "`quest` takes {quest:.2f} ms and `arkvale` {arkvale:.2f}",
     }.items():
         rows = rows_of(file)
         assert said.format(**{r["method"].replace("-", "_"): r["tpot_ms"] for r in rows}) in words
@@ -77,8 +77,8 @@ def test_when_every_block_is_new():
 
 def test_a_pool_in_8_bits():
     kl: dict[tuple, dict] = {}
-    for i, path in enumerate(("text/text_2048_cpu.jsonl", "int8/text_2048_int8_cpu.jsonl")):
-        for r in map(json.loads, (RESULTS / "quality" / path).read_text().splitlines()):
+    for i, path in enumerate(("text_2048_cpu.jsonl", "text_2048_int8_cpu.jsonl")):
+        for r in map(json.loads, (RESULTS / "quality/int8" / path).read_text().splitlines()):
             if r.get("budget"):
                 kl.setdefault((r["method"], r["budget"], i), {})[r["index"]] = statistics.fmean(r["kl"])
     found = []

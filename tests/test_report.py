@@ -158,6 +158,8 @@ def test_throughput_and_memory(plt):
     found = speed.throughput(plt, load([RESULTS / name for name in names]))[0]
     want = [(r["batch"], r["tokens_per_s"]) for name in names for r in rows(name) if r["method"] == "quest"]
     assert line(found.figure.axes[0], style.colour("quest"), 2) == sorted(want)
+    several = speed.throughput(plt, load(sorted(RESULTS.glob("h200_throughput*.json"))))
+    assert [{r["cap_GiB"] for s in d.sources for r in s.rows} for d in several] == [{48, 24}, {136}, {136}]
     gpu, host = speed.memory(plt, load([RESULTS / "h200_decode.json"]))[0].figure.axes
     of = [r for r in rows("h200_decode.json") if r["method"] == "quest"]
     assert line(gpu, style.colour("quest"), 3) == [(r["context"], r["device_GiB"]) for r in of]

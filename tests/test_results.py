@@ -213,7 +213,7 @@ CELLS = {
         *product(("hf-static",), (256,), o.batches), *product(("full", *o.dense, *o.methods), o.contexts, o.batches),
     }),
     "prefill": (("method", "context"), lambda o: {*product(("dense", *o.methods), o.contexts)}),
-    "throughput": (("method", "cap_GiB"), lambda o: {*product(("full", *o.methods), o.caps_gib)}),
+    "throughput": (("method", "cap_GiB"), lambda o: {*product(("full", *o.dense, *o.methods), o.caps_gib)}),
     "patterns": (("method", "pattern", "asked"), lambda o: {
         *product(o.methods, o.patterns, [str(b or "largest") for b in o.batches])
     }),

@@ -139,32 +139,50 @@ def setup(options: dict) -> list[str]:
 
 
 def throughput(plt, results: list[Result]) -> list[Drawn]:
-    out = []
+    """A figure for each context and cap on host memory: what differs in these is no comparison."""
+    groups: dict[tuple, list[Result]] = {}
     for sources in by_model(of(results, THROUGHPUT)):
-        rows = [r for s in sources for r in s.rows if r["batch"]]
-        figure, axes = plt.subplots(figsize=(8, 3.8))
-        ends = []
-        for method in dict.fromkeys(r["method"] for r in rows):
-            shade = style.colour(method)
-            points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if r["method"] == method)
-            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=shade)
-            for x, y, cap in points:
-                axes.annotate(f"{y:.0f} in {cap:g} GiB", (x, y), (7, -13), textcoords="offset points", fontsize=8,
-                              color=style.SOFT)  # fmt: skip
-            ends.append((*points[-1][:2], name(method), shade))
-        axes.set_xlabel("batch: the largest that fits")
-        axes.set_ylabel("tokens per second")
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(0, 1.12 * max(r["batch"] for r in rows))
-        style.name_lines(axes, ends)
-        o = sources[0].options
-        note = (
-            f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included, the largest batch "
-            f"that fits; {', '.join(setup(o))}. Median of 3 runs of {o['steps']} steps. "
-            f"{counted(sources) or DEFAULT_BUDGET}"
-        )
-        out.append(Drawn(figure, note, tuple(sources), str(o.get("shape"))))
-    return out
+        for s in sources:
+            told = s.options.get
+            groups.setdefault((told("shape"), told("context"), told("host_gib")), []).append(s)
+    return [_throughput_of(plt, sources) for sources in groups.values()]
+
+
+def _against_batch(axes, rows: list[dict]) -> None:
+    ends = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        shade = style.colour(method)
+        points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if r["method"] == method)
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=shade)
+        for x, y, cap in points:
+            axes.annotate(f"{y:.0f} in {cap:g} GiB", (x, y), (7, -13), textcoords="offset points", fontsize=8,
+                          color=style.SOFT)  # fmt: skip
+        ends.append((*points[-1][:2], name(method), shade))
+    axes.set_xlabel("batch: the largest that fits")
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1.12 * max(r["batch"] for r in rows))
+    style.name_lines(axes, ends)
+
+
+def _throughput_of(plt, sources: list[Result]) -> Drawn:
+    rows = [r for s in sources for r in s.rows if r["batch"]]
+    caps = {r["cap_GiB"] for r in rows}
+    figure, axes = plt.subplots(figsize=(8, 3.8 if len(caps) > 1 else 0.9 + 0.35 * len(rows)))
+    if len(caps) > 1:
+        _against_batch(axes, rows)
+    else:
+        label = lambda r: f"{name(r['method'])}, batch {r['batch']}"  # noqa: E731
+        shown = [(label(r), r["tokens_per_s"], style.colour(r["method"])) for r in rows]
+        style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
+    o = sources[0].options
+    host = f", and 0.85 of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
+    note = (
+        f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included{host}, the largest batch "
+        f"that fits; {', '.join(setup(o))}. Median of 3 runs of {o['steps']} steps. "
+        f"{counted(sources) or DEFAULT_BUDGET}"
+    )
+    return Drawn(figure, note, tuple(sources), str(o.get("shape")))
 
 
 # ---------------------------------------------------------------- memory
