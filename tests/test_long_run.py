@@ -1,0 +1,25 @@
+"""The script for long runs: it generates what is asked for, and sees what grows."""
+import long_run
+import pytest
+import torch
+from world import DEVICE
+
+
+def test_a_short_one_generates_all_its_tokens():
+    row = long_run.run("streaming", 30, DEVICE)
+    assert (row["tokens"], row["steps"]) == (30, 29), "the prompt itself says the first"
+    assert long_run.good(row), row
+
+
+@pytest.mark.parametrize(("what", "much"), [("graphs", 1), ("skips", 1), ("device_bytes", 1024), ("MiB", 65.0)])
+def test_what_grows_is_seen(what, much):
+    row = {"graphs": 0, "skips": 0, "device_bytes": 0, "MiB": 3.0}
+    assert long_run.good(row)
+    assert not long_run.good(row | {what: much})
+
+
+def test_memory_that_stays_is_counted():
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    before, kept = long_run.seen(ids), torch.ones(64 << 20)
+    assert long_run.seen(ids)["MiB"] - before["MiB"] > 200
+    del kept
