@@ -3,8 +3,8 @@
     make long > long.log      or      python tests/long_run.py [--tokens 10000] [--methods quest,prkv] [--device cuda]
 
 A small model through stock `generate()`, in two calls on one cache: the first tenth of the tokens compiles and settles,
-the rest is watched. Exits with 1 if a method grows by more than 512 bytes on the device or by ALLOWED_MIB in the process, if it
-recompiles or leaves the graph.
+the rest is watched. Exits with 1 if a method grows by more than 512 bytes on the device or by ALLOWED_MIB in the
+process, if it recompiles, or leaves the graph.
 """
 import argparse
 import json
