@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.report": {"ops", "state"},
     "torchsparsekv.probe": {"method", "ops", "state"},
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
+    "torchsparsekv.engines": {"engines", "method", "zoo", "ops", "state", "host"},
     "torchsparsekv.api": {"method", "ops", "patches"},
     "torchsparsekv.benchmarks": set(),
     "torchsparsekv.benchmarks._table": set(),
@@ -71,6 +72,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "PIL": ("torchsparsekv.benchmarks.report.style",),
     "numpy": ("torchsparsekv.benchmarks.recall_model", "torchsparsekv.benchmarks.report.style"),
     "tokenizers": ("torchsparsekv.benchmarks.recall_model.model",),
+    "vllm": ("torchsparsekv.engines",),
     "flashinfer": ("torchsparsekv.benchmarks.speed._flashinfer",),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ def reference(
     heads = torch.arange(far.rows.shape[1], device=q.device)
     live = (at >= 0)[..., None] & (torch.arange(block_size, device=q.device) < fill[..., None])
     blocks = far.rows[0].unflatten(1, (-1, block_size))
-    rows = as_numbers(blocks[heads[None, :, None], at.clamp(min=0).long()], q.dtype)  # [requests, heads, n, block, 2, D]
+    rows = as_numbers(blocks[heads[None, :, None], at.clamp(min=0).long()], q.dtype)
     rows = rows.masked_fill(~live[..., None, None], 0).flatten(2, 3)
     live = live.flatten(2).repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
     return softmax_attention(q, rows, live, attention).contiguous()
