@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
 engine = pytest.importorskip("torchsparsekv.engines.vllm", exc_type=ImportError)
+serve = importlib.import_module("torchsparsekv.benchmarks.speed.serve")
 
 GPU = torch.cuda.is_available()
 NEW = 24
@@ -270,3 +271,17 @@ def test_other_versions_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.27.1" if name == "vllm" else theirs(name))
     with pytest.raises(ImportError, match=r"works in vllm 0\.26\.0, not in 0\.27\.1"):
         importlib.reload(engine)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
+    """Every request decodes in every timed step; one that is not admitted is said and not timed."""
+    monkeypatch.setattr(serve._common, "prepare", lambda *_: torch.device("cpu"))
+    theirs = serve.engine_options  # which take all the memory there is
+    monkeypatch.setattr(serve, "engine_options", lambda *x: {**theirs(*x), "kv_cache_memory_bytes": 64 << 20})
+    options = dict(contexts=(1500,), batches=(1, 3, 0, 9), places=(place,), budget=64, steps=3, most=4, grows=40)
+    rows = serve.run(serve.Options(shape="tiny", **options), tmp_path / "serve.json")["rows"]
+    assert [r["batch"] for r in rows] == [1, 3, 4, 9]
+    assert all(r["tpot_ms"] > 0 and r["tokens_per_s"] > 0 for r in rows[:3])
+    assert "tpot_ms" not in rows[3]
+    assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
