@@ -2,6 +2,7 @@
 import dataclasses
 import math
 
+import cases_engine
 import cases_static
 import cases_tree
 import torch
@@ -342,11 +343,12 @@ OPS = {
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,
+    **cases_engine.OPS,
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "copy_keys", "settle_segments", "cluster_keys", "cluster_ring",
-    "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention",
+    "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families

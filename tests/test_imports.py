@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.report": {"ops", "state"},
     "torchsparsekv.probe": {"method", "ops", "state"},
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
+    "torchsparsekv.engines": {"engines", "method", "zoo", "ops", "state", "host"},
     "torchsparsekv.api": {"method", "ops", "patches"},
     "torchsparsekv.benchmarks": set(),
     "torchsparsekv.benchmarks._table": set(),
@@ -34,7 +35,8 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.benchmarks._options": {"method"},
     "torchsparsekv.benchmarks._results": {"api", "benchmarks._table"},
     "torchsparsekv.benchmarks.speed": {
-        *CORE, "patches", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.speed",
+        *CORE, "patches", "engines", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
+        "benchmarks.speed",
     },
     "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
     "torchsparsekv.benchmarks.quality": {  # its scripts take the parts apart
@@ -71,6 +73,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "PIL": ("torchsparsekv.benchmarks.report.style",),
     "numpy": ("torchsparsekv.benchmarks.recall_model", "torchsparsekv.benchmarks.report.style"),
     "tokenizers": ("torchsparsekv.benchmarks.recall_model.model",),
+    "vllm": ("torchsparsekv.engines", "torchsparsekv.benchmarks.speed.serve"),
     "flashinfer": ("torchsparsekv.benchmarks.speed._flashinfer",),
 }  # fmt: skip
 

@@ -6,6 +6,8 @@ merged by log-sum-exp), the rest is `k` and `v` themselves. Ragged: the new toke
 caller has them: without it every layer waits for the device to learn them. The result is laid out [batch, tokens,
 heads, head_dim] in memory, as models want it next.
 """
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,12 +59,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     return out.float(), lse.float()
 
 
-def _over_past(q: Tensor, k: Tensor, v: Tensor, past: Tensor, attention: Attention) -> Tensor:
-    """One row of the batch: q, k, v [1, heads, S, D], and its past in the pool."""
+def over_past(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor], attention: Attention) -> Tensor:
+    """One row of the batch: q, k, v [1, heads, S, D], and its past [heads, rows, 2, D] in pieces on the device."""
     scale = attention.scale
     out, lse = _flash(q, k, v, True, scale)
-    for piece in past.split(PIECE, 1) if past.shape[1] else ():
-        rows = as_numbers(torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece), q.dtype)[None]
+    for piece in pieces:
+        rows = as_numbers(piece, q.dtype)[None]
         more, more_lse = _flash(q, keys_of(rows), values_of(rows), False, scale)
         both = torch.logaddexp(lse, more_lse)
         out = out * (lse - both).exp().unsqueeze(-1) + more * (more_lse - both).exp().unsqueeze(-1)
@@ -72,7 +74,13 @@ def _over_past(q: Tensor, k: Tensor, v: Tensor, past: Tensor, attention: Attenti
     return out
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _brought(past: Tensor) -> Iterator[Tensor]:
+    """What lies in the pool, a piece at a time on the device."""
+    for piece in past.split(PIECE, 1) if past.shape[1] else ():
+        yield torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -86,7 +94,7 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
         return reference(q, k, v, far, lengths, attention, spans)
     tokens, scale = q.shape[2], attention.scale
     if not sinks and all(bound == (0, tokens) for bound in bounds):
-        out = _causal(q, k, v, scale)
+        out = causal(q, k, v, scale)
         return out if out.transpose(1, 2).is_contiguous() else empty_result(q).copy_(out)
     out = empty_result(q).zero_()
     for b, (n0, n) in enumerate(bounds):
@@ -96,7 +104,7 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
             new = slice(tokens - (n - n0), None)
             x, y, z = (t[b : b + 1, :, new] for t in (q, k, v))
             plain = not (n0 or sinks)
-            part = _causal(x, y, z, scale) if plain else _over_past(x, y, z, far.rows[b, :, :n0], attention)
+            part = causal(x, y, z, scale) if plain else over_past(x, y, z, _brought(far.rows[b, :, :n0]), attention)
             out[b, :, new] = part[0].to(q.dtype)
     return out
 

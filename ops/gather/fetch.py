@@ -36,7 +36,7 @@ from torchsparsekv.ops.store.rows import (
     row_at,
     row_width,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
+from torchsparsekv.ops.store.views import Asked, Far, Hot, SharedHot, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
 ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
@@ -62,12 +62,12 @@ def reference(asked: Asked, far: Far, hot: Changed[Hot], stats: Changed[Stats]) 
                 count(stats.counts[b, h], selected=int((hot.chosen[b, h] >= 0).sum()))
                 continue
             wanted = [int(x) for x in ids[b, h] if x >= 0]
-            missing = _bring(wanted, pages[b, h], Hot(*(t[b, h] for t in hot)))
+            missing = bring(wanted, pages[b, h], Hot(*(t[b, h] for t in hot)))
             count(stats.counts[b, h], selected=len(wanted), missed=missing)
             hot.chosen[b, h] = torch.where(ids[b, h] >= 0, hot.slot_of[b, h][ids[b, h].clamp(min=0).long()], -1)
 
 
-def _bring(wanted: list[int], pages: Tensor, hot: Hot) -> int:
+def bring(wanted: list[int], pages: Tensor, hot: Hot | SharedHot) -> int:
     """Of one head; how many blocks were missing."""
     missing = [x for x in wanted if hot.slot_of[x] < 0]
     hits = {int(hot.slot_of[x]) for x in wanted} - {-1}
@@ -119,7 +119,7 @@ def _plan(
 
 
 @triton.jit
-def _move(
+def move(
     pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def _fetch(
             ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
         )
         pool, hot = row_at(pool, bh, 0, blocks * P, D), row_at(hot, bh, 0, slots * P, D)
-        _move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, D, ROW, ROWS)
+        move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, D, ROW, ROWS)
         tl.debug_barrier()
         if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
             _commit(

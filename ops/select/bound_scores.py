@@ -54,6 +54,32 @@ def reference(q: AnyQuery, digests: Digests, lengths: Lengths) -> tuple[Tensor, 
 
 
 @triton.jit
+def bounds_of(
+    q, q_h, h, centre, spread, at, item, there, live, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
+):  # fmt: skip
+    """For every digest `item` [n] that is `live` what each of the G query heads of kv head `h` can make of it, [n, GP],
+    else -inf; `at` [n, 1] is where its channels begin. Those that are not `there` are not read."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    m = (g < G)[None, :] & (d < D)[:, None]
+    x = tl.load(q + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
+    at = at + d[None, :]
+    m = there[:, None] & (d < D)[None, :]
+    c = tl.load(centre + at, mask=m, other=0.0).to(DOT)
+    s = tl.dot(c, x.to(DOT), input_precision="ieee")
+    if BOX:
+        w = tl.load(spread + at, mask=m, other=0.0).to(DOT)
+        if LIMIT > 0:
+            w = tl.where(w >= LIMIT, UNBOUNDED, w)
+        s += tl.dot(w, tl.abs(x).to(DOT), input_precision="ieee")
+    else:
+        x = x.to(tl.float32)
+        norm = tl.sqrt(tl.sum(x * x, 0))
+        s += tl.load(spread + item, mask=there, other=0.0)[:, None] * norm[None, :]
+    return tl.where((g < G)[None, :] & live[:, None], s, float("-inf"))
+
+
+@triton.jit
 def _scores(
     q, centre, spread, out, peaks, ring_begin, q_b, q_h, heads, blocks, groups, first,
     BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -67,29 +93,17 @@ def _scores(
     end = tl.load(ring_begin + b) // P
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
-        g, d = tl.arange(0, GP), tl.arange(0, DP)
-        m = (g < G)[None, :] & (d < D)[:, None]
-        x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
-        at = (bh * blocks + block[:, None]) * D + d[None, :]
-        m = (block < end)[:, None] & (d < D)[None, :]
-        c = tl.load(centre + at, mask=m, other=0.0).to(DOT)
-        s = tl.dot(c, x.to(DOT), input_precision="ieee")
-        if BOX:
-            w = tl.load(spread + at, mask=m, other=0.0).to(DOT)
-            if LIMIT > 0:
-                w = tl.where(w >= LIMIT, UNBOUNDED, w)
-            s += tl.dot(w, tl.abs(x).to(DOT), input_precision="ieee")
-        else:
-            x = x.to(tl.float32)
-            norm = tl.sqrt(tl.sum(x * x, 0))
-            s += tl.load(spread + bh * blocks + block, mask=block < end, other=0.0)[:, None] * norm[None, :]
-        s = tl.where((g < G)[None, :] & ((block < end) & (block >= first))[:, None], s, float("-inf"))
+        at = (bh * blocks + block[:, None]) * D
+        s = bounds_of(
+            q + b * q_b, q_h, h, centre, spread, at, bh * blocks + block, block < end, (block < end) & (block >= first),
+            BOX, G, GP, D, DP, DOT, LIMIT, UNBOUNDED,
+        )  # fmt: skip
         best = tl.max(s, 1)
     tl.store(out + bh * blocks + block, best, mask=block < blocks)
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, blocks, BLOCKS, GROUP)
 
 
-def _dot_type(q: Tensor, centre: Tensor):
+def dot_type(q: Tensor, centre: Tensor):
     """What the products are taken in: fp8 is exact in fp16, and so is a bf16 query of ordinary size."""
     if q.dtype == torch.float32 or centre.dtype not in (q.dtype, FP8):
         return tl.float32
@@ -129,7 +143,7 @@ def _launch_triton(q, digests, lengths) -> tuple[Tensor, Tensor]:
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
         q, centre, spread, out, peaks, lengths.ring_begin, q.stride(0), q.stride(1), heads, blocks, peaks.shape[2],
         lengths.sink // block_size, BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
-        DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=_dot_type(q, centre),
+        DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=dot_type(q, centre),
         LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
         num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip

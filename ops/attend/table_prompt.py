@@ -1,0 +1,75 @@
+"""Exact causal attention of new tokens of one request of an engine over everything before them.
+
+The past are its first `past` tokens, in blocks of the pool by the ids of `table`, gathered in pieces; the rest is `k`
+and `v` themselves. All are [tokens, heads, head_dim], as engines have them.
+"""
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops import _check
+from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._signature import Of
+from torchsparsekv.ops._triton import cdiv
+from torchsparsekv.ops.attend._split import QUERIES, softmax_attention
+from torchsparsekv.ops.attend.prompt_attention import PIECE, causal, over_past
+from torchsparsekv.ops.store.rows import as_numbers, rows_of
+from torchsparsekv.ops.store.tables import check_one
+from torchsparsekv.ops.store.views import I32, Attention, Far, FlatTokens
+
+FlatQueries = Annotated[Tensor, Of("tokens q_heads dim", "kv", strided=True)]
+Table = Annotated[Tensor, Of("places", I32)]
+
+
+def check(q, k, v, far, table, past, block_size, attention) -> None:
+    _check.heads(q, k)
+    check_one(far.rows)
+    if not 0 <= past <= table.shape[0] * block_size:
+        raise ValueError(f"{table.shape[0]} blocks of {block_size} do not hold a past of {past} tokens")
+
+
+def _past(far: Far, table: Tensor, past: int, block_size: int, most: int) -> Iterator[Tensor]:
+    """[heads, up to `most` tokens, 2, head_dim] after another, as they are stored."""
+    blocks = far.rows[0].unflatten(1, (-1, block_size))
+    for first in range(0, past, most):
+        ids = table[first // block_size : cdiv(min(first + most, past), block_size)]
+        yield blocks.index_select(1, ids).flatten(1, 2)[:, : past - first]
+
+
+def reference(
+    q: FlatQueries, k: FlatTokens, v: FlatTokens, far: Far, table: Table, past: int, block_size: int,
+    attention: Attention,
+) -> Tensor:  # fmt: skip
+    x, new = q.transpose(0, 1), rows_of(k, v).transpose(0, 1)
+    pieces = [as_numbers(piece, k.dtype) for piece in _past(far, table, past, block_size, past or 1)]
+    rows = torch.cat([*pieces, new], 1)[None]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    position = past + torch.arange(q.shape[0], device=q.device)
+    for i in range(0, q.shape[0], QUERIES):
+        some = position[i : i + QUERIES]
+        live = torch.arange(rows.shape[2], device=q.device) <= some[:, None]
+        out[i : i + QUERIES] = softmax_attention(x[None, :, i : i + QUERIES], rows, live, attention)[0].transpose(0, 1)
+    return out
+
+
+def launch(q, k, v, far, table, past, block_size, attention) -> Tensor:
+    """No kernel of ours: what torch has for it."""
+    if attention.softcap or (q.dtype == torch.float32 and (past or attention.sink_logits is not None)):
+        return reference(q, k, v, far, table, past, block_size, attention)
+    x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if past or attention.sink_logits is not None:
+        most = max(PIECE // block_size, 1) * block_size
+        out = over_past(x, y, z, _past(far, table, past, block_size, most), attention).to(q.dtype)
+    else:
+        out = causal(x, y, z, attention.scale)
+    return out[0].transpose(0, 1).contiguous()
+
+
+def fake(q, *_) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+table_prompt = register("table_prompt", reference, impls=(by_triton(launch),), fake=fake, check=check, capturable=False)

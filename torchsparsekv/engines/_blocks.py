@@ -1,0 +1,130 @@
+"""Keys and values of one layer by block id, for all requests of an engine, with the digests of their blocks.
+
+Nothing is kept per row of a batch. The engine says with every call where new tokens go and which blocks a request has.
+A digest is made when the last row of a block is written, from all of its keys: so blocks that requests share are
+indexed once, and what was in a block before leaves no trace. Only full blocks older than the window can be chosen.
+
+With kv="device" the pool is the engine's own cache, with the digests beside it. With kv="host" the pool is pinned host
+memory; on the device are the digests, and a hot buffer for all requests together.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv import host
+from torchsparsekv.engines._options import Options
+from torchsparsekv.ops.attend.listed_attention import listed_attention
+from torchsparsekv.ops.attend.table_prompt import table_prompt
+from torchsparsekv.ops.gather.fetch_shared import fetch_shared
+from torchsparsekv.ops.index.filled_bounds import filled_bounds
+from torchsparsekv.ops.select.list_blocks import list_blocks
+from torchsparsekv.ops.select.table_scores import table_scores
+from torchsparsekv.ops.select.top_blocks import top_blocks
+from torchsparsekv.ops.store.tables import near_blocks
+from torchsparsekv.ops.store.views import Attention, Copies, Digests, Far, Requests, SharedHot
+from torchsparsekv.ops.store.write_tokens import write_tokens
+from torchsparsekv.state import Buffer, Geometry, each
+
+
+class BlockStore:
+    """requests, places: how many requests there are at most, and how many blocks one has at most."""
+
+    def __init__(
+        self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
+        places: int,
+    ):  # fmt: skip
+        self.method, self.on_host, self.device, self.dtype = options.method, options.kv == "host", device, dtype
+        self.heads, self.head_dim = heads, head_dim
+        p = self.method.block_size
+        self.chosen = min(self.method.budget // p, places)
+        listed = self.method.sink // p + near_blocks(self.method.window, p) + self.chosen
+        self.slots = requests * (listed + self.chosen)  # a hot buffer of just what is asked for would thrash
+        self.page: Tensor | None = None
+        self.far: Far | None = None
+        self.digests: Digests | None = None
+        self.hot: SharedHot | None = None
+        # It does not depend on how many blocks there will be, and engines measure what memory is left after this.
+        self._hot_rows = self._zeros(self._hot_shape()) if self.on_host else None
+
+    # ---- sizes, and memory
+
+    def _buffers(self, blocks: int) -> tuple[Far, Digests]:
+        rows = blocks * self.method.block_size
+        found = self.method.buffers(Geometry(1, self.heads, self.head_dim, rows, self.dtype))
+        return found["far"], found["digests"]
+
+    def _hot_shape(self) -> tuple[int, ...]:
+        far, _ = self._buffers(self.slots)
+        return (1, self.heads, self.slots, self.method.block_size, *far.rows.shape[3:])
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def _on_page(self, blocks: int) -> list[Buffer]:
+        far, digests = self._buffers(blocks)
+        return [*each({"digests": digests}), *([] if self.on_host else far)]
+
+    @property
+    def page_bytes(self) -> int:
+        """What the engine is to keep for a block, in whole bytes a token."""
+        p = self.method.block_size
+        return -(-sum(b.nbytes for b in self._on_page(1)) // p) * p
+
+    @property
+    def host_bytes(self) -> int:
+        """What a block takes in host memory."""
+        return self._buffers(1)[0].rows.nbytes if self.on_host else 0
+
+    def allocate(self, blocks: int) -> None:
+        """The pool of so many blocks in host memory, and what the hot buffer knows of them."""
+        if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == blocks):
+            return
+        (b,), _ = self._buffers(blocks)
+        self.far = None  # give back what was there before
+        on_gpu = self.device.type == "cuda"
+        self.far = Far(host.pinned(b.shape, b.dtype, self.device) if on_gpu else self._zeros(b.shape))
+        lead, i32 = (1, self.heads), torch.int32
+        none = self._zeros((*lead, blocks + self.slots), i32) - 1
+        slot_of, block_of = (t.contiguous() for t in none.split([blocks, self.slots], 2))
+        assert self._hot_rows is not None
+        self.hot = SharedHot(self._hot_rows, slot_of, block_of, self._zeros((*lead, self.slots), i32))
+
+    def bind(self, page: Tensor) -> None:
+        """Use the engine's memory, bytes [blocks, page_bytes]: one part of it after another, each for all blocks."""
+        if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
+            return
+        parts, at, flat = [], 0, page.view(torch.uint8).flatten()
+        for b in self._on_page(page.shape[0]):
+            parts.append(flat[at : at + b.nbytes].view(b.dtype).view(b.shape))
+            at += b.nbytes
+        self.page, (centre, spread, *pool) = page, parts
+        declared = self._buffers(1)[1]
+        self.digests = Digests(centre, spread, declared.block_size, declared.volume)
+        if pool:
+            self.far = Far(*pool)
+
+    # ---- what an engine calls in a step
+
+    def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:
+        """New tokens [tokens, heads, head_dim] of any requests, to rows of the pool; -1 is nowhere."""
+        far, digests = self._ready()
+        write_tokens(k, v, to, far, Copies(*self.hot[:2]) if self.hot is not None else Copies())
+        filled_bounds(k, to, far, digests)
+
+    def decode(self, q: Tensor, length: Tensor, table: Tensor, a: Attention) -> Tensor:
+        """One token of every request, [requests, query heads, head_dim]; it has been written."""
+        (far, digests), method = self._ready(), self.method
+        requests, x = Requests(length, table, method.sink, method.window), q.unsqueeze(2)
+        best = top_blocks(table_scores(x, digests, requests), min(self.chosen, table.shape[1]))
+        ids, fill = list_blocks(best, requests, method.block_size)
+        if self.hot is not None:
+            ids, far = fetch_shared(ids, far, self.hot), Far(self.hot.rows.flatten(2, 3))
+        return listed_attention(x, far, ids, fill, requests, method.block_size, a).squeeze(2)
+
+    def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
+        """New tokens of one request behind `past` others, which its table leads to; all have been written."""
+        return table_prompt(q, k, v, self._ready()[0], table, past, self.method.block_size, a)
+
+    def _ready(self) -> tuple[Far, Digests]:
+        if self.far is None or self.digests is None:
+            raise RuntimeError("keys and values have no place yet: the engine has to bind its memory first")
+        return self.far, self.digests

@@ -1,0 +1,41 @@
+"""What a user says of the method and of where keys and values are to live, checked before anything is allocated."""
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchsparsekv.method import as_int, make_method
+from torchsparsekv.zoo._pages import PageMethod
+
+PLACES = ("device", "host")
+METHODS = ("arkvale", "quest")  # they keep all they know by block, and so can be used where blocks are shared
+
+
+@dataclass(frozen=True)
+class Options:
+    """kv: "device": in the engine's own cache; "host": in pinned host memory, of which `host_gib` may be used."""
+
+    method: PageMethod
+    kv: str
+    host_gib: float | None
+
+
+def read_options(given: object, block_size: int) -> Options:
+    """From `{"method": ..., "kv": ..., "host_gib": ...}` and the method's hyper-parameters; `block_size` is the
+    engine's."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f'torchsparsekv needs additional_config={{"torchsparsekv": {{"method": ...}}}}, got {given!r}')
+    hyper = {name: as_int(value) for name, value in given.items()}
+    name, kv, host_gib = hyper.pop("method", None), hyper.pop("kv", "device"), hyper.pop("host_gib", None)
+    if name not in METHODS:
+        raise ValueError(f"torchsparsekv: method must be one of {', '.join(METHODS)}, got {name!r}")
+    if kv not in PLACES:
+        raise ValueError(f"torchsparsekv: kv must be one of {', '.join(PLACES)}, got {kv!r}")
+    if host_gib is not None and (kv != "host" or not isinstance(host_gib, int | float) or not host_gib > 0):
+        raise ValueError(f'torchsparsekv: host_gib is a positive number of GiB, with kv="host", got {host_gib!r}')
+    if hyper.setdefault("block_size", block_size) != block_size:
+        raise ValueError(
+            f"torchsparsekv: block_size is that of the engine, {block_size}, got {hyper['block_size']}; "
+            "give it to the engine"
+        )
+    method = make_method(name, **hyper)
+    assert isinstance(method, PageMethod)
+    return Options(method, kv, None if host_gib is None else float(host_gib))

@@ -1,0 +1,256 @@
+"""Attention for vLLM: decode steps attend to the blocks that a method chooses, prompts and their chunks to everything.
+
+vLLM's Attention layers say what a block of their cache is, whatever their backend. Ours is not made of keys and values
+alone, or not at all, so layers that use this backend say that they keep bytes (`_spec`).
+"""
+import functools
+import importlib.metadata
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention as Layer
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from torchsparsekv import host
+from torchsparsekv.engines._blocks import BlockStore
+from torchsparsekv.engines._options import read_options
+from torchsparsekv.ops.store.views import Attention
+
+VERSION = "0.26.0"
+USABLE = 0.8  # of the host memory that is free, where nobody says how much may be used; of the device's half
+GIB = 2**30
+
+if (_have := importlib.metadata.version("vllm").partition("+")[0]) != VERSION:
+    raise ImportError(f"torchsparsekv works in vllm {VERSION}, not in {_have}: pip install torchsparsekv[vllm]")
+
+
+def refuse(config: VllmConfig) -> None:
+    """What of an engine's configuration does not go with blocks that are chosen."""
+    parallel = config.parallel_config
+    reasons = {
+        "speculative decoding": config.speculative_config is not None,
+        "KV connectors": config.kv_transfer_config is not None,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "a KV cache in another type than the model's": config.cache_config.cache_dtype != "auto",
+    }
+    for what, wanted in reasons.items():
+        if wanted:
+            raise NotImplementedError(f"torchsparsekv does not work with {what} in vllm {VERSION}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Of one request: its row, its new tokens, and how many it had before."""
+
+    row: int
+    first: int
+    end: int
+    past: int
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """`decodes` requests with one new token each come first; `to` are rows of the pool."""
+
+    decodes: int
+    prompts: tuple[Prompt, ...]
+    length: Tensor
+    table: Tensor
+    to: Tensor
+
+
+class Builder(AttentionMetadataBuilder):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold = 1
+        blocks = vllm_config.cache_config.num_gpu_blocks
+        stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
+        if blocks is None or not stores[0].on_host:  # None: vLLM measures with a cache of a few blocks
+            return
+        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.far is None)
+        if need > room:
+            most = room // sum(s.host_bytes for s in stores)
+            raise MemoryError(
+                f"torchsparsekv: {blocks} blocks take {need / GIB:.2f} GiB of host memory, {room / GIB:.2f} are there: "
+                f"give num_gpu_blocks_override={most}"
+            )
+        for store in stores:
+            store.allocate(blocks)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        m = common_attn_metadata
+        decodes, prompts = m.num_reqs, tuple[Prompt, ...]()
+        if m.max_query_len > 1:  # never in a captured graph
+            starts = m.query_start_loc_cpu.tolist()
+            new = [end - first for first, end in itertools.pairwise(starts)]
+            lengths = m.seq_lens_cpu_upper_bound  # exact where a prompt is not at its end
+            lengths = (m.seq_lens.cpu() if lengths is None else lengths).tolist()
+            decodes = next(i for i, n in enumerate(new) if n > 1)
+            rows = [i for i in range(decodes, m.num_reqs) if new[i]]
+            prompts = tuple(Prompt(i, starts[i], starts[i + 1], lengths[i] - new[i]) for i in rows)
+        return Metadata(
+            decodes, prompts, m.seq_lens, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens]
+        )
+
+
+class Backend(AttentionBackend):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["Impl"]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size * num_kv_heads * head_size)  # bytes: see `_spec`
+
+    @staticmethod
+    def use_cascade_attention(*args: object, **options: object) -> bool:
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class Impl(AttentionImpl):
+    """Of one layer."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes=None,
+        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None, **others: Any,
+    ):  # fmt: skip
+        reasons = {
+            "a sliding window": sliding_window is not None,
+            "ALiBi": alibi_slopes is not None,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            "a cache shared with another layer": kv_sharing_target_layer_name is not None,
+            ", ".join(sorted(others)): any(x is not None for x in others.values()),  # MLA, attention sinks
+        }
+        for what, wanted in reasons.items():
+            if wanted:
+                raise NotImplementedError(f"torchsparsekv does not work in vllm {VERSION} on layers with {what}")
+        config = get_current_vllm_config()
+        refuse(config)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.attention = Attention(self.scale, logits_soft_cap or 0.0)
+        self.block_size = config.cache_config.block_size
+        given = (config.additional_config or {}).get("torchsparsekv")
+        self.options = read_options(given, self.block_size)
+        self.store = BlockStore(
+            self.options, self.num_kv_heads, head_size, torch.get_default_dtype(),
+            torch.device(config.device_config.device), requests=config.scheduler_config.max_num_seqs,
+            places=blocks_of_longest(config),
+        )  # fmt: skip
+
+    def forward(
+        self, layer: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Metadata, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("torchsparsekv does not quantise the output of attention")
+        m = attn_metadata
+        if m is None or (self.store.on_host and self.store.far is None):  # vLLM measures memory
+            return output.fill_(0)
+        self.store.bind(kv_cache)
+        tokens = len(m.to)
+        self.store.write(key[:tokens], value[:tokens], m.to)
+        if n := m.decodes:
+            output[:n] = self.store.decode(query[:n], m.length[:n], m.table[:n], self.attention)
+        for p in m.prompts:
+            new = slice(p.first, p.end)
+            output[new] = self.store.prompt(query[new], key[new], value[new], m.table[p.row], p.past, self.attention)
+        return output
+
+
+# ---------------------------------------------------------------- what vLLM is told of the cache
+
+
+def blocks_of_longest(config: VllmConfig) -> int:
+    return -(-config.model_config.max_model_len // config.cache_config.block_size)
+
+
+def host_room(config: VllmConfig) -> int:
+    """Bytes of host memory that this process may fill with keys and values."""
+    impls = [x.impl for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
+    free, said = host.available() // config.parallel_config.world_size, impls[0].options.host_gib
+    if said is not None and said * GIB > free:
+        raise MemoryError(f"torchsparsekv: host_gib={said:g}, and {free / GIB:.2f} GiB of host memory are free")
+    return int(free * USABLE if said is None else said * GIB)
+
+
+def _is_ours(layer: object) -> bool:
+    return isinstance(getattr(layer, "impl", None), Impl)
+
+
+def plan_host(config: VllmConfig) -> None:
+    """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device."""
+    stores = [x.impl.store for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
+    longest, room = blocks_of_longest(config), host_room(config)
+    most, wanted = room // sum(s.host_bytes for s in stores), config.cache_config.num_gpu_blocks_override
+    if wanted is None and torch.cuda.is_available():
+        most = min(most, torch.cuda.mem_get_info()[0] // 2 // sum(s.page_bytes for s in stores))
+    least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
+    if most < least:
+        gib = least * sum(s.host_bytes for s in stores) / GIB
+        raise MemoryError(
+            f"torchsparsekv: {least} blocks of {stores[0].method.block_size} tokens take {gib:.2f} GiB of host memory, "
+            f"{room / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override), or raise host_gib"
+        )
+    if wanted is None:
+        config.cache_config.num_gpu_blocks_override = min(most, config.scheduler_config.max_num_seqs * longest + 1)
+
+
+_theirs = Layer.get_kv_cache_spec
+
+
+@functools.wraps(_theirs)
+def _spec(self: Layer, vllm_config: VllmConfig) -> KVCacheSpec | None:
+    if not _is_ours(self):
+        return _theirs(self, vllm_config)
+    store, block_size = self.impl.store, vllm_config.cache_config.block_size
+    if block_size != self.impl.block_size:
+        raise ValueError(
+            f"torchsparsekv: vLLM changed its block_size from {self.impl.block_size} to {block_size} after the layers "
+            f"were made: give block_size={block_size}"
+        )
+    if store.on_host:
+        plan_host(vllm_config)
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=store.page_bytes // block_size, head_size_v=0,
+        dtype=torch.uint8,
+    )  # fmt: skip
+
+
+Layer.get_kv_cache_spec = _spec
