@@ -30,12 +30,12 @@ def pool(w: World) -> Far:
 
 def _written(w: World):
     """Tokens of some requests in a row, in blocks anywhere; some are not stored."""
-    near, to = pool(w), []
-    for b in range(w.batch):
-        first, block = int(torch.randint(0, w.block, (), generator=w.g)), torch.randperm(blocks_of(w), generator=w.g)
-        place = [first + i for i in range(w.tokens)]
-        to += [int(block[b + w.batch * (p // w.block)]) * w.block + p % w.block for p in place]
-    to = torch.tensor(to[: len(set(to))] if len(set(to)) == len(to) else range(len(to)))
+    near, to, block = pool(w), [], torch.randperm(blocks_of(w), generator=w.g)
+    for own in block[: len(block) // w.batch * w.batch].view(w.batch, -1).tolist():  # no two write to one block
+        first = int(torch.randint(0, w.block, (), generator=w.g))
+        place = range(first, min(first + w.tokens, len(own) * w.block))
+        to += [own[p // w.block] * w.block + p % w.block for p in place]
+    to = torch.tensor(to)
     to[torch.rand(len(to), generator=w.g) < w.pick(0.0, 0.3)] = -1
     k, v = (w.heads_last(w.heads, len(to)).transpose(1, 2)[0] for _ in range(2))
     near.rows[0, :, to[to >= 0]] = torch.nan

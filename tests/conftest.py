@@ -5,10 +5,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
 settings.register_profile("default", deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
 settings.register_profile("gpu", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
