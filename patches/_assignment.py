@@ -3,7 +3,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torchsparsekv.method import Method, as_int, check_skip_layers, layer_method, make_method
+from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers, layer_method, make_method
 from torchsparsekv.patches._family import Layer
 
 SKIP_LAYERS = 2
@@ -45,7 +45,7 @@ def choose(
             own, hyper = _entry(entry, method, given)
             chosen[i] = _fitted(own, hyper, max_length, limit, notes)
         except (TypeError, ValueError) as e:
-            raise type(e)(f"layers[{i}]: {e}") from e
+            raise type(e)(f"layers[{i}]: {e}{_whose_budget(entry, str(e))}") from e
     runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
     if any(fixed) and not method.dense and all(m is None or m.dense or m.forgets for m in runs):
         notes.append(
@@ -98,8 +98,22 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
     if name == method.name:
         hyper = {**given, **hyper}
     elif name != "full":
-        hyper = {**{n: given[n] for n in COMMON if n in given}, **hyper}
+        hyper = {**_handed_on(name, given), **hyper}
     return make_method(name, **hyper), hyper
+
+
+def _handed_on(name: str, given: dict) -> dict:
+    """What `patch` was told for all methods, as far as another one than its own has a use for it."""
+    of = all_methods().get(name)
+    useless = {"budget"} if of is not None and not of.retrieves else set()
+    return {n: given[n] for n in COMMON if n in given and n not in useless}
+
+
+def _whose_budget(entry: object, said: str) -> str:
+    """What to do where a budget does not fit that the entry does not name."""
+    if "budget must" not in said or (isinstance(entry, Mapping) and "budget" in entry):
+        return ""
+    return "; that is patch's, give this layer one of its own"
 
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:

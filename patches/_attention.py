@@ -111,7 +111,7 @@ def _warn_dense(module) -> None:
         return
     warnings.warn(
         "torchsparsekv: this decode step is dense, its cache is not one of this patch: use generate(), or pass "
-        "past_key_values=handle.make_cache(...)",
+        "past_key_values=handle.make_cache(...) (what guidance_scale compares with is dense in any case)",
         stacklevel=2,
     )
 

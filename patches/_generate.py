@@ -83,6 +83,8 @@ def _check_chunks(generation_config, mask, given: SparseCache | None) -> None:
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     if chunk is None:
         return
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"prefill_chunk_size must be a positive int, got {chunk!r}")
     if mask is None and generation_config.max_new_tokens is None:
         raise ValueError("prefill_chunk_size needs max_new_tokens or an attention_mask: the prompt's length is unknown")
     end = mask.shape[-1] if mask is not None else generation_config.max_length - generation_config.max_new_tokens

@@ -119,6 +119,7 @@ class Handle:
         del cache  # not before: the report is of it
 
     def __enter__(self) -> "Handle":
+        self._require_active()
         return self
 
     def __exit__(self, *exc) -> None:
@@ -143,11 +144,11 @@ class Handle:
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
-        methods = [self.plan.methods[r.layer] for r in rows if r.density == 1]
+        found = [(self.plan.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
+        methods = [m for m, n in found if m is not None and not m.dense and not (m.part_empty and n > m.whole_up_to)]
         return [
             f"density 1.000: {m.name} attends to all of rows of up to {m.whole_up_to} tokens, so nothing was saved here"
             for m in dict.fromkeys(methods)
-            if m is not None and not m.dense
         ]
 
     # ---- for the seam

@@ -17,6 +17,10 @@ from torchsparsekv.commands import calibrate as module
 calibrate = module.calibrate
 
 HYPER = dict(budget=16, sink=4, window=4, skip_layers=1, cluster_size=4, stretch=64, segment_min=2, segment_max=4)
+SHORT = (
+    "calibrate: prompt and steps have 80 tokens, and of up to 384 all is attended to whatever tau is: take more, or a "
+    "smaller budget"
+)
 TAUS = (0.9, 0.3, 0.0, -0.5)
 
 
@@ -67,11 +71,15 @@ def test_the_command(tmp_path):
     words = Tokenizer(WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 97)}}, unk_token="?"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "model")
-    tiny().save_pretrained(tmp_path / "model")
+    tiny(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     text, out = tmp_path / "text", tmp_path / "tau.json"
     text.write_text(" ".join(f"w{i * i % 96 + 1}" for i in range(500)))
-    args = ["calibrate", str(tmp_path / "model"), str(text), "--texts", "2", "--out", str(out), "--loss", "10"]
-    done = cli(*args, "--prompt", "60", "--steps", "20", "--budget", "64", "--taus", "0.5,-0.5")
+    args = ["calibrate", str(tmp_path / "model"), str(text), "--texts", "1", "--loss", "10", "--taus", "0.5"]
+    short = cli(*args, "--prompt", "60", "--steps", "20", "--budget", "64")
+    assert (short.returncode, short.stderr.splitlines()[-1]) == (2, SHORT)
+    nowhere = cli(*args, "--out", str(tmp_path / "no" / "tau.json"))
+    assert (nowhere.returncode, nowhere.stderr.splitlines()[-1][:10]) == (2, "calibrate:"), nowhere.stderr
+    done = cli(*args, "--prompt", "380", "--steps", "20", "--budget", "64", "--out", str(out))
     assert done.returncode == 0, done.stderr
     saved = json.loads(out.read_text())
     assert "retrieval rate" in done.stdout
@@ -80,4 +88,4 @@ def test_the_command(tmp_path):
     torchsparsekv.patch(model, "louiskv", tau=str(out), budget=64, max_length=128).unpatch()
     done = cli(*args, "--prompt", "60", "--steps", "2000")
     assert done.returncode == 2
-    assert "tokens, 2 texts of 2060 need 4120" in done.stderr
+    assert "tokens, 1 texts of 2060 need 2060" in done.stderr

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cases import METHODS, hyper_of
-from models import greedy_logits, prompts, tiny
+from models import dense_logits, greedy_logits, prompts, tiny
 from test_generate import GREEDY
 from world import DEVICE
 
@@ -126,3 +126,31 @@ def test_a_report_says_when_nothing_was_left_out(method, limit):
     with patch(model, "quest") as handle:
         model.generate(IDS, **GREEDY)
         assert "density 1.000" not in str(handle.report())
+
+
+@pytest.mark.parametrize("method", [m for m in torchsparsekv.methods() if m not in ("full", "random")])
+def test_rows_that_are_said_to_be_attended_to_whole_are(method):
+    """As many tokens as the report names: logits of the dense model, and with 600 more other ones."""
+    model, small = tiny(max_position_embeddings=2048), dict(budget=32, sink=32, window=16, skip_layers=0)
+    with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:
+        whole, differ = handle.plan.method.whole_up_to, []
+    for tokens in (whole, whole + 600):
+        ids, mask = prompts(1, tokens - 8, ragged=False)
+        want = dense_logits(model, ids, mask, 8)
+        with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:
+            got = greedy_logits(model, ids, mask, 8, handle.make_cache(1))
+        differ.append(float((got - want).abs().max()))
+    assert differ[0] < 1e-4 < differ[1]
+
+
+def test_pages_that_are_part_empty_are_said_to_be():
+    """icecache's tree: what it attended to is a bound, and no row is said to be whole that need not be."""
+    model, (ids, _) = tiny(max_position_embeddings=2048), prompts(1, 500, ragged=False)
+    small = dict(budget=480, sink=16, window=16, skip_layers=0, max_length=1024)
+    with torchsparsekv.patch(model, "icecache", **small) as handle:
+        model.generate(ids, max_new_tokens=12, do_sample=False)
+        report = handle.report()
+    assert all(r.at_most and r.density <= 1 for r in report.layers)
+    assert "<=1.000" in str(report)
+    assert "density 1.000" not in str(report)
+    assert "<=: pages that are part empty count as if they were full" in str(report)

@@ -80,6 +80,8 @@ def test_context_manager_unpatches_whatever_happens():
     with pytest.raises(KeyError), patch(model) as handle:
         {False: "not active in its own block"}[handle.active]  # a KeyError if it is, as it should be
     assert not handle.active
+    with pytest.raises(RuntimeError, match="this handle is unpatched"), handle:
+        pass
     assert snapshot(model) == before
     handle.unpatch()  # once more does no harm
     assert snapshot(model) == before
@@ -262,8 +264,9 @@ def test_report_is_loud_when_nothing_ran():
         cache = handle.make_cache(2)
         model(IDS, attention_mask=MASK)  # no cache of ours
         assert "!! NO DECODE STEP RAN" in str(handle.report())
+        assert "the model was not called, or with another cache" in str(handle.report())
         run(model, cache, IDS, MASK, 0)  # a prompt alone is no decode step
-        assert "!! NO DECODE STEP RAN" in str(handle.report())
+        assert "!! NO DECODE STEP RAN THROUGH THE PATCH: only a prompt did" in str(handle.report())
         run(model, cache, IDS[:, :1], None, 1)
         assert "!!" not in str(handle.report())
         del cache

@@ -91,6 +91,15 @@ def test_what_is_given_for_a_layer_wins_over_skip_layers():
     assert names(layers=same) == (["full", "arkvale", "arkvale", "quest"], said)
 
 
+def test_a_budget_is_handed_on_where_it_means_something():
+    """100 is no multiple of a block of 16, and streaming has no use for it."""
+    told = dict(method="pariskv", budget=100, sink=16, window=16, max_length=512)
+    with torchsparsekv.patch(tiny(), **told, layers={1: "streaming"}) as handle:
+        assert handle.plan.methods[1].name == "streaming"
+    with pytest.raises(ValueError, match=r"layers\[1\]: quest: budget must .* give this layer one of its own"):
+        torchsparsekv.patch(tiny(), **told, layers={1: "quest"})
+
+
 @pytest.mark.parametrize("offload", ["device", "host"])
 def test_bytes_are_known_layer_by_layer(offload):
     on_host = offload == "host"

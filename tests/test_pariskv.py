@@ -14,7 +14,7 @@ from torchsparsekv.ops._code import directions
 from torchsparsekv.ops._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops._srht import turned
 from torchsparsekv.ops.index.encode_keys import encode
-from torchsparsekv.ops.select.centroid_votes import ONE, centroid_votes, rotated_query
+from torchsparsekv.ops.select.centroid_votes import ONE, centroid_votes, scale_of, summed
 from torchsparsekv.ops.select.collide import candidate_capacity, candidates_of, collide
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.store.views import Attention, Codes
@@ -33,6 +33,11 @@ def clustered(n: int, d: int, g: torch.Generator) -> torch.Tensor:
     offset = draw()
     offset[torch.randperm(d, generator=g)[:4]] += 12
     return offset + centres[torch.randint(32, (n,), generator=g)] + 0.6 * draw(n)
+
+
+def rotated_query(q, heads: int, mean: bool, seed: int):
+    """As `rerank` takes it."""
+    return summed(q, heads, mean, seed) * scale_of(q, heads, mean)
 
 
 # ---------------------------------------------------------------- the pieces

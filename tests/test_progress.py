@@ -56,8 +56,8 @@ def test_calibrate_says_every_step(monkeypatch, capsys):
     from torchsparsekv.commands.calibrate import calibrate
 
     monkeypatch.setattr(_progress, "SECONDS", 0.0)
-    ids = torch.randint(97, (1, 14), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    calibrate(tiny(), ids, 10, 1.0, (0.5,), budget=8, sink=4, window=4, cluster_size=4, segment_max=4, skip_layers=1)
+    ids = torch.randint(97, (1, 18), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    calibrate(tiny(), ids, 14, 1.0, (0.5,), budget=8, sink=4, window=4, cluster_size=4, segment_max=4, skip_layers=1)
     lines = capsys.readouterr().err.splitlines()
     assert [x.split(" in ")[0] for x in lines] == [f"{i} of 8 steps" for i in range(1, 9)], "4 tokens at two thresholds"
 

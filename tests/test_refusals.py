@@ -276,7 +276,7 @@ ROWS = [
     Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
     Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
     Row("a chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
-    Row("chunks of one token", generate(prefill_chunk_size=1), ValueError, r"prefill_chunk_size=1 cuts"),
+    Row("chunks of none", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
     Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
     # other people's caches and masks
     Row("cache of another patch", used(of_another_patch), ValueError, r"made by another patch"),

@@ -29,6 +29,7 @@ from torchsparsekv.zoo.louiskv import LouisKV
 QUALITY = ROOT / "benchmarks/results/quality"
 FILES = sorted(QUALITY.glob("*.jsonl"))
 TEXTS = sorted((QUALITY / "text").glob("*.jsonl"))
+PAGES = sorted((QUALITY / "pages").glob("*.jsonl"))  # one method, with pages of another size
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
 RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
 PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which takes one kind of pool only
@@ -140,13 +141,13 @@ def test_what_reuse_costs_icecache():
     assert want in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, *PACKED, REUSE], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, *PAGES, *PACKED, REUSE], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
     for head in heads(lines):
         words = shlex.split(head["command"])
-        assert words[:2] == ["torchsparsekv", "eval-text" if path in (*TEXTS, *PACKED) else "eval"]
+        assert words[:2] == ["torchsparsekv", "eval-text" if path in (*TEXTS, *PAGES, *PACKED) else "eval"]
         assert words[words.index("--out") + 1] == path.name
         assert "/" not in head["command"]
 
@@ -185,7 +186,7 @@ def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
     assert set(found) == asked
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*TEXTS, *PAGES], ids=lambda p: p.name)
 def test_the_commands_of_a_file_of_text_ask_for_what_it_holds(path):
     lines, _ = read(path)
     asked = set()

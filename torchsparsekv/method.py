@@ -63,6 +63,7 @@ class Method:
     forgets: ClassVar[bool] = False  # what leaves its ring is gone: it keeps no pool
     places: ClassVar[bool] = False  # puts tokens at pool rows of its own choice, beyond the length of their row too
     regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
+    part_empty: ClassVar[bool] = False  # blocks that it retrieves may hold fewer tokens than block_size
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method

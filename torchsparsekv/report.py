@@ -22,6 +22,8 @@ class LayerReport:
     host_bytes_read: int  # the same where that is host memory, else 0
     retrieval_rate: float  # share of the steps at which anything was chosen anew
     static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
+    at_most: bool = False  # attended_per_step: pages that are part empty count as if they were full
+    prompted: bool = False  # a prompt went through the patch, whether or not steps did
 
     @property
     def density(self) -> float:
@@ -49,7 +51,9 @@ class Report:
             return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before dropping it)"]
         idle = [r.layer for r in self.layers if r.steps == 0]
         if len(idle) == len(self.layers):
-            return ["NO DECODE STEP RAN THROUGH THE PATCH: the model was not called, or with another cache"]
+            prompted = any(r.prompted for r in self.layers)
+            why = "only a prompt did" if prompted else "the model was not called, or with another cache"
+            return [f"NO DECODE STEP RAN THROUGH THE PATCH: {why}"]
         return [f"LAYERS NEVER HIT: {idle}"] if idle else []
 
     def as_dict(self) -> dict:
@@ -64,12 +68,14 @@ class Report:
         )
         lines = [f"torchsparsekv: {self.method}", head]
         for r in self.layers:
-            hits = f"{r.hit_rate:.2f}" if r.blocks_selected else "-"
+            hits, most = f"{r.hit_rate:.2f}" if r.blocks_selected else "-", "<=" if r.at_most else ""
+            attended, density = f"{most}{r.attended_per_step:.1f}", f"{most}{r.density:.3f}"
             lines.append(
-                f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {r.attended_per_step:>9.1f} "
-                f"{r.density:>8.3f} {r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} "
-                f"{_size(r.host_bytes_read):>10}"
+                f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {attended:>9} {density:>8} "
+                f"{r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} {_size(r.host_bytes_read):>10}"
             )
+        if any(r.at_most for r in self.layers):
+            lines.append("<=: pages that are part empty count as if they were full")
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
             lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
@@ -94,6 +100,8 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     steps = int(counted(state.stats.counts, "steps").max())
     count = max(total["steps"], 1)
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
+    if method.part_empty:
+        attended = min(attended, total["context"])
     row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
     moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
@@ -117,6 +125,8 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         host_bytes_read=moved if state.pool_on_host else 0,
         retrieval_rate=rate,
         static_share=share,
+        at_most=method.part_empty,
+        prompted=bool((state.lengths.length > 0).any()),
     )
 
 

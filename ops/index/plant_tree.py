@@ -13,7 +13,6 @@ Sort and gather are torch's, on the device and without waiting for it; the kerne
 program per (row, head, tile of tokens) that goes over all nodes by tensor cores (128K keys against 8K nodes are 0.27
 TFLOP a kv head and no score is stored), and the copy into the index by page.
 """
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,14 +20,12 @@ from torch import Tensor
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
-from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row
-from torchsparsekv.ops.store.views import I32, Leaves, Lengths, Near, NewKeys, Promotion, Tree
-
-Number = Annotated[Tensor, Of("batch heads", I32)]
+from torchsparsekv.ops.store.views import Leaves, Lengths, Near, NewKeys, Promotion, Tree
 
 
 def check(k, near, tree, leaves, lengths, promotion, join) -> None:

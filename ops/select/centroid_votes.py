@@ -75,10 +75,6 @@ def scale_of(q: Tensor, heads: int, mean: bool) -> float:
     return next_power_of_2(q.shape[3]) ** -0.5 * (heads / q.shape[1] if mean else 1)
 
 
-def rotated_query(q: Tensor, heads: int, mean: bool, seed: int) -> Tensor:
-    return summed(q, heads, mean, seed) * scale_of(q, heads, mean)
-
-
 def proxies(rotated: Tensor, spaces: int, centroids: int) -> Tensor:
     """The score of every sign pattern in every subspace: rotated [..., spaces * m] -> [..., spaces, 2^m]."""
     x = rotated.unflatten(-1, (spaces, -1))

@@ -12,6 +12,7 @@ from torchsparsekv.benchmarks._progress import Progress, now
 from torchsparsekv.benchmarks._table import table
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
+from torchsparsekv.commands._options import TOLD
 
 TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
@@ -43,6 +44,12 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
     with Progress(len(tried) * (ids.shape[1] - prompt), "step") as progress:
         for tau in tried:
             with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
+                method = handle.plan.method
+                if ids.shape[1] <= method.whole_up_to:
+                    raise ValueError(
+                        f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.whole_up_to} all is "
+                        "attended to whatever tau is: take more, or a smaller budget"
+                    )
                 cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
                 nats = surprise(model, ids, prompt, cache, progress)
                 sparse = [r.retrieval_rate for r in handle.report().layers if r.method == "louiskv"]
@@ -50,7 +57,8 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
             rows.append({**row, "loss": nats - rows[0]["nats_per_token"] if rows else 0.0})
     within = [r for r in rows if r["loss"] <= loss]
     best = min(within, key=lambda r: (r["retrieval_rate"], -r["tau"]))
-    return {**best, "allowed_loss": loss, "texts": ids.shape[0], "prompt": prompt, "tokens": ids.shape[1], "rows": rows}
+    measured = {"budget": method.budget, "texts": ids.shape[0], "prompt": prompt, "tokens": ids.shape[1]}
+    return {**best, "allowed_loss": loss, **measured, "rows": rows}
 
 
 def texts_of(tokenizer, path: Path, tokens: int, count: int) -> Tensor:
@@ -71,7 +79,7 @@ def command(
     prompt: int = typer.Option(4096, min=2, help="Tokens of the prompt."),
     steps: int = typer.Option(256, min=2, help="Tokens decoded after it."),
     texts: int = typer.Option(4, min=1, help="Texts, in one batch."),
-    budget: int = typer.Option(1024, min=1, help="As for patch."),
+    budget: int | None = typer.Option(None, min=1, help="As for patch, which has a default."),
     taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
 ) -> None:
     """Find the tau at which LouisKV retrieves least within a stated loss."""
@@ -79,13 +87,16 @@ def command(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if out is not None and not out.parent.is_dir():
+            raise FileNotFoundError(f"{out.parent} is no folder to write {out.name} into")
         check_name(model)
         ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
         thresholds = tuple(float(t) for t in taus.split(","))
         now(f"{len({1.0, *thresholds})} thresholds on {texts} texts of {prompt} + {steps} tokens, on {device}")
-        found = calibrate(loaded, ids, prompt, loss, thresholds, budget=budget)
-    except (ValueError, TypeError, OSError, NotImplementedError, MemoryError) as e:
+        told = {} if budget is None else {"budget": budget}
+        found = calibrate(loaded, ids, prompt, loss, thresholds, **told)
+    except TOLD as e:
         typer.echo(f"calibrate: {e}", err=True)
         raise typer.Exit(2) from e
     head = ("tau", "retrieval rate", "nats per token", "loss")
@@ -94,4 +105,4 @@ def command(
     rate = f"{found['retrieval_rate']:.1%}"
     typer.echo(f"\ntau = {found['tau']}: retrieves at {rate} of the steps, loss {found['loss']:.4f}")
     if out is not None:
-        out.write_text(json.dumps({**found, "model": model, "text": str(text), "budget": budget}, indent=1) + "\n")
+        out.write_text(json.dumps({**found, "model": model, "text": str(text)}, indent=1) + "\n")

@@ -52,6 +52,7 @@ class IceCache(Method):
     name = "icecache"
     places = True
     regroups = True
+    part_empty = True
 
     r: float = 1 / 16
     levels: int = 2

@@ -17,6 +17,11 @@ class Streaming(Method):
 
     block_size: int = 16
 
+    @property
+    def whole_up_to(self) -> int:
+        """A budget is of no use to it."""
+        return self.sink + self.window
+
     def buffers(self, g: Geometry) -> Buffers:
         return super().buffers(g) | {"hot": hot_buffer(g, self.block_size, slots=0, chosen=0)}
 
