@@ -21,6 +21,7 @@ from torchsparsekv.ops.store.views import Attention, Codes
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 CPU = torch.device("cpu")
+as_reranked = lambda q, heads, mean: summed(q, heads, mean, 0) * scale_of(q, heads, mean)  # noqa: E731
 SMALL = dict(budget=8, sink=4, window=6, update_interval=5, full_threshold=0)
 
 
@@ -33,11 +34,6 @@ def clustered(n: int, d: int, g: torch.Generator) -> torch.Tensor:
     offset = draw()
     offset[torch.randperm(d, generator=g)[:4]] += 12
     return offset + centres[torch.randint(32, (n,), generator=g)] + 0.6 * draw(n)
-
-
-def rotated_query(q, heads: int, mean: bool, seed: int):
-    """As `rerank` takes it."""
-    return summed(q, heads, mean, seed) * scale_of(q, heads, mean)
 
 
 # ---------------------------------------------------------------- the pieces
@@ -96,7 +92,7 @@ def encoded(keys, m=8) -> Codes:
 
 def estimates(keys, q):
     every = torch.arange(len(keys), dtype=torch.int32)[None, None]
-    return rerank(rotated_query(q[None, None, None], 1, True, 0), encoded(keys[None, None]), every)[0][0, 0]
+    return rerank(as_reranked(q[None, None, None], 1, True), encoded(keys[None, None]), every)[0][0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +131,7 @@ def test_order_of_stage_two_is_that_of_a_plain_sum():
     _, codes, weights, _ = (t[0, 0] for t in index)
     candidates = torch.randperm(300, generator=g)[:90].sort().values
     for mean in (True, False):
-        rotated = rotated_query(q, 1, mean, 0)
+        rotated = as_reranked(q, 1, mean)
         plain = []
         for i in candidates.tolist():
             per_query = []
@@ -270,7 +266,7 @@ def test_index_is_that_of_the_retrievable_keys_at_every_step(lengths, dim):
 def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
     method = make_method("pariskv", **SMALL, beta=0.5, rho=0.6, group=group)
     for s, _, q, chosen in driven(method, [80, 47], 3):
-        rotated = rotated_query(q, 2, group == "mean", 0)
+        rotated = as_reranked(q, 2, group == "mean")
         for b in range(2):
             end = int(s.lengths.ring_begin[b])
             for h in range(2):

@@ -9,7 +9,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.rows import in_row, new_row, row_at, row_width, rows_of, store_row
+from torchsparsekv.ops.store.rows import as_stored, in_row, new_row, row_at, row_width, rows_of, store_row
 from torchsparsekv.ops.store.tables import check_one
 from torchsparsekv.ops.store.views import Copies, Far, FlatTokens, RowOfToken
 
@@ -29,7 +29,7 @@ def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, far: Changed[Far], c
     token = torch.nonzero(to >= 0).flatten()
     row = to[token]
     new = rows_of(k, v)[token].transpose(0, 1)
-    far.rows[0, :, row] = new
+    far.rows[0, :, row] = as_stored(new, far.rows)
     if copies.rows is None or copies.slot_of is None:
         return
     block_size = copies.rows.shape[3]
