@@ -1,4 +1,5 @@
 """Options that several benchmarks have: how methods are patched in, and hyper-parameters as METHOD.NAME=VALUE."""
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,10 @@ class Setup:
         """Its own hyper-parameters, for a row of results; nothing where it has the defaults."""
         own = parse(self.hyper).get(name, {})
         return {"hyper": ", ".join(f"{k}={v}" for k, v in own.items())} if own else {}
+
+    def recorded(self, methods: Sequence[str]) -> dict[str, Any]:
+        """The options as a file holds them: with every hyper-parameter as it acts, since defaults may change later."""
+        return dataclasses.asdict(self) | {"acts": {name: self.method(name).effective() for name in methods}}
 
     def _method(self, name: str) -> dict[str, Any]:
         return {k: getattr(self, k) for k in EQUAL} | parse(self.hyper).get(name, {})

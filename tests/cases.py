@@ -368,6 +368,9 @@ METHODS = {
     "streaming": dict(block_size=4),
 }
 
+# Where each takes long: all on a GPU; without one those whose prompts and steps differ most.
+SEVERAL = METHODS if torch.cuda.is_available() else ("full", "icecache", "louiskv", "pariskv", "prkv", "quest")
+
 SIZES = dict(
     num_hidden_layers=3, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=512,

@@ -53,12 +53,14 @@ def compile_only() -> None:
 
 
 def compile_op(name: str, entry) -> str:
-    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit; of halves options vary in three
-    ways, and pools that may be packed are that too."""
+    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit, of fp32 it is the largest; of
+    halves options vary in three ways, and pools that may be packed are that too."""
     for dtype, room in product((torch.bfloat16, torch.float32), (SMALLEST, LARGE) if name in ROOMY else (SMALLEST,)):
         choose_static.shared_bytes = lambda _, room=room: room
         sizes = SIZES if "attention" in name or name in TILED else SIZES[:1]
-        for dim in sizes[1:] if room == LARGE else sizes:
+        if dtype is torch.float32:
+            sizes = sizes[-1:]
+        for dim in sizes[-2:] if room == LARGE else sizes:
             whole = dim == SIZES[0] and dtype is torch.bfloat16
             for way in range(3) if whole else (0,):
                 w = World(

@@ -1,7 +1,7 @@
 """Stock transformers on a patched model with a full budget: every way of generating says the same as unpatched."""
 import pytest
 import torch
-from cases import METHODS, hyper_of
+from cases import METHODS, SEVERAL, hyper_of
 from models import MAX_LENGTH, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -238,7 +238,7 @@ def test_auto_compiled_generate_as_unpatched(way):
     assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEVERAL)
 def test_auto_compiled_generate_is_one_graph(method):
     """Over two prompts of different length: no break (fullgraph), no second graph."""
     model = tiny(num_hidden_layers=2)

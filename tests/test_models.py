@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from cases import METHODS
+from cases import METHODS, SEVERAL
 from families import FAMILIES, WITH_EVERY_METHOD
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 from torch._dynamo.utils import ReinplaceCounters, counters
@@ -75,7 +75,7 @@ def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEVERAL)
 def test_compiled_prompts_are_dense_and_share_a_graph(method):
     """Prompt and decode through one compiled forward: a third prompt length needs no third graph; a bad mask is NaN."""
     counters.clear()

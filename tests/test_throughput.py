@@ -49,7 +49,9 @@ def bytes_of(o, name: str, rows: int, on_host: bool) -> tuple[int, int]:
 
 def test_the_largest_batch_that_fits_against_the_best_dense(small):
     o = type(small)(**vars(small) | {"caps_gib": (model_gib() + 8 / 1024, 1e-3), "most": 4})
-    ours, other, quest, *nothing = throughput.run(o)["rows"]
+    result = throughput.run(o)
+    assert result["options"]["acts"]["quest"] == o.method("quest").effective()
+    ours, other, quest, *nothing = result["rows"]
     fits = {r["method"]: r["batch"] for r in (ours, quest)}
     for name, batch in fits.items():
         assert 0 < batch <= 4

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from cases import METHODS, hyper_of
+from cases import METHODS, SEVERAL, hyper_of
 from models import greedy_logits, prompts, tiny
 from snapshot import snapshot
 from test_generate import GREEDY, auto_compiled
@@ -160,8 +160,7 @@ PLACES = ("model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.layers
 ERRORS = {"exception": Break(), "interrupt": KeyboardInterrupt(), "memory": torch.OutOfMemoryError("no more")}
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "error"), [*zip(PLACES, (*ERRORS, *ERRORS)), *zip(PLACES[::-1], ERRORS)])
 def test_a_broken_prompt_cannot_be_gone_on_with(where, error):
     model = tiny()
     ids = IDS[1:]
@@ -319,8 +318,9 @@ def test_masks_that_contradict_the_cache(mask, tokens):
             assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("method", "compiled"), [*((m, False) for m in METHODS), *((m, True) for m in SEVERAL)]
+)
 def test_a_ragged_prompt_in_chunks(method, compiled):
     """Rows that begin with whole chunks of padding; as the unpatched model answers it."""
     model = tiny(num_hidden_layers=2)

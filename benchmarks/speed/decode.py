@@ -1,6 +1,5 @@
 """TPOT by context, batch and method, beside the dense baselines, all compiled the same way in one process."""
 import contextlib
-import dataclasses
 import gc
 import itertools
 import time
@@ -298,7 +297,7 @@ def collect() -> None:
 def run(o: Options, out: Path | None = None) -> dict:
     """Saved whenever a row is done, so that one too many does not cost the others; but not gone on with, since the
     ratios are of one run."""
-    device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
+    device, options = _common.prepare(o.methods, o), o.recorded(o.methods)
     _dense.try_out(o.dense, device)
     model = _common.build(o.shape, device)
     rows: list[dict] = []

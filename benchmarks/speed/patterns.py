@@ -8,7 +8,6 @@ of 16 tokens on average where an output would have segments of 8 to 32. The time
 A prompt is one timed forward of all rows of the batch, up to `prompt_rows`; of larger batches the time of so many is
 scaled. One step is compiled for each method and batch, on a cache with room for the longest pattern of that batch.
 """
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +210,7 @@ def measured(model, o: Options, rows: list[dict]) -> Iterator[dict]:
 
 def run(o: Options, out: Path | None = None) -> dict:
     check(o)
-    device, options = _common.prepare(o.methods, o), dataclasses.asdict(o)
+    device, options = _common.prepare(o.methods, o), o.recorded(o.methods)
     rows = _results.begun(NAME, options, out)
     for row in measured(_common.build(o.shape, device), o, list(rows)):
         rows.append(row)
