@@ -113,7 +113,7 @@ def _whose_budget(entry: object, said: str) -> str:
     """What to do where a budget does not fit that the entry does not name."""
     if "budget must" not in said or (isinstance(entry, Mapping) and "budget" in entry):
         return ""
-    return "; that is patch's, give this layer one of its own"
+    return "; that is the budget of patch(), give this layer one of its own"
 
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:

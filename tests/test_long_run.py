@@ -11,6 +11,12 @@ def test_a_short_one_generates_all_its_tokens():
     assert long_run.good(row), row
 
 
+def test_what_is_watched_is_the_last_call(monkeypatch):
+    seen = iter([{"graphs": 0}, {"graphs": 5}, {"graphs": 7}])
+    monkeypatch.setattr(long_run, "seen", lambda _: next(seen))
+    assert long_run.run("streaming", 60, DEVICE)["graphs"] == 2
+
+
 @pytest.mark.parametrize(("what", "much"), [("graphs", 1), ("skips", 1), ("device_bytes", 1024), ("MiB", 65.0)])
 def test_what_grows_is_seen(what, much):
     row = {"graphs": 0, "skips": 0, "device_bytes": 0, "MiB": 3.0}

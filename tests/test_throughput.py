@@ -73,3 +73,24 @@ def test_host_memory_bounds_the_batch_too(monkeypatch):
     assert throughput.largest_batch(model, "quest", 5000, 1e3, setup, gib) == 3
     monkeypatch.setattr(host, "available", lambda: int(2.5 * on_host / throughput.HOST_SHARE))
     assert throughput.largest_batch(model, "quest", 5000, 1e3, setup, gib) == 2, "not more than what is free"
+
+
+def test_steps_are_timed_one_by_one_and_the_first_ones_not(monkeypatch):
+    """A clock that every step puts forward: what came before the first event is not in any step's time."""
+    now, took = [0.0], [100.0, 90.0, 80.0, 70.0, 1.0, 5.0, 2.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = -1.0
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, end) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    step = lambda i: now.__setitem__(0, now[0] + took[i])  # noqa: E731
+    assert _common.time_each(step, 3) == [1.0, 5.0, 2.0]
+    assert now[0] == sum(took), "all were taken"

@@ -32,9 +32,7 @@ SHAPES: dict[str, dict] = {
         num_key_value_heads=2, head_dim=64, vocab_size=1000, max_position_embeddings=1 << 17,
     ),
 }  # fmt: skip
-
-
-AHEAD = 4
+AHEAD = 4  # steps that are begun before the first of those that are timed one by one
 
 
 def prepare(methods: Sequence[str], options: object = None) -> torch.device:
