@@ -18,25 +18,37 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/extending.md"
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def everything():
     """Files are imported only once: what is loaded while a table is another's is not in ours afterwards."""
     return method.all_methods(), _registry.load_all(), all_families()
 
 
-@pytest.fixture(scope="module")
-def page(everything, tmp_path_factory):
-    """The names that the page defines; afterwards nobody knows them."""
-    known = dict(method._METHODS), dict(_registry.OPS), dict(_family.FAMILIES)
+@pytest.fixture(scope="session")
+def defined(everything, tmp_path_factory):
+    """What the page defines, and what that put into each table; nobody knows it yet. Once in a process: torch takes an
+    op's name only once, and a worker may be given these tests in several parts."""
+    tables = method._METHODS, _registry.OPS, _family.FAMILIES
+    known = [dict(table) for table in tables]
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
     path.write_text("\n\n".join(blocks))
     names: dict = {"__name__": "page", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), names)
-    yield names
-    for table, before in zip((method._METHODS, _registry.OPS, _family.FAMILIES), known):
-        table.clear()
-        table.update(before)
+    added = []
+    for table, before in zip(tables, known):
+        added.append((table, {name: table.pop(name) for name in table.keys() - before.keys()}))
+    return names, added
+
+
+@pytest.fixture
+def page(defined, monkeypatch):
+    """The names that the page defines, known while the test runs."""
+    names, added = defined
+    for table, entries in added:
+        for name, entry in entries.items():
+            monkeypatch.setitem(table, name, entry)
+    return names
 
 
 @pytest.mark.parametrize("name", ["newest", "meanest"])
