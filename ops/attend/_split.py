@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 
@@ -15,6 +15,12 @@ def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.const
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     m = (g < G)[:, None] & (d < D)[None, :]
     return tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
+
+
+@triton.jit
+def over_nothing(N: tl.constexpr, DP: tl.constexpr):
+    """The running softmax of N queries before any token: peaks, sums and weighted values."""
+    return tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32), tl.zeros((N, DP), tl.float32)
 
 
 @triton.jit
@@ -91,10 +97,14 @@ def tile_of(q: Tensor) -> int:
 
 
 class Parts:
-    """Scratch for `splits` partial results per (row, kv head), and the launch that combines them."""
+    """Scratch for `splits` partial results per (row, kv head), and the launch that combines them.
 
-    def __init__(self, q: Tensor, heads: int, splits: int):
+    Two programs for each multiprocessor in all, at most one for each of the `tiles` of a kv head.
+    """
+
+    def __init__(self, q: Tensor, heads: int, tiles: int):
         batch, q_heads, _, d = q.shape
+        splits = max(1, min(tiles, cdiv(2 * sm_count(q.device), batch * heads)))
         self.group = q_heads // heads
         self.gp, self.dp = max(16, next_power_of_2(self.group)), next_power_of_2(d)
         self.splits, self.heads = splits, heads
@@ -106,7 +116,7 @@ class Parts:
         return {"G": self.group, "GP": self.gp, "DP": self.dp}
 
     def combine(self, q: Tensor, length: Tensor, sink_logits: Tensor | None) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = result_like(q)
         batch, _, _, d = q.shape
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, out if sink_logits is None else sink_logits, out, length, out.stride(0),
@@ -116,7 +126,12 @@ class Parts:
         return out
 
 
-def empty_result(q: Tensor) -> Tensor:
+def result_like(q: Tensor, *_: object) -> Tensor:
+    """For the answers to one query of each row; the fake of all ops that give these."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def empty_result(q: Tensor, *_: object) -> Tensor:
     """For the answers to many queries: [batch, heads, tokens, head_dim], tokens before heads in memory."""
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
 
@@ -141,3 +156,15 @@ def softmax_attention(q: Tensor, rows: Tensor, live: Tensor, attention: Attentio
     p = (z - top).exp()
     total = total + p.sum(-1, keepdim=True)
     return ((p @ v) / torch.where(total > 0, total, 1.0)).to(q.dtype)
+
+
+def causal_attention(q: Tensor, rows: Tensor, attention: Attention) -> Tensor:
+    """The same where the tokens of `q` are the last of `rows` and see themselves and what is before them."""
+    out, past = empty_result(q), rows.shape[2] - q.shape[2]
+    for first in range(0, q.shape[2], QUERIES):
+        some = slice(first, min(first + QUERIES, q.shape[2]))
+        position = past + torch.arange(some.start, some.stop, device=q.device)
+        end = past + some.stop
+        live = torch.arange(end, device=q.device) <= position[:, None]
+        out[:, :, some] = softmax_attention(q[:, :, some], rows[:, :, :end], live, attention)
+    return out

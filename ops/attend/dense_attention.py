@@ -5,8 +5,17 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
-from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops._triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops.attend._split import (
+    Parts,
+    load_query,
+    over_nothing,
+    result_like,
+    softmax_attention,
+    step,
+    store_part,
+    tile_of,
+)
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
 
@@ -34,9 +43,7 @@ def _attend(
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-    top = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DP), tl.float32)
+    top, total, acc = over_nothing(GP, DP)
     end = tl.load(length + b)
     # Contiguous shares, so that every program streams; a short context uses few of them.
     share = tl.cdiv(tl.cdiv(tl.maximum(end, 0), TILE), splits) * TILE
@@ -51,19 +58,14 @@ def launch(q, far, lengths, attention) -> Tensor:
     (pool,) = far
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     tile = tile_of(q)
-    # Two programs an SM with three stages in flight each: 4.1 TB/s at 128K on an H200, the rate of a copy.
-    splits = max(1, min(cdiv(rows, tile), cdiv(2 * sm_count(q.device), batch * heads)))
-    parts = Parts(q, heads, splits)
-    _attend[(batch * heads, splits)](
+    parts = Parts(q, heads, cdiv(rows, tile))
+    # Three stages in flight in each program: 4.1 TB/s at 128K on an H200, the rate of a copy.
+    _attend[(batch * heads, parts.splits)](
         q, pool, lengths.length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows,
-        attention.scale, attention.softcap, splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
-        **chained(q.device, batch * heads * splits),
+        attention.scale, attention.softcap, parts.splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
+        **chained(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 
 
-def fake(q, *_) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-dense_attention = register("dense_attention", reference, impls=(by_triton(launch),), fake=fake, check=check)
+dense_attention = register("dense_attention", reference, impls=(by_triton(launch),), fake=result_like, check=check)

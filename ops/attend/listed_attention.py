@@ -8,8 +8,17 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
-from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops._triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops.attend._split import (
+    Parts,
+    load_query,
+    over_nothing,
+    result_like,
+    softmax_attention,
+    step,
+    store_part,
+    tile_of,
+)
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.tables import check_one
 from torchsparsekv.ops.store.views import Attention, Far, Listed, OneQuery, Requests
@@ -45,9 +54,7 @@ def _attend(
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-    top = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DP), tl.float32)
+    top, total, acc = over_nothing(GP, DP)
     for tile in range(split, tl.cdiv(n * P, TILE), splits):
         token = tile * TILE + tl.arange(0, TILE)
         place = bh * n + token // P
@@ -61,18 +68,13 @@ def _attend(
 def launch(q, far, at, fill, requests, block_size, attention) -> Tensor:
     (rows,), (count, heads, n) = far, at.shape
     tile = tile_of(q)
-    splits = max(1, min(cdiv(n * block_size, tile), cdiv(2 * sm_count(q.device), count * heads)))
-    parts = Parts(q, heads, splits)
-    _attend[(count * heads, splits)](
+    parts = Parts(q, heads, cdiv(n * block_size, tile))
+    _attend[(count * heads, parts.splits)](
         q, rows, at, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows.shape[2], n,
-        attention.scale, attention.softcap, splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
-        num_stages=2, **chained(q.device, count * heads * splits),
+        attention.scale, attention.softcap, parts.splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
+        num_stages=2, **chained(q.device, count * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, requests.length, attention.sink_logits)
 
 
-def fake(q, *_) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-listed_attention = register("listed_attention", reference, impls=(by_triton(launch),), fake=fake, check=check)
+listed_attention = register("listed_attention", reference, impls=(by_triton(launch),), fake=result_like, check=check)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops.attend._split import QUERIES, empty_result, softmax_attention
+from torchsparsekv.ops.attend._split import causal_attention, empty_result
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, NewKeys, Queries
 
@@ -36,17 +36,10 @@ def reference(
         if n < 0:
             out[b] = torch.nan
             continue
-        new = n - n0
-        first = q.shape[2] - new
+        first = q.shape[2] - (n - n0)
         past = as_numbers(far.rows[b, :, :n0], k.dtype)
         rows = torch.cat([past, rows_of(k[b], v[b])[:, first:]], 1)[None]
-        for i in range(0, new, QUERIES):
-            x = q[b, :, first + i : first + min(i + QUERIES, new)][None]
-            end = n0 + i + x.shape[2]
-            pos = torch.arange(n0 + i, end, device=q.device)
-            live = torch.arange(end, device=q.device) <= pos[:, None]
-            part = softmax_attention(x, rows[:, :, :end], live, attention)
-            out[b, :, first + i : first + i + x.shape[2]] = part[0]
+        out[b, :, first:] = causal_attention(q[b : b + 1, :, first:], rows, attention)[0]
     return out
 
 
@@ -80,21 +73,29 @@ def _brought(past: Tensor) -> Iterator[Tensor]:
         yield torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def beyond_torch(q: Tensor, past: bool, attention: Attention) -> bool:
+    """Soft caps, and a past or sinks in fp32: what torch has no kernel for."""
+    more = past or attention.sink_logits is not None
+    return bool(attention.softcap) or (q.dtype == torch.float32 and more)
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, attention: Attention) -> Tensor:
+    """One row of the batch with its past, or rows without one, [batch, heads, tokens, head_dim]."""
+    if pieces is None and attention.sink_logits is None:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scale, enable_gqa=gqa)
+    return over_past(q, k, v, pieces or (), attention).to(q.dtype)
 
 
 def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
     """No kernel of ours: what torch has for it, with the past in pieces."""
     host = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack(lengths[:2]).cpu()
     bounds = list(zip(*host.tolist()))
-    past = any(n0 for n0, _ in bounds)
-    sinks = attention.sink_logits is not None
-    if attention.softcap or (q.dtype == torch.float32 and (past or sinks)):
+    if beyond_torch(q, any(n0 for n0, _ in bounds), attention):
         return reference(q, k, v, far, lengths, attention, spans)
-    tokens, scale = q.shape[2], attention.scale
-    if not sinks and all(bound == (0, tokens) for bound in bounds):
-        out = causal(q, k, v, scale)
+    tokens = q.shape[2]
+    if attention.sink_logits is None and all(bound == (0, tokens) for bound in bounds):
+        out = by_torch(q, k, v, None, attention)
         return out if out.transpose(1, 2).is_contiguous() else empty_result(q).copy_(out)
     out = empty_result(q).zero_()
     for b, (n0, n) in enumerate(bounds):
@@ -103,16 +104,11 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
         elif n > n0:
             new = slice(tokens - (n - n0), None)
             x, y, z = (t[b : b + 1, :, new] for t in (q, k, v))
-            plain = not (n0 or sinks)
-            part = causal(x, y, z, scale) if plain else over_past(x, y, z, _brought(far.rows[b, :, :n0]), attention)
-            out[b, :, new] = part[0].to(q.dtype)
+            pieces = _brought(far.rows[b, :, :n0]) if n0 else None
+            out[b, :, new] = by_torch(x, y, z, pieces, attention)[0]
     return out
 
 
-def fake(q, *_) -> Tensor:
-    return empty_result(q)
-
-
 prompt_attention = register(
-    "prompt_attention", reference, impls=(by_triton(launch),), fake=fake, check=check, capturable=False
+    "prompt_attention", reference, impls=(by_triton(launch),), fake=empty_result, check=check, capturable=False
 )

@@ -11,7 +11,16 @@ from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
-from torchsparsekv.ops.attend._split import Parts, load_query, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops.attend._split import (
+    Parts,
+    load_query,
+    over_nothing,
+    result_like,
+    softmax_attention,
+    step,
+    store_part,
+    tile_of,
+)
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, Reach
 
@@ -63,9 +72,7 @@ def _attend(
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-    top = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DP), tl.float32)
+    top, total, acc = over_nothing(GP, DP)
     i = tl.arange(0, TILE)
     end, begin = tl.load(length + b), tl.load(begins + (bh if PER_HEAD else b))
     near_tiles = tl.cdiv(ring_rows, TILE)
@@ -112,7 +119,7 @@ def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
 def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
     """csrc/sparse_attention.cu"""
     batch, heads, ring_rows, _, d = near.ring.shape
-    out, warps, p = fake(q), NATIVE_WARPS, hot.rows.shape[3]
+    out, warps, p = result_like(q), NATIVE_WARPS, hot.rows.shape[3]
     begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
@@ -127,24 +134,18 @@ def _launch_triton(q, near, hot, lengths, reach, attention) -> Tensor:
     (batch, heads, ring_rows), (frontier, fill) = near.ring.shape[:3], reach
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
     tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch
-    tiles = cdiv(ring_rows, tile) + cdiv(n * p, tile)
-    splits = max(1, min(tiles, cdiv(2 * sm_count(q.device), batch * heads)))
-    parts = Parts(q, heads, splits)
-    _attend[(batch * heads, splits)](
+    parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile))
+    _attend[(batch * heads, parts.splits)](
         q, near.ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill, lengths.length,
         lengths.ring_begin if frontier is None else frontier, parts.acc, parts.top, parts.total, q.stride(0),
         q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, lengths.sink, attention.scale,
-        attention.softcap, splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **parts.shape(), num_stages=2, **chained(q.device, batch * heads * splits),
+        attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
+        **parts.shape(), num_stages=2, **chained(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 
 
-def fake(q, *_) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
 sparse_attention = register(
-    "sparse_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake,
+    "sparse_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=result_like,
     check=check,
 )  # fmt: skip

@@ -14,8 +14,8 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._triton import cdiv
-from torchsparsekv.ops.attend._split import QUERIES, softmax_attention
-from torchsparsekv.ops.attend.prompt_attention import PIECE, causal, over_past
+from torchsparsekv.ops.attend._split import causal_attention, result_like
+from torchsparsekv.ops.attend.prompt_attention import PIECE, beyond_torch, by_torch
 from torchsparsekv.ops.store.rows import as_numbers, rows_of
 from torchsparsekv.ops.store.tables import check_one
 from torchsparsekv.ops.store.views import I32, Attention, Far, FlatTokens
@@ -46,30 +46,19 @@ def reference(
     x, new = q.transpose(0, 1), rows_of(k, v).transpose(0, 1)
     pieces = [as_numbers(piece, k.dtype) for piece in _past(far, table, past, block_size, past or 1)]
     rows = torch.cat([*pieces, new], 1)[None]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    position = past + torch.arange(q.shape[0], device=q.device)
-    for i in range(0, q.shape[0], QUERIES):
-        some = position[i : i + QUERIES]
-        live = torch.arange(rows.shape[2], device=q.device) <= some[:, None]
-        out[i : i + QUERIES] = softmax_attention(x[None, :, i : i + QUERIES], rows, live, attention)[0].transpose(0, 1)
-    return out
+    return causal_attention(x[None], rows, attention)[0].transpose(0, 1).contiguous()
 
 
 def launch(q, k, v, far, table, past, block_size, attention) -> Tensor:
     """No kernel of ours: what torch has for it."""
-    if attention.softcap or (q.dtype == torch.float32 and (past or attention.sink_logits is not None)):
+    if beyond_torch(q, past > 0, attention):
         return reference(q, k, v, far, table, past, block_size, attention)
     x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
-    if past or attention.sink_logits is not None:
-        most = max(PIECE // block_size, 1) * block_size
-        out = over_past(x, y, z, _past(far, table, past, block_size, most), attention).to(q.dtype)
-    else:
-        out = causal(x, y, z, attention.scale)
-    return out[0].transpose(0, 1).contiguous()
+    most = max(PIECE // block_size, 1) * block_size
+    pieces = _past(far, table, past, block_size, most) if past else None
+    return by_torch(x, y, z, pieces, attention)[0].transpose(0, 1).contiguous()
 
 
-def fake(q, *_) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-table_prompt = register("table_prompt", reference, impls=(by_triton(launch),), fake=fake, check=check, capturable=False)
+table_prompt = register(
+    "table_prompt", reference, impls=(by_triton(launch),), fake=result_like, check=check, capturable=False
+)

@@ -12,7 +12,7 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.attend._split import QUERIES, empty_result, fold, softmax_attention, tile_of
+from torchsparsekv.ops.attend._split import QUERIES, empty_result, fold, over_nothing, softmax_attention, tile_of
 from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Near, NewKeys, Queries
 
@@ -53,9 +53,7 @@ def _over_ring(
 ):  # fmt: skip
     """Over the tokens from `low` up to `n0`, which are in the ring."""
     d, i = tl.arange(0, DP), tl.arange(0, TILE)
-    top = tl.full((COLUMNS,), float("-inf"), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    acc = tl.zeros((COLUMNS, DP), tl.float32)
+    top, total, acc = over_nothing(COLUMNS, DP)
     for tile in range(low, n0, TILE):
         pos = tile + i
         m = (pos < n0)[:, None] & (d < D)[None, :]
@@ -122,8 +120,4 @@ def launch(q, k, v, near, lengths, attention, window) -> Tensor:
     return out
 
 
-def fake(q, *_) -> Tensor:
-    return empty_result(q)
-
-
-window_attention = register("window_attention", reference, impls=(by_triton(launch),), fake=fake, check=check)
+window_attention = register("window_attention", reference, impls=(by_triton(launch),), fake=empty_result, check=check)

@@ -28,9 +28,17 @@ def load_keys(
     k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, live, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The keys of these positions where `live`, else 0: new ones from `k`, the others from the pool."""
+    col = (tokens - n + pos).to(tl.int64)[:, None]
+    stored = row_at(pool, bh, pos[:, None], pool_rows, D)
+    return load_fresh(k + b * k_b + h * k_h + col * k_s, stored, (pos >= n0)[:, None], live[:, None], D, DP)
+
+
+@triton.jit
+def load_fresh(new, stored, fresh, live, D: tl.constexpr, DP: tl.constexpr):
+    """Keys [n, DP] where `live`, else 0: from `new` where they are `fresh`, else as they are `stored` in the pool. All
+    four are [n, 1]."""
     d = tl.arange(0, DP)[None, :]
-    fresh, live, there = (pos >= n0)[:, None], live[:, None], d < D
-    col = (tokens - n + pos).to(tl.int64)
-    x = tl.load(k + b * k_b + h * k_h + col[:, None] * k_s + d, mask=fresh & live & there, other=0.0)
-    old = load_key(row_at(pool, bh, pos[:, None], pool_rows, D), d, ~fresh & live, there, D)
+    there = d < D
+    x = tl.load(new + d, mask=fresh & live & there, other=0.0)
+    old = load_key(stored, d, ~fresh & live, there, D)
     return tl.where(fresh, x, old.to(x.dtype))

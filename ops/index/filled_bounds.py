@@ -4,14 +4,14 @@
 before them from the pool. A digest is made anew from all keys of its block: nothing is left in it of what was there
 before an engine gave the block to another request.
 """
-
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops.index._leaving import load_fresh
 from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
-from torchsparsekv.ops.store.rows import as_numbers, keys_of, load_key, row_at
+from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_at
 from torchsparsekv.ops.store.tables import check_one
 from torchsparsekv.ops.store.views import Digests, Far, FlatTokens, RowOfToken
 
@@ -41,16 +41,13 @@ def _bounds(
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     last = tl.load(to + t)
     if (last >= 0) & (last % P == P - 1):
-        back, d = tl.arange(0, P) - (P - 1), tl.arange(0, DP)[None, :]
+        back, every = tl.arange(0, P) - (P - 1), tl.full((P,), True, tl.int1)
         token, row = t + back, last + back
         # Tokens of a request follow one another, here and in a block.
         fresh = (tl.load(to + tl.maximum(token, 0)) == row) & (token >= 0)
-        there = d < D
-        x = tl.load(k + token[:, None] * k_t + h * k_h + d, mask=fresh[:, None] & there, other=0.0)
-        old = load_key(row_at(pool, h, row, pool_rows, D)[:, None], d, ~fresh[:, None], there, D)
-        x = tl.where(fresh[:, None], x, old.to(x.dtype)).to(tl.float32)
-        every = tl.full((P,), True, tl.int1)
-        store_digest(x, every, centre, spread, h * blocks + last // P, BALL, MEAN, LIMIT, D, DP)
+        new, stored = k + token[:, None] * k_t + h * k_h, row_at(pool, h, row, pool_rows, D)[:, None]
+        x = load_fresh(new, stored, fresh[:, None], every[:, None], D, DP)
+        store_digest(x.to(tl.float32), every, centre, spread, h * blocks + last // P, BALL, MEAN, LIMIT, D, DP)
 
 
 def launch(k, to, far, digests) -> None:

@@ -13,7 +13,6 @@ Sort and gather are torch's, on the device and without waiting for it; the kerne
 program per (row, head, tile of tokens) that goes over all nodes by tensor cores (128K keys against 8K nodes are 0.27
 TFLOP a kv head and no score is stored), and the copy into the index by page.
 """
-
 import torch
 from torch import Tensor
 

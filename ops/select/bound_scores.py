@@ -35,18 +35,22 @@ def check(q, digests, lengths) -> None:
     check_spread(digests)
 
 
-def widths(spread: Tensor) -> Tensor:
+def _widths(spread: Tensor) -> Tensor:
     """Spreads in fp32; one that saturated says nothing, so that the bound stays a bound."""
     x = spread.float()
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
+def bound(q: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
+    """What each digest allows the best of its query heads, [batch, heads, digests]."""
+    x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
+    size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
+    return (x @ centre.float().transpose(-1, -2) + size @ _widths(spread).transpose(-1, -2)).amax(2)
+
+
 def reference(q: AnyQuery, digests: Digests, lengths: Lengths) -> tuple[Tensor, Tensor]:
     centre, spread, block_size, _ = digests
-    x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
-    scores = x @ centre.float().transpose(-1, -2)
-    size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
-    scores = (scores + size @ widths(spread).transpose(-1, -2)).amax(2)
+    scores = bound(q, centre, spread)
     block = torch.arange(centre.shape[2], device=q.device)
     live = (block >= lengths.sink // block_size) & (block < lengths.ring_begin[:, None] // block_size)
     scores = scores.masked_fill(~live[:, None], -torch.inf)
@@ -55,16 +59,17 @@ def reference(q: AnyQuery, digests: Digests, lengths: Lengths) -> tuple[Tensor, 
 
 @triton.jit
 def bounds_of(
-    q, q_h, h, centre, spread, at, item, there, live, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
+    q, q_b, q_h, b, h, centre, spread, head, blocks, block, place, first, end, BOX: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """For every digest `item` [n] that is `live` what each of the G query heads of kv head `h` can make of it, [n, GP],
-    else -inf; `at` [n, 1] is where its channels begin. Those that are not `there` are not read."""
+    """What the G query heads of kv head `h` can make of the digests of some of the `blocks` of a `head`, [n, GP]; -inf
+    where the `place` of a block in row `b` is not from `first` to `end`."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     m = (g < G)[None, :] & (d < D)[:, None]
-    x = tl.load(q + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
-    at = at + d[None, :]
-    m = there[:, None] & (d < D)[None, :]
+    x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
+    at = (head * blocks + block[:, None]) * D + d[None, :]
+    m = (place < end)[:, None] & (d < D)[None, :]
     c = tl.load(centre + at, mask=m, other=0.0).to(DOT)
     s = tl.dot(c, x.to(DOT), input_precision="ieee")
     if BOX:
@@ -75,8 +80,8 @@ def bounds_of(
     else:
         x = x.to(tl.float32)
         norm = tl.sqrt(tl.sum(x * x, 0))
-        s += tl.load(spread + item, mask=there, other=0.0)[:, None] * norm[None, :]
-    return tl.where((g < G)[None, :] & live[:, None], s, float("-inf"))
+        s += tl.load(spread + head * blocks + block, mask=place < end, other=0.0)[:, None] * norm[None, :]
+    return tl.where((g < G)[None, :] & ((place < end) & (place >= first))[:, None], s, float("-inf"))
 
 
 @triton.jit
@@ -93,10 +98,9 @@ def _scores(
     end = tl.load(ring_begin + b) // P
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
-        at = (bh * blocks + block[:, None]) * D
         s = bounds_of(
-            q + b * q_b, q_h, h, centre, spread, at, bh * blocks + block, block < end, (block < end) & (block >= first),
-            BOX, G, GP, D, DP, DOT, LIMIT, UNBOUNDED,
+            q, q_b, q_h, b, h, centre, spread, bh, blocks, block, block, first, end, BOX, G, GP, D, DP, DOT, LIMIT,
+            UNBOUNDED,
         )  # fmt: skip
         best = tl.max(s, 1)
     tl.store(out + bh * blocks + block, best, mask=block < blocks)

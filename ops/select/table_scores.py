@@ -13,7 +13,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
-from torchsparsekv.ops.select.bound_scores import bounds_of, dot_type, widths
+from torchsparsekv.ops.select.bound_scores import bound, bounds_of, dot_type
 from torchsparsekv.ops.store.tables import check_one, check_tables, near_begin, near_begin_of
 from torchsparsekv.ops.store.views import Digests, OneQuery, Requests
 
@@ -29,15 +29,11 @@ def check(q, digests, requests) -> None:
 
 def reference(q: OneQuery, digests: Digests, requests: Requests) -> tuple[Tensor, Tensor]:
     (centre, spread, block_size, _), table = digests, requests.table
-    heads = centre.shape[1]
-    x = q[:, :, 0].unflatten(1, (heads, -1)).float()
     place = torch.arange(table.shape[1], device=q.device)
     live = (place >= requests.sink // block_size) & (place < near_begin(requests, block_size)[:, None] // block_size)
     ids = torch.where(live, table, 0).long()
-    size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
-    middle, wide = (t[0].float()[:, ids].transpose(0, 1) for t in (centre, widths(spread)))
-    scores = (x @ middle.transpose(-1, -2) + size @ wide.transpose(-1, -2)).amax(2)
-    scores = scores.masked_fill(~live[:, None], -torch.inf)
+    of_requests = (t[0][:, ids].transpose(0, 1) for t in (centre, spread))
+    scores = bound(q, *of_requests).masked_fill(~live[:, None], -torch.inf)
     return scores, peaks_of(scores)
 
 
@@ -53,10 +49,10 @@ def _scores(
     end = near_begin_of(tl.load(length + b), sink, window, P) // P
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > sink // P):
-        live = (place < end) & (place >= sink // P) & (place < places)
-        item = h * blocks + tl.load(table + b * places + place, mask=live, other=0)
+        end = tl.minimum(end, places)
+        block = tl.load(table + b * places + place, mask=place < end, other=0)
         s = bounds_of(
-            q + b * q_b, q_h, h, centre, spread, item[:, None] * D, item, live, live, BOX, G, GP, D, DP, DOT, LIMIT,
+            q, q_b, q_h, b, h, centre, spread, h, blocks, block, place, sink // P, end, BOX, G, GP, D, DP, DOT, LIMIT,
             UNBOUNDED,
         )  # fmt: skip
         best = tl.max(s, 1)
