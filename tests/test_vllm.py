@@ -2,8 +2,6 @@
 
 On a GPU the other side is also vLLM's Triton backend; transformers' greedy tokens are it everywhere.
 """
-import contextlib
-import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -24,7 +22,7 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     tie_word_embeddings=False,
 )  # fmt: skip
-GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+GRAPHS = (1, 2, 4, 8, 16)  # requests
 SMALL = {"block_size": 16, "sink": 16, "window": 16}
 
 
@@ -42,26 +40,13 @@ def llama(tmp_path_factory):
     return str(path), model
 
 
-@contextlib.contextmanager
 def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options):
-    """A vLLM that is gone afterwards."""
-    compilation = {"mode": 0, "custom_ops": ["none"], **(GRAPHS if graphs else {})}
-    ours = {"additional_config": {"torchsparsekv": options.pop("ours")}} if "ours" in options else {}
     usual = dict(
-        skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
-        block_size=16, seed=0, generation_config="vllm", disable_log_stats=False, enforce_eager=not graphs,
-        attention_config={"backend": backend}, disable_custom_all_reduce=True, compilation_config=compilation,
-        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
-        kv_cache_memory_bytes=64 << 20, enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
+        graphs=GRAPHS if graphs else (), dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
+        block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
     )  # fmt: skip
-    llm = vllm.LLM(path, **(usual | ours | options))
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        vllm.distributed.cleanup_dist_env_and_memory()
+    return serve.engine(path, backend, **(usual | options))
 
 
 def tokens_of(llm, prompts: list[list[int]], new: int = NEW):

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,31 +73,31 @@ def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
     ours = {"method": o.method, "kv": place, "budget": o.budget}
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     share = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes} if total else {}
     return dict(
-        load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=context + o.grows,
-        max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK, seed=0, enforce_eager=not graphs,
-        attention_config={"backend": BACKENDS[place]}, enable_prefix_caching=False, generation_config="vllm",
-        compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, disable_log_stats=True,
-        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
-        **({} if place == "triton" else {"additional_config": {"torchsparsekv": ours}}), **share,
+        graphs=sizes if total else (), load_format="dummy", dtype="bfloat16", max_model_len=context + o.grows,
+        max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK, enable_prefix_caching=False,
+        disable_log_stats=True, ours=None if place == "triton" else ours, **share,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def serving(o: Options, place: str, context: int) -> Iterator[Any]:
-    """A vLLM with random weights, gone afterwards."""
+def engine(
+    path: str, backend: str, *, graphs: Sequence[int] = (), ours: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """A vLLM that is gone afterwards, with graphs for decode steps of so many requests each; without any it is eager.
+
+    ours: what the library is told.
+    """
     import vllm
-    from transformers import AutoConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    fields = dict(_common.SHAPES[o.shape])
-    with tempfile.TemporaryDirectory() as folder:
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
-        config.architectures = ["LlamaForCausalLM"]
-        config.save_pretrained(folder)
-        llm = vllm.LLM(folder, **engine_options(o, place, context))
-    llm.apply_model(_randomise)
+    captured = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*graphs]} if graphs else {}
+    told = {"additional_config": {"torchsparsekv": ours}} if ours is not None else {}
+    llm = vllm.LLM(
+        path, attention_config={"backend": backend}, skip_tokenizer_init=True, generation_config="vllm", seed=0,
+        enforce_eager=not graphs, compilation_config={"mode": 0, "custom_ops": ["none"], **captured},
+        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}, **told, **options,
+    )  # fmt: skip
     try:
         yield llm
     finally:
@@ -105,6 +105,21 @@ def serving(o: Options, place: str, context: int) -> Iterator[Any]:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def serving(o: Options, place: str, context: int) -> Iterator[Any]:
+    """An engine with random weights."""
+    from transformers import AutoConfig
+
+    fields = dict(_common.SHAPES[o.shape])
+    with tempfile.TemporaryDirectory() as folder:
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        with engine(folder, BACKENDS[place], **engine_options(o, place, context)) as llm:
+            llm.apply_model(_randomise)
+            yield llm
 
 
 def _randomise(model: torch.nn.Module) -> None:

@@ -203,8 +203,7 @@ def blocks_of_longest(config: VllmConfig) -> int:
 
 def host_room(config: VllmConfig) -> int:
     """Bytes of host memory that this process may fill with keys and values."""
-    impls = [x.impl for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
-    free, said = host.available() // config.parallel_config.world_size, impls[0].options.host_gib
+    free, said = host.available() // config.parallel_config.world_size, ours_in(config)[0].options.host_gib
     if said is not None and said * GIB > free:
         raise MemoryError(f"torchsparsekv: host_gib={said:g}, and {free / GIB:.2f} GiB of host memory are free")
     return int(free * USABLE if said is None else said * GIB)
@@ -214,9 +213,13 @@ def _is_ours(layer: object) -> bool:
     return isinstance(getattr(layer, "impl", None), Impl)
 
 
+def ours_in(config: VllmConfig) -> list[Impl]:
+    return [x.impl for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
+
+
 def plan_host(config: VllmConfig) -> None:
     """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device."""
-    stores = [x.impl.store for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
+    stores = [impl.store for impl in ours_in(config)]
     longest, room = blocks_of_longest(config), host_room(config)
     most, wanted = room // sum(s.host_bytes for s in stores), config.cache_config.num_gpu_blocks_override
     if wanted is None and torch.cuda.is_available():
