@@ -97,7 +97,7 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
         raise TypeError(f"method must be a name, got {name!r}")
     if name == method.name:
         hyper = {**given, **hyper}
-    elif name != "full":
+    else:
         hyper = {**_handed_on(name, given), **hyper}
     return make_method(name, **hyper), hyper
 
@@ -105,8 +105,9 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
 def _handed_on(name: str, given: dict) -> dict:
     """What `patch` was told for all methods, as far as another one than its own has a use for it."""
     of = all_methods().get(name)
-    useless = {"budget"} if of is not None and not of.retrieves else set()
-    return {n: given[n] for n in COMMON if n in given and n not in useless}
+    if of is None or of.dense:
+        return {}
+    return {n: given[n] for n in COMMON if n in given and (of.retrieves or n != "budget")}
 
 
 def _whose_budget(entry: object, said: str) -> str:
