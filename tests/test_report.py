@@ -103,7 +103,10 @@ def texts(figure) -> list[str]:
 
 def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
-    assert len(found) == 4, "three shapes, and one of them at batch 8 too"
+    assert [f.tag for f in found] == [
+        "llama-3.1-8b", "llama-3.1-8b, 128K", "llama-3.1-8b, 512K", "llama-3.1-8b, batch 8", "qwen2.5-7b-1m, 1M",
+        "qwen3-8b, 128K",
+    ], "lines, and bars where something has one context only"  # fmt: skip
     axes = found[0].figure.axes[0]
     both = [r for name in ("h200_decode_short.json", "h200_decode.json") for r in rows(name) if r["batch"] == 1]
     for method in ("full", "quest", "arkvale"):
@@ -116,8 +119,10 @@ def test_time_per_token(plt):
     said: dict[str, set] = {}  # by shape; files of other versions have figures of their own
     for f in found:
         said.setdefault(f.sources[0].options["shape"], set()).update(texts(f.figure))
-    assert {"quest", "dense", "arkvale", "pariskv, budget 100", "quest, 0 dense layers"} <= said["llama-3.1-8b"]
-    assert {"HF static cache: 53 ms", "quest, locality 0", "cuDNN"} <= said["llama-3.1-8b"]
+    assert {"quest", "dense", "arkvale, volume=ball", "pariskv, budget 100"} <= set(texts(found[0].figure))
+    assert {"HF static cache: 53 ms", "cuDNN"} <= set(texts(found[0].figure))
+    assert {"quest, locality 0", "arkvale, locality 0, pool in int8"} <= set(texts(found[1].figure))
+    assert "quest, 0 dense layers" in texts(found[2].figure)
     value = lambda name, method: f"{next(r['tpot_ms'] for r in rows(name) if r['method'] == method):.2f}"  # noqa: E731
     assert value("h200_decode_1m.json", "full") in said["qwen2.5-7b-1m"], "of one context, bars with their values"
     assert value("h200_decode_qwen3.json", "quest") in said["qwen3-8b"]
@@ -140,6 +145,19 @@ def test_other_hyper_parameters_are_another_line(tmp_path):
     (tmp_path / "more.json").write_text(json.dumps(head | {"rows": [mine, {**mine, "hyper": "block_size=32"}]}))
     found = speed.lines(load([tmp_path / "more.json"]))
     assert [label for label, _, _ in found] == ["quest", "quest, block_size=32"]
+
+
+def test_another_pool_is_another_line_and_older_files_had_the_usual_one(tmp_path):
+    head = json.loads((RESULTS / "h200_decode_int8.json").read_text())
+    packed, usual = head["options"], head["options"] | {"pool_dtype": "auto"}
+    older = {k: v for k, v in usual.items() if k != "pool_dtype"}
+    for i, options in enumerate((older, usual, packed)):
+        (tmp_path / f"{i}.json").write_text(json.dumps(head | {"options": options}))
+    names = lambda *files: {label for label, _, _ in speed.lines(load([tmp_path / f"{i}.json" for i in files]))}  # noqa: E731
+    methods = {"quest", "arkvale", "pariskv", "prkv"}
+    assert names(0, 1) == names(0) >= methods
+    assert names(0, 2) >= {f"{m}, pool in int8" for m in methods} | methods
+    assert names(2, 1) >= {f"{m}, pool in the model's type" for m in methods} | methods
 
 
 def test_stages_add_up(plt):

@@ -14,7 +14,10 @@ NAMES = {
 # Options that make a method another line, and how they are said.
 SETUP = {
     "budget": "budget {}", "skip_layers": "{} dense layers", "locality": "locality {}", "offload": "pool in {} memory",
+    "pool_dtype": "pool in {}",
 }  # fmt: skip
+BEFORE = {"pool_dtype": "auto"}  # what acted in files that are older than an option
+SAID = {"auto": "the model's type"}
 FLOOR = 256
 DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step beside sink and window."
 PROMPT = (("ttft_ms", "milliseconds", ".0f"), ("peak_GiB", "peak GPU memory, GiB, weights included", ".1f"))
@@ -23,6 +26,11 @@ MISSES, BESIDE = "misses", "(beside)"
 
 def name(method: str) -> str:
     return NAMES.get(method, method)
+
+
+def named(row: dict) -> str:
+    """The method of a row, and what it has else than its defaults."""
+    return name(row["method"]) + (f", {row['hyper']}" if "hyper" in row else "")
 
 
 def counted(sources: Iterable[Result]) -> str:
@@ -44,16 +52,32 @@ def tpot(plt, results: list[Result]) -> list[Drawn]:
         for batch in sorted({r["batch"] for s in every for r in s.rows}):
             sources = [s for s in every if batch in {r["batch"] for r in s.rows}]
             series, floor = lines(sources, batch), _floor(sources, batch)
-            several = len({x for _, _, points in series for x, _ in points}) > 1
-            figure = (tpot_lines if several else _tpot_bars)(plt, series, floor)
             tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
-            out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag))
+            for context in contexts(series):
+                figure = (tpot_lines if context is None else _tpot_bars)(plt, within(series, context), floor)
+                own = "" if context is None else f", {style.tokens(context)}"
+                out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag + own))
     return out
+
+
+def contexts(series: Sequence[Line]) -> list[int | None]:
+    """A figure each: None is of the lines over several contexts, then those contexts of which a line has no other."""
+    over = [points for _, _, points in series if len(points) > 1]
+    alone = {points[0][0] for _, method, points in series if len(points) == 1 and method != STATIC}
+    return [*([None] if over else []), *sorted(alone)]
+
+
+def within(series: Sequence[Line], context: int | None) -> list[Line]:
+    """What belongs in that figure. HF's static cache has one point, so slow that it would flatten bars."""
+    if context is None:
+        return [line for line in series if len(line[2]) > 1 or line[1] == STATIC]
+    at = [(label, method, [p for p in points if p[0] == context]) for label, method, points in series]
+    return [line for line in at if line[2] and line[1] != STATIC]
 
 
 def _tpot_bars(plt, series: Sequence[Line], floor: float | None):
     """Of one context there is no line to draw."""
-    rows = [(label, points[0][1], style.colour(method)) for label, method, points in series]
+    rows = sorted(((label, points[0][1], style.colour(method)) for label, method, points in series), key=lambda r: r[1])
     if floor:
         rows.append((f"floor: {FLOOR} tokens", floor, style.GRID))
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.4 * len(rows)))
@@ -112,16 +136,15 @@ def _floor(sources: list[Result], batch: int) -> float | None:
 
 def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside: Sequence[str] = ()) -> list[Line]:
     """The first file's setup is the plain one; what others do differently is in the label, but for what is `aside`."""
-    first = sources[0].options
+    first = BEFORE | sources[0].options
     out: dict[tuple[str, str], dict[int, float]] = {}
     for s in sources:
         for r in s.rows:
             if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR) or not r.get(column):
                 continue
-            said = {k: v for k, v in s.options.items() if k not in aside}
+            said = {k: v for k, v in (BEFORE | s.options).items() if k not in aside}
             other = "" if r["method"] in NAMES else _difference(first, said)
-            own = f", {r['hyper']}" if "hyper" in r else ""
-            out.setdefault((name(r["method"]) + own + other, r["method"]), {}).setdefault(r["context"], r[column])
+            out.setdefault((named(r) + other, r["method"]), {}).setdefault(r["context"], r[column])
     return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
 
 
@@ -131,8 +154,8 @@ def _difference(first: dict, options: dict) -> str:
 
 def setup(options: dict) -> list[str]:
     """The options of SETUP that were recorded, in words."""
-    told = {k: f"{v:g}" if isinstance(v, float) else v for k, v in options.items()}
-    return [words.format(told[k]) for k, words in SETUP.items() if k in told]
+    told = {k: f"{v:g}" if isinstance(v, float) else v for k, v in options.items() if k in SETUP}
+    return [words.format(SAID.get(told[k], told[k])) for k, words in SETUP.items() if k in told]
 
 
 # ---------------------------------------------------------------- throughput
@@ -150,14 +173,14 @@ def throughput(plt, results: list[Result]) -> list[Drawn]:
 
 def _against_batch(axes, rows: list[dict]) -> None:
     ends = []
-    for method in dict.fromkeys(r["method"] for r in rows):
+    for method, label in dict.fromkeys((r["method"], named(r)) for r in rows):
         shade = style.colour(method)
-        points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if r["method"] == method)
+        points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if named(r) == label)
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=shade)
         for x, y, cap in points:
             axes.annotate(f"{y:.0f} in {cap:g} GiB", (x, y), (7, -13), textcoords="offset points", fontsize=8,
                           color=style.SOFT)  # fmt: skip
-        ends.append((*points[-1][:2], name(method), shade))
+        ends.append((*points[-1][:2], label, shade))
     axes.set_xlabel("batch: the largest that fits")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
@@ -172,8 +195,7 @@ def _throughput_of(plt, sources: list[Result]) -> Drawn:
     if len(caps) > 1:
         _against_batch(axes, rows)
     else:
-        label = lambda r: f"{name(r['method'])}, batch {r['batch']}"  # noqa: E731
-        shown = [(label(r), r["tokens_per_s"], style.colour(r["method"])) for r in rows]
+        shown = [(f"{named(r)}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for r in rows]
         style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
     o = sources[0].options
     host = f", and 0.85 of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
@@ -193,28 +215,31 @@ def memory(plt, results: list[Result]) -> list[Drawn]:
     for sources in by_model(of(results, DECODE)):
         single = [s for s in sources if 1 in {r["batch"] for r in s.rows}]
         series = {where: lines(single, 1, f"{where}_GiB", ("locality",)) for where in ("device", "host")}
-        every = sorted({x for _, _, points in series["device"] for x, _ in points})
-        if not every:
-            continue
-        height = 3.8 if len(every) > 1 else 0.9 + 0.35 * len(series["device"])
-        figure, panels = plt.subplots(1, 2, figsize=(8.6, height))
-        figure.subplots_adjust(wspace=0.75)
-        for axes, (where, found) in zip(panels, series.items()):
-            _memory_panel(axes, found, every)
-            axes.set_title({"device": "GPU memory", "host": "pinned host memory"}[where])
         note = f"The cache of one row, read off its tensors; weights and activations are not in it. {counted(single)}"
-        out.append(Drawn(figure, note, tuple(single), str(sources[0].options.get("shape"))))
+        for context in contexts(series["device"]):
+            tag = str(sources[0].options.get("shape")) + ("" if context is None else f", {style.tokens(context)}")
+            figure = _memory_of(plt, {where: within(found, context) for where, found in series.items()}, context)
+            out.append(Drawn(figure, note, tuple(single), tag))
     return out
 
 
-def _memory_panel(axes, series: Sequence[Line], contexts: Sequence[int]) -> None:
-    if len(contexts) == 1:
+def _memory_of(plt, series: dict[str, list[Line]], context: int | None):
+    figure, panels = plt.subplots(1, 2, figsize=(8.6, 3.8 if context is None else 0.9 + 0.35 * len(series["device"])))
+    figure.subplots_adjust(wspace=0.75)
+    for axes, (where, found) in zip(panels, series.items()):
+        _memory_panel(axes, found, context)
+        axes.set_title({"device": "GPU memory", "host": "pinned host memory"}[where])
+    return figure
+
+
+def _memory_panel(axes, series: Sequence[Line], context: int | None) -> None:
+    if context is not None:
         shown = [(label, points[0][1], style.colour(method)) for label, method, points in series]
-        return style.bars(axes, shown, f"GiB at {style.tokens(contexts[0])}", ".1f")
+        return style.bars(axes, shown, f"GiB at {style.tokens(context)}", ".1f")
     ends = []
     for label, method, points in series:
         ends.append((*points[-1], label, _draw(axes, (label, method, points))))
-    style.token_axis(axes, contexts, "context")
+    style.token_axis(axes, sorted({x for _, _, points in series for x, _ in points}), "context")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GiB")
     style.name_lines(axes, ends)
@@ -232,16 +257,16 @@ def _stages(plt, source: Result) -> Drawn:
     contexts = sorted({r["context"] for r in rows})
     names = [k for k in dict.fromkeys(r["kernel"] for r in rows if r["method"] != "full") if MISSES not in k]
     shades = {k: style.STAGES[i % len(style.STAGES)] for i, k in enumerate(names)}
-    methods = list(dict.fromkeys(r["method"] for r in rows))
+    methods = list(dict.fromkeys(named(r) for r in rows))
     figure, panels = plt.subplots(
         len(contexts), 1, figsize=(8.6, (0.9 + 0.42 * len(methods)) * len(contexts)), squeeze=False
     )
     figure.subplots_adjust(hspace=0.75)
     for axes, context in zip(panels.flat, contexts):
         for y, method in enumerate(reversed(methods)):
-            mine = {r["kernel"]: r["us"] for r in rows if (r["context"], r["method"]) == (context, method)}
+            mine = {r["kernel"]: r["us"] for r in rows if (r["context"], named(r)) == (context, method)}
             _stage_bar(axes, y, mine, shades)
-        axes.set_yticks(range(len(methods)), [name(m) for m in reversed(methods)])
+        axes.set_yticks(range(len(methods)), methods[::-1])
         axes.grid(axis="y", visible=False)
         axes.set_title(f"context {style.tokens(context)}")
     panels.flat[-1].set_xlabel("microseconds of one layer, in a CUDA graph")
@@ -283,9 +308,9 @@ def prefill(plt, results: list[Result]) -> list[Drawn]:
 def _prefill(plt, source: Result) -> Drawn:
     figure, panels = plt.subplots(1, 2, figsize=(8.6, 0.9 + 0.35 * len(source.rows)))
     figure.subplots_adjust(wspace=0.25)
-    named = [(f"{name(r['method'])}, {style.tokens(r['context'])}", style.colour(r["method"]), r) for r in source.rows]
+    labelled = [(f"{named(r)}, {style.tokens(r['context'])}", style.colour(r["method"]), r) for r in source.rows]
     for axes, (column, title, form) in zip(panels, PROMPT):
-        style.bars(axes, [(label, r[column], shade) for label, shade, r in named], "", form)
+        style.bars(axes, [(label, r[column], shade) for label, shade, r in labelled], "", form)
         axes.set_title(title)
     panels[1].set_yticklabels([])
     note = (
