@@ -64,6 +64,45 @@ def test_prkv_and_icecache():
     assert found in tables(page)
 
 
+STAGES = {
+    "quest": ("scores", "top blocks"), "pariskv": ("points", "collide", "rerank", "top of the candidates"),
+}  # fmt: skip
+
+
+def stages_of(name: str, method: str, context: int) -> dict[str, dict]:
+    found = [r for r in rows_of(name) if r["method"] == method and r.get("context") in (context, None)]
+    return {r["kernel"]: r for r in found}
+
+
+def stages(method: str) -> list[list[str]]:
+    """A line for every stage: microseconds before and now, and the least it could be, at both contexts."""
+    now = "h200_kernels.json"
+    rates = [stages_of(now, "torch", 0)[f"read {what}"]["GB_per_s"] for what in ("in HBM", "of pinned host memory")]
+    ours = ("append", "index update (nothing leaves)", *STAGES[method], "fetch, all hits", "attention")
+    out = []
+    for stage in (*ours, "select, all of it (beside)", "fetch, nearly all misses"):
+        out.append([method, stage])
+        for context in (131072, 524288):
+            old = stages_of("earlier/" + now, method, context).get(stage)
+            r = stages_of(now, method, context)[stage]
+            least = max(r["us"] * r.get("GB_per_s", 0) / rates[stage.startswith("fetch")], 1.2)
+            limit = "-" if "beside" in stage else f"{least:.1f}"
+            out[-1] += [f"{old['us']:.1f}" if old else "-", f"{r['us']:.1f}", limit]
+    return out
+
+
+def test_where_the_time_of_a_layer_goes():
+    page = ROOT / "docs/results.md"
+    assert stages("quest") + stages("pariskv") in tables(page)
+    rows = rows_of("h200_decode.json")
+    step = next(r["tpot_ms"] for r in rows if (r["method"], r["context"]) == ("quest", 131072))
+    parts = stages_of("h200_kernels.json", "quest", 131072)
+    mine = 30 * sum(r["us"] for stage, r in parts.items() if "beside" not in stage and "misses" not in stage) / 1e3
+    dense = 2 * stages_of("h200_kernels.json", "full", 131072)["dense attention"]["us"] / 1e3
+    said = f"takes {step:.2f} ms. 30 sparse layers of the six stages are {mine:.2f} of it, two dense ones {dense:.2f}; "
+    assert f"{said}the other {step - mine - dense:.1f} are" in " ".join(page.read_text().split())
+
+
 def test_when_every_block_is_new():
     words = " ".join((ROOT / "docs/results.md").read_text().split())
     for file, said in {
