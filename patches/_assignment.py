@@ -118,12 +118,13 @@ def _whose_budget(entry: object, said: str) -> str:
 
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:
-    """A budget that was given and does not fit is refused; a default is lowered."""
-    if method.dense or method.budget <= limit:
+    """What was given and does not fit is refused; a default budget is lowered."""
+    if method.dense:
         return method
-    if "budget" in given:
-        if max_length is not None:
-            raise ValueError(f"budget {method.budget} is above max_length {max_length}")
+    for name in COMMON if max_length is not None else ():
+        if name in given and getattr(method, name) > max_length:
+            raise ValueError(f"{name} {getattr(method, name)} is above max_length {max_length}")
+    if method.budget <= limit or "budget" in given:
         return method
     budget = max(limit // method.block_size, 1) * method.block_size
     try:

@@ -158,3 +158,31 @@ def test_refused_and_untouched(row):
     with pytest.raises(row.error, match=row.says):
         row.act(model)
     assert snapshot(model) == before
+
+
+def test_decode_past_the_end_is_never_an_answer():
+    """Where a check costs nothing it raises; on a GPU it would stall every step, so there the row turns into NaN."""
+    model = tiny()
+    with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
+        cache = handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        for _ in range(2):  # tokens 21 and 22 still fit
+            assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
+        kept = [layer.state.far.rows.clone() for layer in cache.layers]
+        if DEVICE.type == "cpu":
+            with pytest.raises(ValueError, match="1 tokens after 22 overrun this cache of max_length 22"):
+                model(IDS[:, :1], past_key_values=cache)
+        else:
+            assert model(IDS[:, :1], past_key_values=cache).logits.isnan().all()
+        assert all(torch.equal(layer.state.far.rows, old) for layer, old in zip(cache.layers, kept)), "overwritten"
+
+
+def test_compiled_decode_past_the_end_is_nan():
+    """No check is left in a compiled step: what the row lengths do there is seen on a CPU as well."""
+    model = tiny(num_hidden_layers=2)
+    with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
+        cache = handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        out = [step(IDS[:, :1].clone(), past_key_values=cache).logits for _ in range(4)]
+    assert [(bool(x.isfinite().all()), bool(x.isnan().all())) for x in out] == 2 * [(True, False)] + 2 * [(False, True)]
