@@ -24,6 +24,13 @@ def over_nothing(N: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
+def begun(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The query heads of one kv head, and their softmax over nothing."""
+    top, total, acc = over_nothing(GP, DP)
+    return load_query(q, q_b, q_h, b, h, G, GP, D, DP), top, total, acc
+
+
+@triton.jit
 def capped(z, softcap):
     """Logits behind the soft cap of the model, if it has one."""
     if softcap > 0:

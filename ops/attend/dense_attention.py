@@ -6,16 +6,7 @@ from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, tl, triton
-from torchsparsekv.ops.attend._split import (
-    Parts,
-    load_query,
-    over_nothing,
-    result_like,
-    softmax_attention,
-    step,
-    store_part,
-    tile_of,
-)
+from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
 
@@ -42,8 +33,7 @@ def _attend(
     chain(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-    top, total, acc = over_nothing(GP, DP)
+    x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
     end = tl.load(length + b)
     # Contiguous shares, so that every program streams; a short context uses few of them.
     share = tl.cdiv(tl.cdiv(tl.maximum(end, 0), TILE), splits) * TILE

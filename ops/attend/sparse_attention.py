@@ -11,16 +11,7 @@ from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
-from torchsparsekv.ops.attend._split import (
-    Parts,
-    load_query,
-    over_nothing,
-    result_like,
-    softmax_attention,
-    step,
-    store_part,
-    tile_of,
-)
+from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, Reach
 
@@ -71,8 +62,7 @@ def _attend(
     chain(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-    top, total, acc = over_nothing(GP, DP)
+    x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
     i = tl.arange(0, TILE)
     end, begin = tl.load(length + b), tl.load(begins + (bh if PER_HEAD else b))
     near_tiles = tl.cdiv(ring_rows, TILE)
