@@ -18,7 +18,8 @@ from torchsparsekv.ops.store.place_page import place_page
 from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Scored, Tree, View
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 
-PAGES = 16  # that a budget should hold, as in the paper: 256 tokens in pages of 16
+PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
+LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
 RANKS = ("codes", "keys")
@@ -32,8 +33,8 @@ class IceCache(Method):
     levels: of the tree, with that of the leaves.
     promotion: "quota", one token of every 1 / r, drawn; or "random", each token with chance r, as the paper's text has
         it (its code has a quota).
-    page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 16
-        pages (64 tokens: 4 each).
+    page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
+        pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
     field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. At 1.0 the
         choice is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes
         to fill the budget with their pages.
@@ -90,8 +91,9 @@ class IceCache(Method):
         """`page_size`, or what it is by default."""
         if self.page_size is not None:
             return self.page_size
-        share = max(1, self.budget // PAGES) if isinstance(self.budget, int) else 1
-        return min(16, 1 << (share.bit_length() - 1))
+        budget = self.budget if isinstance(self.budget, int) else 1
+        share = max(budget // PAGES, min(budget // FEWER, SMALLEST), 1)
+        return min(LARGEST, 1 << (share.bit_length() - 1))
 
     def effective(self) -> dict[str, object]:
         return super().effective() | {"page_size": self.block_size}
