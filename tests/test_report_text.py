@@ -95,3 +95,16 @@ def test_it_is_the_first_on_the_page_before_the_table_of_scores(file, tmp_path):
     assert nav.index("#text") < nav.index("#scores") < nav.index("#accuracy")
     for said in (f"{STEPS} steps", "text.jsonl", "perplexity: of the scored tokens"):
         assert said in page
+
+
+def test_its_caption_names_defaults_that_have_changed_since(file, plt, tmp_path):
+    (drawn,) = text.text(plt, load([file]))
+    assert "Defaults have changed" not in drawn.caption
+    head, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for r in rows:
+        if (r["method"], r["budget"]) == ("quest", 32):
+            r["hyper"] |= {"digest": "bfloat16"}
+    old = tmp_path / "old.jsonl"
+    old.write_text("\n".join(map(json.dumps, (head, *rows))) + "\n")
+    (drawn,) = text.text(plt, load([old]))
+    assert "Defaults have changed since: here quest at 32 with digest=bfloat16. " in drawn.caption
