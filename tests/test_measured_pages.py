@@ -128,6 +128,28 @@ def test_a_pool_in_8_bits():
     assert found in tables(ROOT / "docs/quality.md")
 
 
+def kl_of(name: str, method: str, budget: int) -> float:
+    rows = map(json.loads, (RESULTS / "quality" / name).read_text().splitlines())
+    return statistics.fmean(
+        statistics.fmean(r["kl"]) for r in rows if (r.get("method"), r.get("budget")) == (method, budget)
+    )
+
+
+def test_the_pages_of_icecache():
+    """What its default for 256 tokens stands on."""
+    all_of_it = "text/text_2048_h200.jsonl"
+    now, then = (kl_of(name, "icecache", 256) for name in ("pages/text_2048_icecache_cpu.jsonl", all_of_it))
+    clusters = kl_of(all_of_it, "clusterkv", 256)
+    quality = " ".join((ROOT / "docs/quality.md").read_text().split())
+    assert f"has a KL of {now:.4f}," in quality
+    assert f"{now / clusters:.2f} times that of `clusterkv`" in quality
+    assert now / clusters < 1.1 < then / clusters
+    said = " ".join((PAGES / "icecache.md").read_text().split())
+    assert f"is {now:.3f} with 8 and {then:.3f} with 16, where `clusterkv` has {clusters:.3f}" in said
+    each = [kl_of(f"pages/text_2048_icecache{n}_short_cpu.jsonl", "icecache", 256) for n in (4, 8, 16)]
+    assert "it was {:.3f} with 4, {:.3f} with 8 and {:.3f} with 16".format(*each) in said
+
+
 def test_two_gpus():
     found = []
     for context in (131072, 524288):
