@@ -296,7 +296,7 @@ def _dense_attention(w: World):
 
 
 def _prompt_attention(w: World):
-    attention = Attention(w.dim**-0.5, 0.0, w.sink_logits() if w.pick(False, False, True) else None)
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 0.0, 5.0), w.sink_logits() if w.pick(False, False, True) else None)
     spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
     return (w.q, w.k, w.v, w.far(w.start), w.lengths_view, attention, spans)
 

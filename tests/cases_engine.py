@@ -111,7 +111,7 @@ def _attention(w: World) -> Attention:
 def table_prompt(w: World):
     past = w.pick(min(w.lengths[0], w.blocks * w.block), 0)
     q, k, v = (t[0].transpose(0, 1) for t in (w.q, w.k, w.v))
-    attention = Attention(w.dim**-0.5, 0.0, w.sink_logits() if w.pick(False, False, True) else None)
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 0.0, 5.0), w.sink_logits() if w.pick(False, False, True) else None)
     return (q, k, v, pool(w), requests(w).table[0], past, w.block, attention)
 
 

@@ -103,7 +103,7 @@ def test_its_caption_names_defaults_that_have_changed_since(file, plt, tmp_path)
     head, *rows = [json.loads(line) for line in file.read_text().splitlines()]
     for r in rows:
         if (r["method"], r["budget"]) == ("quest", 32):
-            r["hyper"] |= {"digest": "bfloat16"}
+            r["hyper"] |= {"digest": "bfloat16", "since gone": 1}
     old = tmp_path / "old.jsonl"
     old.write_text("\n".join(map(json.dumps, (head, *rows))) + "\n")
     (drawn,) = text.text(plt, load([old]))

@@ -33,6 +33,7 @@ PAGES = sorted((QUALITY / "pages").glob("*.jsonl"))  # one method, with pages of
 TAUS = sorted((QUALITY / "tau").glob("*.jsonl"))
 RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
 PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which takes one kind of pool only
+ON_CPU = sorted((QUALITY / "recall_cpu").glob("*.jsonl"))  # few samples; not on the page beside those of the H200
 REUSE = QUALITY / "icecache/reuse.jsonl"
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
@@ -126,6 +127,21 @@ def test_the_retrieval_rates_of_louiskv():
     assert [want] in tables(ROOT / "benchmarks/results/README.md")
 
 
+def test_the_scores_on_a_cpu():
+    """A line for every method: at each budget the mean of the five tasks, of samples that all of them have."""
+    want = []
+    for path in ON_CPU:
+        rows = [r for r in read(path)[0] if "benchmark" not in r]
+        cells = {}
+        for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in rows):
+            mine = [r for r in rows if (r["method"], r["budget"]) == (method, budget)]
+            assert len(mine) == 5 * 8
+            cells[budget] = f"{statistics.fmean(r['score'] for r in mine):.2f}"
+        assert cells.pop(None) == "0.98"
+        want.append([path.stem.removesuffix("_8192"), *(cells[b] for b in sorted(cells))])
+    assert want in tables(ROOT / "docs/quality.md")
+
+
 def test_what_reuse_costs_icecache():
     """Means of the tasks, in the order of the file."""
     rows = [r for r in read(REUSE)[0] if "benchmark" not in r]
@@ -141,7 +157,7 @@ def test_what_reuse_costs_icecache():
     assert want in tables(ROOT / "benchmarks/results/README.md")
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *TEXTS, *PAGES, *PACKED, REUSE], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *ON_CPU, *TEXTS, *PAGES, *PACKED, REUSE], ids=lambda p: p.name)
 def test_a_file_says_what_made_it(path):
     lines, whole = read(path)
     assert whole == path.stat().st_size, "no line is cut off"
@@ -172,7 +188,7 @@ def holds(head: dict, options: dict) -> None:
     assert options | head["options"] == head["options"] | options
 
 
-@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*FILES, *TAUS, *RATES, *ON_CPU], ids=lambda p: p.name)
 def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
     lines, _ = read(path)
     asked = set()
