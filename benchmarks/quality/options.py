@@ -1,5 +1,6 @@
 """What to evaluate, and which settings of `patch` that means."""
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ from torchsparsekv.method import all_methods, make_method
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+OF_THE_PATCH = ("skip_layers", "pool_dtype")  # of what is told, and no hyper-parameters
 
 
 # All that leave something out. The dense model always runs beside them, and has no other answers than `full`.
@@ -92,6 +94,13 @@ class Setting:
     @property
     def label(self) -> str:
         return self.method if self.budget is None else f"{self.method} {self.budget}"
+
+
+def defaults_since(patch: dict[str, Any], method: str, hyper: dict[str, Any]) -> list[str]:
+    """Hyper-parameters, as they acted, that what `patch` was told would not mean by today's defaults."""
+    told = {k: v for k, v in patch.items() if k not in OF_THE_PATCH}
+    now = json.loads(json.dumps(make_method(method, **told).effective()))
+    return [f"{k}={v}" for k, v in hyper.items() if now.get(k, v) != v]
 
 
 def settings(o: Compared) -> list[Setting]:

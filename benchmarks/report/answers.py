@@ -1,9 +1,8 @@
 """Figures of `eval`: accuracy against budget, where needles are found, and which heads keep the attention weight."""
-import json
 import statistics
 from collections.abc import Callable, Sequence
 
-from torchsparsekv.benchmarks.quality.options import DENSE
+from torchsparsekv.benchmarks.quality.options import DENSE, defaults_since
 from torchsparsekv.benchmarks.quality.store import key
 from torchsparsekv.benchmarks.quality.summary import head_means
 from torchsparsekv.benchmarks.report import style
@@ -19,10 +18,8 @@ from torchsparsekv.benchmarks.report.scores import (
     ordered,
     task_order,
 )  # fmt: skip
-from torchsparsekv.method import make_method
 
 COMMAND = "torchsparsekv eval"
-OF_THE_PATCH = ("skip_layers", "pool_dtype")  # of what is told, and no hyper-parameters
 DEPTHS = 5  # rows of the needle map
 SPREAD = 0.5  # of the depths that a task must cover to be in it
 MEAN = "mean of the tasks"
@@ -37,19 +34,15 @@ def counted(rows: list[dict]) -> str:
         cells.setdefault((r["task"], r["length"]), set()).add(r["index"])
     sizes = ordered(len(x) for x in cells.values())
     n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return f"{n} samples per task and length, the same for every method. {defaults_since(rows)}{budget_counts(rows)}"
+    return f"{n} samples per task and length, the same for every method. {changed(rows)}{budget_counts(rows)}"
 
 
-def defaults_since(rows: list[dict]) -> str:
+def changed(rows: list[dict]) -> str:
     """Where what a method was told would mean something else by today's defaults, in words."""
     found: dict[str, None] = {}
     for r in rows:
-        if r.get("hyper"):
-            told = {k: v for k, v in r["patch"].items() if k not in OF_THE_PATCH}
-            now = json.loads(json.dumps(make_method(r["method"], **told).effective()))
-            other = [f"{k}={v}" for k, v in r["hyper"].items() if now.get(k, v) != v]
-            if other:
-                found[f"{r['method']} at {r['budget']} with {', '.join(other)}"] = None
+        if r.get("hyper") and (other := defaults_since(r["patch"], r["method"], r["hyper"])):
+            found[f"{r['method']} at {r['budget']} with {', '.join(other)}"] = None
     return f"Defaults have changed since: here {'; '.join(found)}. " if found else ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torchsparsekv.benchmarks.quality import text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
 from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.answers import budget_counts, defaults_since, holding
+from torchsparsekv.benchmarks.report.answers import budget_counts, changed, holding
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure
 from torchsparsekv.benchmarks.report.load import TEXT, Result
 from torchsparsekv.benchmarks.report.scores import budgets, groups, method_order, ordered
@@ -39,7 +39,7 @@ def _caption(source: Result, rows: list[dict]) -> str:
         f"{rows[0]['length'] - steps} tokens of prompt, taken in exactly, then {steps} steps through the method, each "
         f"after the true tokens. Dashed: the dense model; dotted: full, which leaves nothing out. {_noise(rows)}"
         "Attention weight and reads are of the layers that are not dense; oracle and full read every key. "
-        f"{_short(rows)}{defaults_since(rows)}{budget_counts(rows)}"
+        f"{_short(rows)}{changed(rows)}{budget_counts(rows)}"
     )
 
 
