@@ -279,6 +279,13 @@ def test_settings_of_a_run():
     assert (small["cluster_size"], large["cluster_size"]) == (4, 16), "a default that depends on the budget"
 
 
+def test_streaming_may_have_the_whole_length_in_its_window(model, tmp_path):
+    """Window and budget together are above the length, of which neither is."""
+    table = evaluate(model, tmp_path, ("streaming",), budgets=(LENGTH // 16 * 16,), samples=2, probe=0)
+    assert table["chain streaming"]["density"] == 1.0
+    assert table["chain streaming"]["score"] == table["chain dense"]["score"]
+
+
 # ---------------------------------------------------------------- what it refuses
 
 PARISKV_FEW = "pariskv.beta=0.1"

@@ -5,6 +5,8 @@ import statistics
 from test_cli import ROOT
 from test_results import tables
 
+from torchsparsekv.benchmarks.quality.text_summary import summarize
+from torchsparsekv.benchmarks.report.load import load
 from torchsparsekv.benchmarks.report.turns import RULES, verdict
 from torchsparsekv.benchmarks.speed import _text_rates
 
@@ -129,10 +131,8 @@ def test_a_pool_in_8_bits():
 
 
 def kl_of(name: str, method: str, budget: int) -> float:
-    rows = map(json.loads, (RESULTS / "quality" / name).read_text().splitlines())
-    return statistics.fmean(
-        statistics.fmean(r["kl"]) for r in rows if (r.get("method"), r.get("budget")) == (method, budget)
-    )
+    (result,) = load([RESULTS / "quality" / name])
+    return next(r["kl"] for r in summarize(result.rows) if (r["method"], r["budget"]) == (method, budget))
 
 
 def test_the_pages_of_icecache():

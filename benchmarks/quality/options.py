@@ -103,6 +103,12 @@ def defaults_since(patch: dict[str, Any], method: str, hyper: dict[str, Any]) ->
     return [f"{k}={v}" for k, v in hyper.items() if now.get(k, v) != v]
 
 
+def widened(method: str) -> bool:
+    """Whether it gets the budget in its window, to attend to as many tokens as the others."""
+    cls = all_methods()[method]
+    return not cls.retrieves and not cls.dense
+
+
 def settings(o: Compared) -> list[Setting]:
     """The dense model, then every method at every budget; `full` has no budget, so it comes once."""
     out, hyper = [Setting(DENSE, None, None)], parse(o.hyper)
@@ -110,8 +116,8 @@ def settings(o: Compared) -> list[Setting]:
         cls = all_methods()[method]
         for budget in o.budgets[:1] if cls.dense else o.budgets:
             patch = {"budget": budget, "sink": o.sink, "window": o.window, **hyper.get(method, {})}
-            if not cls.retrieves and not cls.dense:
-                patch["window"] += budget  # so that it attends to as many tokens as the others
+            if widened(method):
+                patch["window"] += budget
             means = make_method(method, **patch).effective()
             patch |= {"skip_layers": o.skip_layers, **pool_told(o.pool_dtype)}
             out.append(Setting(method, None if cls.dense else budget, patch, means))

@@ -20,6 +20,7 @@ from torchsparsekv.benchmarks.quality.options import (
     check_compared,
     resolved,
     settings,
+    widened,
 )
 from torchsparsekv.benchmarks.quality.sources import Sample, Source, load
 from torchsparsekv.benchmarks.quality.store import Store, key
@@ -91,7 +92,10 @@ def runner(source: Source, setting: Setting, length: int, o: Options) -> Iterato
 
 def patched(model, setting: Setting, length: int, o: Compared):
     offload: Any = o.offload
-    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, **(setting.patch or {}))
+    told = dict(setting.patch or {})
+    if told and widened(setting.method):
+        told["window"] = min(told["window"], length)  # window and budget together may be all there is, and more
+    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, **told)
 
 
 def cost(report, rows: int) -> dict:

@@ -39,10 +39,10 @@ def counted(rows: list[dict]) -> str:
 
 def changed(rows: list[dict]) -> str:
     """Where what a method was told would mean something else by today's defaults, in words."""
-    found: dict[str, None] = {}
-    for r in rows:
-        if r.get("hyper") and (other := defaults_since(r["patch"], r["method"], r["hyper"])):
-            found[f"{r['method']} at {r['budget']} with {', '.join(other)}"] = None
+    found = []
+    for (method, budget), r in {(r["method"], r["budget"]): r for r in rows if r.get("hyper")}.items():
+        if other := defaults_since(r["patch"], method, r["hyper"]):
+            found.append(f"{method} at {budget} with {', '.join(other)}")
     return f"Defaults have changed since: here {'; '.join(found)}. " if found else ""
 
 

@@ -55,8 +55,7 @@ def tpot(plt, results: list[Result]) -> list[Drawn]:
             tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
             for context in contexts(series):
                 figure = (tpot_lines if context is None else _tpot_bars)(plt, within(series, context), floor)
-                own = "" if context is None else f", {style.tokens(context)}"
-                out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag + own))
+                out.append(Drawn(figure, _tpot_note(sources, batch), tuple(sources), tag + _of(context)))
     return out
 
 
@@ -65,6 +64,10 @@ def contexts(series: Sequence[Line]) -> list[int | None]:
     over = [points for _, _, points in series if len(points) > 1]
     alone = {points[0][0] for _, method, points in series if len(points) == 1 and method != STATIC}
     return [*([None] if over else []), *sorted(alone)]
+
+
+def _of(context: int | None) -> str:
+    return "" if context is None else f", {style.tokens(context)}"
 
 
 def within(series: Sequence[Line], context: int | None) -> list[Line]:
@@ -217,7 +220,7 @@ def memory(plt, results: list[Result]) -> list[Drawn]:
         series = {where: lines(single, 1, f"{where}_GiB", ("locality",)) for where in ("device", "host")}
         note = f"The cache of one row, read off its tensors; weights and activations are not in it. {counted(single)}"
         for context in contexts(series["device"]):
-            tag = str(sources[0].options.get("shape")) + ("" if context is None else f", {style.tokens(context)}")
+            tag = str(sources[0].options.get("shape")) + _of(context)
             figure = _memory_of(plt, {where: within(found, context) for where, found in series.items()}, context)
             out.append(Drawn(figure, note, tuple(single), tag))
     return out
