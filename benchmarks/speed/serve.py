@@ -6,6 +6,7 @@ time that they would take. What is timed are decode steps of the whole engine, s
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import tempfile
@@ -90,6 +91,7 @@ def engine(
     """
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     captured = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*graphs]} if graphs else {}
     told = {"additional_config": {"torchsparsekv": ours}} if ours is not None else {}
@@ -102,9 +104,9 @@ def engine(
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
         cleanup_dist_env_and_memory()
+        # The next engine is to have a pool of its own: torch takes none whose graphs are all gone.
+        type(current_platform)._global_graph_pool = None
 
 
 @contextlib.contextmanager
@@ -189,14 +191,26 @@ def run(o: Options, out: Path | None = None) -> dict:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # steps are called from here
     _common.prepare((o.method,), o)
     rows: list[dict] = []
-    for context in o.contexts:
-        for place in o.places:
-            with stored_prompts(o.most), serving(o, place, context) as llm:
-                room = min(admitted(llm, o, context), o.most)
-                for batch in dict.fromkeys(b or room for b in o.batches):
-                    row = {"place": place, "context": context, "batch": batch, "admitted": admitted(llm, o, context)}
-                    row |= measure(llm, o, batch, context) if batch <= room else {}
-                    print(row, flush=True)
-                    rows.append(row)
-                    _results.save("serve", rows, dataclasses.asdict(o), out)
+    for context, place in itertools.product(o.contexts, o.places):
+        for row in rows_of(o, place, context):
+            print(row, flush=True)
+            rows.append(row)
+            _results.save("serve", rows, dataclasses.asdict(o), out)
+        _free()
     return _results.finish("serve", rows, dataclasses.asdict(o), out)
+
+
+def rows_of(o: Options, place: str, context: int) -> Iterator[dict]:
+    """Of one engine, by batch."""
+    with stored_prompts(o.most), serving(o, place, context) as llm:
+        room = min(admitted(llm, o, context), o.most)
+        for batch in dict.fromkeys(b or room for b in o.batches):
+            row = {"place": place, "context": context, "batch": batch, "admitted": admitted(llm, o, context)}
+            yield row | (measure(llm, o, batch, context) if batch <= room else {})
+
+
+def _free() -> None:
+    """What an engine had, when nothing holds it any more: the next one asks for most of the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
