@@ -162,7 +162,7 @@ def config_of(path: str, ours: object = None, **options):
     given = ours if ours is not None else {"method": "quest"}
     usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_config={"backend": "CUSTOM"})
     args = usual | {"additional_config": {"torchsparsekv": given}, "skip_tokenizer_init": True} | options
-    return vllm.engine.arg_utils.EngineArgs(path, **args).create_engine_config()
+    return importlib.import_module("vllm.engine.arg_utils").EngineArgs(path, **args).create_engine_config()
 
 
 def layer(config, **options):
