@@ -228,17 +228,28 @@ def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
     with pytest.raises(MemoryError, match=r"host_gib=1.5, and 1.00 GiB of host memory are free"):
         engine.plan_host(config)
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
-    made = layer(config)
-    block = made.store.host_bytes
+    block = layer(config).store.host_bytes
     monkeypatch.setattr(engine.host, "available", lambda: 20 * block)
     with pytest.raises(MemoryError, match=r"17 blocks of 16 tokens take .* GiB of host memory, .* may be used"):
         engine.plan_host(config)
-    monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
-    engine.plan_host(config)
-    assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths of it hold, of 65 for all requests
+    layer(config)
     config.cache_config.num_gpu_blocks_override = 41
+    monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
     with pytest.raises(MemoryError, match="41 blocks"):
         engine.plan_host(config)
+
+
+def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkeypatch):
+    """Whoever is next to look, a layer or a rank, finds that less is free; the pool is pinned from the fifth left."""
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    made = layer(config)
+    for free in (50, 48):
+        monkeypatch.setattr(engine.host, "available", lambda: free * made.store.host_bytes)  # noqa: B023
+        engine.plan_host(config)
+        assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
+    config.cache_config.num_gpu_blocks = 40
+    engine.Builder(None, ["0"], config, torch.device("cpu"))
+    assert made.store.far is not None
 
 
 def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeypatch):
