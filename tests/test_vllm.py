@@ -5,10 +5,13 @@ On a GPU the other side is also vLLM's Triton backend; transformers' greedy toke
 import importlib
 import importlib.metadata
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
+import vllm_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
@@ -80,11 +83,12 @@ def expected(llama):
     return out
 
 
+PLACED = [*itertools.product(("quest", "arkvale"), ("device", "host"))]
 WAYS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-@pytest.mark.parametrize(("method", "kv"), [*itertools.product(("quest", "arkvale"), ("device", "host"))])
+@pytest.mark.parametrize(("method", "kv"), PLACED)
 def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method, kv, graphs):
     """In few blocks: requests are preempted and their blocks given to others. In chunks; prefixes are computed once."""
     ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
@@ -95,6 +99,26 @@ def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method,
         assert alike == expected[-1:]
         assert [x.num_cached_tokens for x in done[-3:]] > [0, 0, 0]
         assert counter(llm, "vllm:num_preemptions") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
+@pytest.mark.parametrize("graphs", WAYS)
+def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, pytestconfig):
+    """Each has half of the heads. With host memory that they see differently, they plan as many blocks."""
+    told = {}
+    for method, kv in PLACED:
+        ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
+        blocks = {"num_gpu_blocks_override": vllm_ranks.PLANNED} if kv == "device" else {}
+        told[f"{method} {kv}"] = {"graphs": graphs, "ours": ours, **blocks}
+    loaded = pytestconfig.option.plugins
+    found = ranks.torchrun("vllm_ranks.py", llama[0], json.dumps(told), *loaded, gpus=True)
+    assert set(found) == set(told)
+    for name, each in found.items():
+        for rank in each:
+            assert rank["tokens"] == expected, name
+            assert (rank["heads"], rank["blocks"]) == ([1, 1], vllm_ranks.PLANNED), name
+            assert rank["preempted"] > 0, name
 
 
 @pytest.mark.gpu
