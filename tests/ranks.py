@@ -38,15 +38,15 @@ def compare(path: Path) -> dict:
     return found
 
 
-def torchrun(script: str, *arguments: str) -> dict:
-    """What rank 0 of two found, by a script in this folder."""
+def torchrun(script: str, *arguments: str, gpus: bool = False) -> dict:
+    """What rank 0 of two found, by a script in this folder. gpus: the GPUs that there are may be used."""
     here = Path(__file__).parent
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(here / script)]
     path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     run = [sys.executable, *launch, *arguments]
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]  # the launcher's own last words are long
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND "))
 

@@ -5,10 +5,13 @@ On a GPU the other side is also vLLM's Triton backend; transformers' greedy toke
 import importlib
 import importlib.metadata
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
+import vllm_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
@@ -80,11 +83,12 @@ def expected(llama):
     return out
 
 
+PLACED = [*itertools.product(("quest", "arkvale"), ("device", "host"))]
 WAYS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-@pytest.mark.parametrize(("method", "kv"), [*itertools.product(("quest", "arkvale"), ("device", "host"))])
+@pytest.mark.parametrize(("method", "kv"), PLACED)
 def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method, kv, graphs):
     """In few blocks: requests are preempted and their blocks given to others. In chunks; prefixes are computed once."""
     ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
@@ -95,6 +99,26 @@ def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method,
         assert alike == expected[-1:]
         assert [x.num_cached_tokens for x in done[-3:]] > [0, 0, 0]
         assert counter(llm, "vllm:num_preemptions") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
+@pytest.mark.parametrize("graphs", WAYS)
+def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, pytestconfig):
+    """Each has half of the heads. With host memory that they see differently, they plan as many blocks."""
+    told = {}
+    for method, kv in PLACED:
+        ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
+        blocks = {"num_gpu_blocks_override": vllm_ranks.PLANNED} if kv == "device" else {}
+        told[f"{method} {kv}"] = {"graphs": graphs, "ours": ours, **blocks}
+    loaded = pytestconfig.option.plugins
+    found = ranks.torchrun("vllm_ranks.py", llama[0], json.dumps(told), *loaded, gpus=True)
+    assert set(found) == set(told)
+    for name, each in found.items():
+        for rank in each:
+            assert rank["tokens"] == expected, name
+            assert (rank["heads"], rank["blocks"]) == ([1, 1], vllm_ranks.PLANNED), name
+            assert rank["preempted"] > 0, name
 
 
 @pytest.mark.gpu
@@ -164,7 +188,7 @@ def config_of(path: str, ours: object = None, **options):
     given = ours if ours is not None else {"method": "quest"}
     usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_config={"backend": "CUSTOM"})
     args = usual | {"additional_config": {"torchsparsekv": given}, "skip_tokenizer_init": True} | options
-    return vllm.engine.arg_utils.EngineArgs(path, **args).create_engine_config()
+    return importlib.import_module("vllm.engine.arg_utils").EngineArgs(path, **args).create_engine_config()
 
 
 def layer(config, **options):
@@ -230,17 +254,28 @@ def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
     with pytest.raises(MemoryError, match=r"host_gib=1.5, and 1.00 GiB of host memory are free"):
         engine.plan_host(config)
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
-    made = layer(config)
-    block = made.store.host_bytes
+    block = layer(config).store.host_bytes
     monkeypatch.setattr(engine.host, "available", lambda: 20 * block)
     with pytest.raises(MemoryError, match=r"17 blocks of 16 tokens take .* GiB of host memory, .* may be used"):
         engine.plan_host(config)
-    monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
-    engine.plan_host(config)
-    assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths of it hold, of 65 for all requests
+    layer(config)
     config.cache_config.num_gpu_blocks_override = 41
+    monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
     with pytest.raises(MemoryError, match="41 blocks"):
         engine.plan_host(config)
+
+
+def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkeypatch):
+    """Whoever is next to look, a layer or a rank, finds that less is free; the pool is pinned from the fifth left."""
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    made = layer(config)
+    for free in (50, 48):
+        monkeypatch.setattr(engine.host, "available", lambda: free * made.store.host_bytes)  # noqa: B023
+        engine.plan_host(config)
+        assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
+    config.cache_config.num_gpu_blocks = 40
+    engine.Builder(None, ["0"], config, torch.device("cpu"))
+    assert made.store.far is not None
 
 
 def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeypatch):

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention import Attention as Layer
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -167,6 +169,7 @@ class Impl(AttentionImpl):
         self.block_size = config.cache_config.block_size
         given = (config.additional_config or {}).get("torchsparsekv")
         self.options = read_options(given, self.block_size)
+        self.room: int | None = None  # bytes of host memory for all layers, once they are planned: see `host_room`
         self.store = BlockStore(
             self.options, self.num_kv_heads, head_size, torch.get_default_dtype(),
             torch.device(config.device_config.device), requests=config.scheduler_config.max_num_seqs,
@@ -201,12 +204,25 @@ def blocks_of_longest(config: VllmConfig) -> int:
     return -(-config.model_config.max_model_len // config.cache_config.block_size)
 
 
+def least_of_ranks(config: VllmConfig, count: int) -> int:
+    """Ranks look at memory at different moments, and those that plan for themselves must come to the same plan."""
+    if config.parallel_config.world_size == 1:
+        return count
+    least = torch.tensor([count], dtype=torch.int64, device="cpu")
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return int(least)
+
+
 def host_room(config: VllmConfig) -> int:
-    """Bytes of host memory that this process may fill with keys and values."""
-    free, said = host.available() // config.parallel_config.world_size, ours_in(config)[0].options.host_gib
-    if said is not None and said * GIB > free:
-        raise MemoryError(f"torchsparsekv: host_gib={said:g}, and {free / GIB:.2f} GiB of host memory are free")
-    return int(free * USABLE if said is None else said * GIB)
+    """Bytes of host memory that each rank may fill with keys and values; looked up once, before any of them does."""
+    first = ours_in(config)[0]
+    if first.room is None:
+        free = least_of_ranks(config, host.available() // config.parallel_config.world_size)
+        said = first.options.host_gib
+        if said is not None and said * GIB > free:
+            raise MemoryError(f"torchsparsekv: host_gib={said:g}, and {free / GIB:.2f} GiB of host memory are free")
+        first.room = int(free * USABLE if said is None else said * GIB)
+    return first.room
 
 
 def _is_ours(layer: object) -> bool:
@@ -218,12 +234,19 @@ def ours_in(config: VllmConfig) -> list[Impl]:
 
 
 def plan_host(config: VllmConfig) -> None:
-    """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device."""
-    stores = [impl.store for impl in ours_in(config)]
+    """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device.
+
+    vLLM asks every layer, and some of them again; one plan is for all.
+    """
+    ours = ours_in(config)
+    if ours[0].room is not None:
+        return
+    stores = [impl.store for impl in ours]
     longest, room = blocks_of_longest(config), host_room(config)
     most, wanted = room // sum(s.host_bytes for s in stores), config.cache_config.num_gpu_blocks_override
     if wanted is None and torch.cuda.is_available():
         most = min(most, torch.cuda.mem_get_info()[0] // 2 // sum(s.page_bytes for s in stores))
+    most = least_of_ranks(config, most)
     least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
     if most < least:
         gib = least * sum(s.host_bytes for s in stores) / GIB
