@@ -278,8 +278,20 @@ def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkey
     assert made.store.far is not None
 
 
+@pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
+def test_workers_with_their_own_configuration_say_their_plan_in_bytes(llama, monkeypatch, launcher):
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    config.parallel_config.world_size, config.parallel_config.distributed_executor_backend = 2, launcher
+    monkeypatch.setattr(engine, "least_of_ranks", lambda _, count: count)
+    made = layer(config)
+    engine.plan_host(config)
+    assert config.cache_config.num_gpu_blocks_override == 65
+    told = 65 * made.store.page_bytes if launcher == "mp" else None
+    assert config.cache_config.kv_cache_memory_bytes == told
+
+
 def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeypatch):
-    """Where workers are processes of their own, vLLM plans without what they know."""
+    """Where workers are processes of their own, vLLM has the last word on the plan."""
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     made = layer(config)
     config.cache_config.num_gpu_blocks = 50

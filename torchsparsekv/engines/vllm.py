@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention import Attention as Layer
 from vllm.v1.attention.backend import (
@@ -233,6 +233,11 @@ def ours_in(config: VllmConfig) -> list[Impl]:
     return [x.impl for x in config.compilation_config.static_forward_context.values() if _is_ours(x)]
 
 
+def plans_elsewhere(parallel: ParallelConfig) -> bool:
+    """Whether workers have a copy of the configuration: of their plan vLLM learns just how many bytes there are."""
+    return parallel.world_size > 1 and parallel.distributed_executor_backend != "external_launcher"
+
+
 def plan_host(config: VllmConfig) -> None:
     """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device.
 
@@ -255,7 +260,10 @@ def plan_host(config: VllmConfig) -> None:
             f"{room / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override), or raise host_gib"
         )
     if wanted is None:
-        config.cache_config.num_gpu_blocks_override = min(most, config.scheduler_config.max_num_seqs * longest + 1)
+        blocks = min(most, config.scheduler_config.max_num_seqs * longest + 1)
+        config.cache_config.num_gpu_blocks_override = blocks
+        if plans_elsewhere(config.parallel_config):
+            config.cache_config.kv_cache_memory_bytes = blocks * sum(s.page_bytes for s in stores)
 
 
 _theirs = Layer.get_kv_cache_spec
