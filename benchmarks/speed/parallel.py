@@ -8,10 +8,9 @@ torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel --contexts 13107
 """
 import contextlib
 import dataclasses
-import functools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,6 @@ class Options(decode.Options):
 
     logits: bool = option(True, "compare logits over all ranks with those of one, on a small model in fp32")
     hf_static: bool = False
-    all_reduce: str = option("nccl", "nccl, or one-shot: a rank reads what the others have (symmetric memory of torch)")
-
-    def check(self, methods: Sequence[str]) -> None:
-        super().check(methods)
-        if self.all_reduce not in ("nccl", "one-shot"):
-            raise ValueError(f"all_reduce must be nccl or one-shot, got {self.all_reduce!r}")
 
 
 @contextlib.contextmanager
@@ -77,7 +70,7 @@ def share_of(shape: str, count: int) -> dict:
     return {**fields, "head_dim": head_dim_of(whole), **{name: getattr(whole, name) // count for name in cut[:3]}}
 
 
-def build(shape: str, count: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, one_shot: bool = False):
+def build(shape: str, count: int, device: torch.device, dtype: torch.dtype = torch.bfloat16):
     """This rank's share, with random weights made where they stay; its answers are those of all ranks together."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,41 +81,18 @@ def build(shape: str, count: int, device: torch.device, dtype: torch.dtype = tor
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size // count, bias=False, dtype=dtype)
     if count > 1:
-        join(model, one_shot)
+        join(model)
     return model
 
 
-def join(model, one_shot: bool = False) -> None:
+def join(model) -> None:
     """What every rank has of a sum is added up; what it has of the vocabulary is put side by side."""
     group = dist.group.WORLD
-    by_nccl = lambda module, args, out: collectives.all_reduce(out, "sum", group)  # noqa: E731
-    add = (lambda module, args, out: one_shot_sum(out)) if one_shot else by_nccl
+    add = lambda module, args, out: collectives.all_reduce(out, "sum", group)  # noqa: E731
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(add)
         layer.mlp.down_proj.register_forward_hook(add)
     model.lm_head.register_forward_hook(lambda module, args, out: _side_by_side(out, group))
-
-
-@functools.cache
-def _shared(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that the other ranks can read; all ask for it at the same time."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    made = symmetric.empty(numel, dtype=dtype, device=device)
-    symmetric.rendezvous(made, dist.group.WORLD.group_name)
-    return made
-
-
-@torch.library.custom_op("torchsparsekv_bench::one_shot_sum", mutates_args=())
-def one_shot_sum(x: Tensor) -> Tensor:
-    """The sum of all ranks' x, in one kernel."""
-    shared = _shared(x.numel(), x.dtype, x.device).view(x.shape)
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.contiguous(), "sum", dist.group.WORLD.group_name)
-
-
-@one_shot_sum.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _side_by_side(part: Tensor, group) -> Tensor:
@@ -198,7 +168,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         device = torch.device("cuda", torch.cuda.current_device())
         _dense.try_out(o.dense, device)
         errors = logits_error(device, o.methods) if o.logits else {}
-        model = build(o.shape, count, device, one_shot=o.all_reduce == "one-shot")
+        model = build(o.shape, count, device)
         rows: list[dict] = []
         for row in (row for batch in o.batches for row in rows_of(model, batch, o)):
             rows.append(row | ({"logits_error": errors[row["method"]]} if row["method"] in errors else {}))
