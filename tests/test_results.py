@@ -98,6 +98,25 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
     assert want in tables(ROOT / "docs/results.md")
 
 
+def test_the_table_of_vllm_is_that_of_the_files():
+    files = (ROOT / "benchmarks/results").glob("h200_serve_*.json")
+    rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
+    places, want = ("triton", "device", "host"), []
+    for context, label in ((32768, "32K"), (131072, "128K")):
+        of = {p: {r["batch"]: r for r in rows if (r["place"], r["context"]) == (p, context)} for p in places}
+        found = [[of[p][batch] for p in places] for batch in (1, 8)]
+        if label == "32K":
+            found.append([of[p][max(of[p])] for p in places])
+        for each in found:
+            batches = [r["batch"] for r in each]
+            of_all = "all: {}, {}, {}".format(*(r["admitted"] for r in each))
+            ms = [f"{r['tpot_ms']:.1f}" if "tpot_ms" in r else "not admitted" for r in each]
+            rate = [f"{r['tokens_per_s']:.0f}" if "tpot_ms" in r else "-" for r in each]
+            fetched = f"{each[2]['fetched_blocks']:.0f}"
+            want.append([label, str(batches[0]) if len({*batches}) == 1 else of_all, *ms, *rate, fetched])
+    assert want in tables(ROOT / "docs/vllm.md")
+
+
 def test_the_table_of_dense_answers_is_that_of_the_training():
     rows = json.loads((ROOT / "benchmarks/recall_model/weights/accuracy.json").read_text())["greedy"]
     want = [[r["task"], *(f"{r[n]:.2f}" for n in ("1024", "4096", "16384", "32768", "65536"))] for r in rows]
@@ -237,6 +256,7 @@ CELLS = {
         *product(o.methods, o.patterns, [str(b or "largest") for b in o.batches])
     }),
     "clusters": (("context",), lambda o: {*product({*o.contexts, *o.prompts})}),
+    "serve": (("place", "context"), lambda o: {*product(o.places, o.contexts)}),
     "kernels": (("method", "context"), lambda o: {
         ("torch", None), *product(("full", "torch", *o.methods), o.contexts)
     }),
