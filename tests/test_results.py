@@ -101,7 +101,7 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
 def test_the_table_of_vllm_is_that_of_the_files():
     files = (ROOT / "benchmarks/results").glob("h200_serve_*.json")
     rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
-    places, want = ("triton", "device", "host"), []
+    places, want, said = ("triton", "device", "host"), [], " ".join((ROOT / "README.md").read_text().split())
     for context, label in ((32768, "32K"), (131072, "128K")):
         of = {p: {r["batch"]: r for r in rows if (r["place"], r["context"]) == (p, context)} for p in places}
         found = [[of[p][batch] for p in places] for batch in (1, 8)]
@@ -114,6 +114,9 @@ def test_the_table_of_vllm_is_that_of_the_files():
             rate = [f"{r['tokens_per_s']:.0f}" if "tpot_ms" in r else "-" for r in each]
             fetched = f"{each[2]['fetched_blocks']:.0f}"
             want.append([label, str(batches[0]) if len({*batches}) == 1 else of_all, *ms, *rate, fetched])
+            if len({*batches}) > 1:
+                assert f"{batches[1]} requests of 32K make {rate[1]} tokens" in said
+                assert f"{batches[0]} by vLLM's Triton backend, which attends to everything, {rate[0]} " in said
     assert want in tables(ROOT / "docs/vllm.md")
 
 
