@@ -215,6 +215,19 @@ def test_layers_that_it_cannot_have_are_refused(llama, options, said):
         layer(config_of(llama[0]), **options)
 
 
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttention", "RSWAAttention", "PrefillPrefixLMAttention"])
+def test_layers_with_a_cache_of_their_own_kind_are_refused(llama, kind):
+    """vLLM asks all layers, or, where none is of the usual kind, makes metadata."""
+    config = config_of(llama[0])
+    made, kinds = layer(config), importlib.import_module("vllm.model_executor.layers.attention")
+    usual, other = SimpleNamespace(impl=made), object.__new__(getattr(kinds, kind))
+    other.__dict__["impl"] = made
+    config.compilation_config.static_forward_context = {"0": usual, "1": other}
+    for ask in (lambda: engine._spec(usual, config), lambda: engine.Builder(None, ["1"], config, torch.device("cpu"))):
+        with pytest.raises(NotImplementedError, match=f"on layers of type {kind}"):
+            ask()
+
+
 @pytest.mark.parametrize(
     ("ours", "options", "said"),
     [
@@ -249,8 +262,7 @@ def test_what_of_the_engine_it_cannot_have_is_refused(llama, part, field, value,
 
 
 def test_layers_refuse_by_themselves_what_of_the_engine_they_cannot_have(llama):
-    config = config_of(llama[0])
-    config.kv_transfer_config = object()
+    (config := config_of(llama[0])).kv_transfer_config = object()
     with pytest.raises(NotImplementedError, match="KV connectors"):
         layer(config)
 
@@ -365,3 +377,23 @@ def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
     assert all(r["tpot_ms"] > 0 and r["tokens_per_s"] > 0 for r in rows[:3])
     assert "tpot_ms" not in rows[3]
     assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
+
+
+def test_prompts_are_stored_without_being_computed():
+    """In the benchmark: steps of more tokens than there are requests; all is as before afterwards."""
+    mlp = importlib.import_module("vllm.model_executor.models.llama").LlamaMLP
+    before, x = (mlp.forward, serve.BlockStore.prompt), torch.ones(5, 8)
+    with serve.stored_prompts(4):
+        assert mlp.forward(None, x) is x
+        assert not serve.BlockStore.prompt(None, x, x, x).any()
+        with pytest.raises(AttributeError):  # computed
+            mlp.forward(None, x[:4])
+    assert (mlp.forward, serve.BlockStore.prompt) == before
+
+
+def test_an_engine_leaves_no_pool_of_graphs_to_the_next(llama, monkeypatch):
+    """torch refuses a pool whose graphs are gone."""
+    platform = type(importlib.import_module("vllm.platforms").current_platform)
+    with serving(llama[0], ours={"method": "quest"}):
+        monkeypatch.setattr(platform, "_global_graph_pool", object())
+    assert platform._global_graph_pool is None
