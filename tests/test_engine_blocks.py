@@ -10,6 +10,7 @@ import torch
 from world import DEVICE
 
 from torchsparsekv import use_kernels
+from torchsparsekv.benchmarks.speed.serve import fetched
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
 from torchsparsekv.ops.store.views import Attention
@@ -31,10 +32,10 @@ class Request:
 class Engine:
     """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
 
-    def __init__(self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0):
+    def __init__(self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST):
         hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest="float32")
         options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
-        self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=MOST, places=PLACES)
+        self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
         self.random, self.free = random.Random(seed), list(range(1, BLOCKS))
         self.g = torch.Generator().manual_seed(seed)
         self.store.allocate(BLOCKS)
@@ -222,8 +223,46 @@ def test_what_is_shared_is_fetched_once():
         assert len(of_head) == len(set(of_head)) > 0
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_blocks_that_lose_their_place_in_the_hot_buffer_are_brought_again(kernels):
+    """Two requests in turn, with room for fewer blocks than they have: most slots change hands, some of them often."""
+    with use_kernels(kernels):
+        e = Engine("host", most=2)
+        those = e.begin(), e.begin()
+        for r in those:
+            e.prompt(r, 60)
+        brought = sum(fetched([e.store], lambda r=r: e.decode([r])) for r in those * 10)
+    assert brought > 2 * e.store.slots  # per head
+
+
+def test_blocks_that_a_step_brings_are_counted():
+    """Per kv head: the first step brings all that there is, and the next has it; what is on the device brings none."""
+    e, other = Engine("host", budget=PLACES * BLOCK), Engine("device")
+    a = e.begin()
+    e.prompt(a, 40)
+    assert fetched([e.store, other.store], lambda: e.decode([a])) == 11
+    assert fetched([e.store], lambda: e.decode([a])) == 0
+    assert fetched([other.store], lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(host_gib=2), 'with kv="host", got 2'),
+        (dict(kv="host", host_gib=0), "positive number of GiB"),
+        (dict(kv="host", host_gib="8"), "got '8'"),
+        (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
+        (dict(method="pariskv"), "method must be one of arkvale, quest, got 'pariskv'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        read_options({"method": "quest", **given}, BLOCK)
+
+
 def test_memory_is_what_was_said():
     store = Engine("host").store
+    assert store.hot.rows.shape[2] == MOST * (1 + 3 + 2 * 2)  # of each request its sink, its window, twice its budget
     assert store.host_bytes == HEADS * BLOCK * 2 * DIM * 4
     assert store.page_bytes == HEADS * 2 * DIM * 4  # the digest, in fp32 here: keys and values are elsewhere
     assert Engine("device").store.page_bytes == store.page_bytes + store.host_bytes

@@ -215,6 +215,19 @@ def test_layers_that_it_cannot_have_are_refused(llama, options, said):
         layer(config_of(llama[0]), **options)
 
 
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttention", "RSWAAttention", "PrefillPrefixLMAttention"])
+def test_layers_with_a_cache_of_their_own_kind_are_refused(llama, kind):
+    """vLLM asks all layers, or, where none is of the usual kind, makes metadata."""
+    config = config_of(llama[0])
+    made, kinds = layer(config), importlib.import_module("vllm.model_executor.layers.attention")
+    usual, other = SimpleNamespace(impl=made), object.__new__(getattr(kinds, kind))
+    other.__dict__["impl"] = made
+    config.compilation_config.static_forward_context = {"0": usual, "1": other}
+    for ask in (lambda: engine._spec(usual, config), lambda: engine.Builder(None, ["1"], config, torch.device("cpu"))):
+        with pytest.raises(NotImplementedError, match=f"on layers of type {kind}"):
+            ask()
+
+
 @pytest.mark.parametrize(
     ("ours", "options", "said"),
     [
@@ -237,6 +250,7 @@ def test_options_that_are_unknown_are_refused(llama, ours, options, said):
         (None, "speculative_config", object(), "speculative decoding"),
         (None, "kv_transfer_config", object(), "KV connectors"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
         ("cache_config", "cache_dtype", "fp8", "a KV cache in another type"),
     ],
 )
@@ -245,6 +259,49 @@ def test_what_of_the_engine_it_cannot_have_is_refused(llama, part, field, value,
     setattr(getattr(config, part) if part else config, field, value)
     with pytest.raises(NotImplementedError, match=said):
         engine.refuse(config)
+
+
+def test_layers_refuse_by_themselves_what_of_the_engine_they_cannot_have(llama):
+    (config := config_of(llama[0])).kv_transfer_config = object()
+    with pytest.raises(NotImplementedError, match="KV connectors"):
+        layer(config)
+
+
+def test_a_block_size_that_changed_after_the_layers_were_made_is_refused(llama):
+    config = config_of(llama[0])
+    made = layer(config)
+    config.cache_config.block_size = 32
+    with pytest.raises(ValueError, match="changed its block_size from 16 to 32"):
+        engine._spec(SimpleNamespace(impl=made), config)
+
+
+def test_outputs_that_are_to_be_quantised_are_refused(llama):
+    made, nothing = layer(config_of(llama[0])), torch.zeros(0)
+    for scale in ("output_scale", "output_block_scale"):
+        with pytest.raises(NotImplementedError, match="does not quantise"):
+            made.forward(None, nothing, nothing, nothing, nothing, None, nothing, **{scale: torch.ones(1)})
+
+
+def test_the_soft_cap_of_a_layer_is_that_of_its_attention(llama):
+    assert layer(config_of(llama[0]), logits_soft_cap=30.0).attention == (0.125, 30.0, None)
+    assert layer(config_of(llama[0])).attention == (0.125, 0.0, None)
+
+
+def test_requests_that_decode_beside_prompts_are_decode_steps():
+    """Rows: two that decode, two chunks of prompts, one prompt of a single token, one that pads the batch."""
+    new, lengths = [1, 1, 5, 16, 1, 0], [40, 7, 9, 16, 1, 0]
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    length, to = torch.tensor(lengths, dtype=torch.int32), torch.arange(32)
+    batch = engine.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=length, num_reqs=6, num_actual_tokens=24,
+        max_query_len=16, max_seq_len=40, block_table_tensor=torch.zeros(6, 3, dtype=torch.int32), slot_mapping=to,
+    )  # fmt: skip
+    for known in (None, length):
+        batch.seq_lens_cpu_upper_bound = known
+        found = engine.Builder.build(None, 0, batch)
+        assert found.decodes == 2
+        assert [(p.row, p.first, p.end, p.past) for p in found.prompts] == [(2, 2, 7, 4), (3, 7, 23, 0), (4, 23, 24, 0)]
+        assert found.to.tolist() == [*range(24)]
 
 
 def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
@@ -320,3 +377,23 @@ def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
     assert all(r["tpot_ms"] > 0 and r["tokens_per_s"] > 0 for r in rows[:3])
     assert "tpot_ms" not in rows[3]
     assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
+
+
+def test_prompts_are_stored_without_being_computed():
+    """In the benchmark: steps of more tokens than there are requests; all is as before afterwards."""
+    mlp = importlib.import_module("vllm.model_executor.models.llama").LlamaMLP
+    before, x = (mlp.forward, serve.BlockStore.prompt), torch.ones(5, 8)
+    with serve.stored_prompts(4):
+        assert mlp.forward(None, x) is x
+        assert not serve.BlockStore.prompt(None, x, x, x).any()
+        with pytest.raises(AttributeError):  # computed
+            mlp.forward(None, x[:4])
+    assert (mlp.forward, serve.BlockStore.prompt) == before
+
+
+def test_an_engine_leaves_no_pool_of_graphs_to_the_next(llama, monkeypatch):
+    """torch refuses a pool whose graphs are gone."""
+    platform = type(importlib.import_module("vllm.platforms").current_platform)
+    with serving(llama[0], ours={"method": "quest"}):
+        monkeypatch.setattr(platform, "_global_graph_pool", object())
+    assert platform._global_graph_pool is None

@@ -37,7 +37,7 @@ class Options:
     budget: int = 1024
     steps: int = 64
     most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for so many.")
-    gpu_gib: float = option(0.0, "GPU memory that vLLM may use; 0: nine tenths of it.")
+    gpu_gib: float = option(0.0, "GPU memory that vLLM may use; 0: what it takes by itself.")
     grows: int = option(512, "Tokens that a request may have beside its prompt.")
 
     def check(self) -> None:

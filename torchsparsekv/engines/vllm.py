@@ -52,6 +52,14 @@ def refuse(config: VllmConfig) -> None:
             raise NotImplementedError(f"torchsparsekv does not work with {what} in vllm {VERSION}")
 
 
+def refuse_kinds(config: VllmConfig) -> None:
+    """Layers that say themselves what their cache is attend to less than is in it, or to what comes later."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if _is_ours(layer) and getattr(type(layer), "get_kv_cache_spec", _spec) is not _spec:
+            kind = type(layer).__name__
+            raise NotImplementedError(f"torchsparsekv does not work in vllm {VERSION} on layers of type {kind}")
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Of one request: its row, its new tokens, and how many it had before."""
@@ -79,6 +87,7 @@ class Builder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_kinds(vllm_config)
         self.reorder_batch_threshold = 1
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
@@ -273,6 +282,7 @@ _theirs = Layer.get_kv_cache_spec
 def _spec(self: Layer, vllm_config: VllmConfig) -> KVCacheSpec | None:
     if not _is_ours(self):
         return _theirs(self, vllm_config)
+    refuse_kinds(vllm_config)
     store, block_size = self.impl.store, vllm_config.cache_config.block_size
     if block_size != self.impl.block_size:
         raise ValueError(
