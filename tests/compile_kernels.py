@@ -7,7 +7,7 @@ finds them.
 import importlib
 import os
 import sys
-from itertools import product
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -26,13 +26,22 @@ SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the l
 # Beside attention, what keeps tiles of rows in shared memory.
 TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static"}
 ROOMY = {"choose_static"}  # what takes more where there is more
+OPTIMISED: set[JITFunction] = set()
 choose_static = importlib.import_module("torchsparsekv.ops.select.choose_static")
+
+
+def optimise(yes: bool) -> None:
+    """Whether LLVM and ptxas do; either way they are given the whole program, and its memory is the same."""
+    os.environ["DISABLE_LLVM_OPT"] = str(int(not yes))
+    triton.knobs.nvidia.disable_ptxas_opt = not yes
 
 
 def launcher(kernel, grid):
     """What `kernel[grid]` is here: compile, and check what the compiled kernel asks of the GPU."""
 
     def launch(*args, **kwargs):
+        optimise(kernel not in OPTIMISED)  # in one of its variants: a third of the time, and Triton is what refuses
+        OPTIMISED.add(kernel)
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         used, room = compiled.metadata.shared, choose_static.shared_bytes(None)
         if used > room:
@@ -48,32 +57,41 @@ def compile_only() -> None:
         get_active_torch_device=lambda: torch.device("cpu"),
     )  # fmt: skip
     triton.runtime.driver.set_active(fake)
+    triton.knobs.compilation.disable_line_info = True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     JITFunction.__getitem__ = launcher
 
 
+def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
+    """(type, shared memory there is, head_dim, way to pick options). Sizes vary where tiles of keys and values must
+    fit, of fp32 it is the largest; of halves options vary in three ways, one of them at the usual size: its tiles are
+    those of the size that is padded to it."""
+    pad, usual, most = SIZES
+    tiled = "attention" in name or name in TILED
+    for dim, way in ((pad, 0), (usual, 1), (pad, 2), (most, 0)) if tiled else ((pad, 0), (pad, 1), (pad, 2)):
+        yield torch.bfloat16, SMALLEST, dim, way
+    yield torch.float32, SMALLEST, most if tiled else pad, 0
+    if name in ROOMY:
+        yield torch.bfloat16, LARGE, usual, 0
+        yield torch.bfloat16, LARGE, most, 0
+        yield torch.float32, LARGE, most, 0
+
+
 def compile_op(name: str, entry) -> str:
-    """What went wrong, or nothing. Sizes vary where tiles of keys and values must fit, of fp32 it is the largest; of
-    halves options vary in three ways, and pools that may be packed are that too."""
-    for dtype, room in product((torch.bfloat16, torch.float32), (SMALLEST, LARGE) if name in ROOMY else (SMALLEST,)):
+    """What went wrong, or nothing. Pools that may be packed are that too, of the first variant."""
+    for nth, (dtype, room, dim, way) in enumerate(variants(name)):
         choose_static.shared_bytes = lambda _, room=room: room
-        sizes = SIZES if "attention" in name or name in TILED else SIZES[:1]
-        if dtype is torch.float32:
-            sizes = sizes[-1:]
-        for dim in sizes[-2:] if room == LARGE else sizes:
-            whole = dim == SIZES[0] and dtype is torch.bfloat16
-            for way in range(3) if whole else (0,):
-                w = World(
-                    tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],
-                    pick=lambda *options, way=way: options[way % len(options)],
-                )  # fmt: skip
-                things = OPS[name](w)
-                for given in (things, packed(name, things)) if name in TAKING and whole and way == 0 else (things,):
-                    try:
-                        entry.run("triton", *given)
-                    except Exception as e:
-                        said = f"{dtype}, head_dim {dim}, way {way}, packed {given is not things}: {type(e).__name__}"
-                        return f"{said}\n{e}\n{e.__cause__ or ''}"
+        w = World(
+            tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],
+            pick=lambda *options, way=way: options[way % len(options)],
+        )  # fmt: skip
+        things = OPS[name](w)
+        for given in (things, packed(name, things)) if name in TAKING and nth == 0 else (things,):
+            try:
+                entry.run("triton", *given)
+            except Exception as e:
+                said = f"{dtype}, head_dim {dim}, way {way}, packed {given is not things}: {type(e).__name__}"
+                return f"{said}\n{e}\n{e.__cause__ or ''}"
     return ""
 
 

@@ -1,4 +1,5 @@
 """Without a GPU, Triton kernels run in the interpreter; the switch must be set before they are defined."""
+import gc
 import os
 
 import torch
@@ -33,6 +34,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: no collection need walk it, nor one come at every 700 objects. Tests of what is
+    let go call gc.collect themselves."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torchsparsekv.cli import main
+
 pytest.importorskip("typer")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,15 +17,20 @@ def cli(*args: str, before: str = "") -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", before + MAIN, *args], cwd=ROOT, capture_output=True, text=True)
 
 
-def refused(*args: str) -> str:
-    """What the command says as it exits with 2; in this process, which is faster."""
+def answered(*args: str, status: int = 0) -> str:
+    """What the command says; in this process, which is faster."""
     from typer.testing import CliRunner
 
     from torchsparsekv.commands import load
 
     done = CliRunner().invoke(load(), args)
-    assert done.exit_code == 2, (done.output, done.exception)
+    assert done.exit_code == status, (done.output, done.exception)
     return done.output
+
+
+def refused(*args: str) -> str:
+    """What it says as it exits with 2."""
+    return answered(*args, status=2)
 
 
 def test_methods_are_listed():
@@ -94,7 +101,17 @@ WRONG = [
 
 
 @pytest.mark.parametrize("args", WRONG)
-def test_wrong_use_exits_with_2(args):
+def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
+    """What the entry point does, without the seconds of a process each."""
+    monkeypatch.setattr(sys, "argv", ["torchsparsekv", *args])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["nope"], ["bench", "decode", "--methods", "nope"]])
+def test_so_does_the_process(args):
     done = cli(*args)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

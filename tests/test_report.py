@@ -38,6 +38,12 @@ def evaluated(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def written(evaluated, tmp_path_factory) -> list[Path]:
+    """The page of all that was measured, and its pictures."""
+    return make([*MEASURED, evaluated], tmp_path_factory.mktemp("report") / "out/report.html")
+
+
 @pytest.fixture
 def plt():
     with style.styled() as pyplot:
@@ -51,8 +57,7 @@ def rows(name: str) -> list[dict]:
 # ---------------------------------------------------------------- the page
 
 
-def test_everything_that_was_measured_is_on_one_page(tmp_path, evaluated):
-    written = make([*MEASURED, evaluated], tmp_path / "out/report.html")
+def test_everything_that_was_measured_is_on_one_page(written, evaluated):
     text = written[0].read_text()
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(pictures) == len(written) - 1
@@ -68,8 +73,8 @@ def test_everything_that_was_measured_is_on_one_page(tmp_path, evaluated):
         assert path.name in text
 
 
-def test_every_figure_says_what_it_was_measured_on(tmp_path, evaluated):
-    text = make([*MEASURED, evaluated], tmp_path / "report.html")[0].read_text()
+def test_every_figure_says_what_it_was_measured_on(written):
+    text = written[0].read_text()
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", text, re.S)
     assert len(captions) >= 9
     for caption in captions:
