@@ -98,17 +98,6 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
     assert want in tables(ROOT / "docs/results.md")
 
 
-def test_the_rules_of_louiskv_by_kl():
-    rows = json.loads((ROOT / "benchmarks/results/cpu_turns.json").read_text())["rows"]
-    for rule in {r["rule"] for r in rows}:
-        cells = []
-        for text in ("prompt", "own"):
-            of = [r for r in rows if (r["text"], r["rule"]) == (text, rule)]
-            at = lambda r: str(r["stride"]) if r["tau"] is None else f"{r['tau']:g}"  # noqa: E731
-            cells.append("; ".join(f"{at(r)}: {r['retrieval_rate']:.0%} {r['kl']:.4f}" for r in of))
-        assert [rule, *cells] in [row for t in tables(ROOT / "docs/methods/louiskv.md") for row in t]
-
-
 def test_the_table_of_vllm_is_that_of_the_files():
     files = (ROOT / "benchmarks/results").glob("h200_serve_*.json")
     rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
