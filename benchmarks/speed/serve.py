@@ -5,7 +5,6 @@ time that they would take. What is timed are decode steps of the whole engine, s
 """
 import contextlib
 import dataclasses
-import gc
 import itertools
 import os
 import statistics
@@ -20,7 +19,7 @@ import torch
 
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import at_least, different, option
-from torchsparsekv.benchmarks.speed import _common
+from torchsparsekv.benchmarks.speed import _common, decode
 from torchsparsekv.engines._blocks import BlockStore
 
 BACKENDS = {"triton": "TRITON_ATTN", "device": "CUSTOM", "host": "CUSTOM"}
@@ -196,21 +195,15 @@ def run(o: Options, out: Path | None = None) -> dict:
             print(row, flush=True)
             rows.append(row)
             _results.save("serve", rows, dataclasses.asdict(o), out)
-        _free()
+        decode.collect()  # nothing holds the engine any more, and the next one asks for most of the GPU
     return _results.finish("serve", rows, dataclasses.asdict(o), out)
 
 
 def rows_of(o: Options, place: str, context: int) -> Iterator[dict]:
     """Of one engine, by batch."""
     with stored_prompts(o.most), serving(o, place, context) as llm:
-        room = min(admitted(llm, o, context), o.most)
+        held = admitted(llm, o, context)
+        room = min(held, o.most)
         for batch in dict.fromkeys(b or room for b in o.batches):
-            row = {"place": place, "context": context, "batch": batch, "admitted": admitted(llm, o, context)}
+            row = {"place": place, "context": context, "batch": batch, "admitted": held}
             yield row | (measure(llm, o, batch, context) if batch <= room else {})
-
-
-def _free() -> None:
-    """What an engine had, when nothing holds it any more: the next one asks for most of the GPU."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
