@@ -1,8 +1,9 @@
 """Which implementation of an op runs: a chain, the first that fits, with the reasons of those that do not.
 
 On a CUDA device the chain of an op is CUDA C++ (where there is some), Triton, the reference; on a CPU it is the
-reference. `use_kernels` forces one kind for everything: what cannot run as it is asked to is refused with its reason.
-An op for which no CUDA C++ was written goes on along its chain where "cuda" is asked for.
+reference. Where torch has a kernel for all of an op, that runs on both. `use_kernels` forces one kind for everything:
+what cannot run as it is asked to is refused with its reason. An op for which no CUDA C++ was written goes on along its
+chain where "cuda" is asked for, and torch's kernels count as of either kind.
 """
 import contextlib
 import os
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KINDS = ("cuda", "triton", "reference")
+KINDS = ("cuda", "triton", "reference")  # that can be forced
+TORCH = "torch"
 VARIABLE = "TORCHSPARSEKV_KERNELS"
 
 
@@ -31,6 +33,11 @@ def cuda(fits: Callable, launch: Callable) -> Implementation:
 
 def triton(launch: Callable) -> Implementation:
     return Implementation("triton", launch)
+
+
+def torch_kernels(launch: Callable) -> Implementation:
+    """None of ours: what torch has, on a CPU too."""
+    return Implementation(TORCH, launch)
 
 
 def _known(kind: str | None, where: str) -> str | None:
@@ -72,12 +79,13 @@ class Chain:
     def __init__(self, name: str, chain: tuple[Implementation, ...], reference: Callable):
         self.name, self.chain, self.reference = name, chain, reference
         self.kinds = tuple(i.kind for i in chain)
+        self.unforced_on_cpu = next((i.launch for i in chain if i.kind == TORCH), reference)
 
     def candidates(self, kind: str | None) -> tuple[Implementation, ...]:
         """Those that may run where `kind` is forced."""
         if kind is None or (kind == "cuda" and "cuda" not in self.kinds):
             return self.chain
-        return tuple(i for i in self.chain if i.kind == kind)
+        return tuple(i for i in self.chain if i.kind in (kind, TORCH))
 
     def run(self, things: tuple, kind: str | None) -> Any:
         """On a CUDA device, or interpreted: the first that fits of what is forced, or of all."""
@@ -105,7 +113,9 @@ class Chain:
     # ---- what the dispatcher calls
 
     def on_cpu(self, *things: Any) -> Any:
-        if _forced in (None, "reference"):
+        if _forced is None:
+            return self.unforced_on_cpu(*things)
+        if _forced == "reference":
             return self.reference(*things)
         if _forced == "cuda":
             raise RuntimeError(f"{self.name}: kernels='cuda' cannot run here: these tensors are on the CPU")

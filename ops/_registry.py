@@ -43,10 +43,10 @@ def register(
 ) -> Callable:
     """Define an op by its reference, whose annotations say all of its signature, and return the function to call.
 
-    `reference` is the specification and the CPU kernel; `impls` are those for devices, the first that fits runs. On all
-    of them shapes and types are verified first, then `check` sees what annotations cannot say. What returns something
-    needs a `fake`. An op that is not `capturable` syncs with the host and splits CUDA graphs instead of breaking them;
-    no op of the decode step may be one.
+    `reference` is the specification, and what runs on a CPU unless torch has a kernel for it; `impls` are those for
+    devices, the first that fits runs. On all of them shapes and types are verified first, then `check` sees what
+    annotations cannot say. What returns something needs a `fake`. An op that is not `capturable` syncs with the host and
+    splits CUDA graphs instead of breaking them; no op of the decode step may be one.
     """
     signature = Signature(name, reference)
     if name in OPS:
@@ -71,8 +71,7 @@ def _place(reference: Callable) -> str:
 
 
 def _on_cpu(chain: Chain) -> Callable:
-    """The reference, unless told otherwise."""
-    return lambda *things: chain.reference(*things) if forced() is None else chain.on_cpu(*things)
+    return lambda *things: chain.unforced_on_cpu(*things) if forced() is None else chain.on_cpu(*things)
 
 
 def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Callable:

@@ -169,6 +169,23 @@ def test_what_is_forced_is_what_runs(name, kind, monkeypatch):
     assert {one.kind for one in entry.chain.candidates("triton")} == {"triton"}
 
 
+@pytest.mark.parametrize("name", ["prompt_attention", "table_prompt"])
+def test_torch_has_the_kernels_of_prompts(name, monkeypatch):
+    """On a CPU as on a GPU, whichever kernels are asked for, but not where the reference is."""
+    entry, ran = ENTRIES[name], []
+    told = lambda fn, what: lambda *x: (ran.append(what), fn(*x))[1]  # noqa: E731
+    (one,) = entry.chain.chain
+    monkeypatch.setattr(entry.chain, "chain", (one._replace(launch=told(one.launch, one.kind)),))
+    monkeypatch.setattr(entry.chain, "unforced_on_cpu", told(entry.chain.unforced_on_cpu, "unforced"))
+    call(name, "cpu")
+    with torchsparsekv.use_kernels("triton"):
+        call(name)
+    with torchsparsekv.use_kernels("reference"):
+        call(name, "cpu")
+    assert ran == ["unforced", "torch"]
+    assert _impl.Chain(name, (one,), entry.reference).unforced_on_cpu is one.launch
+
+
 REFUSED = {  # what is forced, for which op on the CPU, where Triton does not interpret
     ("cuda", "append"): "these tensors are on the CPU",
     ("triton", "fetch"): "these tensors are on the CPU, where Triton only interprets, if TRITON_INTERPRET=1 is set "

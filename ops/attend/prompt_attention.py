@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._impl import torch_kernels
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops.attend._split import causal_attention, empty_result
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
@@ -74,9 +74,9 @@ def _brought(past: Tensor) -> Iterator[Tensor]:
 
 
 def beyond_torch(q: Tensor, past: bool, attention: Attention) -> bool:
-    """Soft caps, and a past or sinks in fp32: what torch has no kernel for."""
+    """Soft caps, and a past or sinks in fp32 on a GPU: what torch has no kernel for."""
     more = past or attention.sink_logits is not None
-    return bool(attention.softcap) or (q.dtype == torch.float32 and more)
+    return bool(attention.softcap) or (q.is_cuda and q.dtype == torch.float32 and more)
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, attention: Attention) -> Tensor:
@@ -88,7 +88,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, a
 
 
 def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
-    """No kernel of ours: what torch has for it, with the past in pieces."""
+    """What torch has for it, with the past in pieces."""
     host = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack(lengths[:2]).cpu()
     bounds = list(zip(*host.tolist()))
     if beyond_torch(q, any(n0 for n0, _ in bounds), attention):
@@ -110,5 +110,5 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
 
 
 prompt_attention = register(
-    "prompt_attention", reference, impls=(by_triton(launch),), fake=empty_result, check=check, capturable=False
+    "prompt_attention", reference, impls=(torch_kernels(launch),), fake=empty_result, check=check, capturable=False
 )

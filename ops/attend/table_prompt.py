@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
+from torchsparsekv.ops._impl import torch_kernels
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._triton import cdiv
@@ -50,7 +50,6 @@ def reference(
 
 
 def launch(q, k, v, far, table, past, block_size, attention) -> Tensor:
-    """No kernel of ours: what torch has for it."""
     if beyond_torch(q, past > 0, attention):
         return reference(q, k, v, far, table, past, block_size, attention)
     x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -60,5 +59,5 @@ def launch(q, k, v, far, table, past, block_size, attention) -> Tensor:
 
 
 table_prompt = register(
-    "table_prompt", reference, impls=(by_triton(launch),), fake=result_like, check=check, capturable=False
+    "table_prompt", reference, impls=(torch_kernels(launch),), fake=result_like, check=check, capturable=False
 )
