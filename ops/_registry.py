@@ -45,7 +45,7 @@ def register(
 
     `reference` is the specification, and what runs on a CPU unless torch has a kernel for it; `impls` are those for
     devices, the first that fits runs. On all of them shapes and types are verified first, then `check` sees what
-    annotations cannot say. What returns something needs a `fake`. An op that is not `capturable` syncs with the host and
+    annotations cannot say. What returns something needs a `fake`. One that is not `capturable` syncs with the host and
     splits CUDA graphs instead of breaking them; no op of the decode step may be one.
     """
     signature = Signature(name, reference)
