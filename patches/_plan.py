@@ -41,6 +41,7 @@ class Memory(NamedTuple):
         total = f"{self.host_bytes / 2**20:.2f} MiB host, {self.device_bytes / 2**20:.2f} MiB device"
         return "\n".join([*lines, f"in all: {total}"])
 
+
 OWN = "linear (transformers)"
 
 

@@ -58,7 +58,6 @@ class Buffer:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-
     def is_on_host(self, pool_on_host: bool) -> bool:
         return self.home == "pool" and pool_on_host
 

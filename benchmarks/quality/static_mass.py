@@ -59,7 +59,6 @@ class Literal(PRKV):
         pin_blocks(scored, s.static.count, sink, self.block_size)
         return self.best(*scored)
 
-
     def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
         """The order of the current layout: tokens that leave the set stay behind its front, side by side."""
         return order

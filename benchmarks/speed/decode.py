@@ -69,7 +69,6 @@ class Options(Setup):
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
             raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
 
-
     def near(self, name: str) -> dict[str, float]:
         """The locality of a method's queries where it is not the option; with the budget that it was measured at."""
         if not self.locality_of_text or not all_methods()[name].retrieves:
