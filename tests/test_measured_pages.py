@@ -150,6 +150,16 @@ def test_the_pages_of_icecache():
     assert "it was {:.3f} with 4, {:.3f} with 8 and {:.3f} with 16".format(*each) in said
 
 
+def test_what_reuse_costs_icecache():
+    want = []
+    for n in (1, 2, 3):
+        (result,) = load([RESULTS / f"quality/icecache/text_2048_reuse{n}_cpu.jsonl"])
+        at = {r["budget"]: r for r in summarize(result.rows) if r["method"] == "icecache"}
+        cells = [(f"{r['kl']:.4f}", f"{r['kl_p95']:.3f}", f"{r['agrees']:.3f}") for r in (at[64], at[256])]
+        want.append([str(n), *cells[0], *cells[1]])
+    assert want in tables(PAGES / "icecache.md")
+
+
 def test_two_gpus():
     found = []
     for context in (131072, 524288):
