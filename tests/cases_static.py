@@ -22,7 +22,7 @@ def _observed(w: World, length: torch.Tensor) -> Observed:
 
 
 def observe(w: World):
-    return (w.q, _observed(w, w.start), _static(w, 1), w.lengths_view)
+    return (w.q, _observed(w, w.start), _static(w, 1).at, w.lengths_view)
 
 
 def _static(w: World, most: int) -> Static:
