@@ -74,9 +74,9 @@ class Story:
         k = self.k[b, h, self.pads[b] : self.fed]
         if not self.packed:
             return k
-        past = rows_of(k, k)
-        past = as_numbers(as_stored(past, torch.empty(0, dtype=PACKED)), self.dtype)[:, 0]
-        return torch.cat([past[: len(k) - own], k[len(k) - own :]])
+        past = as_numbers(as_stored(rows_of(k, k), torch.empty(0, dtype=PACKED)), self.dtype)[:, 0]
+        first = max(len(k) - own, 0)
+        return torch.cat([past[:first], k[first:]])
 
     def wanted(self, layer: Layer, own: int = 0) -> dict:
         """By the paper, the votes of the query heads of a kv head summed: what each (row, kv head) keeps."""

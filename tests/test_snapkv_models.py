@@ -6,6 +6,7 @@ from test_snapkv import chosen
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import torchsparsekv
+from torchsparsekv.benchmarks.speed import decode
 
 
 class ByHand:
@@ -112,3 +113,12 @@ def test_a_fork_goes_on_with_the_same_set():
             assert torch.equal(a, b)
         one, two = (model(ids[:, :1], past_key_values=c).logits for c in (cache, other))
         assert torch.equal(one, two)
+
+
+def test_a_store_that_a_benchmark_fills_has_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = tiny(dtype=torch.bfloat16)
+    with torchsparsekv.patch(model, "snapkv", max_length=MAX_LENGTH, skip_layers=1, window=20, budget=12) as handle:
+        cache = handle.make_cache(1)
+        decode.fill(cache, decode.topics_of(model.config, 100, 12), 0, 100, cache.layers[1].state.near.ring.device)
+        assert [int(x) for layer in cache.layers[1:] for x in layer.state.kept.count.flatten()] == [12] * 4
