@@ -4,7 +4,7 @@ import threading
 import warnings
 import weakref
 
-from torchsparsekv.method import as_int
+from torchsparsekv.method import Method, as_int
 from torchsparsekv.patches import _switch, _use
 from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, pool_on_host
@@ -106,7 +106,7 @@ class Handle:
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
         host_bytes, device_bytes = cache_bytes([layer.state for layer in cache.stored.values()])
         rest = sum(x.nbytes for x in cache.row_lengths.values()) + cache.own_bytes()
-        notes = (*self._notes(), *self._whole(rows))
+        notes = (*self._notes(), *self._whole(rows), *self._lost(rows))
         return Report(self.plan.method.name, rows, host_bytes, device_bytes + rest, notes)
 
     def unpatch(self) -> None:
@@ -149,6 +149,19 @@ class Handle:
         return [
             f"density 1.000: {m.name} attends to all of rows of up to {m.whole_up_to} tokens, so nothing was saved here"
             for m in dict.fromkeys(methods)
+        ]
+
+    def _lost(self, rows: tuple[LayerReport, ...]) -> list[str]:
+        """A line for each method that was to keep more than its window holds."""
+        most: dict[Method, int] = {}
+        for r in rows:
+            method = self.plan.methods[r.layer]
+            if method is not None and r.lost:
+                most[method] = max(most.get(method, 0), r.lost)
+        return [
+            f"{m.name}: {n} tokens that it is to keep left window {m.window} and are no longer attended to; window "
+            f"{m.window + n} would have held them"
+            for m, n in most.items()
         ]
 
     # ---- for the seam

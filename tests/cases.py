@@ -329,6 +329,8 @@ OPS = {
     "copy_keys": cases_static.copy_keys,
     "choose_static": cases_static.choose_static,
     "static_target": cases_static.static_target,
+    "snap_tokens": cases_static.snap_tokens,
+    "keep_leaving": cases_static.keep_leaving,
     "pin_blocks": cases_static.pin_blocks,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "plant_tree": cases_tree.plant_tree,
@@ -347,8 +349,9 @@ OPS = {
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
-    "advance", "flush_ring", "store_prompt", "observe", "copy_keys", "settle_segments", "cluster_keys", "cluster_ring",
-    "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention", *cases_engine.MANY_TOKENS,
+    "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "settle_segments", "cluster_keys",
+    "cluster_ring", "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention",
+    *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
@@ -365,6 +368,7 @@ METHODS = {
     "quest": dict(block_size=4),
     "random": dict(block_size=4),
     "prkv_static": dict(update_every=7, update_from="codes"),
+    "snapkv": dict(observe=4, kernel_size=3),
     "streaming": dict(block_size=4),
 }
 

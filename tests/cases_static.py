@@ -6,7 +6,8 @@ from world import World
 
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
-from torchsparsekv.ops.store.views import Attention, Far, Observed, Scored, Static, Store
+from torchsparsekv.ops.select.snap_tokens import Pooling
+from torchsparsekv.ops.store.views import Attention, Far, Kept, Observed, Scored, Static, Store
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -22,7 +23,7 @@ def _observed(w: World, length: torch.Tensor) -> Observed:
 
 
 def observe(w: World):
-    return (w.q, _observed(w, w.start), _static(w, 1), w.lengths_view)
+    return (w.q, _observed(w, w.start), _static(w, 1).at, w.lengths_view)
 
 
 def _static(w: World, most: int) -> Static:
@@ -49,6 +50,35 @@ def choose_static(w: World):
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
     coarse = store.pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
     return (w.q[:, :, :1], observed, static, store, coarse, w.lengths_view, attention)
+
+
+def _kept(w: World, frontier: torch.Tensor) -> Kept:
+    """Some heads have room, some are full; some are at their first step after a prompt."""
+    lead, most = (w.batch, w.heads), w.pick(w.rows, 1, w.rows // 2 + 1)
+    held = torch.minimum(torch.randint(0, most + 1, lead, generator=w.g), frontier[:, None] - w.sink).clamp(min=0)
+    held = torch.where(torch.rand(lead, generator=w.g) < 0.3, held.clamp(min=most), held).to(I32)
+    ids = torch.full((*lead, most), -1, dtype=I32)
+    for b, h in held.nonzero().tolist():
+        ids[b, h, : held[b, h]] = torch.arange(w.sink, w.sink + int(held[b, h]))
+    at = torch.where(torch.rand(lead, generator=w.g) < 0.5, -1, w.start[:, None]).to(I32)
+    numbers = torch.randint(0, 9, (3, *lead), generator=w.g, dtype=I32)
+    return Kept(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
+
+
+def snap_tokens(w: World):
+    """All sizes of the observation window, of the pooling, of past and prompt; what was kept before is forgotten."""
+    observed, kept = _observed(w, w.length), _kept(w, w.start.clamp(min=w.sink))
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
+    pooling = Pooling(w.pick(5, 1, 7, 3), w.pick(False, True))
+    spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
+    return (w.k, observed, kept, w.far(w.start), w.lengths_view, attention, pooling, spans)
+
+
+def keep_leaving(w: World):
+    """The ring counts from further on than it begins, from there, or from before: then tokens join."""
+    away = torch.randint(-2 * w.interval, 4, (w.batch,), generator=w.g)
+    kept = _kept(w, (w.begin + away).clamp(min=w.sink))
+    return (w.q[:, :, :1], _observed(w, w.start), kept, w.stats(), w.lengths_view)
 
 
 def copy_keys(w: World):

@@ -33,6 +33,9 @@ DEFAULT = "tests/test_defaults.py::test_a_method_that_is_told_nothing[pariskv]"
 PROXIES = "return x @ (2.0 * bits - 1).T"
 STABLE = "scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]"
 ROOM = "room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)"
+SNAP = "ops/select/snap_tokens.py"
+PAPERS = "tests/test_snapkv.py::test_one_query_head_a_kv_head_is_the_papers_code"
+CHUNKS = "tests/test_snapkv.py::test_ragged_chunks_turns_and_any_pool"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
     Mutation("the heads of a group choose by their mean query", PARIS, 'group: str = "max"', 'group: str = "mean"',
@@ -92,6 +95,22 @@ MUTATIONS = (
              "names = codes.ids[b, :, sink:end].transpose(1, 2).long()",
              "names = codes.ids[b, :, sink : end - 1].transpose(1, 2).long()",
              "tests/test_pariskv.py::test_rows_below_full_threshold_take_everything"),
+    Mutation("a query of SnapKV's window sees the next token", SNAP, "device=z.device) > own[:, None]",
+             "device=z.device) > own[:, None] + 1", PAPERS),
+    Mutation("SnapKV's softmax leaves its window out", SNAP, ".softmax(-1)[..., :end]", "[..., :end].softmax(-1)",
+             PAPERS),
+    Mutation("SnapKV's mean at an edge is of fewer", SNAP, "else F.avg_pool1d",
+             "else lambda *x: F.avg_pool1d(*x, count_include_pad=False)", PAPERS),
+    Mutation("SnapKV takes the largest vote of a group", SNAP, ".sum((0, 1))", ".sum(0).amax(0)", CHUNKS),
+    Mutation("SnapKV's past in several slices is the first one", SNAP, "end + i * some, keys", "end, keys",
+             "tests/test_snapkv.py::test_few_logits_at_a_time_are_as_good"),
+    Mutation("SnapKV forgets the queries of steps", "ops/select/keep_leaving.py",
+             "        observed.queries[b, (n - 1) % observed.queries.shape[1]] = q[b, :, 0]\n", "", CHUNKS),
+    Mutation("SnapKV attends to what is in the ring by chance", "torchsparsekv/zoo/snapkv.py",
+             "s.kept.updated, s.kept.frontier)", "s.kept.updated)",
+             "tests/test_snapkv.py::test_a_step_attends_to_what_snapkv_keeps_and_nothing_else"),
+    Mutation("the kernel keeps the same token twice for SnapKV", "ops/select/keep_leaving.py", "old + i)", "old)",
+             "tests/test_ops.py::test_kernel_equals_reference -k keep_leaving"),
     # ---- fetch
     Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
              "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)", "tests/test_hot_buffer.py::test_reference"),

@@ -169,7 +169,7 @@ def test_what_is_forced_is_what_runs(name, kind, monkeypatch):
     assert {one.kind for one in entry.chain.candidates("triton")} == {"triton"}
 
 
-@pytest.mark.parametrize("name", ["prompt_attention", "table_prompt"])
+@pytest.mark.parametrize("name", ["prompt_attention", "table_prompt", "snap_tokens"])
 def test_torch_has_the_kernels_of_prompts(name, monkeypatch):
     """On a CPU as on a GPU, whichever kernels are asked for, but not where the reference is."""
     entry, ran = ENTRIES[name], []

@@ -45,6 +45,9 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "quest": dict(**NEAR, budget=1024, block_size=16, digest="float8"),
     "random": dict(**NEAR, budget=1024, block_size=16, seed=0),
     "prkv_static": dict(**NEAR, budget=1024, observe=64, update_every=None, update_from="keys"),
+    "snapkv": dict(
+        sink=0, window=256, budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
+    ),
     "streaming": dict(**NEAR, budget=1024, block_size=16),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from torchsparsekv.benchmarks.report.make import make
 pytest.importorskip("matplotlib")
 STATIC = ROOT / "benchmarks/results/quality/static"
 COMMITTED = sorted(STATIC.glob("*.json"))
+SNAPKV = STATIC.parent / "snapkv/mass_recall.json"
 ENVIRONMENT = {"torchsparsekv": "0.1.0", "torch": "2.13.0", "cpu": "a cpu", "threads": 1}
 
 
@@ -66,7 +67,7 @@ def test_it_is_on_the_page(file, tmp_path):
     assert said in written[0].read_text()
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*COMMITTED, SNAPKV], ids=lambda p: p.name)
 def test_the_command_asks_for_what_the_file_holds(monkeypatch, path):
     result = json.loads(path.read_text())
     module = {"static_mass": static_mass, "static_codes": static_codes}[result["benchmark"]]

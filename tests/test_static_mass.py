@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from models import tiny
+from test_cli import ROOT
 from world import DEVICE
 
 from torchsparsekv.benchmarks.quality import heads as model_heads
@@ -44,6 +45,35 @@ def test_a_journal_as_it_is_written_answers_its_own_questions():
     assert min(ids) >= 0
     assert page.score(ids[start:]) == 1.0
     assert written(512, 3).tolist() == ids != written(512, 4).tolist()
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_the_weight_that_snapkv_keeps_by_brute_force(kernel):
+    """Of the prompt what it chose and its observation window, not what else is in the window."""
+    heads, observe = some(), 4
+    method = make_method("snapkv", budget=10, sink=SINK, window=observe + STEPS, observe=observe, kernel_size=kernel)
+    row, want = static_mass.measured(method, heads, PROMPT, STEPS, 1), []
+    end = PROMPT - observe
+    for layer, head in ((layer, head) for layer in range(2) for head in range(2)):
+        mine, votes = slice(2 * head, 2 * head + 2), torch.zeros(end)
+        for at in range(end, PROMPT):
+            z = heads.queries[layer, mine, at] @ heads.keys[layer, head, : at + 1].T * heads.scale
+            votes += z.softmax(-1)[:, :end].sum(0)
+        padded = torch.nn.functional.pad(votes, (kernel // 2, kernel // 2))
+        best = padded.unfold(0, kernel, 1).sum(1)[SINK:].argsort(descending=True)[:10] + SINK
+        for at in range(PROMPT, PROMPT + STEPS):
+            kept = [*range(SINK), *best.tolist(), *range(end, at + 1)]
+            want += heads.weights(at)[layer, mine][:, kept].sum(1).tolist()
+    assert row["mass"] == pytest.approx(sum(want) / len(want), abs=1e-4)
+
+
+def test_the_table_of_snapkv_is_that_of_its_file():
+    said = (ROOT / "docs/methods/snapkv.md").read_text()
+    rows = json.loads((ROOT / "benchmarks/results/quality/snapkv/mass_recall.json").read_text())["rows"]
+    for budget in (512, 1024, 2048):
+        mass = {r["setting"]: r["mass"] for r in rows if r["budget"] == budget}
+        columns = ("quest", "prkv_static", "snapkv", "snapkv maxpool", "oracle")
+        assert f"| {budget} | {' | '.join(f'{100 * mass[c]:.1f}' for c in columns)} |" in said
 
 
 @pytest.mark.parametrize("name", ["oracle", "prkv_static"])

@@ -31,8 +31,9 @@ _METHODS: dict[str, type["Method"]] = {}
 class Method:
     """Base of every method. Holds no tensor: state lives in `LayerState`, maths in `ops`.
 
-    A method says which buffers it needs and answers three questions: what to do when many tokens come (`prompt`), when
-    one comes (`step`), and which blocks a query is to attend to (`choose`). How a step goes is the same for all.
+    A method says which buffers it needs and answers three questions: what to do when many tokens come (`prompt`, and
+    `prompted` behind it), when one comes (`step`), and which blocks a query is to attend to (`choose`). How a step goes
+    is the same for all.
 
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
     """
@@ -135,6 +136,10 @@ class Method:
         `join`: see ops/_side.py.
         """
 
+    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
+        """Many tokens, of keys `k`, were taken in, a prompt or a chunk of one: choose what later steps are to see, if
+        that is chosen here. The pool may not have these tokens yet."""
+
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         """One token came: take what leaves the ring into the index. The pool has it already."""
 
@@ -183,6 +188,7 @@ class Method:
             self.take_in(s, q, k, v, join=join)
             return out
         self.take_in(s, q, k, v, join=join)
+        self.prompted(s, k, a)
         return prompt_attention(q, k, v, s.far, s.lengths, a, s.row_lengths.spans(k.shape[2]))
 
 

@@ -22,6 +22,7 @@ class LayerReport:
     host_bytes_read: int  # the same where that is host memory, else 0
     retrieval_rate: float  # share of the steps at which anything was chosen anew
     static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
+    lost: int | None = None  # of tokens that the method is to keep, how many its window did not hold, in the worst head
     at_most: bool = False  # attended_per_step: pages that are part empty count as if they were full
     prompted: bool = False  # a prompt went through the patch, whether or not steps did
 
@@ -106,11 +107,13 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
         moved += (total["context"] - total["near"]) * row // 2
-    rate, share = float(method.retrieves and steps > 0), None
+    rate, share, lost = float(method.retrieves and steps > 0), None, None
     if "static" in state.buffers:
         share = float(state.static.target.float().mean()) / method.budget
         if "digests" not in state.buffers:  # nothing is chosen between two static sets
             rate = int(state.static.updates.sum()) / count
+    if "kept" in state.buffers:  # chosen once a prompt
+        rate, lost = int(state.kept.updates.sum()) / count, int(state.kept.lost.max())
     if "trigger" in state.buffers:  # a method that does not retrieve at every step counts those where it does
         rate = int(state.trigger.retrievals.sum()) / count
     return LayerReport(
@@ -125,6 +128,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         host_bytes_read=moved if state.pool_on_host else 0,
         retrieval_rate=rate,
         static_share=share,
+        lost=lost,
         at_most=method.part_empty,
         prompted=bool((state.lengths.length > 0).any()),
     )

@@ -10,6 +10,8 @@ every --every th step, of the softmax weight on what was attended to.
 - `prkv S`: a static share of S. `prkv S literal`: with the pool in the paper's order (`Literal`). `prkv S literal
   anew`, where --only names it: in that order, made from the text's own each time (`Anew`).
 - `moved`: rows of a head that an update moved, mean over all after the first, and the most.
+- `snapkv` and `snapkv maxpool`, where --only names them: over 5 tokens by their mean, over 7 by their largest. They are
+  SnapKV with a --window of its observation window, 32, and all steps.
 - the oracle chooses single tokens by their true weights.
 """
 import argparse
@@ -36,6 +38,7 @@ from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv.zoo.prkv import PRKV
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
+SNAPKV: dict[str, dict[str, Any]] = {"snapkv": {}, "snapkv maxpool": dict(kernel_size=7, pooling="maxpool")}
 LITERAL, ANEW = "literal", "literal anew"
 
 
@@ -102,6 +105,7 @@ class Fed:
         s = self.state
         if tokens > 1:
             self.method.take_in(s, q, k, v, join=True)
+            self.method.prompted(s, k, self.attention)
             return None
         append(Token(k, v), s.store, s.stats, s.lengths)
         self.method.step(s, q, k)
@@ -112,8 +116,10 @@ class Fed:
         s, size = self.state, self.method.block_size
         out = torch.zeros(*s.far.rows.shape[:2], s.far.rows.shape[2] + 1, dtype=torch.bool)
         out[..., : s.lengths.sink] = True
-        for layer, begin in enumerate(s.lengths.ring_begin.tolist()):
-            out[layer, :, begin : self.at] = True
+        frontier = s.lengths.ring_begin[:, None].expand(out.shape[:2])
+        if choice is not None and choice.frontier is not None:
+            frontier = choice.frontier
+        out |= torch.arange(out.shape[2]) >= frontier[..., None].cpu()
         if choice is not None:
             row = (choice.ids.long()[..., None] * size + torch.arange(size)).masked_fill((choice.ids < 0)[..., None], 0)
             token = self.positions().gather(2, row.flatten(2)).unflatten(2, (-1, size))
@@ -188,6 +194,9 @@ def settings(o: argparse.Namespace, budget: int) -> dict[str, Method]:
             out[f"prkv {s} {ANEW}"] = Anew(static_ratio=s, **pages)
     out["quest"] = make_method("quest", **near, block_size=o.block_size)
     out["prkv_static"] = make_method("prkv_static", **near)
+    for label, more in SNAPKV.items():
+        if label in o.only:
+            out[label] = make_method("snapkv", **near, **more)
     out["oracle"] = make_method("oracle", **near)
     return {k: m for k, m in out.items() if not o.only or k in o.only}
 

@@ -19,6 +19,7 @@ from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.benchmarks.speed._text_rates import nearest
 from torchsparsekv.method import all_methods
+from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
 
@@ -109,6 +110,7 @@ def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
             lengths.advance(stop - at)
         for layer in cache.stored.values():
             layer.method.take_in(layer.state, q, k, k, join=layer.last)
+            layer.method.prompted(layer.state, k, Attention(topics.dim**-0.5))
     torch.cuda.synchronize()
 
 

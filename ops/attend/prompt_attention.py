@@ -24,8 +24,18 @@ PIECE = 16384  # past tokens brought to the device at a time: 64 MiB at 8 heads 
 
 def check(q, k, v, far, lengths, attention, spans) -> None:
     _check.heads(q, far.rows)
-    if spans is not None and len(spans) != 2 * q.shape[0]:
-        raise ValueError(f"spans holds {len(spans)} numbers, batch {q.shape[0]} needs start and length of every row")
+    check_spans(spans, q.shape[0])
+
+
+def check_spans(spans: list[int] | None, batch: int) -> None:
+    if spans is not None and len(spans) != 2 * batch:
+        raise ValueError(f"spans holds {len(spans)} numbers, batch {batch} needs start and length of every row")
+
+
+def bounds_of(lengths: Lengths, spans: list[int] | None) -> list[tuple[int, int]]:
+    """Start and length of every row on the host: it waits for the device where the caller has not got them."""
+    host = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack(lengths[:2]).cpu()
+    return list(zip(*host.tolist()))
 
 
 def reference(
@@ -67,8 +77,8 @@ def over_past(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor], attenti
     return out
 
 
-def _brought(past: Tensor) -> Iterator[Tensor]:
-    """What lies in the pool, a piece at a time on the device."""
+def brought(past: Tensor) -> Iterator[Tensor]:
+    """What lies in the pool, [heads, rows, ...], a piece at a time on the device."""
     for piece in past.split(PIECE, 1) if past.shape[1] else ():
         yield torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece)
 
@@ -89,8 +99,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, a
 
 def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
     """What torch has for it, with the past in pieces."""
-    host = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack(lengths[:2]).cpu()
-    bounds = list(zip(*host.tolist()))
+    bounds = bounds_of(lengths, spans)
     if beyond_torch(q, any(n0 for n0, _ in bounds), attention):
         return reference(q, k, v, far, lengths, attention, spans)
     tokens = q.shape[2]
@@ -104,7 +113,7 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
         elif n > n0:
             new = slice(tokens - (n - n0), None)
             x, y, z = (t[b : b + 1, :, new] for t in (q, k, v))
-            pieces = _brought(far.rows[b, :, :n0]) if n0 else None
+            pieces = brought(far.rows[b, :, :n0]) if n0 else None
             out[b, :, new] = by_torch(x, y, z, pieces, attention)[0]
     return out
 

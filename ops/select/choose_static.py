@@ -28,6 +28,7 @@ from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sha
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
+from torchsparsekv.ops.store.observe import keep_newest
 from torchsparsekv.ops.store.rows import keys_of, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, Static, Store
 
@@ -174,18 +175,6 @@ def _score(
 
 
 @triton.jit
-def _keep_newest(
-    q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):
-    if n > 0:
-        g, d = tl.arange(0, GP), tl.arange(0, DP)
-        m = (g < G)[:, None] & (d < D)[None, :]
-        x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
-        kept = (b * window + (n - 1) % window) * heads * G + h * G + g
-        tl.store(queries + kept[:, None] * D + d[None, :], x, mask=m)
-
-
-@triton.jit
 def _choose(
     q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, pool, length, ring_begin,
     tops, totals, scores, peaks, scratch, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded,
@@ -202,7 +191,7 @@ def _choose(
     due = due & (n > 0)
     if (FIRST == 0) & (part == 0):
         tl.store(updated + bh, due.to(tl.int32))
-        _keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
+        keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
     if due:
         if (FIRST <= 1) & (LAST > 1):
             if FIRST < 1:

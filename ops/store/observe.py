@@ -1,6 +1,7 @@
 """Keep the queries of the last tokens of a prompt: they are the observation window of what is chosen by it, anew.
 
-Of a single token ops/select/choose_static.py does so, in the launch that it takes anyway.
+`at`, the length at which something was last chosen by them, becomes -1: not since this prompt. Of a single token
+the ops of the decode step keep the query, in a launch that they take anyway.
 """
 import torch
 
@@ -8,14 +9,14 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import next_power_of_2, tl, triton
-from torchsparsekv.ops.store.views import Lengths, Observed, Queries, Static
+from torchsparsekv.ops.store.views import Lengths, Observed, PerHead, Queries
 
 
-def reference(q: Queries, observed: Changed[Observed], static: Changed[Static], lengths: Lengths) -> None:
+def reference(q: Queries, observed: Changed[Observed], at: Changed[PerHead], lengths: Lengths) -> None:
     window = observed.queries.shape[1]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
         if n > n0:
-            static.at[b] = -1
+            at[b] = -1
         for position in range(max(n0, n - window), n):
             observed.queries[b, position % window] = q[b, :, q.shape[2] - n + position]
 
@@ -35,11 +36,24 @@ def _observe(
         tl.store(queries + ((b * window + position % window) * q_heads + h) * D + d, x, mask=d < D)
 
 
-def launch(q, observed, static, lengths) -> None:
+@triton.jit
+def keep_newest(
+    q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
+    """Of a single token, by a program of its head: the queries of the group."""
+    if n > 0:
+        g, d = tl.arange(0, GP), tl.arange(0, DP)
+        m = (g < G)[:, None] & (d < D)[None, :]
+        x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
+        kept = (b * window + (n - 1) % window) * heads * G + h * G + g
+        tl.store(queries + kept[:, None] * D + d[None, :], x, mask=m)
+
+
+def launch(q, observed, at, lengths) -> None:
     (queries,) = observed
     batch, window, heads, d = queries.shape
     _observe[(batch, heads, window)](
-        q, queries, static.at, lengths.start, lengths.length, *q.stride()[:3], heads, static.at.shape[1], window,
+        q, queries, at, lengths.start, lengths.length, *q.stride()[:3], heads, at.shape[1], window,
         q.shape[2], D=d, DP=next_power_of_2(d), num_warps=1,
     )  # fmt: skip
 

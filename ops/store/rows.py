@@ -54,6 +54,11 @@ def keys_of(rows: Tensor) -> Tensor:
     return as_numbers(rows, torch.float32)[..., 0, :] if rows.dtype is PACKED else rows[..., 0, :]
 
 
+def only_keys(rows: Tensor) -> Tensor:
+    """The least of stored rows that `keys_of` reads, to be copied: packed ones whole, for their scales."""
+    return rows if rows.dtype is PACKED else rows[..., :1, :]
+
+
 def values_of(rows: Tensor) -> Tensor:
     return as_numbers(rows, torch.float32)[..., 1, :] if rows.dtype is PACKED else rows[..., 1, :]
 

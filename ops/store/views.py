@@ -217,6 +217,25 @@ class Static(NamedTuple):
     done: PerHead
 
 
+class Kept(NamedTuple):
+    """What of a prompt is attended to from its end on (ops/select/snap_tokens.py), and what left the ring later and
+    found room (ops/select/keep_leaving.py).
+
+    ids: the tokens, ascending, -1 behind them. count: how many there are. frontier: where attention takes over to the
+    ring: at the end of a prompt where its observation window begins, later where the ring does. at: the length at which
+    tokens last joined, -1: no step since the last prompt. updated: whether some did at this step. updates: how often.
+    lost: how many left the ring since the last prompt and found no room.
+    """
+
+    ids: Annotated[Tensor, Of("batch heads kept", I32)]
+    count: PerHead
+    frontier: PerHead
+    at: PerHead
+    updated: PerHead
+    updates: PerHead
+    lost: PerHead
+
+
 class Tree(NamedTuple):
     """The inner nodes of a tree of keys: node 0 is the root, every other one is a token that was promoted.
 

@@ -1,5 +1,6 @@
 """What methods with a static set have in common: an observation window, and when the set is chosen anew."""
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,25 +12,20 @@ from torchsparsekv.ops.store.observe import observe
 from torchsparsekv.ops.store.views import I32, Attention, Observed, Static
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
-WINDOW = 64  # the paper's
 SOURCES = ("keys", "codes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticMethod(Method):
-    """Keeps the queries of the latest tokens, and at the first step after a prompt a set of tokens chosen by them.
+class ObservingMethod(Method):
+    """Keeps the queries of the latest tokens: tokens are chosen by them.
 
     observe: tokens of the observation window. They must be in the local window, so that all that can be retrieved came
-        before them. None: as many as the window, at most 64.
-    update_every: tokens after which the set is chosen anew. None: not before the next prompt.
-    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link, twice each time, where it
-        is in host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool. None: codes
-        where the set is chosen anew while decoding.
+        before them. None: as many as the window, at most `papers_window`.
     """
 
+    papers_window: ClassVar[int] = 64
+
     observe: int | None = None
-    update_every: int | None = None
-    update_from: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,6 +36,33 @@ class StaticMethod(Method):
                     f"{self.name}: observe {self.observe} is above window {self.window}: tokens would be scored by "
                     "queries that came before them"
                 )
+
+    @property
+    def observed(self) -> int:
+        return min(self.papers_window, self.window) if self.observe is None else self.observe
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"observe": self.observed}
+
+    def observed_buffer(self, g: Geometry) -> Observed:
+        return Observed(Buffer((g.batch, self.observed, g.kv_heads * g.group, g.head_dim), g.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticMethod(ObservingMethod):
+    """At the first step after a prompt chooses a set of tokens by the latest queries.
+
+    update_every: tokens after which the set is chosen anew. None: not before the next prompt.
+    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link, twice each time, where it
+        is in host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool. None: codes
+        where the set is chosen anew while decoding.
+    """
+
+    update_every: int | None = None
+    update_from: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.update_every is not None:
             self.check_int("update_every", 1, NEVER - 1)
         if self.update_from not in (None, *SOURCES):
@@ -50,10 +73,6 @@ class StaticMethod(Method):
     @property
     def least_capability(self) -> tuple[int, int]:
         return (8, 9) if self.copies else super().least_capability
-
-    @property
-    def observed(self) -> int:
-        return min(WINDOW, self.window) if self.observe is None else self.observe
 
     @property
     def source(self) -> str:
@@ -69,7 +88,7 @@ class StaticMethod(Method):
         return NEVER if self.update_every is None else self.update_every
 
     def effective(self) -> dict[str, object]:
-        return super().effective() | {"observe": self.observed, "update_from": self.source}
+        return super().effective() | {"update_from": self.source}
 
     def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
@@ -78,14 +97,14 @@ class StaticMethod(Method):
         ids = Buffer((*g.lead, most), I32, fill=-1)
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
         return copy | {
-            "observed": Observed(Buffer((g.batch, self.observed, g.kv_heads * g.group, g.head_dim), g.dtype)),
+            "observed": self.observed_buffer(g),
             "static": Static(
                 ids, one(), one(target), one(), one(-1), one(lead), one(self.every), *(one() for _ in range(4))
             ),
         }
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
-        observe(q, s.observed, s.static, s.lengths)
+        observe(q, s.observed, s.static.at, s.lengths)
         self.copy(s, k)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:

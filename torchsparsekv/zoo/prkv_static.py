@@ -13,10 +13,10 @@ class PRKVStatic(StaticMethod):
     """PRKV with a static share of 1, of single tokens: what its paper compares itself with.
 
     That paper calls it SnapKV, and SnapKV+ where it is updated (`update_every`: 128 there). It is not what SnapKV's own
-    paper and code are: these sum the weights, of a softmax over all tokens, without a mean over the query heads of a kv
-    head, pool them over neighbouring tokens, evict what is not chosen, and keep every generated token. Here nothing is
-    evicted, so the set can be chosen anew. Generated tokens are attended to while they are in the window, and
-    afterwards as long as the budget holds all that can be retrieved, or if they are in the next set.
+    paper and code are, which is zoo/snapkv.py: these sum the weights, of a softmax over all tokens, without a mean over
+    the query heads of a kv head, pool them over neighbouring tokens, evict what is not chosen, and keep every generated
+    token. Here nothing is evicted, so the set can be chosen anew. Generated tokens are attended to while they are in
+    the window, and afterwards as long as the budget holds all that can be retrieved, or if they are in the next set.
     """
 
     name = "prkv_static"
