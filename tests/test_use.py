@@ -228,6 +228,20 @@ def test_the_inner_model_alone_comes_to_its_end():
             assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
 
 
+def test_a_prompt_of_which_one_layer_is_compiled():
+    """The first layer, compiled alone, moves the lengths; the others must not take those of the prompt before."""
+    model = tiny()
+    with patch(model, skip_layers=0) as handle, torch.no_grad():
+        cache = handle.make_cache(2)
+        lengths = cache.layers[0].state.row_lengths
+        model(IDS[:, :9], past_key_values=cache)
+        assert lengths.spans(9) == [0, 0, 9, 9]
+        model.model.layers[0].compile(backend="aot_eager")
+        model(IDS[:, 9:18], past_key_values=cache)
+        assert lengths.view.length.tolist() == [18, 18]
+        assert lengths.spans(9) in (None, [9, 9, 18, 18])
+
+
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_generate_after_a_generate_that_broke_off(error, compiled):
