@@ -119,6 +119,13 @@ def patch_twice(model):
         torchsparsekv.patch(model, "arkvale", **SMALL)
 
 
+def patch_one_of_two(model):
+    """Unpatched in the order in which they were patched, both would be left with our implementation."""
+    other = type(model)(model.config).eval()
+    with torchsparsekv.patch(other, "quest", **SMALL):
+        patch()(model)
+
+
 def of_another_patch(model, handle):
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as other:
         model(IDS, past_key_values=other.make_cache(2))
@@ -263,6 +270,7 @@ ROWS = [
     Row("double precision", patch(), TypeError, r"float32, float16 or bfloat16, got torch.float64", lambda: tiny(dtype=torch.float64)),
     Row("several devices", patch(), NotImplementedError, r"spread over several devices \(0, 1\)", spread_over_devices),
     Row("head_dim", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
+    Row("config of a patched model", patch_one_of_two, RuntimeError, r"implementation 'torchsparsekv_over_sdpa', of a patched model whose config it is or was copied from"),
     Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
     # capacity
     Row("generate overruns", generate(max_new_tokens=46), ValueError, r"need a cache of 65, this patch allows max_length=64"),
@@ -274,6 +282,7 @@ ROWS = [
     Row("cache of length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
     Row("cache of length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
     Row("cache of half a row", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
+    Row("fork into a word", used(lambda m, h: h.fork(h.make_cache(2), "2")), TypeError, r"batch_size must be an int, got '2'"),
     Row("cache of no rows", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
     # modes of generate
     Row("beam search", generate(num_beams=2), ValueError, r"'beam_search' reorders or forks the cache"),
