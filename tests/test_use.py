@@ -119,6 +119,10 @@ def test_a_given_cache_is_used_by_one_call_at_a_time():
         want = generate(model)
         assert torch.equal(generate(model, past_key_values=cache, **at_each(again)), want)
         cache.reset()
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: again())  # in the middle of a forward too
+        assert torch.equal(generate(model, past_key_values=cache), want)
+        hook.remove()
+        cache.reset()
         assert torch.equal(generate(model, past_key_values=cache), want), "it is free again"
 
 
