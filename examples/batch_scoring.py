@@ -6,11 +6,13 @@ A forward over text and continuation together would be exact, and slow for long 
 method leaves out shows in decode steps only, so that is where it is to be scored.
 """
 import torch
-from common import load, options
+from common import METHOD, load, options
 
 import torchsparsekv
 
-o = options(__doc__.splitlines()[0], pairs="w001 w002 w003 w004 w005|w006 w007;w008 w009|w010", budget=128)
+o = options(
+    __doc__.splitlines()[0], pairs="w001 w002 w003 w004 w005|w006 w007;w008 w009|w010", budget=128, method=METHOD,
+)  # fmt: skip
 model, tokenizer = load(o.model)
 pairs = [pair.split("|") for pair in o.pairs.split(";")]
 tokenizer.padding_side = "left"  # what comes next stands at the end

@@ -8,12 +8,13 @@ question goes on from a fork of that, so the document is never read again.
 import time
 
 import torch
-from common import document, load, options
+from common import METHOD, document, load, options
 
 import torchsparsekv
 
 o = options(
-    __doc__.splitlines()[0], document="", words=4000, questions="w001 w002|w003 w004", new_tokens=16, budget=128
+    __doc__.splitlines()[0], document="", words=4000, questions="w001 w002|w003 w004", new_tokens=16, budget=128,
+    method=METHOD,
 )  # fmt: skip
 model, tokenizer = load(o.model)
 text = tokenizer(document(o.document, o.words), return_tensors="pt").input_ids.to(model.device)

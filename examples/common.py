@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 
+METHOD = "pariskv"
 RECALL = "recall"  # the model of 7.2M parameters that comes with this package; it knows no language, but recalls
 
 
 def options(about: str, **defaults) -> argparse.Namespace:
-    """`--model` and `--method`, and an option for each of `defaults`."""
+    """`--model`, and an option for each of `defaults`."""
     parser = argparse.ArgumentParser(description=about)
-    for name, default in {"model": RECALL, "method": "pariskv", **defaults}.items():
+    for name, default in {"model": RECALL, **defaults}.items():
         kind = int if isinstance(default, bool) else type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"[{default}]")
     return parser.parse_args()

@@ -5,11 +5,16 @@
 No chunk may be of one token: that would be taken for a decode step.
 """
 import torch
-from common import document, load, options
+from common import METHOD, document, load, options
 
 import torchsparsekv
 
-o = options(__doc__.splitlines()[0], document="", words=2000, chunk=512, new_tokens=24, budget=128, compiled=True)
+o = options(
+    __doc__.splitlines()[0], document="", words=2000, chunk=512, new_tokens=24, budget=128, compiled=True,
+    method=METHOD,
+)  # fmt: skip
+if o.chunk < 2:
+    raise SystemExit(f"--chunk must be at least 2, got {o.chunk}: one token would be taken for a decode step")
 model, tokenizer = load(o.model)
 ids = tokenizer(document(o.document, o.words), return_tensors="pt").input_ids.to(model.device)
 

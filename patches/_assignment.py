@@ -45,7 +45,7 @@ def choose(
             own, hyper = _entry(entry, method, given)
             chosen[i] = _fitted(own, hyper, max_length, limit, notes)
         except (TypeError, ValueError) as e:
-            raise type(e)(f"layers[{i}]: {e}{_whose_budget(entry, str(e))}") from e
+            raise type(e)(f"layers[{i}]: {e}{_whose(entry, str(e))}") from e
     runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
     if any(fixed) and not method.dense and all(m is None or m.dense or m.forgets for m in runs):
         notes.append(
@@ -110,11 +110,12 @@ def _handed_on(name: str, given: dict) -> dict:
     return {n: given[n] for n in COMMON if n in given and (of.retrieves or n != "budget")}
 
 
-def _whose_budget(entry: object, said: str) -> str:
-    """What to do where a budget does not fit that the entry does not name."""
-    if "budget must" not in said or (isinstance(entry, Mapping) and "budget" in entry):
-        return ""
-    return "; that is the budget of patch(), give this layer one of its own"
+def _whose(entry: object, said: str) -> str:
+    """What to do where a budget, sink or window does not fit that the entry does not name."""
+    for name in COMMON:
+        if f"{name} must" in said and not (isinstance(entry, Mapping) and name in entry):
+            return f"; that is the {name} of patch(), give this layer one of its own"
+    return ""
 
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:

@@ -52,8 +52,8 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
+    handle.hold(given, chunked=chunked)  # first: where another call runs a forward, check() would tell to reset()
     given.use.check()
-    handle.hold(given, chunked=chunked)
     return None
 
 

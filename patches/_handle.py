@@ -85,11 +85,11 @@ class Handle:
         """
         if not isinstance(cache, SparseCache) or cache.owner is not self._owner:
             raise ValueError(f"fork takes a SparseCache of this patch, got {type(cache).__name__}")
-        batch = cache.batch if batch_size is None else as_int(batch_size)
+        batch, length = self._sizes(cache.batch if batch_size is None else batch_size, cache.max_length)
         if cache.batch not in (1, batch):
             raise ValueError(f"a cache of {cache.batch} rows cannot be forked into {batch}; one row can, into any")
         cache.use.check()
-        twin = self.make_cache(batch, cache.max_length)
+        twin = self.make_cache(batch, length)
         twin.copy_from(cache)
         return twin
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from torchsparsekv.method import Method, Offload, PoolType, as_int, check_device
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._assignment import choose
+from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
 from torchsparsekv.patches._handle import Handle
 from torchsparsekv.patches._memory import check_memory, pool_on_host
@@ -79,10 +80,7 @@ def check_model(model):
     """The text config of a model we can patch, or an error that says why not."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
-    if hasattr(model, "_torchsparsekv"):
-        raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
-    if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
-        raise RuntimeError("this model is patched already, through a model that it is part of or that is part of it")
+    check_unpatched(model)
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise RuntimeError("this model is compiled already, and would not see the patch: patch first, compile() then")
     if model.config.is_encoder_decoder:
@@ -115,6 +113,19 @@ def check_model(model):
             "(device_map={'': 0}), or run one rank for each under torchrun (tp_plan='auto')"
         )
     return model.config.get_text_config(decoder=True)
+
+
+def check_unpatched(model) -> None:
+    """Neither it nor what it shares with others."""
+    if hasattr(model, "_torchsparsekv"):
+        raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
+    if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
+        raise RuntimeError("this model is patched already, through a model that it is part of or that is part of it")
+    if (name := model.config.get_text_config(decoder=True)._attn_implementation or "").startswith(PREFIX):
+        raise RuntimeError(
+            f"the config of this model has the attention implementation {name!r}, of a patched model whose config it "
+            "is or was copied from: make the model from a config of its own, with another attn_implementation"
+        )
 
 
 def check_length(max_length, limit: int) -> int | None:

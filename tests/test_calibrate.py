@@ -76,6 +76,14 @@ def test_the_command(tmp_path):
     text.write_text(" ".join(f"w{i * i % 96 + 1}" for i in range(500)))
     args = ["calibrate", str(tmp_path / "model"), str(text), "--texts", "1", "--loss", "10", "--taus", "0.5"]
     assert SHORT in refused(*args, "--prompt", "60", "--steps", "20", "--budget", "64").splitlines()
+    for taus, says in (("a,b", "taus takes float values with commas between them, got 'a,b'"), (",", "got none"),
+                       ("0.9,-1", "tau must be in (-1, 1], or a file of `calibrate`, got -1.0")):  # fmt: skip
+        said = refused(*args[:-1], taus, "--prompt", "60", "--steps", "20")
+        assert says in said
+        assert "thresholds on" not in said, "it had begun"
+    assert f"{tmp_path} is a folder: name a file for the result" in refused(*args, "--out", str(tmp_path))
+    (tmp_path / "bytes").write_bytes(b"\xfa\x00")
+    assert f"{tmp_path / 'bytes'} is not a text in UTF-8" in refused("calibrate", args[1], str(tmp_path / "bytes"))
     assert "is no folder to write tau.json into" in refused(*args, "--out", str(tmp_path / "no" / "tau.json"))
     assert "tokens, 1 texts of 2060 need 2060" in refused(*args, "--prompt", "60", "--steps", "2000")
     done = cli(*args, "--prompt", "380", "--steps", "20", "--budget", "64", "--out", str(out))

@@ -14,6 +14,14 @@ def test_wilson(right, n, low, high):
     assert summary.wilson(right / n, n) == pytest.approx((low, high), abs=6e-4)
 
 
+@pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])
+def test_wilson_never_leaves_the_mean_outside(mean):
+    """As rounding did with 11 wrong samples or 12 right ones; figures refuse such a span."""
+    for n in range(1, 300):
+        low, high = summary.wilson(mean, n)
+        assert 0 <= low <= mean <= high <= 1
+
+
 def test_bootstrap_covers_the_mean():
     values = [0.0] * 30 + [1.0] * 10
     low, high = summary.bootstrap(values)

@@ -26,14 +26,30 @@ def test_every_example_is_run():
     assert sorted(CALLS) == sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_example(name):
-    args, says = CALLS[name]
+def run(name: str, *args: str):
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+
+
+def test_a_method_that_is_named_is_the_one_that_is_compared():
+    done = run("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["quest"]
+
+
+@pytest.mark.parametrize("size", ["0", "1"])
+def test_chunks_that_would_be_decode_steps_are_refused(size):
+    done = run("own_loop.py", "--chunk", size)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"--chunk must be at least 2, got {size}: one token would be taken")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_example(name):
+    args, says = CALLS[name]
+    done = run(name, *args)
     assert done.returncode == 0, done.stderr[-2000:]
     for part in says:
         assert part in done.stdout

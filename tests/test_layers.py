@@ -96,6 +96,8 @@ def test_a_budget_is_handed_on_where_it_means_something():
     told = dict(method="pariskv", budget=100, sink=16, window=16, max_length=512)
     with torchsparsekv.patch(tiny(), **told, layers={1: "streaming"}) as handle:
         assert handle.plan.methods[1].name == "streaming"
+    with pytest.raises(ValueError, match=r"layers\[1\]: quest: sink must .*; that is the sink of patch\(\), give this"):
+        torchsparsekv.patch(tiny(), "oracle", sink=3, budget=32, window=6, layers={1: "quest"})
     with pytest.raises(ValueError, match=r"layers\[1\]: quest: budget must .* give this layer one of its own"):
         torchsparsekv.patch(tiny(), **told, layers={1: "quest"})
 

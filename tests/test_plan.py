@@ -106,6 +106,7 @@ def test_the_command_says_what_a_patched_model_would_take(folder):
         (["MODEL", "--max-length", "100000"], "max_length 100000 is above the model's max_position_embeddings, 512"),
         (["MODEL", "--max-length", "64", "--set", "budget=128"], "budget 128 is above max_length 64"),
         (["MODEL", "--set", "budget"], "--set takes NAME=VALUE, got 'budget'"),
+        (["MODEL", "--set", "budget=64", "--set", "budget=32"], "--set names budget twice"),
         (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
     ],
 )

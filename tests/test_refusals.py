@@ -119,6 +119,13 @@ def patch_twice(model):
         torchsparsekv.patch(model, "arkvale", **SMALL)
 
 
+def patch_one_of_two(model):
+    """Unpatched in the order in which they were patched, both would be left with our implementation."""
+    other = type(model)(model.config).eval()
+    with torchsparsekv.patch(other, "quest", **SMALL):
+        patch()(model)
+
+
 def of_another_patch(model, handle):
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as other:
         model(IDS, past_key_values=other.make_cache(2))
@@ -222,6 +229,13 @@ ROWS = [
     Row("budget a bool tensor", patch(budget=torch.tensor(True)), TypeError, r"budget must be an int, got tensor\(True\)"),
     Row("max_length a bool", patch(max_length=True), ValueError, r"max_length must be a positive int, got True"),
     Row("digest unknown", patch(digest="int4"), ValueError, r"digest must be one of float8, bfloat16, float32, got 'int4'"),
+    Row("method a list", lambda model: torchsparsekv.patch(model, ["quest"]), ValueError, r"unknown method \['quest'\]; available: arkvale"),
+    Row("digest a list", patch(digest=["float8"]), ValueError, r"digest must be one of float8, bfloat16, float32, got \['float8'\]"),
+    Row("volume a list", patch("arkvale", volume=["ball"]), ValueError, r"volume must be one of cuboid-mean, cuboid, ball, got \['ball'\]"),
+    Row("m a float", patch("pariskv", m=8.0), ValueError, r"m must be one of 2, 4, 8, got 8.0"),
+    Row("m a list", patch("pariskv", m=[8]), ValueError, r"m must be one of 2, 4, 8, got \[8\]"),
+    Row("rho a bool", patch("pariskv", rho=True), ValueError, r"rho must be None or in \(0, 1\], got True"),
+    Row("growth a bool", patch("icecache", growth=True), ValueError, r"growth must be from 0 to 1, got True"),
     Row("tau minus one", patch("louiskv", tau=-1.0), ValueError, r"tau must be in \(-1, 1\].*got -1.0"),
     Row("tau above one", patch("louiskv", tau=1.01), ValueError, r"tau must be in \(-1, 1\].*got 1.01"),
     Row("tau not a number", patch("louiskv", tau=float("nan")), ValueError, r"tau must be in \(-1, 1\].*got nan"),
@@ -256,6 +270,7 @@ ROWS = [
     Row("double precision", patch(), TypeError, r"float32, float16 or bfloat16, got torch.float64", lambda: tiny(dtype=torch.float64)),
     Row("several devices", patch(), NotImplementedError, r"spread over several devices \(0, 1\)", spread_over_devices),
     Row("head_dim", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
+    Row("config of a patched model", patch_one_of_two, RuntimeError, r"implementation 'torchsparsekv_over_sdpa', of a patched model whose config it is or was copied from"),
     Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
     # capacity
     Row("generate overruns", generate(max_new_tokens=46), ValueError, r"need a cache of 65, this patch allows max_length=64"),
@@ -267,6 +282,7 @@ ROWS = [
     Row("cache of length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
     Row("cache of length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
     Row("cache of half a row", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
+    Row("fork into a word", used(lambda m, h: h.fork(h.make_cache(2), "2")), TypeError, r"batch_size must be an int, got '2'"),
     Row("cache of no rows", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
     # modes of generate
     Row("beam search", generate(num_beams=2), ValueError, r"'beam_search' reorders or forks the cache"),

@@ -312,6 +312,12 @@ def test_what_is_no_result_is_refused(tmp_path, what):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_file_of_bytes_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"{}\n\xfa\xfb\xfc\xfd\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2, is not JSON"):
+        make([tmp_path / "x.jsonl"], tmp_path / "report.html")
+
+
 def test_the_command(tmp_path):
     shutil.copy(RESULTS / "h200_prefill.json", tmp_path)
     done = cli("report", str(tmp_path / "h200_prefill.json"), "-o", str(tmp_path / "a.html"))

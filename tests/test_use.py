@@ -119,6 +119,10 @@ def test_a_given_cache_is_used_by_one_call_at_a_time():
         want = generate(model)
         assert torch.equal(generate(model, past_key_values=cache, **at_each(again)), want)
         cache.reset()
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: again())  # in the middle of a forward too
+        assert torch.equal(generate(model, past_key_values=cache), want)
+        hook.remove()
+        cache.reset()
         assert torch.equal(generate(model, past_key_values=cache), want), "it is free again"
 
 
@@ -226,6 +230,20 @@ def test_the_inner_model_alone_comes_to_its_end():
             model.model.layers[i].compile(backend="aot_eager")
         for _ in range(3):
             assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_prompt_of_which_one_layer_is_compiled():
+    """The first layer, compiled alone, moves the lengths; the others must not take those of the prompt before."""
+    model = tiny()
+    with patch(model, skip_layers=0) as handle, torch.no_grad():
+        cache = handle.make_cache(2)
+        lengths = cache.layers[0].state.row_lengths
+        model(IDS[:, :9], past_key_values=cache)
+        assert lengths.spans(9) == [0, 0, 9, 9]
+        model.model.layers[0].compile(backend="aot_eager")
+        model(IDS[:, 9:18], past_key_values=cache)
+        assert lengths.view.length.tolist() == [18, 18]
+        assert lengths.spans(9) in (None, [9, 9, 18, 18])
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import operator
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
 
@@ -96,6 +97,12 @@ class Method:
         if value < least or (most is not None and value > most):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
+
+    def check_one_of(self, field: str, known: Iterable[str]) -> None:
+        """Refuse a hyper-parameter that is none of these words."""
+        value = getattr(self, field)
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"{self.name}: {field} must be one of {', '.join(known)}, got {value!r}")
 
     def effective(self) -> dict[str, object]:
         """The hyper-parameters as they act, which a default alone may not say."""
@@ -207,7 +214,7 @@ def hyper_parameters(cls: type[Method]) -> dict[str, object]:
 
 def make_method(name: str, **hyper) -> Method:
     known = all_methods()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown method {name!r}; available: {', '.join(known)}")
     fields = hyper_parameters(known[name])
     unknown = sorted(set(hyper) - set(fields))

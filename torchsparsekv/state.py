@@ -151,11 +151,13 @@ class RowLengths:
     def advance(self, tokens: int, pad: Tensor | None = None) -> None:
         """Take in `tokens` more columns; `pad` is the left padding of rows that begin.
 
-        Of a prompt outside a compiled graph the host remembers the lengths too.
+        Of a prompt outside a compiled graph the host remembers the lengths too. A graph that takes one in has to make
+        it forget those of the prompt before: layers outside that graph would take them for this one's.
         """
         advance(self.seq_len, self.left_pad, self.view, pad, tokens, self.capacity, self.plan.window)
-        if tokens > 1 and not torch.compiler.is_compiling():
-            self._spans = (tokens, torch.cat(self.view[:2]).tolist())
+        if tokens > 1:
+            compiling = torch.compiler.is_compiling()
+            self._spans = None if compiling else (tokens, torch.cat(self.view[:2]).tolist())
 
     def spans(self, tokens: int) -> list[int] | None:
         """start and length of the prompt of `tokens` just taken in, as host integers, where the host saw it."""

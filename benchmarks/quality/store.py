@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[list[dict], int]:
     for number, line in enumerate(data[:whole].splitlines(), 1):
         try:
             out.append(json.loads(line))
-        except json.JSONDecodeError as e:
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise ValueError(f"{path}, line {number}, is not JSON: {e}") from e
         if not isinstance(out[-1], dict):
             raise ValueError(f"{path}, line {number}, is not an object")

@@ -22,9 +22,10 @@ ABOUT = (
 
 
 def wilson(mean: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval."""
+    """Wilson's score interval. It ends at 0 and 1 where the mean is that; rounding must not put the mean outside it."""
     centre, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+    low, high = ((centre + side * half) / (1 + z * z / n) for side in (-1, 1))
+    return min(max(0.0, low), mean), max(min(1.0, high), mean)
 
 
 def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:

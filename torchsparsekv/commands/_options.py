@@ -12,7 +12,7 @@ import typer
 TOLD = (ValueError, TypeError, RuntimeError, MemoryError, NotImplementedError, OSError)
 
 
-def _parse(name: str, hint: object, given):
+def parsed(name: str, hint: object, given):
     """Tuples are given as comma-separated text, everything else as typer knows it."""
     if typing.get_origin(hint) is typing.Literal and given not in typing.get_args(hint):
         raise ValueError(f"{name} must be one of {', '.join(typing.get_args(hint))}, got {given!r}")
@@ -28,7 +28,7 @@ def _parse(name: str, hint: object, given):
 def made(options: type, given: dict[str, Any]) -> Any:
     """The options that a command line means."""
     hints = typing.get_type_hints(options)
-    return options(**{k: _parse(k, hints[k], v) for k, v in given.items()})
+    return options(**{k: parsed(k, hints[k], v) for k, v in given.items()})
 
 
 def _option(field: dataclasses.Field, hint: object) -> inspect.Parameter:

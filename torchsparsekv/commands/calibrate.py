@@ -12,7 +12,8 @@ from torchsparsekv.benchmarks._progress import Progress, now
 from torchsparsekv.benchmarks._table import table
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
-from torchsparsekv.commands._options import TOLD
+from torchsparsekv.commands._options import TOLD, parsed
+from torchsparsekv.method import make_method
 
 TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
@@ -63,11 +64,39 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
 
 def texts_of(tokenizer, path: Path, tokens: int, count: int) -> Tensor:
     """`count` stretches of the text, from places spread evenly over it."""
-    ids = tokenizer(path.read_text(), return_tensors="pt").input_ids[0]
+    try:
+        said = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not a text in UTF-8: {e}") from e
+    ids = tokenizer(said, return_tensors="pt").input_ids[0]
     if len(ids) < tokens * count:
         raise ValueError(f"{path} has {len(ids)} tokens, {count} texts of {tokens} need {tokens * count}")
     stride = len(ids) // count
     return torch.stack([ids[i * stride : i * stride + tokens] for i in range(count)])
+
+
+def asked(taus: str, told: dict, out: Path | None) -> tuple[float, ...]:
+    """The thresholds, all of which can be tried, for a result that can be written: refused here, not after hours."""
+    thresholds = parsed("taus", tuple[float, ...], taus)
+    if not thresholds:
+        raise ValueError("taus must be one or more values, got none")
+    for tau in thresholds:
+        make_method("louiskv", tau=tau, **told)
+    if out is not None and out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder: name a file for the result")
+    if out is not None and not out.parent.is_dir():
+        raise FileNotFoundError(f"{out.parent} is no folder to write {out.name} into")
+    return thresholds
+
+
+def tell(found: dict, out: Path | None) -> None:
+    head = ("tau", "retrieval rate", "nats per token", "loss")
+    columns = ("tau", "retrieval_rate", "nats_per_token", "loss")
+    typer.echo(table(head, [[f"{r[c]:.4f}" for c in columns] for r in found["rows"]]))
+    rate = f"{found['retrieval_rate']:.1%}"
+    typer.echo(f"\ntau = {found['tau']}: retrieves at {rate} of the steps, loss {found['loss']:.4f}")
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 @app.command(name="calibrate")
@@ -87,22 +116,14 @@ def command(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if out is not None and not out.parent.is_dir():
-            raise FileNotFoundError(f"{out.parent} is no folder to write {out.name} into")
+        told = {} if budget is None else {"budget": budget}
+        thresholds = asked(taus, told, out)
         check_name(model)
         ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
-        thresholds = tuple(float(t) for t in taus.split(","))
         now(f"{len({1.0, *thresholds})} thresholds on {texts} texts of {prompt} + {steps} tokens, on {device}")
-        told = {} if budget is None else {"budget": budget}
         found = calibrate(loaded, ids, prompt, loss, thresholds, **told)
+        tell({**found, "model": model, "text": str(text)}, out)
     except TOLD as e:
         typer.echo(f"calibrate: {e}", err=True)
         raise typer.Exit(2) from e
-    head = ("tau", "retrieval rate", "nats per token", "loss")
-    columns = ("tau", "retrieval_rate", "nats_per_token", "loss")
-    typer.echo(table(head, [[f"{r[c]:.4f}" for c in columns] for r in found["rows"]]))
-    rate = f"{found['retrieval_rate']:.1%}"
-    typer.echo(f"\ntau = {found['tau']}: retrieves at {rate} of the steps, loss {found['loss']:.4f}")
-    if out is not None:
-        out.write_text(json.dumps({**found, "model": model, "text": str(text)}, indent=1) + "\n")

@@ -68,6 +68,8 @@ def _parsed(texts: list[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ValueError(f"--set takes NAME=VALUE, got {text!r}")
+        if name in out:
+            raise ValueError(f"--set names {name} twice")
         try:
             out[name] = json.loads(value)
         except json.JSONDecodeError:

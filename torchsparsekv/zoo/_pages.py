@@ -28,8 +28,7 @@ class PageMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.digest not in DIGESTS:
-            raise ValueError(f"{self.name}: digest must be one of {', '.join(DIGESTS)}, got {self.digest!r}")
+        self.check_one_of("digest", DIGESTS)
 
     @property
     def shape(self) -> str:

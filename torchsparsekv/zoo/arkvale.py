@@ -20,8 +20,7 @@ class ArkVale(PageMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.volume not in VOLUMES:
-            raise ValueError(f"{self.name}: volume must be one of {', '.join(VOLUMES)}, got {self.volume!r}")
+        self.check_one_of("volume", VOLUMES)
 
     @property
     def shape(self) -> str:

@@ -74,13 +74,10 @@ class IceCache(Method):
             raise ValueError(f"{self.name}: r must be between 0 and 1, both excluded, got {self.r!r}")
         for field in ("field_of_view", "growth"):
             value = getattr(self, field)
-            if not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {value!r}")
-        for field, known in (("promotion", PROMOTIONS), ("rank_from", RANKS)):
-            if getattr(self, field) not in known:
-                raise ValueError(
-                    f"{self.name}: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}"
-                )
+        self.check_one_of("promotion", PROMOTIONS)
+        self.check_one_of("rank_from", RANKS)
         self.check_int("levels", 2, SALTS - 1)
         self.check_int("least_view", 1)
         self.check_int("reuse_every", 1)

@@ -64,19 +64,19 @@ class ParisKV(Method):
             self.check_int("update_interval")
         self.check_int("full_threshold", 0)
         self.check_int("seed", 0, SEEDS - 1)
-        if self.m not in WORDS:
+        if type(self.m) is not int or self.m not in WORDS:
             raise ValueError(
                 f"{self.name}: m must be one of {', '.join(map(str, sorted(WORDS)))}, got {self.m!r}: it has to divide "
                 "the padded head_dim, a power of two, and ids of 2^m patterns are one byte"
             )
-        if self.group not in self.GROUPS:
-            raise ValueError(f"{self.name}: group must be one of {', '.join(self.GROUPS)}, got {self.group!r}")
+        self.check_one_of("group", self.GROUPS)
         self._check_shares()
 
     def _check_shares(self) -> None:
         for field in ("rho", "beta"):
             value = getattr(self, field)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value <= 1):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= 1):
                 raise ValueError(f"{self.name}: {field} must be None or in (0, 1], got {value!r}")
         for below, beta, rho in self._by_length():
             if rho < beta:
