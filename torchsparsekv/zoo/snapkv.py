@@ -48,8 +48,7 @@ class SnapKV(ObservingMethod):
         self.check_int("kernel_size")
         if self.kernel_size % 2 == 0:
             raise ValueError(f"{self.name}: kernel_size must be odd, got {self.kernel_size}")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"{self.name}: pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        self.check_one_of("pooling", POOLINGS)
 
     @property
     def whole_up_to(self) -> int:
