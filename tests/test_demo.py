@@ -120,7 +120,10 @@ def test_the_page(shown, tmp_path, capsys):
     [
         (["--budget", "33"], "demo: arkvale: budget must be a multiple of block_size 32, got 33"),
         (["--out", "page.pdf"], "demo: the report is a page: its name must end in .html, got page.pdf"),
+        (["--out", f"{__file__}/page.html"], "demo: "),
     ],
 )
 def test_what_it_refuses_it_refuses_before_it_runs(args, says):
-    assert says in refused("demo", *args)
+    said = refused("demo", *args)
+    assert says in said
+    assert "A text of" not in said

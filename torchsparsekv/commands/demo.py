@@ -77,18 +77,25 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
     )  # fmt: skip
     source = load(o)
     memory = {s.method: _memory(source, s, o) for s in settings(o)}  # which also checks every method's settings
+    samples = _begun(out.with_name("answers.jsonl"))
     typer.echo(_about(asked, source, o))
     every = settings(o)
     answered = [_answer(source, s, o, asked, memory[s.method]) for s in watched(every, len(every), "method")]
     head = ("method", "the passkey", "", "others", "attended", "of", "GPU MiB", "host MiB")
     typer.echo("\n" + table(head, [_row(a, asked) for a in answered], left=3))
     typer.echo("\n" + _conclusion(answered, asked))
-    samples = out.with_name("answers.jsonl")
     _keep(samples, answered, asked, source, o)
     draw(samples, out)
     if not answered[0].found["score"]:
         typer.echo("FAILED: the dense model finds nothing: these are not the weights that were trained", err=True)
         raise typer.Exit(1)
+
+
+def _begun(path: Path) -> Path:
+    """The file of answers, empty: where none can be written, that is said before the minutes that they take."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    return path
 
 
 def _memory(source: Source, s: Setting, o: Options) -> tuple[int, int]:
@@ -146,7 +153,6 @@ def _conclusion(answered: list[Answered], asked: Passkeys) -> str:
 
 def _keep(path: Path, answered: list[Answered], asked: Passkeys, source: Source, o: Options) -> None:
     """A file as `eval` writes it, a row for every question; what was measured on all of them is in the first."""
-    path.unlink(missing_ok=True)
     store = Store(path, _results.header(run.BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
     (length,) = o.lengths
     for a in answered:
