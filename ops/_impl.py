@@ -83,6 +83,8 @@ class Chain:
 
     def candidates(self, kind: str | None) -> tuple[Implementation, ...]:
         """Those that may run where `kind` is forced."""
+        if kind == "reference":
+            return ()
         if kind is None or (kind == "cuda" and "cuda" not in self.kinds):
             return self.chain
         return tuple(i for i in self.chain if i.kind in (kind, TORCH))

@@ -182,7 +182,9 @@ def test_torch_has_the_kernels_of_prompts(name, monkeypatch):
         call(name)
     with torchsparsekv.use_kernels("reference"):
         call(name, "cpu")
+        assert entry.chain.chosen() == ("reference", {})
     assert ran == ["unforced", "torch"]
+    assert entry.chain.chosen() == ("torch", {})
     assert _impl.Chain(name, (one,), entry.reference).unforced_on_cpu is one.launch
 
 
