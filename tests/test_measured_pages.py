@@ -160,6 +160,19 @@ def test_what_reuse_costs_icecache():
     assert want in tables(PAGES / "icecache.md")
 
 
+def test_what_snapkv_loses_on_a_text():
+    """Beside methods that were asked for the same stretches and steps on a GPU."""
+    own, others = "snapkv/text_2048_snapkv_cpu.jsonl", "text/text_2048_h200.jsonl"
+    said = " ".join((PAGES / "snapkv.md").read_text().split())
+    wide = lambda file, method: [f"{kl_of(file, method, b):.{d}f}" for b, d in ((64, 3), (256, 3), (1024, 4))]  # noqa: E731
+    assert "is {} at 64 tokens, {} at 256 and {} at 1024".format(*wide(own, "snapkv")) in said
+    for method in ("prkv_static", "streaming"):
+        assert "{:.3f}, {:.3f} and {:.3f}".format(*(kl_of(others, method, b) for b in (64, 256, 1024))) in said
+    means = [f"{kl_of(own, 'snapkv', b):.4f}" for b in (64, 256, 1024)]
+    quality = " ".join((ROOT / "docs/quality.md").read_text().split())
+    assert "a KL of {}, {} and {} at the three budgets".format(*means) in quality
+
+
 def test_two_gpus():
     found = []
     for context in (131072, 524288):

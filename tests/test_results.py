@@ -79,6 +79,10 @@ def test_what_is_said_of_the_journal_is_so():
     for method in ("pariskv", "louiskv", "clusterkv", "quest", "random", "streaming"):
         assert f"`{method}` {found[method]}" in said.split("text that the model wrote")[1]
     assert f"`streaming` {found['streaming']}; dense {found['dense']}" in said
+    later = [r for r in read(QUALITY / "journal/journal_icecache.jsonl")[0] if "benchmark" not in r]
+    assert {(r["budget"], r["index"]) for r in later} == {*product((None, 64, 256), (0, 1))}
+    assert {r["score"] for r in later} == {1.0}
+    assert "`icecache`, asked later, has 1.00 with 64 and with 256 tokens." in said
 
 
 def test_the_table_of_time_per_token_is_that_of_the_files():
