@@ -37,7 +37,7 @@ PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which ta
 ON_CPU = sorted((QUALITY / "recall_cpu").glob("*.jsonl"))  # few samples; not on the page beside those of the H200
 REUSE = QUALITY / "icecache/reuse.jsonl"
 READOUT = QUALITY / "readout/readout_8192.jsonl"
-SAMPLES_ON_CPU = {"8192": 8, "16384": 4}
+SAMPLES_ON_CPU = {"8192": 8, "16384": 4, "32768": 1}
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
 
