@@ -180,11 +180,12 @@ class Method:
         return out
 
     @final
-    def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, *, join: bool) -> None:
+    def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
         """Many new tokens into the store and the index."""
         flush_ring(s.store, s.lengths)
         order = self.prompt(s, q, k, join=join)
         store_prompt(k, v, s.store, s.lengths, order, join)
+        self.prompted(s, k, a)
 
     @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
@@ -192,10 +193,9 @@ class Method:
         join = last or torch.compiler.is_compiling()
         if self.forgets:  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.near, s.lengths, a, self.window)
-            self.take_in(s, q, k, v, join=join)
+            self.take_in(s, q, k, v, a, join=join)
             return out
-        self.take_in(s, q, k, v, join=join)
-        self.prompted(s, k, a)
+        self.take_in(s, q, k, v, a, join=join)
         return prompt_attention(q, k, v, s.far, s.lengths, a, s.row_lengths.spans(k.shape[2]))
 
 

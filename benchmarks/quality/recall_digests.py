@@ -34,7 +34,7 @@ class Paged:
         for chunk in stream.keys.split(CHUNK, 1):
             k = chunk[None].to(device, o.dtype)
             self.lengths.advance(k.shape[2])
-            self.method.take_in(self.state, k, k, k, join=True)
+            self.method.take_in(self.state, k, k, k, self.scale, join=True)
 
     def choose(self, q: Tensor) -> Tensor:
         """Pages of each kv head; q [heads * group, d]."""

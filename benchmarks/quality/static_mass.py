@@ -104,8 +104,7 @@ class Fed:
         self.lengths.advance(tokens)
         s = self.state
         if tokens > 1:
-            self.method.take_in(s, q, k, v, join=True)
-            self.method.prompted(s, k, self.attention)
+            self.method.take_in(s, q, k, v, self.attention, join=True)
             return None
         append(Token(k, v), s.store, s.stats, s.lengths)
         self.method.step(s, q, k)

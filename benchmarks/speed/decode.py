@@ -109,8 +109,7 @@ def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
         for lengths in cache.row_lengths.values():
             lengths.advance(stop - at)
         for layer in cache.stored.values():
-            layer.method.take_in(layer.state, q, k, k, join=layer.last)
-            layer.method.prompted(layer.state, k, Attention(topics.dim**-0.5))
+            layer.method.take_in(layer.state, q, k, k, Attention(topics.dim**-0.5), join=layer.last)
     torch.cuda.synchronize()
 
 
