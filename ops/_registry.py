@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchsparsekv.ops._impl import Chain, Implementation, forced
+from torchsparsekv.ops._impl import Chain, Implementation
 from torchsparsekv.ops._signature import Signature
 
 _LIB = torch.library.Library("torchsparsekv", "DEF")
@@ -57,7 +57,7 @@ def register(
     _LIB.define(name + signature.schema, tags=tags)
     chain = Chain(name, impls, reference)
     verified = functools.partial(_verified, signature, check)
-    _LIB.impl(name, verified(_on_cpu(chain)), "CPU")
+    _LIB.impl(name, verified(chain.on_cpu), "CPU")
     _LIB.impl(name, _on_device(verified(chain.on_cuda)), "CUDA")
     torch.library.register_fake(f"torchsparsekv::{name}", signature.grouped(fake or (lambda *_: None)), lib=_LIB)
     op = getattr(torch.ops.torchsparsekv, name).default
@@ -68,10 +68,6 @@ def register(
 
 def _place(reference: Callable) -> str:
     return f"{reference.__module__}.{reference.__qualname__}"
-
-
-def _on_cpu(chain: Chain) -> Callable:
-    return lambda *things: chain.unforced_on_cpu(*things) if forced() is None else chain.on_cpu(*things)
 
 
 def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Callable:

@@ -65,10 +65,8 @@ class StaticMethod(ObservingMethod):
         super().__post_init__()
         if self.update_every is not None:
             self.check_int("update_every", 1, NEVER - 1)
-        if self.update_from not in (None, *SOURCES):
-            raise ValueError(
-                f"{self.name}: update_from must be one of {', '.join(SOURCES)}, got {self.update_from!r}"
-            )
+        if self.update_from is not None:
+            self.check_one_of("update_from", SOURCES)
 
     @property
     def least_capability(self) -> tuple[int, int]:
