@@ -220,6 +220,8 @@ WRONG_ELSEWHERE = {
     "decode --offload=disk": "offload must be one of auto, host, device, got 'disk'",
     "decode --skip-layers=32": "skip_layers must be from 0 to 31",
     "decode --methods=quest,quest": "methods must be different, got quest, quest",
+    "decode --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest",
+    "decode --also=quest.block_size=3": "block_size must be", "decode --also=quest": "hyper must be METHOD.NAME=VALUE",
     "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
@@ -267,6 +269,20 @@ def test_decode_takes_hyper_parameters(watch):
     rows = decode.run(dataclasses.replace(o, hyper=(*o.hyper, "louiskv.tau=1.0")))["rows"]
     found = {r["method"]: (r.get("retrieval_rate"), r.get("hyper")) for r in rows}
     assert [found[m] for m in ("full", "louiskv", "clusterkv")] == [(None, None), (1, "tau=1.0"), (1, "every=16")]
+
+
+def test_a_method_changed_in_one_thing_is_a_row_of_its_own(watch):
+    o = decode.Options(
+        **SMALL, contexts=(200,), methods=("louiskv", "clusterkv"), steps=4, hf_static=False, dense=(), locality=0.9,
+        hyper=("louiskv.cluster_size=4",), also=("louiskv.tau=1.0", "clusterkv.every=16"),
+    )
+    rows = [(r["method"], r.get("hyper"), r.get("retrieval_rate")) for r in decode.run(o)["rows"]][2:]
+    kept = [(name, hyper) for name, hyper, _ in rows]
+    assert kept == [
+        ("louiskv", "cluster_size=4"), ("clusterkv", None), ("louiskv", "cluster_size=4, tau=1.0"),
+        ("clusterkv", "every=16"),
+    ]  # fmt: skip
+    assert rows[0][2] < 0.8 < rows[2][2] == 1, "as it says, it acts"
 
 
 def test_every_method_is_timed(watch, monkeypatch, tmp_path):

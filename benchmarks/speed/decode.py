@@ -1,5 +1,6 @@
 """TPOT by context, batch and method, beside the dense baselines, all compiled the same way in one process."""
 import contextlib
+import dataclasses
 import gc
 import itertools
 import time
@@ -13,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, different, option
+from torchsparsekv.benchmarks._options import Setup, at_least, different, option, parse
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
@@ -46,6 +47,7 @@ class Options(Setup):
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
+    also: tuple[str, ...] = option((), "METHOD.NAME=VALUE, comma-separated: a row more for each, of the method so changed")
     locality: float = 0.95
     locality_of_text: bool = option(
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
@@ -67,8 +69,20 @@ class Options(Setup):
         _dense.check(self.dense, self.contexts)
         for name in methods:
             self.near(name)
+        for name, changed in self.asked():
+            changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
             raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
+
+    def asked(self) -> list[tuple[str, "Options"]]:
+        """The methods in the order of their rows, each with the options that it has there."""
+        out = [(name, self) for name in self.methods]
+        for text in self.also:
+            name = next(iter(parse([text])))
+            if name not in self.methods:
+                raise ValueError(f"also changes {name}, which is not measured; methods: {', '.join(self.methods)}")
+            out.append((name, dataclasses.replace(self, hyper=(*self.hyper, text))))
+        return out
 
     def near(self, name: str) -> dict[str, float]:
         """The locality of a method's queries where it is not the option; with the budget that it was measured at."""
@@ -305,7 +319,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
         rows.append({**floor, "over_floor": 1.0})
         for context in o.contexts:
-            methods = (run_method(model, name, o, batch, context) for name in o.methods)
+            methods = (run_method(model, name, own, batch, context) for name, own in o.asked())
             for row in told_against(floor, run_dense(model, batch, context, o), methods):
                 rows.append(row)
                 print(row, flush=True)

@@ -185,5 +185,5 @@ def rows_of(model, batch: int, o: Options) -> Iterator[dict]:
     for context in o.contexts:
         dense = [measured(decode.run_static, model, batch, context, o, name) for name in o.dense]
         dense.append(measured(decode.run_method, model, "full", o, batch, context))
-        methods = (measured(decode.run_method, model, name, o, batch, context) for name in o.methods)
+        methods = (measured(decode.run_method, model, name, own, batch, context) for name, own in o.asked())
         yield from decode.told_against(floor, dense, methods)
