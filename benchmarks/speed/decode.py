@@ -47,7 +47,9 @@ class Options(Setup):
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
-    also: tuple[str, ...] = option((), "METHOD.NAME=VALUE, comma-separated: a row more for each, of the method so changed")
+    also: tuple[str, ...] = option(
+        (), "comma-separated METHOD.NAME=VALUE: one more row for each, of the method with this changed"
+    )
     locality: float = 0.95
     locality_of_text: bool = option(
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
