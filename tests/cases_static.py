@@ -7,6 +7,7 @@ from world import World
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select.snap_tokens import Pooling
+from torchsparsekv.ops.store.observe import NOT_YET
 from torchsparsekv.ops.store.views import Attention, Far, Kept, Observed, Scored, Static, Store
 
 FP8 = torch.float8_e4m3fn
@@ -35,8 +36,8 @@ def _static(w: World, most: int) -> Static:
     for b, h in count.nonzero().tolist():
         n = int(count[b, h])
         ids[b, h, :n] = w.sink + torch.randperm(int(live[b]), generator=w.g)[:n].sort().values
-    ago = torch.randint(0, 6, lead, generator=w.g)
-    at = torch.where(torch.rand(lead, generator=w.g) < 0.3, -1, w.length[:, None] - ago).to(I32)
+    ago = torch.randint(0, w.pick(6, 400), lead, generator=w.g)  # a layer's turn may come before the first token
+    at = torch.where(torch.rand(lead, generator=w.g) < 0.3, NOT_YET, w.length[:, None] - ago).to(I32)
     ahead = torch.randint(0, 3, lead, generator=w.g, dtype=I32)
     zero = torch.zeros(lead, dtype=I32)
     updated = torch.randint(0, 2, lead, generator=w.g, dtype=I32)
@@ -60,7 +61,7 @@ def _kept(w: World, frontier: torch.Tensor) -> Kept:
     ids = torch.full((*lead, most), -1, dtype=I32)
     for b, h in held.nonzero().tolist():
         ids[b, h, : held[b, h]] = torch.arange(w.sink, w.sink + int(held[b, h]))
-    at = torch.where(torch.rand(lead, generator=w.g) < 0.5, -1, w.start[:, None]).to(I32)
+    at = torch.where(torch.rand(lead, generator=w.g) < 0.5, NOT_YET, w.start[:, None]).to(I32)
     numbers = torch.randint(0, 9, (3, *lead), generator=w.g, dtype=I32)
     return Kept(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
 
@@ -91,7 +92,7 @@ def static_target(w: World):
     """Keys and queries are small integers: products are exact, and there are ties."""
     most = w.pick(1, w.rows // 2 + 1, w.rows)
     observed, static = _observed(w, w.length - 1), _static(w, most)
-    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, -1, w.length[:, None] - 1)
+    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - 1)
     static.at.copy_(at.expand_as(static.at))
     observed, far = Observed(observed.queries.round()), Far(w.far(w.begin).rows.round())
     k = w.pick(most, 1 + w.seed % most)

@@ -329,13 +329,20 @@ def test_a_second_turn_over_moved_rows_is_exact(name):
 # ---------------------------------------------------------------- in turn, and by itself
 
 
-def test_layers_take_turns():
+TURNS = {
+    20: {1: [0, 16, 36, 56], 2: [0, 12, 32, 52], 3: [0, 8, 28, 48], 4: [0, 4, 24, 44]},
+    80: {1: [0], 2: [0, 48], 3: [0, 32], 4: [0, 16]},  # the turn of the last comes earlier by more than the prompt has
+}
+
+
+@pytest.mark.parametrize("every", TURNS)
+def test_layers_take_turns(every):
     """After the first set, which all choose at the same step, no two of four layers choose at the same one."""
     model = tiny(num_hidden_layers=5)
     ids, mask = prompts(1, 50, ragged=False)
     when: dict[int, list[int]] = {i: [] for i in range(1, 5)}
     sizes = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6, budget=16, block_size=4)
-    with torch.no_grad(), torchsparsekv.patch(model, "prkv", **sizes, static_ratio=0.5, update_every=20) as handle:
+    with torch.no_grad(), torchsparsekv.patch(model, "prkv", **sizes, static_ratio=0.5, update_every=every) as handle:
         cache = handle.make_cache(1)
         model(ids, attention_mask=mask, past_key_values=cache)
         for t in range(60):
@@ -343,7 +350,7 @@ def test_layers_take_turns():
             for i, steps in when.items():
                 if int(cache.layers[i].state.static.updated.sum()):
                     steps.append(t)
-    assert when == {1: [0, 16, 36, 56], 2: [0, 12, 32, 52], 3: [0, 8, 28, 48], 4: [0, 4, 24, 44]}
+    assert when == TURNS[every]
 
 
 @pytest.mark.parametrize("per_head", [False, True])

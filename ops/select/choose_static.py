@@ -28,7 +28,7 @@ from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sha
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
-from torchsparsekv.ops.store.observe import keep_newest
+from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET, keep_newest
 from torchsparsekv.ops.store.rows import keys_of, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, Static, Store
 
@@ -64,7 +64,7 @@ def reference(
         seen = observed.queries[b, : min(n, window)].unflatten(1, (heads, -1))
         for h in range(heads):
             count, target, _, at, lead, every = (int(t[b, h]) for t in static[1:7])
-            if not (at < 0 or n - at >= every or count < min(target, end - sink)):
+            if not (at == NOT_YET or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
             behind = keys_in(pool, coarse, b, h, slice(sink, end)).to(q.dtype)
@@ -74,7 +74,7 @@ def reference(
             static.ids[b, h] = -1
             static.ids[b, h, : len(best)] = best + sink
             static.count[b, h], static.updated[b, h] = len(best), 1
-            static.at[b, h] = n - (lead if at < 0 else 0)
+            static.at[b, h] = n - (lead if at == NOT_YET else 0)
             static.updates[b, h] += 1
 
 
@@ -187,7 +187,7 @@ def _choose(
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
     last, want = tl.load(at + bh), tl.load(target + bh)
-    due = (last < 0) | (n - last >= tl.load(every + bh)) | (tl.load(count + bh) < tl.minimum(want, end - sink))
+    due = (last == NOT_SINCE) | (n - last >= tl.load(every + bh)) | (tl.load(count + bh) < tl.minimum(want, end - sink))
     due = due & (n > 0)
     if (FIRST == 0) & (part == 0):
         tl.store(updated + bh, due.to(tl.int32))
@@ -217,7 +217,7 @@ def _choose(
                     most, GROUP, N, L,
                 )  # fmt: skip
                 tl.store(count + bh, tl.minimum(want, end - sink))
-                tl.store(at + bh, tl.where(last < 0, n - tl.load(lead + bh), n))
+                tl.store(at + bh, tl.where(last == NOT_SINCE, n - tl.load(lead + bh), n))
                 tl.store(updates + bh, tl.load(updates + bh) + 1)
 
 

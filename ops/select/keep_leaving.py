@@ -13,7 +13,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.observe import keep_newest
+from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET, keep_newest
 from torchsparsekv.ops.store.rows import NEAR, add_count, count
 from torchsparsekv.ops.store.views import Kept, Lengths, Observed, Query, Stats
 
@@ -38,7 +38,7 @@ def reference(
             kept.ids[b, h, held : held + joined] = torch.arange(frontier, frontier + joined)
             kept.count[b, h], kept.frontier[b, h] = held + joined, frontier + leaving
             kept.lost[b, h] += leaving - joined
-            if joined or at < 0:
+            if joined or at == NOT_YET:
                 kept.updated[b, h], kept.at[b, h] = 1, n
                 kept.updates[b, h] += 1
             count(stats.counts[b, h], near=begin - frontier - leaving)  # append counted from where rings begin
@@ -64,7 +64,7 @@ def _join(
         tl.store(held + bh, first + joined)
         tl.store(frontier + bh, old + leaving)
         tl.store(lost + bh, tl.load(lost + bh) + leaving - joined)
-        new = ((joined > 0) | (tl.load(at + bh) < 0)).to(tl.int32)
+        new = ((joined > 0) | (tl.load(at + bh) == NOT_SINCE)).to(tl.int32)
         tl.store(at + bh, n, mask=new > 0)
         tl.store(updates + bh, tl.load(updates + bh) + new)
         add_count(counts, bh, NEAR, begin - old - leaving)

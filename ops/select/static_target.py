@@ -20,6 +20,7 @@ from torchsparsekv.ops._top import GROUP, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
+from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET
 from torchsparsekv.ops.store.views import Far, Lengths, Observed, Query, Static
 
 TILE = 64  # keys at a time
@@ -46,7 +47,7 @@ def reference(
     heads = far.rows.shape[1]
     window, group = observed.queries.shape[1], q.shape[1] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
-        if n <= 0 or static.at[b, 0] >= 0:
+        if n <= 0 or static.at[b, 0] != NOT_YET:
             continue
         first = q[b, :, 0] if window == 1 or n == 1 else observed.queries[b, max(n - window, 0) % window]
         behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(q.dtype)
@@ -114,7 +115,7 @@ def _target(
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
-    if (n > 0) & (tl.load(last + bh) < 0):
+    if (n > 0) & (tl.load(last + bh) == NOT_SINCE):
         if FIRST == 0:
             _products(
                 q + b * q_b, queries + b * window * heads * G * D, pool, scores, peaks, bh, h, part, parts, n, end,

@@ -1,6 +1,6 @@
 """Keep the queries of the last tokens of a prompt: they are the observation window of what is chosen by it, anew.
 
-`at`, the length at which something was last chosen by them, becomes -1: not since this prompt. Of a single token
+`at`, the length at which something was last chosen by them, becomes NOT_YET: not since this prompt. Of a single token
 the ops of the decode step keep the query, in a launch that they take anyway.
 """
 import torch
@@ -11,12 +11,15 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store.views import Lengths, Observed, PerHead, Queries
 
+NOT_YET = -(1 << 31)  # below every length, and every length less what a layer's turn comes earlier
+NOT_SINCE = tl.constexpr(NOT_YET)  # the same in kernels
+
 
 def reference(q: Queries, observed: Changed[Observed], at: Changed[PerHead], lengths: Lengths) -> None:
     window = observed.queries.shape[1]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
         if n > n0:
-            at[b] = -1
+            at[b] = NOT_YET
         for position in range(max(n0, n - window), n):
             observed.queries[b, position % window] = q[b, :, q.shape[2] - n + position]
 
@@ -28,7 +31,7 @@ def _observe(
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n = tl.load(start + b), tl.load(length + b)
     if (n > n0) & (h < heads) & (tl.program_id(2) == 0):
-        tl.store(at + b * heads + h, -1)
+        tl.store(at + b * heads + h, NOT_SINCE)
     position = tl.maximum(n - window, 0) + tl.program_id(2)
     if (position >= n0) & (position < n):
         d = tl.arange(0, DP)

@@ -198,10 +198,10 @@ class Static(NamedTuple):
 
     ids: the pool rows that they had when they were chosen, ascending, -1 behind them. count: how many there are.
     target: how many there are to be. updated: whether this step chose them anew. at: the length at which they were
-    chosen, -1: not since the last prompt. lead: by how much the second choice comes earlier than its interval, so that
-    not all layers are due at the same step. every: that interval. updates: how often they were chosen. arrived, gone:
-    where the programs that share a head meet (ops/_meet.py). done: how many have finished, of the programs that decide
-    together (ops/select/static_target.py).
+    chosen, the first time less `lead`; NOT_YET (ops/store/observe.py): not since the last prompt. lead: by how much the
+    second choice comes earlier than its interval, so that layers are due at different steps. every: that interval.
+    updates: how often they were chosen. arrived, gone: where the programs that share a head meet (ops/_meet.py). done:
+    how many have finished, of the programs that decide together (ops/select/static_target.py).
     """
 
     ids: Annotated[Tensor, Of("batch heads static", I32)]
@@ -223,8 +223,8 @@ class Kept(NamedTuple):
 
     ids: the tokens, ascending, -1 behind them. count: how many there are. frontier: where attention takes over to the
     ring: at the end of a prompt where its observation window begins, later where the ring does. at: the length at which
-    tokens last joined, -1: no step since the last prompt. updated: whether some did at this step. updates: how often.
-    lost: how many left the ring since the last prompt and found no room.
+    tokens last joined, NOT_YET: no step since the last prompt. updated: whether some did at this step. updates: how
+    often. lost: how many left the ring since the last prompt and found no room.
     """
 
     ids: Annotated[Tensor, Of("batch heads kept", I32)]

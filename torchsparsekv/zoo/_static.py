@@ -8,7 +8,7 @@ from torch import Tensor
 from torchsparsekv.method import Method
 from torchsparsekv.ops.index.copy_keys import copy_keys
 from torchsparsekv.ops.select.choose_static import NEVER, choose_static
-from torchsparsekv.ops.store.observe import observe
+from torchsparsekv.ops.store.observe import NOT_YET, observe
 from torchsparsekv.ops.store.views import I32, Attention, Observed, Static
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
@@ -97,7 +97,7 @@ class StaticMethod(ObservingMethod):
         return copy | {
             "observed": self.observed_buffer(g),
             "static": Static(
-                ids, one(), one(target), one(), one(-1), one(lead), one(self.every), *(one() for _ in range(4))
+                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), *(one() for _ in range(4))
             ),
         }
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchsparsekv.ops.select.keep_leaving import keep_leaving
 from torchsparsekv.ops.select.snap_tokens import Pooling, snap_tokens
-from torchsparsekv.ops.store.observe import observe
+from torchsparsekv.ops.store.observe import NOT_YET, observe
 from torchsparsekv.ops.store.views import I32, Attention, Choice, Kept
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 from torchsparsekv.zoo._static import ObservingMethod
@@ -62,7 +62,7 @@ class SnapKV(ObservingMethod):
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)
         one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
-        kept = Kept(Buffer((*g.lead, most), I32, fill=-1), one(), one(self.sink), one(-1), one(), one(), one())
+        kept = Kept(Buffer((*g.lead, most), I32, fill=-1), one(), one(self.sink), one(NOT_YET), one(), one(), one())
         hot = hot_buffer(g, 1, most, most)
         return super().buffers(g) | {"hot": hot, "observed": self.observed_buffer(g), "kept": kept}
 
