@@ -3,7 +3,7 @@ import json
 import statistics
 
 from test_cli import ROOT
-from test_results import tables
+from test_results import rows_of, tables
 
 from torchsparsekv.benchmarks.quality.text_summary import summarize
 from torchsparsekv.benchmarks.report.load import load
@@ -11,10 +11,6 @@ from torchsparsekv.benchmarks.report.turns import RULES, verdict
 from torchsparsekv.benchmarks.speed import _text_rates
 
 PAGES, RESULTS = ROOT / "docs/methods", ROOT / "benchmarks/results"
-
-
-def rows_of(name: str) -> list[dict]:
-    return json.loads((RESULTS / name).read_text())["rows"]
 
 
 def rules() -> list[list[str]]:
@@ -103,6 +99,36 @@ def test_where_the_time_of_a_layer_goes():
     dense = 2 * stages_of("h200_kernels.json", "full", 131072)["dense attention"]["us"] / 1e3
     said = f"takes {step:.2f} ms. 30 sparse layers of the six stages are {mine:.2f} of it, two dense ones {dense:.2f}; "
     assert f"{said}the other {step - mine - dense:.1f} are" in " ".join(page.read_text().split())
+
+
+def test_pariskv_by_batch():
+    found = []
+    for name, context, batch in (("_32k_batch8", 32768, 8), ("", 131072, 1), ("_batch4", 131072, 4)):
+        rows = rows_of(f"h200_decode_pariskv{name}.json")
+        at = {r["method"]: r["tpot_ms"] for r in rows if r["context"] == context}
+        ms = [at["full"], at["pariskv"]]
+        assert {r["batch"] for r in rows} == {batch}
+        rate = [f"{batch / x * 1e3:.0f}" for x in ms]
+        found.append([f"{context // 1024}K", str(batch), *(f"{x:.2f}" for x in ms), *rate, f"{ms[0] / ms[1]:.2f}x"])
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_what_updates_of_prkv_cost():
+    floor, _, often, once = rows_of("h200_decode_prkv_updates.json")
+    both = [often["tpot_ms"], once["tpot_ms"]]
+    said = {p: " ".join((ROOT / p).read_text().split()) for p in ("docs/results.md", "docs/methods/prkv.md")}
+    assert "it took {:.2f} ms with its updates and {:.2f} without".format(*both) in said["docs/results.md"]
+    assert f"they cost {100 * (both[0] / both[1] - 1):.1f} % of a step" in said["docs/results.md"]
+    page = said["docs/methods/prkv.md"]
+    assert "{:.2f} ms with one every 128 tokens, {:.2f} with none after the first".format(*both) in page
+    assert f"over which {both[0]:.2f} is {both[0] / floor['tpot_ms']:.2f})" in page
+
+
+def test_time_to_the_first_token():
+    over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of("h200_prefill_prkv.json")}
+    for page, method in (("prkv", "prkv"), ("icecache", "icecache"), ("snapkv", "snapkv")):
+        words = " ".join((PAGES / f"{page}.md").read_text().split())
+        assert all(f"{over[method, n]:.3f}" in words for n in (32768, 65536)), page
 
 
 def test_when_every_block_is_new():

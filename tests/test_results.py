@@ -4,7 +4,6 @@ import dataclasses
 import html
 import importlib
 import json
-import math
 import re
 import shlex
 import statistics
@@ -22,6 +21,7 @@ from torchsparsekv.benchmarks.quality import recall_digests, recall_icecache, re
 from torchsparsekv.benchmarks.quality import run as quality
 from torchsparsekv.benchmarks.quality.options import settings
 from torchsparsekv.benchmarks.quality.store import heads, key, read
+from torchsparsekv.benchmarks.recall_model.tasks import TASKS
 from torchsparsekv.benchmarks.report import scores
 from torchsparsekv.benchmarks.report.load import load
 from torchsparsekv.commands._options import made
@@ -36,8 +36,8 @@ RATES = sorted((QUALITY / "rates").glob("*.jsonl"))
 PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which takes one kind of pool only
 ON_CPU = sorted((QUALITY / "recall_cpu").glob("*.jsonl"))  # few samples; not on the page beside those of the H200
 REUSE = QUALITY / "icecache/reuse.jsonl"
-READOUT = QUALITY / "readout/readout_8192.jsonl"
-SAMPLES_ON_CPU = {"8192": 8, "16384": 4, "32768": 1}
+READOUT = [QUALITY / f"readout/readout_{n}.jsonl" for n in (8192, 16384, 32768)]
+PAPERS_CLUSTERS = sorted((QUALITY / "clusterkv").glob("*.jsonl"))
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
 
@@ -46,6 +46,10 @@ def measured():
     """(files, samples) of the H200."""
     (found,) = [g for g in scores.groups(load(FILES)) if "H200" in g[0][0].hardware]
     return found
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((QUALITY.parent / name).read_text())["rows"]
 
 
 def tables(path: Path) -> list[list[list[str]]]:
@@ -91,17 +95,21 @@ def test_the_table_of_time_per_token_is_that_of_the_files():
         "h200_decode_1m": ("1M (shape of Qwen2.5-7B-1M)",),
         "h200_decode_worst": ("128K, every block new at every step",),
     }  # fmt: skip
-    want = []
+    want, beside, said = [], [], " ".join((ROOT / "docs/results.md").read_text().split())
     for name, labels in files.items():
-        rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+        rows = rows_of(f"{name}.json")
         floor = next(r["tpot_ms"] for r in rows if r["context"] <= 1024)
         for label, context in zip(labels, sorted({r["context"] for r in rows if r["context"] > 1024})):
             at = {r["method"]: r["tpot_ms"] for r in rows if r["context"] == context}
             dense = [at["full"], at["sdpa-cudnn"]]
-            cells = [f"{x:.2f}" for x in (*dense, at["quest"], at.get("arkvale", math.nan), at["quest"] / floor)]
-            cells[3] = cells[3].replace("nan", "-")
+            if "arkvale" not in at:
+                later = {r["method"]: r["tpot_ms"] for r in rows_of(f"{name}_arkvale.json") if r["context"] == context}
+                at["arkvale"] = later["arkvale"]
+                beside.append(later["quest"])
+            cells = [f"{x:.2f}" for x in (*dense, at["quest"], at["arkvale"], at["quest"] / floor)]
             want.append([label, *cells, f"{min(dense) / at['quest']:.2f}x"])
     assert want in tables(ROOT / "docs/results.md")
+    assert "`quest` took {:.2f}, {:.2f} and {:.2f} ms in these".format(*beside) in said
 
 
 def test_the_table_of_vllm_is_that_of_the_files():
@@ -110,16 +118,14 @@ def test_the_table_of_vllm_is_that_of_the_files():
     places, want, said = ("triton", "device", "host"), [], " ".join((ROOT / "README.md").read_text().split())
     for context, label in ((32768, "32K"), (131072, "128K")):
         of = {p: {r["batch"]: r for r in rows if (r["place"], r["context"]) == (p, context)} for p in places}
-        found = [[of[p][batch] for p in places] for batch in (1, 8)]
-        if label == "32K":
-            found.append([of[p][max(of[p])] for p in places])
+        found = [[of[p][batch] for p in places] for batch in (1, 8)] + [[of[p][of[p][1]["admitted"]] for p in places]]
         for each in found:
             batches = [r["batch"] for r in each]
             of_all = "all: {}, {}, {}".format(*(r["admitted"] for r in each))
             ms = [f"{r['tpot_ms']:.1f}" if "tpot_ms" in r else "not admitted" for r in each]
             rate = [f"{r['tokens_per_s']:.0f}" if "tpot_ms" in r else "-" for r in each]
-            fetched = f"{each[2]['fetched_blocks']:.0f}"
-            want.append([label, str(batches[0]) if len({*batches}) == 1 else of_all, *ms, *rate, fetched])
+            fetched = f"{each[2]['fetched_blocks']:.0f}" if "tpot_ms" in each[2] else "-"
+            want.append([label, str(batches[0]) if batches[0] in (1, 8) else of_all, *ms, *rate, fetched])
             if len({*batches}) > 1:
                 assert f"{batches[1]} requests of 32K make {rate[1]} tokens" in said
                 assert f"{batches[0]} by vLLM's Triton backend, which attends to everything, {rate[0]} " in said
@@ -157,55 +163,7 @@ def test_the_retrieval_rates_of_louiskv():
     assert [want] in tables(ROOT / "benchmarks/results/README.md")
 
 
-def test_the_scores_on_a_cpu():
-    """A line for every method: at each budget the mean of the five tasks, of samples that all of them have."""
-    want, said = [], " ".join((ROOT / "docs/quality.md").read_text().split())
-    for path in ON_CPU:
-        method, length = path.stem.split("_")
-        rows = [r for r in read(path)[0] if "benchmark" not in r]
-        cells = {}
-        for budget in dict.fromkeys(r["budget"] for r in rows):
-            mine = [r for r in rows if r["budget"] == budget]
-            assert len(mine) == 5 * SAMPLES_ON_CPU[length]
-            cells[budget] = f"{statistics.fmean(r['score'] for r in mine):.2f}"
-        dense = cells.pop(None)
-        if length == "8192":
-            assert dense == "0.98"
-            want.append([method, *(cells.get(b, scores.NONE) for b in (64, 256))])
-        else:
-            assert f"at {int(length) // 1024}K ({SAMPLES_ON_CPU[length]} " in said
-            assert f"it has {cells[64]} with 64 tokens and {cells[256]} with 256, dense {dense}." in said
-    assert want in tables(ROOT / "docs/quality.md")
-
-
-def test_what_is_read_out():
-    """At each budget the mean share of the records."""
-    cells: dict[str, list[str]] = {}
-    rows = [r for r in read(READOUT)[0] if "benchmark" not in r]
-    for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in rows):
-        mine = [r["score"] for r in rows if (r["method"], r["budget"]) == (method, budget)]
-        assert len(mine) == 2
-        cells.setdefault(method, []).append(f"{statistics.fmean(mine):.2f}")
-    assert cells.pop("dense") == ["1.00"]
-    assert [[name, *both] for name, both in cells.items()] in tables(ROOT / "docs/quality.md")
-
-
-def test_what_reuse_costs_icecache():
-    """Means of the tasks, in the order of the file."""
-    rows = [r for r in read(REUSE)[0] if "benchmark" not in r]
-    want = []
-    for name, budget, every in (
-        ("dense", None, None), *((f"{b}, reuse_every={e}", b, e) for b in (64, 256) for e in (1, 2, 3)),
-    ):  # fmt: skip
-        own = [r for r in rows if r["budget"] == budget and (r["hyper"] or {}).get("reuse_every") == every]
-        assert len(own) == 48
-        tasks = dict.fromkeys(r["task"] for r in own)
-        each = [statistics.fmean(r["score"] for r in own if r["task"] == task) for task in tasks]
-        want.append([name, *(f"{x:.3f}" for x in each), f"{statistics.fmean(each):.3f}"])
-    assert want in tables(ROOT / "benchmarks/results/README.md")
-
-
-SAMPLED = [*FILES, *TAUS, *RATES, *ON_CPU, READOUT]
+SAMPLED = [*FILES, *TAUS, *RATES, *ON_CPU, *READOUT, *PAPERS_CLUSTERS]
 
 
 @pytest.mark.parametrize("path", [*SAMPLED, *TEXTS, *PAGES, *PACKED, REUSE], ids=lambda p: p.name)
@@ -246,7 +204,7 @@ def test_the_commands_of_a_file_of_samples_ask_for_what_it_holds(path):
     for head in heads(lines):
         o = means(head["command"])
         holds(head, dataclasses.asdict(o))
-        cells = product(o.tasks, o.lengths, range(o.samples), settings(o))
+        cells = product(o.tasks or TASKS, o.lengths, range(o.samples), settings(o))
         asked |= {key({"task": t, "length": n, "index": i, **dataclasses.asdict(s)}) for t, n, i, s in cells}
     found = [key(row) for row in lines if "benchmark" not in row]
     assert len(found) == len(set(found))

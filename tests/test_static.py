@@ -1,4 +1,4 @@
-"""Static sets: chosen as defined, from raw queries and keys; moved without loss; in turn; both ends of the share."""
+"""Static sets: chosen as defined, from raw queries and keys; moved without loss; both ends of the share."""
 import pytest
 import test_methods
 import torch
@@ -326,31 +326,7 @@ def test_a_second_turn_over_moved_rows_is_exact(name):
         torch.testing.assert_close(out[b, h * 2, -1], w @ story.v[b, h, pad:140], atol=2e-4, rtol=1e-4)
 
 
-# ---------------------------------------------------------------- in turn, and by itself
-
-
-TURNS = {
-    20: {1: [0, 16, 36, 56], 2: [0, 12, 32, 52], 3: [0, 8, 28, 48], 4: [0, 4, 24, 44]},
-    80: {1: [0], 2: [0, 48], 3: [0, 32], 4: [0, 16]},  # the turn of the last comes earlier by more than the prompt has
-}
-
-
-@pytest.mark.parametrize("every", TURNS)
-def test_layers_take_turns(every):
-    """After the first set, which all choose at the same step, no two of four layers choose at the same one."""
-    model = tiny(num_hidden_layers=5)
-    ids, mask = prompts(1, 50, ragged=False)
-    when: dict[int, list[int]] = {i: [] for i in range(1, 5)}
-    sizes = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6, budget=16, block_size=4)
-    with torch.no_grad(), torchsparsekv.patch(model, "prkv", **sizes, static_ratio=0.5, update_every=every) as handle:
-        cache = handle.make_cache(1)
-        model(ids, attention_mask=mask, past_key_values=cache)
-        for t in range(60):
-            model(ids[:, t % 50 : t % 50 + 1], past_key_values=cache)
-            for i, steps in when.items():
-                if int(cache.layers[i].state.static.updated.sum()):
-                    steps.append(t)
-    assert when == TURNS[every]
+# ---------------------------------------------------------------- by itself
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -375,21 +351,6 @@ def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget
             assert static_of(layer, b, h) == story.wanted(
                 b, h, 71, observe, int(layer.state.static.target[b, h]), BLOCK
             )
-
-
-def test_the_report_says_what_share_was_found():
-    model = tiny()
-    ids, mask = prompts(1, 60, ragged=False)
-    sizes = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6, budget=16, block_size=4)
-    with torch.no_grad(), torchsparsekv.patch(model, "prkv", **sizes, static_ratio="auto") as handle:
-        cache = handle.make_cache(1)
-        greedy_logits(model, ids, mask, 3, cache)
-        report = handle.report()
-        found = [float(x.state.static.target.float().mean()) / 16 for x in cache.layers[1:]]
-    assert [r.static_share for r in report.layers] == [None, *found]
-    assert 0 < max(found) <= 1
-    said = ", ".join(f"{i}: {x:.3f}" for i, x in enumerate(found, 1))
-    assert f"static share of the budget by layer: {said}" in str(report).splitlines()
 
 
 def test_a_row_past_its_capacity_is_nan_and_nothing_moves():

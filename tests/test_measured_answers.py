@@ -1,0 +1,72 @@
+"""Answers of few samples, and by other devices than the table of scores: what the pages say is what the files hold."""
+import statistics
+
+from test_cli import ROOT
+from test_results import ON_CPU, PAPERS_CLUSTERS, READOUT, REUSE, tables
+
+from torchsparsekv.benchmarks.quality.store import read
+from torchsparsekv.benchmarks.report import scores
+
+SAMPLES_ON_CPU = {"8192": 8, "16384": 4, "32768": 1}
+
+
+def test_the_scores_on_a_cpu():
+    """A line for every method: at each budget the mean of the five tasks, of samples that all of them have."""
+    want, said = [], " ".join((ROOT / "docs/quality.md").read_text().split())
+    for path in ON_CPU:
+        method, length = path.stem.split("_")
+        rows = [r for r in read(path)[0] if "benchmark" not in r]
+        cells = {}
+        for budget in dict.fromkeys(r["budget"] for r in rows):
+            mine = [r for r in rows if r["budget"] == budget]
+            assert len(mine) == 5 * SAMPLES_ON_CPU[length]
+            cells[budget] = f"{statistics.fmean(r['score'] for r in mine):.2f}"
+        dense = cells.pop(None)
+        if length == "8192":
+            assert dense == "0.98"
+            want.append([method, *(cells.get(b, scores.NONE) for b in (64, 256))])
+        else:
+            assert f"at {int(length) // 1024}K ({SAMPLES_ON_CPU[length]} " in said
+            assert f"it has {cells[64]} with 64 tokens and {cells[256]} with 256, dense {dense}." in said
+    assert want in tables(ROOT / "docs/quality.md")
+
+
+def test_what_is_read_out():
+    """At each budget the mean share of the records."""
+    cells: dict[str, list[str]] = {}
+    for path in READOUT:
+        rows = [r for r in read(path)[0] if "benchmark" not in r]
+        for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in rows):
+            mine = [r["score"] for r in rows if (r["method"], r["budget"]) == (method, budget)]
+            assert len(mine) == 2
+            cells.setdefault(method, []).append(f"{statistics.fmean(mine):.2f}")
+    assert cells.pop("dense") == ["1.00"] * len(READOUT)
+    assert [[name, *each] for name, each in cells.items()] in tables(ROOT / "docs/quality.md")
+
+
+def test_the_scores_of_its_papers_clusters():
+    """Means of the five tasks, four samples of each, at 64 and 256 tokens."""
+    found = []
+    for path in PAPERS_CLUSTERS:
+        rows = [r for r in read(path)[0] if "benchmark" not in r and r["task"] != "common"]
+        by = {b: [r["score"] for r in rows if r["budget"] == b] for b in (None, 64, 256)}
+        assert all(len(x) == 20 for x in by.values())
+        assert statistics.fmean(by[None]) == 1
+        found += [f"{statistics.fmean(by[b]):.2f}" for b in (64, 256)]
+    said = " ".join((ROOT / "docs/quality.md").read_text().split())
+    assert "{} with 64 tokens and {} with 256 at 16K, {} and {} at 32K.".format(*found) in said
+
+
+def test_what_reuse_costs_icecache():
+    """Means of the tasks, in the order of the file."""
+    rows = [r for r in read(REUSE)[0] if "benchmark" not in r]
+    want = []
+    for name, budget, every in (
+        ("dense", None, None), *((f"{b}, reuse_every={e}", b, e) for b in (64, 256) for e in (1, 2, 3)),
+    ):  # fmt: skip
+        own = [r for r in rows if r["budget"] == budget and (r["hyper"] or {}).get("reuse_every") == every]
+        assert len(own) == 48
+        tasks = dict.fromkeys(r["task"] for r in own)
+        each = [statistics.fmean(r["score"] for r in own if r["task"] == task) for task in tasks]
+        want.append([name, *(f"{x:.3f}" for x in each), f"{statistics.fmean(each):.3f}"])
+    assert want in tables(ROOT / "benchmarks/results/README.md")
