@@ -35,6 +35,13 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def check_measured(hyper: Sequence[str], methods: Sequence[str]) -> None:
+    """Raises where a hyper-parameter is of a method that is not measured."""
+    unused = sorted(set(parse(hyper)) - set(methods))
+    if unused:
+        raise ValueError(f"hyper sets {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
+
+
 def pool_told(pool_dtype: str) -> dict[str, str]:
     """What `patch` is told of the pool's type."""
     return {} if pool_dtype == "auto" else {"pool_dtype": pool_dtype}
@@ -76,9 +83,7 @@ class Setup:
         """Raises where a method is unknown, or refuses what it would be told, or a hyper-parameter has no method."""
         if repeats(methods):
             raise ValueError(f"methods must be different, got {', '.join(methods)}")
-        unused = sorted(set(parse(self.hyper)) - set(methods))
-        if unused:
-            raise ValueError(f"hyper sets {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
+        check_measured(self.hyper, methods)
         for name in methods:
             self.method(name)
 

@@ -33,6 +33,8 @@ WRONG_ELSEWHERE = {
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
     "kernels --contexts=-1": "contexts must be at least 1",
+    "kernels --methods=quest --hyper=pariskv.beta=0.1": "hyper sets pariskv, which is not measured; methods: quest",
+    "kernels --hyper=pariskv.beta=2": "pariskv: beta must be",
     "kernels --methods=louiskv": "no kernels to time for louiskv; available: quest, arkvale, pariskv",
 }  # fmt: skip
 
@@ -170,6 +172,18 @@ def test_a_gpu_that_is_too_old_for_a_method_is_refused(monkeypatch):
         assert "quest needs compute capability 8.9, an A100 has 8.0" in refused("bench", bench, "--methods=quest")
     o = decode.Options(hyper=("quest.digest=bfloat16",))
     assert _common.prepare(o.methods, o) == torch.device("cuda")
+
+
+def test_kernels_are_of_the_methods_that_were_asked_for(monkeypatch):
+    """What their states, which are made on a GPU, are made for."""
+    made = []
+    monkeypatch.setattr(kernels.Layers, "__init__", lambda self, method, *rest: made.append(method) or 1 / 0)
+    o = kernels.Options(methods=("pariskv", "quest"), hyper=("pariskv.beta=0.2", "pariskv.rho=0.3"))
+    for name in o.methods:
+        with pytest.raises(ZeroDivisionError):
+            kernels.Bench(name, o, 2048, "cuda")
+    assert [(m.name, m.budget) for m in made] == [("pariskv", 100), ("quest", 1024)]
+    assert (made[0].beta, made[0].rho) == (0.2, 0.3)
 
 
 def test_kernels_are_told_against_the_ceilings_of_the_run():

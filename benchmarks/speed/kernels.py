@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import option
+from torchsparsekv.benchmarks._options import check_measured, option, parse
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
-from torchsparsekv.method import make_method
+from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
@@ -47,6 +47,11 @@ class Options:
     head_dim: int = 128
     budget: int = 1024
     tokens: int = option(100, "The budget of methods that retrieve single tokens.")
+    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+
+    def method(self, name: str) -> Method:
+        budget = self.tokens if name == "pariskv" else self.budget
+        return make_method(name, budget=budget, **parse(self.hyper).get(name, {}))
 
 
 class Bench(Layers):
@@ -54,8 +59,8 @@ class Bench(Layers):
 
     def __init__(self, name: str, o: Options, context: int, device):
         self.o, self.device, self.context = o, device, context
-        method = make_method(name, budget=o.tokens if name == "pariskv" else o.budget)
-        super().__init__(method, Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16), o.q_heads, CALLS, device)
+        geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16)
+        super().__init__(o.method(name), geometry, o.q_heads, CALLS, device)
         self.lengths.advance(context - 100)
         for s in self.states:
             STAGES[name].fill(s, self)
@@ -253,6 +258,9 @@ def run(o: Options, out: Path | None = None) -> dict:
     unknown = [name for name in o.methods if name not in STAGES]
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
+    check_measured(o.hyper, o.methods)
+    for name in o.methods:
+        o.method(name)
     device = _common.prepare(o.methods, o)
     rows = pinning(device) + ceilings(device)
     near = set()
