@@ -1,4 +1,5 @@
 """The only module that allocates. Every tensor keeps its address for the life of the cache."""
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,7 +57,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def is_on_host(self, pool_on_host: bool) -> bool:
         return self.home == "pool" and pool_on_host

@@ -104,7 +104,8 @@ class IceCache(Method):
     def promoted(self) -> Promotion:
         if self.promotion == "random":
             return Promotion(0, max(1, int(self.r * DRAWS)), self.levels, self.seed)
-        return Promotion(max(2, round(1 / self.r)), 0, self.levels, self.seed)
+        every = max(2, round(1 / max(self.r, 1 / (DRAWS - 1))))  # a 32-bit number, and beyond every pool
+        return Promotion(every, 0, self.levels, self.seed)
 
     # ---- what it declares
 
@@ -168,7 +169,8 @@ class IceCache(Method):
         if s.anchor is not None:
             return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
-        view = View(MILLION if whole else round(self.field_of_view * MILLION), self.least_view, self.levels)
+        share = MILLION if whole else round(self.field_of_view * MILLION)
+        view = View(share, min(self.least_view, MOST_NODES), self.levels)
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         ids = top_blocks(Scored(scores, peaks), s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:

@@ -168,10 +168,11 @@ class ParisKV(Method):
         self.prompt(s, q, k, join=True)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        capacity, dense = self.sizes(s.far.rows.shape[2])
-        ratios, keep = self.ratios, min(self.budget, capacity)
+        rows = s.far.rows.shape[2]
+        capacity, dense = self.sizes(rows)
+        ratios, keep, least = self.ratios, min(self.budget, capacity), min(self.least, rows)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
-        candidates = collide(votes, s.codes, s.lengths, ratios, self.least, dense, capacity)
+        candidates = collide(votes, s.codes, s.lengths, ratios, least, dense, capacity)
         scored = rerank(rotated, s.codes, candidates)
         if dense <= keep:
             return Choice(top_blocks(scored, keep, candidates))

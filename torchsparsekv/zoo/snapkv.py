@@ -70,7 +70,8 @@ class SnapKV(ObservingMethod):
         observe(q, s.observed, s.kept.at, s.lengths)
 
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        pooling = Pooling(self.kernel_size, self.pooling == "maxpool")
+        widest = 2 * s.far.rows.shape[2] + 1  # beyond it every token has the same neighbours: all
+        pooling = Pooling(min(self.kernel_size, widest), self.pooling == "maxpool")
         spans = s.row_lengths.spans(k.shape[2])
         snap_tokens(k, s.observed, s.kept, s.far, s.lengths, a, pooling, spans)
 

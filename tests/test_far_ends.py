@@ -1,0 +1,49 @@
+"""Hyper-parameters without an upper bound, or next to zero, as far out as Python's numbers go: they act like the last
+value that makes a difference, and what no memory holds is refused before anything is made."""
+import pytest
+import torch
+from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+
+import torchsparsekv
+
+NEAR = dict(sink=4, window=6)
+ICE = dict(**NEAR, budget=16, page_size=4)
+SNAP = dict(**NEAR, budget=12, observe=4)
+# method, the far end, and what it is to act like
+FAR = [
+    ("snapkv", dict(**SNAP, kernel_size=(1 << 63) + 1), dict(**SNAP, kernel_size=2 * MAX_LENGTH + 1)),
+    ("snapkv", dict(**SNAP, kernel_size=(1 << 31) + 1), dict(**SNAP, kernel_size=2 * MAX_LENGTH + 1)),
+    ("icecache", dict(**ICE, least_view=1 << 63), dict(**ICE, least_view=MAX_LENGTH)),
+    ("icecache", dict(**ICE, r=1e-20), dict(**ICE, r=1e-9)),
+    ("icecache", dict(**ICE, r=5e-324), dict(**ICE, r=1e-9)),
+]
+HUGE = 1 << 62  # whole blocks of any size
+BUDGETS = [name for name in torchsparsekv.methods() if name not in ("streaming", "full")]
+
+
+def logits(model, method: str, steps: int = 20, **hyper):
+    with torchsparsekv.patch(model, method, skip_layers=0, **hyper) as handle:
+        return greedy_logits(model, *prompts(2, 60), steps, handle.make_cache(2, MAX_LENGTH))
+
+
+@pytest.mark.parametrize(("method", "far", "like"), FAR)
+def test_the_far_end_acts_like_what_is_before_it(method, far, like):
+    model = tiny()
+    assert torch.equal(logits(model, method, **far), logits(model, method, **like))
+
+
+@pytest.mark.parametrize("method", BUDGETS)
+def test_any_budget_is_all_of_the_cache(method):
+    model, ids = tiny(), prompts(2, 60)
+    more = dict(full_threshold=0) if method == "pariskv" else {}
+    got = logits(model, method, budget=HUGE, sink=0, window=8, **more)
+    torch.testing.assert_close(got, dense_logits(model, *ids, 20), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("size", ["window", "sink"])
+def test_what_no_memory_holds_is_refused_with_numbers(size):
+    model = tiny()
+    for n in (1 << 62, 1 << 70):
+        says = pytest.raises(MemoryError, match=r"^a cache of 128 tokens x batch 1 needs [\d.]+ GiB host")
+        with torchsparsekv.patch(model, "oracle", **{**NEAR, size: n}, budget=16) as handle, says:
+            handle.make_cache(1, MAX_LENGTH)
