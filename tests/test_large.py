@@ -6,7 +6,7 @@ import torch
 from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.store.views import Lengths, Observed
+from torchsparsekv.ops.store.views import Codes, Far, Lengths, Observed, Store
 
 ENTRIES = load_all()
 WRAP = 1 << 32  # an offset of 32 bits that overflows is less by this: there is room for it, so that a test can fail
@@ -42,3 +42,56 @@ def test_observe(huge, heads_last):
     ENTRIES["observe"].run("triton", q, observed, at, Lengths(*times, 0, 1))
     kept = observed.queries.roll(-(tokens % window), 1)
     torch.testing.assert_close(kept.transpose(1, 2), q[:, :, -window:], rtol=0, atol=0)
+
+
+class Recorded:
+    """In place of a kernel: the grid that it is launched on."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return lambda *_, **__: None
+
+
+TOKENS = 1 << 21
+LEAD = (1, 8, TOKENS)
+
+
+def like(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Of that shape, in the memory of its last dimension."""
+    return torch.zeros(shape[-1], dtype=dtype, device=DEVICE).expand(shape)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return like(torch.float16, *shape)
+
+
+def taken_in(what) -> tuple:
+    """A prompt of as many tokens as the pool has rows, into `what`."""
+    return halves(*LEAD, 128), Far(halves(*LEAD, 2, 128)), what, times()
+
+
+def times() -> Lengths:
+    return Lengths(*(like(torch.int32, 1) for _ in range(4)), 64, 128)
+
+
+def codes() -> Codes:
+    u8 = torch.uint8
+    return Codes(like(u8, *LEAD, 16), like(u8, *LEAD, 64), halves(*LEAD, 16), like(torch.int32, 1, 8, 16, 256))
+
+
+GRIDS = {
+    "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128))),
+    "encode_keys": ("_encode", lambda: (*taken_in(codes()), 8, 0)),
+    "flush_ring": ("_flush", lambda: (Store(halves(*LEAD, 2, 128), halves(*LEAD, 2, 128)), times())),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids(name, monkeypatch):
+    """Only the first dimension may exceed 65,535."""
+    (kernel, things), recorded = GRIDS[name], Recorded()
+    entry = ENTRIES[name]
+    monkeypatch.setitem(entry.reference.__globals__, kernel, recorded)
+    entry.run("triton", *things())
+    assert recorded.grid[0] >= 65_536
+    assert max(recorded.grid[1:]) <= 65_535
