@@ -1,12 +1,14 @@
-"""Shapes of 2M tokens: offsets above 2^31, of which no other test has any, and grids beyond what CUDA takes."""
+"""Shapes of 2M tokens: offsets above 2^31, of which no other test has any, and what CUDA and Triton refuse."""
 import os
 
 import pytest
 import torch
 from world import DEVICE
 
+from torchsparsekv.method import make_method
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.store.views import Codes, Far, Lengths, Observed, Store
+from torchsparsekv.state import Geometry
 
 ENTRIES = load_all()
 WRAP = 1 << 32  # an offset of 32 bits that overflows is less by this: there is room for it, so that a test can fail
@@ -95,3 +97,17 @@ def test_grids(name, monkeypatch):
     entry.run("triton", *things())
     assert recorded.grid[0] >= 65_536
     assert max(recorded.grid[1:]) <= 65_535
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "said"),
+    [
+        ("prkv_static", 65_536, "prkv_static: a static set has at most 65536 tokens, this budget makes it 65537"),
+        ("oracle", 524_288, "a hot buffer has at most 1048576 slots a kv head, got 1048578"),
+    ],
+)
+def test_budgets_beyond_what_a_program_has_room_for(name, most, said):
+    geometry = Geometry(1, 8, 128, TOKENS, torch.bfloat16)
+    make_method(name, budget=most).buffers(geometry)
+    with pytest.raises(ValueError, match=said):
+        make_method(name, budget=most + 1).buffers(geometry)
