@@ -7,7 +7,7 @@ from world import DEVICE
 
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.store.views import Codes, Far, Lengths, Observed, Store
+from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token
 from torchsparsekv.state import Geometry
 
 ENTRIES = load_all()
@@ -44,6 +44,21 @@ def test_observe(huge, heads_last):
     ENTRIES["observe"].run("triton", q, observed, at, Lengths(*times, 0, 1))
     kept = observed.queries.roll(-(tokens % window), 1)
     torch.testing.assert_close(kept.transpose(1, 2), q[:, :, -window:], rtol=0, atol=0)
+
+
+def test_rows_of_the_pool(huge):
+    """Tokens leave the ring for the last rows of a pool, and come back to the hot buffer."""
+    heads, rows, dim, block = 16, (1 << 18) + 64, 256, 16
+    k, ring, i32 = torch.randn(1, heads, 1, dim).half(), torch.randn(1, heads, 64, 2, dim).half(), torch.int32
+    store, stats = Store(ring, huge(1, heads, rows, 2, dim)), Stats(torch.zeros(1, heads, 5, dtype=torch.int64))
+    times = (torch.tensor([n], dtype=i32) for n in (rows - 1, rows, rows - 2 * block, rows - block))
+    ENTRIES["append"].run("triton", Token(k, k), store, stats, Lengths(*times, 0, block))
+    last = torch.full((1, heads, 1), rows // block - 2, dtype=i32)
+    places, slots = torch.full((1, heads, rows // block), -1, dtype=i32), torch.full((1, heads, 2), -1, dtype=i32)
+    hot = torch.zeros(1, heads, 2, block, 2, dim).half()
+    view = Hot(hot, places, slots, torch.zeros_like(slots), torch.zeros(1, heads, dtype=i32), last.clone())
+    ENTRIES["fetch"].run("triton", Asked(last), Far(store.pool), view, stats)
+    torch.testing.assert_close(hot[:, :, 0], ring[:, :, (torch.arange(block) + rows - 2 * block) % 64], rtol=0, atol=0)
 
 
 class Recorded:
