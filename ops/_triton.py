@@ -25,7 +25,9 @@ except ImportError:
     triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
     tl = SimpleNamespace(constexpr=int)
 
-__all__ = ["cdiv", "chain", "chained", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton"]
+__all__ = [
+    "LANES", "cdiv", "chain", "chained", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton",
+]  # fmt: skip
 
 
 def cdiv(a: int, b: int) -> int:
@@ -65,6 +67,7 @@ def chain(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+LANES = 1 << 20  # numbers that a tensor of a program may have
 SMALLEST = 101_376  # bytes of shared memory a program may have on the smallest GPUs supported (capability 8.6, 8.9)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv import host
+from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats, Store
@@ -104,6 +105,7 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
 
 def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
     """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
+    check_slots(slots)
     i32 = torch.int32
     return Hot(
         rows=Buffer((*g.lead, slots, block_size, *row_shape(g.head_dim)), g.dtype),

@@ -23,7 +23,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import LANES, cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import (
     MISSED,
@@ -50,7 +50,13 @@ def check(asked, far, hot, stats) -> None:
     ids = asked.ids
     if ids.shape[-1] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
+    check_slots(hot.rows.shape[2])
     check_blocks(far.rows, hot)
+
+
+def check_slots(slots: int) -> None:
+    if slots > LANES:  # a program plans for all of a head
+        raise ValueError(f"a hot buffer has at most {LANES} slots a kv head, got {slots}")
 
 
 def reference(asked: Asked, far: Far, hot: Changed[Hot], stats: Changed[Stats]) -> None:

@@ -51,10 +51,10 @@ def _copy(
     MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    bh = tl.program_id(0).to(tl.int64)
+    bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
-    first = tl.load(previous_ring_begin + b) + tl.program_id(1) * TILE
+    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
     if (n > 0) & (first < new):
         pos, d = first + tl.arange(0, TILE), tl.arange(0, DP)
         live = pos < new
@@ -68,7 +68,7 @@ def launch(k, far, coarse, lengths) -> None:
     (pool,) = far
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     parts = cdiv(min(k.shape[2] + lengths.interval, rows), TILE)
-    _copy[(batch * heads, parts)](
+    _copy[(parts, batch * heads)](
         k, pool, coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, MAX=FP8_MAX, D=d,
         DP=next_power_of_2(d), TILE=TILE, **chained(k.device, batch * heads * parts),
     )  # fmt: skip

@@ -70,10 +70,10 @@ def _encode(
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    bh = tl.program_id(0).to(tl.int64)
+    bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
-    first = tl.load(previous_ring_begin + b) + tl.program_id(1) * TILE
+    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
     if (n > 0) & (first < new):
         pos = first + tl.arange(0, TILE)
         d = tl.arange(0, DP)
@@ -111,7 +111,7 @@ def launch(k, far, codes, lengths, m, seed) -> None:
     size = next_power_of_2(d)
     most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
     squares = [t * t for t in quantiser(m)[0]]
-    _encode[(batch * heads, cdiv(most, TILE))](
+    _encode[(cdiv(most, TILE), batch * heads)](
         k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
         COLUMNS=min(COLUMNS, size), **chained(k.device, batch * heads * cdiv(most, TILE)),

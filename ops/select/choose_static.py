@@ -24,7 +24,7 @@ from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, tl, triton
+from torchsparsekv.ops._triton import LANES, cdiv, chain, chained, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
@@ -39,10 +39,13 @@ TILE = 64  # keys at a time
 SMALL, LARGE = (32768, 32768), (65536, 98304)
 ROOMY = 200_000
 PHASES = 4
+MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
 
 
 def check(q, observed, static, store, coarse, lengths, attention) -> None:
     _check.heads(q, store.pool)
+    if static.ids.shape[2] > MOST:
+        raise ValueError(f"a static set has at most {MOST} tokens, got room for {static.ids.shape[2]}")
 
 
 def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:

@@ -29,9 +29,9 @@ def _flush(
     ring, pool, start, previous_ring_begin, heads, ring_rows, pool_rows, sink,
     D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0).to(tl.int64)
+    bh = tl.program_id(1).to(tl.int64)
     n0, old = tl.load(start + bh // heads), tl.load(previous_ring_begin + bh // heads)
-    r = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)  # in the dimension that may exceed 65,535
     pos = ring_position_of(r, old, sink, ring_rows - sink)
     source, target = row_at(ring, bh, r, ring_rows, D), row_at(pool, bh, pos, pool_rows, D)
     copy_rows(source, target, (pos < n0) & (r < ring_rows), D, ROW)
@@ -42,7 +42,7 @@ def launch(store, lengths) -> None:
     batch, heads, ring_rows, _, d = ring.shape
     if not pool.shape[2]:
         return
-    _flush[(batch * heads, cdiv(ring_rows, TILE))](
+    _flush[(cdiv(ring_rows, TILE), batch * heads)](
         ring, pool, lengths.start, lengths.previous_ring_begin, heads, ring_rows, pool.shape[2], lengths.sink, D=d,
         ROW=next_power_of_2(row_width(d)), TILE=TILE,
     )  # fmt: skip

@@ -28,14 +28,15 @@ def reference(q: Queries, observed: Changed[Observed], at: Changed[PerHead], len
 def _observe(
     q, queries, at, start, length, q_b, q_h, q_s, q_heads, heads, window, tokens, D: tl.constexpr, DP: tl.constexpr
 ):
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n0, n = tl.load(start + b), tl.load(length + b)
     if (n > n0) & (h < heads) & (tl.program_id(2) == 0):
         tl.store(at + b * heads + h, NOT_SINCE)
     position = tl.maximum(n - window, 0) + tl.program_id(2)
     if (position >= n0) & (position < n):
         d = tl.arange(0, DP)
-        x = tl.load(q + b * q_b + h * q_h + (tokens - n + position) * q_s + d, mask=d < D)
+        column = (tokens - n + position).to(tl.int64)
+        x = tl.load(q + b * q_b + h * q_h + column * q_s + d, mask=d < D)
         tl.store(queries + ((b * window + position % window) * q_heads + h) * D + d, x, mask=d < D)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchsparsekv.method import Method
 from torchsparsekv.ops.index.copy_keys import copy_keys
-from torchsparsekv.ops.select.choose_static import NEVER, choose_static
+from torchsparsekv.ops.select.choose_static import MOST, NEVER, choose_static
 from torchsparsekv.ops.store.observe import NOT_YET, observe
 from torchsparsekv.ops.store.views import I32, Attention, Observed, Static
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
@@ -90,6 +90,8 @@ class StaticMethod(ObservingMethod):
 
     def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
+        if most > MOST:
+            raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
         one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
         lead = 0 if self.update_every is None else g.layer * self.update_every // g.layers
         ids = Buffer((*g.lead, most), I32, fill=-1)
