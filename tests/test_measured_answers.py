@@ -2,7 +2,7 @@
 import statistics
 
 from test_cli import ROOT
-from test_results import ON_CPU, PAPERS_CLUSTERS, READOUT, REUSE, tables
+from test_results import NEEDLES, ON_CPU, PAPERS_CLUSTERS, READOUT, REUSE, tables
 
 from torchsparsekv.benchmarks.quality.store import read
 from torchsparsekv.benchmarks.report import scores
@@ -55,6 +55,20 @@ def test_the_scores_of_its_papers_clusters():
         found += [f"{statistics.fmean(by[b]):.2f}" for b in (64, 256)]
     said = " ".join((ROOT / "docs/quality.md").read_text().split())
     assert "{} with 64 tokens and {} with 256 at 16K, {} and {} at 32K.".format(*found) in said
+
+
+def test_needles_of_a_language_model():
+    """At each length and budget the mean of the tasks; dense answers all."""
+    for path in NEEDLES:
+        cells: dict[str, list[str]] = {}
+        rows = [r for r in read(path)[0] if "benchmark" not in r]
+        samples = {(r["task"], r["index"]) for r in rows}
+        for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in rows):
+            mine = [r["score"] for r in rows if (r["method"], r["budget"]) == (method, budget)]
+            assert len(mine) == len(samples)
+            cells.setdefault(method, []).append(f"{statistics.fmean(mine):.2f}")
+        assert cells.pop("dense") == ["1.00"]
+        assert [[name, *both] for name, both in cells.items()] in tables(ROOT / "docs/quality.md")
 
 
 def test_what_reuse_costs_icecache():

@@ -37,6 +37,7 @@ PACKED = sorted((QUALITY / "int8").glob("*.jsonl"))  # not on the page, which ta
 ON_CPU = sorted((QUALITY / "recall_cpu").glob("*.jsonl"))  # few samples; not on the page beside those of the H200
 REUSE = QUALITY / "icecache/reuse.jsonl"
 READOUT = [QUALITY / f"readout/readout_{n}.jsonl" for n in (8192, 16384, 32768)]
+NEEDLES = sorted((QUALITY / "needles").glob("*.jsonl"))  # of a language model
 PAPERS_CLUSTERS = sorted((QUALITY / "clusterkv").glob("*.jsonl"))
 LENGTHS, BUDGETS = (8192, 16384, 32768), (64, 128, 256, 512)
 
@@ -163,7 +164,7 @@ def test_the_retrieval_rates_of_louiskv():
     assert [want] in tables(ROOT / "benchmarks/results/README.md")
 
 
-SAMPLED = [*FILES, *TAUS, *RATES, *ON_CPU, *READOUT, *PAPERS_CLUSTERS]
+SAMPLED = [*FILES, *TAUS, *RATES, *ON_CPU, *READOUT, *PAPERS_CLUSTERS, *NEEDLES]
 
 
 @pytest.mark.parametrize("path", [*SAMPLED, *TEXTS, *PAGES, *PACKED, REUSE], ids=lambda p: p.name)
