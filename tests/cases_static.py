@@ -36,7 +36,7 @@ def _static(w: World, most: int) -> Static:
     for b, h in count.nonzero().tolist():
         n = int(count[b, h])
         ids[b, h, :n] = w.sink + torch.randperm(int(live[b]), generator=w.g)[:n].sort().values
-    ago = torch.randint(0, w.pick(6, 400), lead, generator=w.g)  # a layer's turn may come before the first token
+    ago = torch.randint(0, w.pick(6, 90), lead, generator=w.g)  # a layer's turn may come before the first token
     at = torch.where(torch.rand(lead, generator=w.g) < 0.3, NOT_YET, w.length[:, None] - ago).to(I32)
     ahead = torch.randint(0, 3, lead, generator=w.g, dtype=I32)
     zero = torch.zeros(lead, dtype=I32)
@@ -92,7 +92,7 @@ def static_target(w: World):
     """Keys and queries are small integers: products are exact, and there are ties."""
     most = w.pick(1, w.rows // 2 + 1, w.rows)
     observed, static = _observed(w, w.length - 1), _static(w, most)
-    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - 1)
+    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - w.pick(1, 90))
     static.at.copy_(at.expand_as(static.at))
     observed, far = Observed(observed.queries.round()), Far(w.far(w.begin).rows.round())
     k = w.pick(most, 1 + w.seed % most)
