@@ -109,6 +109,12 @@ MUTATIONS = (
     Mutation("SnapKV attends to what is in the ring by chance", "torchsparsekv/zoo/snapkv.py",
              "s.kept.updated, s.kept.frontier)", "s.kept.updated)",
              "tests/test_snapkv.py::test_a_step_attends_to_what_snapkv_keeps_and_nothing_else"),
+    Mutation("a turn before the first token is taken for never", "ops/select/choose_static.py",
+             "at == NOT_YET or", "at < 0 or", "tests/test_static_models.py::test_layers_take_turns"),
+    Mutation("so it is in the kernel", "ops/select/choose_static.py", "due = (last == NOT_SINCE)", "due = (last < 0)",
+             "tests/test_ops.py::test_kernel_equals_reference -k choose_static"),
+    Mutation("a giant prompt's queries are found by 32 bits", "ops/store/observe.py",
+             "(tokens - n + position).to(tl.int64)", "(tokens - n + position)", "tests/test_large.py::test_observe"),
     Mutation("the kernel keeps the same token twice for SnapKV", "ops/select/keep_leaving.py", "old + i)", "old)",
              "tests/test_ops.py::test_kernel_equals_reference -k keep_leaving"),
     # ---- fetch
