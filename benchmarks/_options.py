@@ -35,11 +35,11 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def check_measured(hyper: Sequence[str], methods: Sequence[str]) -> None:
+def check_measured(texts: Sequence[str], methods: Sequence[str], done: str = "hyper sets") -> None:
     """Raises where a hyper-parameter is of a method that is not measured."""
-    unused = sorted(set(parse(hyper)) - set(methods))
+    unused = sorted({name for text in texts for name in parse([text])} - set(methods))
     if unused:
-        raise ValueError(f"hyper sets {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
+        raise ValueError(f"{done} {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
 
 
 def pool_told(pool_dtype: str) -> dict[str, str]:

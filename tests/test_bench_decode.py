@@ -172,6 +172,10 @@ def test_a_gpu_that_is_too_old_for_a_method_is_refused(monkeypatch):
         assert "quest needs compute capability 8.9, an A100 has 8.0" in refused("bench", bench, "--methods=quest")
     o = decode.Options(hyper=("quest.digest=bfloat16",))
     assert _common.prepare(o.methods, o) == torch.device("cuda")
+    o = kernels.Options(methods=("quest",), hyper=("quest.digest=bfloat16",))
+    monkeypatch.setattr(kernels, "pinning", lambda device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.run(o)
 
 
 def test_kernels_are_of_the_methods_that_were_asked_for(monkeypatch):

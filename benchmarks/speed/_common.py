@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchsparsekv.benchmarks._options import Setup, at_least
-from torchsparsekv.method import check_device, check_skip_layers
+from torchsparsekv.method import Method, check_device, check_skip_layers
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {
@@ -35,14 +35,18 @@ SHAPES: dict[str, dict] = {
 AHEAD = 4  # steps that are begun before the first of those that are timed one by one
 
 
-def prepare(methods: Sequence[str], options: object = None) -> torch.device:
-    """The device to measure on; raises at once, and not after minutes, where there is none or an option is refused."""
+def prepare(
+    methods: Sequence[str], options: object = None, make: Callable[[str], Method] | None = None
+) -> torch.device:
+    """The device to measure on; raises at once, and not after minutes, where there is none or an option is refused.
+    `make`: how a benchmark makes a method of its name, if not as `Setup` does."""
     check(methods, options)
+    made = [(make or _setup(options).method)(name) for name in methods]
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
     device = torch.device("cuda")
-    for name in methods:
-        check_device(device, _setup(options).method(name))
+    for method in made:
+        check_device(device, method)
     return device
 
 

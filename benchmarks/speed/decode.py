@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, different, option, parse
+from torchsparsekv.benchmarks._options import Setup, at_least, check_measured, different, option, parse
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
@@ -71,6 +71,7 @@ class Options(Setup):
         _dense.check(self.dense, self.contexts)
         for name in methods:
             self.near(name)
+        check_measured(self.also, methods, "also changes")
         for name, changed in self.asked():
             changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
@@ -78,13 +79,9 @@ class Options(Setup):
 
     def asked(self) -> list[tuple[str, "Options"]]:
         """The methods in the order of their rows, each with the options that it has there."""
-        out = [(name, self) for name in self.methods]
-        for text in self.also:
-            name = next(iter(parse([text])))
-            if name not in self.methods:
-                raise ValueError(f"also changes {name}, which is not measured; methods: {', '.join(self.methods)}")
-            out.append((name, dataclasses.replace(self, hyper=(*self.hyper, text))))
-        return out
+        changed = [(name, text) for text in self.also for name in parse([text])]
+        more = [(name, dataclasses.replace(self, hyper=(*self.hyper, text))) for name, text in changed]
+        return [*((name, self) for name in self.methods), *more]
 
     def near(self, name: str) -> dict[str, float]:
         """The locality of a method's queries where it is not the option; with the budget that it was measured at."""

@@ -259,9 +259,7 @@ def run(o: Options, out: Path | None = None) -> dict:
     if unknown:
         raise ValueError(f"no kernels to time for {', '.join(unknown)}; available: {', '.join(STAGES)}")
     check_measured(o.hyper, o.methods)
-    for name in o.methods:
-        o.method(name)
-    device = _common.prepare(o.methods, o)
+    device = _common.prepare(o.methods, o, o.method)
     rows = pinning(device) + ceilings(device)
     near = set()
     for context in o.contexts:
