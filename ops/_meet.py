@@ -2,8 +2,8 @@
 
 A kernel that mostly has nothing to do is cheapest as one launch; when it has, its phases need what all programs of a
 head did before. They meet at a counter. That they all run at the same time is what the launcher must see to: no more
-programs than multiprocessors. Interpreted programs run one after the other, and a meeting would never end: there every
-phase is a launch (`phases`).
+programs than fit the multiprocessors. Interpreted programs run one after the other, and a meeting would never end:
+there every phase is a launch (`phases`).
 """
 from collections.abc import Iterator
 
@@ -33,9 +33,10 @@ def leave(arrived, gone, parts):
             tl.store(gone, 0)
 
 
-def parts_of(device: torch.device, heads: int, most: int) -> int:
-    """Programs for each of `heads` heads, so that all of them run at the same time."""
-    return max(1, min(most, sm_count(device) // heads))
+def parts_of(device: torch.device, heads: int, most: int, beside: int = 1) -> int:
+    """Programs for each of `heads` heads, so that all of them run at the same time; `beside`: so many of these fit a
+    multiprocessor."""
+    return max(1, min(most, beside * sm_count(device) // heads))
 
 
 def phases(device: torch.device, parts: int, n: int) -> Iterator[dict[str, int]]:

@@ -22,6 +22,7 @@ from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._triton import SMALLEST
 
 LARGE = 232_448  # bytes of shared memory a program may have on an H100
+MULTIPROCESSOR, RESERVED = 233_472, 1024  # those of all programs on one, and what the driver takes of each program's
 SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the largest
 # Beside attention, what keeps tiles of rows in shared memory.
 TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static"}
@@ -44,6 +45,8 @@ def launcher(kernel, grid):
         OPTIMISED.add(kernel)
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         used, room = compiled.metadata.shared, choose_static.shared_bytes(None)
+        if room == LARGE and kernel is choose_static._choose:  # programs that wait for one another share what there is
+            room = MULTIPROCESSOR // choose_static.LARGE.beside - RESERVED
         if used > room:
             raise RuntimeError(f"{kernel.__name__} needs {used} bytes of shared memory, of {room}")
 
@@ -65,7 +68,7 @@ def compile_only() -> None:
 def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
     """(type, shared memory there is, head_dim, way to pick options). Sizes vary where tiles of keys and values must
     fit, of fp32 it is the largest; of halves options vary in three ways, one of them at the usual size: its tiles are
-    those of the size that is padded to it."""
+    those of the size that is padded to it. With many query heads a tile is as large as it gets."""
     pad, usual, most = SIZES
     tiled = "attention" in name or name in TILED
     for dim, way in ((pad, 0), (usual, 1), (pad, 2), (most, 0)) if tiled else ((pad, 0), (pad, 1), (pad, 2)):
@@ -82,8 +85,8 @@ def compile_op(name: str, entry) -> str:
     for nth, (dtype, room, dim, way) in enumerate(variants(name)):
         choose_static.shared_bytes = lambda _, room=room: room
         w = World(
-            tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=3, dtype=dtype, seed=way, lengths=[60, 33],
-            pick=lambda *options, way=way: options[way % len(options)],
+            tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=64 if room == LARGE else 3, dtype=dtype, seed=way,
+            lengths=[60, 33], pick=lambda *options, way=way: options[way % len(options)],
         )  # fmt: skip
         things = OPS[name](w)
         for given in (things, packed(name, things)) if name in TAKING and nth == 0 else (things,):

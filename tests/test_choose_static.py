@@ -15,21 +15,29 @@ CHOOSE = importlib.import_module("torchsparsekv.ops.select.choose_static")
 ENTRY = load_all()["choose_static"]
 
 
-@settings(max_examples=6)  # each takes seconds in the interpreter
-@given(seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1), room=st.sampled_from([0, 1]))
-def test_the_window_in_parts(seed, group, coarse, room):
-    w = World(
-        lengths=[150, 90], group=group, dim=16, rows=256, seed=seed,
+def world(seed, group, coarse, dtype=torch.float32):
+    return World(
+        lengths=[150, 90], group=group, dim=16, rows=256, seed=seed, dtype=dtype,
         pick=lambda *options: options[coarse] if options == (False, True) else options[len(options) // 2],
     )  # fmt: skip
+
+
+@settings(max_examples=6)  # each takes seconds in the interpreter
+@given(
+    seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1), room=st.sampled_from([0, 1]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_the_window_in_parts(seed, group, coarse, room, dtype):
+    """The interpreter cannot multiply bf16; with a coarse copy it need not."""
+    coarse |= dtype is torch.bfloat16 and DEVICE.type == "cpu"
+    w = world(seed, group, coarse, dtype)
     things = OPS["choose_static"](w)
     things[1].queries.mul_(8)  # so that the largest logit grows from tile to tile
     assert things[1].queries.shape[1] * group > 16
     want, got = clones(things), on(DEVICE, clones(things))
     ENTRY.reference(*want)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(CHOOSE, "SMALL", (16 * 16 * w.dtype.itemsize, 32768))
-        m.setattr(CHOOSE, "LARGE", (16 * 16 * w.dtype.itemsize, 98304))
+        m.setattr(CHOOSE, "QUERY_BYTES", 16 * 16 * w.dtype.itemsize)
         m.setattr(CHOOSE, "ROOMY", 200_000 * room)
         m.setattr(CHOOSE, "TILE", 16)  # several for each program
         ENTRY.run("triton", *got)
@@ -37,3 +45,24 @@ def test_the_window_in_parts(seed, group, coarse, room):
     for a, b in zip(got[2], want[2]):
         assert torch.equal(a.cpu(), b)
     assert torch.equal(got[1].queries.cpu(), want[1].queries)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("group", [4, 64])  # in one part, in several
+@pytest.mark.parametrize("wrong", ["key", "query"])
+def test_what_is_no_number_makes_no_hole_in_a_set(wrong, group):
+    """`relocate` moves as many rows as a set says: a -1 among them would be a place outside of the pool."""
+    things = OPS["choose_static"](world(0, group, 0))
+    if wrong == "key":
+        things[3].pool[:, :, 70, 0] = float("nan")
+    else:
+        things[1].queries[:, 0] = float("nan")
+    things[2].at.fill_(CHOOSE.NOT_YET), things[2].target.fill_(8)
+    want, got = clones(things), on(DEVICE, clones(things))
+    ENTRY.reference(*want)
+    ENTRY.run("triton", *got)
+    count = want[2].count.flatten().tolist()
+    assert min(count) > 0
+    for n, ids in zip(count, got[2].ids.cpu().flatten(0, 1)):
+        assert len(set(ids[:n].tolist()) - {-1}) == n
+    assert torch.equal(got[2].ids.cpu(), want[2].ids)

@@ -4,7 +4,7 @@ The observation window are the queries of the latest tokens (`observed`). Per qu
 all that came before the ring (the sinks and what can be retrieved) are a softmax each; their mean over the window and
 over the query heads of a kv head is the score of a token, and the `target` best that can be retrieved are the static
 set (PRKV, algorithm 1; ties go to the lower row). Averaging the queries first would find another set. An extra logit of
-the model does not count.
+the model does not count. A score that is no number counts as 0, so that a set has as many tokens as it says.
 
 A head is due if it has not chosen since the last prompt, if it has not for `every` tokens, and when more tokens can be
 retrieved but the set is not full yet. On other steps nothing is read but that: the newest query is kept, and `updated`
@@ -15,6 +15,8 @@ With a `coarse` copy of the keys (ops/index/copy_keys.py) that is read in place 
 One launch for all of it (ops/_meet.py). In its phases a head's programs keep the query, find the logarithm of the sum
 of every softmax, then the scores, and one of them takes the best.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,25 @@ from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, S
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
-# Bytes of the window's queries at a time, and of the tiles of keys that are on their way meanwhile: what fits the
-# shared memory of a small GPU, and of one that has ROOMY bytes of it. Keys are read once for all queries of a time.
-SMALL, LARGE = (32768, 32768), (65536, 98304)
-ROOMY = 200_000
+LOG2E = tl.constexpr(1.4426950408889634)
+FP16_MAX = tl.constexpr(65504.0)
+QUERY_BYTES = 32768  # of the window's queries at a time, for which keys are read once
 PHASES = 4
 MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
+
+
+class Share(NamedTuple):
+    """What a program has: bytes of keys that are on their way, warps, and how many like it share a multiprocessor."""
+
+    key_bytes: int
+    warps: int
+    beside: int
+
+
+# Two of them hide what the other waits for: one takes powers of two while the other multiplies. Their shared memory and
+# registers have to fit (tests/compile_kernels.py), since all programs wait for one another.
+SMALL, LARGE = Share(16384, 8, 1), Share(49152, 4, 2)
+ROOMY = 200_000  # bytes of shared memory of a GPU where it is LARGE
 
 
 def check(q, observed, static, store, coarse, lengths, attention) -> None:
@@ -51,7 +66,7 @@ def check(q, observed, static, store, coarse, lengths, attention) -> None:
 def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor:
     """The definition, of one head: queries [window, group, dim], keys [tokens, dim]; scores [tokens]."""
     z = soft_capped(queries.float() @ keys.float().T * attention.scale, attention.softcap)
-    return z.softmax(-1).mean((0, 1))
+    return z.softmax(-1).mean((0, 1)).nan_to_num(nan=0.0)
 
 
 def reference(
@@ -83,33 +98,49 @@ def reference(
 
 @triton.jit
 def _asking(
-    queries, first, b, h, n, heads, window, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr
-):
-    """Q queries of the window from `first` on, and which of them there are."""
+    queries, first, b, h, n, heads, window, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr,
+    COARSE: tl.constexpr,
+):  # fmt: skip
+    """Q queries of the window from `first` on, and which of them there are. For COARSE keys those in bf16 come in fp16,
+    which such keys are sooner turned into; all but the largest are the same in it."""
     d, r = tl.arange(0, DP), first + tl.arange(0, Q)
     there = r // G < tl.minimum(n, window)
     at = queries + ((b * window + r // G) * heads * G + h * G + r % G)[:, None] * D + d[None, :]
-    return tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0), there
+    x = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    if COARSE & (x.dtype == tl.bfloat16):
+        x = tl.clamp(x.to(tl.float32), -FP16_MAX, FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return x, there
 
 
 @triton.jit
 def _logits(
-    x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, BY_QUERY: tl.constexpr,
+    x, source, tile, bh, begin, end, rows, scale, softcap, BY_QUERY: tl.constexpr, NEAR: tl.constexpr,
     COARSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of tokens and the queries `x`, [TILE, Q] or, BY_QUERY, [Q, TILE]: what is summed up lies in a thread.
-    -inf where either is none that counts."""
+    """Of the queries `x` and a tile of tokens, [TILE, Q] or, BY_QUERY, [Q, TILE], in units of log(2): what is summed up
+    lies in a thread. And which tokens lie in [begin, end). NEAR: `source` is the ring, else what `copied` says."""
     d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
-    near, far = pos < tl.minimum(n, sink), (pos >= sink) & (pos < end)
-    in_ring = near[:, None] & (d < D)[None, :]
-    k = tl.load(row_at(ring, bh, pos[:, None], ring_rows, D) + d[None, :], mask=in_ring, other=0.0)
-    behind = key_of(pool, bh, pos[:, None], d[None, :], far[:, None], rows, D, COARSE).to(k.dtype)
-    k = tl.where(far[:, None], behind, k)
-    if BY_QUERY:
-        z, counts = tl.dot(x, tl.trans(k), input_precision="ieee"), there[:, None] & (near | far)[None, :]
+    live = (pos >= begin) & (pos < end)
+    if NEAR:
+        at = row_at(source, bh, pos[:, None], rows, D) + d[None, :]
+        k = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     else:
-        z, counts = tl.dot(k, tl.trans(x), input_precision="ieee"), (near | far)[:, None] & there[None, :]
-    return tl.where(counts, capped(z * scale, softcap), float("-inf"))
+        k = key_of(source, bh, pos[:, None], d[None, :], live[:, None], rows, D, COARSE)
+    k = k.to(x.dtype)
+    if BY_QUERY:
+        z = tl.dot(x, tl.trans(k), input_precision="ieee")
+    else:
+        z = tl.dot(k, tl.trans(x), input_precision="ieee")
+    return capped(z * scale, softcap) * LOG2E, live
+
+
+@triton.jit
+def _fold(z, live, top, total):
+    """A tile of logits [Q, TILE] into the largest of every query, and the sum of 2 ** (logit - largest)."""
+    z = tl.where(live[None, :], z, float("-inf"))
+    peak = tl.maximum(top, tl.max(z, 1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak, total * tl.exp2(top - safe) + tl.sum(tl.exp2(z - safe[:, None]), 1)
 
 
 @triton.jit
@@ -118,18 +149,17 @@ def _sum_up(
     softcap, padded, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     Q: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of every query over the tiles of this program, and the sum of exp(logit - largest)."""
+    """Of every query the largest logit over the tiles of this program, and the sum of 2 ** (logit - largest)."""
     for first in range(0, padded, Q):
-        x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q)
+        x, _ = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q, COARSE)
         top, total = tl.full((Q,), float("-inf"), tl.float32), tl.zeros((Q,), tl.float32)
-        for tile in tl.range(part, tl.cdiv(end, TILE), parts, num_stages=STAGES):
-            z = _logits(
-                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, True, COARSE, D, DP, TILE
-            )
-            peak = tl.maximum(top, tl.max(z, 1))
-            safe = tl.where(peak == float("-inf"), 0.0, peak)
-            total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
-            top = peak
+        held = tl.where(part == parts - 1, tl.minimum(n, sink), 0)  # one of the programs sees the sinks
+        for tile in tl.range(tl.cdiv(held, TILE), num_stages=1):
+            z, live = _logits(x, ring, tile, bh, 0, held, ring_rows, scale, softcap, True, True, False, D, DP, TILE)
+            top, total = _fold(z, live, top, total)
+        for tile in tl.range(sink // TILE + part, tl.cdiv(end, TILE), parts, num_stages=STAGES):
+            z, live = _logits(x, pool, tile, bh, sink, end, rows, scale, softcap, True, False, COARSE, D, DP, TILE)
+            top, total = _fold(z, live, top, total)
         at = (bh * parts + part) * padded + first + tl.arange(0, Q)
         tl.store(tops + at, top)
         tl.store(totals + at, total)
@@ -137,37 +167,34 @@ def _sum_up(
 
 @triton.jit
 def _log_sums(tops, totals, at, there, parts, padded, Q: tl.constexpr):
-    """Of the queries there are, the logarithm of the sum of exp(logit), from what all programs found; else infinity."""
+    """Of the queries there are the log2 of the sum, from what all programs found; of the others infinity."""
     top = tl.full((Q,), float("-inf"), tl.float32)
     for other in range(parts):
         top = tl.maximum(top, tl.load(tops + at + other * padded))
     total = tl.zeros((Q,), tl.float32)
     for other in range(parts):
         away = tl.where(there, tl.load(tops + at + other * padded) - top, 0.0)
-        total += tl.load(totals + at + other * padded) * tl.exp(away)
-    return tl.where(there, top + tl.log(tl.where(there, total, 1.0)), float("inf"))
+        total += tl.load(totals + at + other * padded) * tl.exp2(away)
+    return tl.where(there, top + tl.log2(tl.where(there, total, 1.0)), float("inf"))
 
 
 @triton.jit
 def _score(
-    queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows,
-    rows, scale, softcap, padded, groups, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    queries, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows, scale,
+    softcap, padded, groups, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Scores and peaks of all tiles of this program, also of those behind the last token."""
     i, tiles = tl.arange(0, TILE), tl.cdiv(end, TILE)
     for first in range(0, padded, Q):
-        x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q)
+        x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q, COARSE)
         whole = _log_sums(tops, totals, bh * parts * padded + first + tl.arange(0, Q), there, parts, padded, Q)
         for tile in tl.range(part, tiles, parts, num_stages=STAGES):
-            z = _logits(
-                x, there, ring, pool, tile, bh, n, end, sink, ring_rows, rows, scale, softcap, False, COARSE, D, DP,
-                TILE,
-            )  # fmt: skip
+            z, live = _logits(x, pool, tile, bh, sink, end, rows, scale, softcap, False, False, COARSE, D, DP, TILE)
             pos = tile * TILE + i
-            live = (pos >= sink) & (pos < end)
-            mass = tl.sum(tl.exp(z - whole[None, :]), 1)
+            mass = tl.sum(tl.exp2(z - whole[None, :]), 1)
             mass += tl.load(scores + bh * rows + pos, mask=live & (first > 0), other=0.0)
+            mass = tl.where((mass == mass) | (first + Q < padded), mass, 0.0)  # the sum of all is what may be no number
             mass = tl.where(live, mass, float("-inf"))
             tl.store(scores + bh * rows + pos, mass, mask=pos < rows)
             store_peaks(peaks + bh * groups, mass, tile * TILE, rows, TILE, GROUP)
@@ -207,8 +234,8 @@ def _choose(
             if FIRST < 2:
                 meet(arrived + bh, parts)
             _score(
-                queries, ring, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window,
-                ring_rows, rows, scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, STAGES, GROUP,
+                queries, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
+                scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, STAGES, GROUP,
             )  # fmt: skip
         if LAST > 3:
             if FIRST < 3:
@@ -228,11 +255,11 @@ def launch(q, observed, static, store, coarse, lengths, attention) -> None:
     (queries,), (ring, pool) = observed, store
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
-    parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE))
-    query_bytes, key_bytes = LARGE if shared_bytes(pool.device) >= ROOMY else SMALL
+    key_bytes, warps, beside = LARGE if shared_bytes(pool.device) >= ROOMY else SMALL
+    parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE), beside)
     row_bytes = next_power_of_2(d) * q.element_size()
-    width = max(16, min(query_bytes // row_bytes, next_power_of_2(window * group)))
-    stages = max(1, min(3, key_bytes // (2 * TILE * row_bytes)))  # tiles of the ring and of the pool
+    width = max(16, min(QUERY_BYTES // row_bytes, next_power_of_2(window * group)))
+    stages = max(1, min(3, key_bytes // (TILE * row_bytes)))
     padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
     lead = (batch * heads,)
     tops, totals = torch.empty((2, *lead, parts, padded), dtype=torch.float32, device=pool.device)
@@ -245,7 +272,7 @@ def launch(q, observed, static, store, coarse, lengths, attention) -> None:
             lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
             window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
             COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE,
-            Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=8,
+            Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=warps,
             **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 
