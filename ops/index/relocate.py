@@ -33,7 +33,7 @@ from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
 Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
 ROWS = 16  # pairs that change places at a time
-LOOKED = 64  # rows of tokens away that are compared at a time
+LOOKED = 256  # rows of tokens away that are compared at a time
 PHASES = 4
 
 
@@ -201,7 +201,8 @@ def _anew(
     COARSE: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, LOOKED: tl.constexpr,
 ):  # fmt: skip
-    """Digests of the blocks of the front where something changed, and of those behind it; none of them is in a slot."""
+    """Digests of the blocks of the front where something changed, and of those behind it; none of them is in a slot.
+    Rows behind it that follow one another mostly lie in one block, which is done once."""
     front = tl.cdiv(most, P)
     r, d = tl.arange(0, P), tl.arange(0, DP)
     for i in range(part, front + back + forth, parts):
@@ -209,10 +210,10 @@ def _anew(
         if i < front:
             changed = tl.load(scratch + 4 * K + i * P + r, mask=i * P + r < most, other=0)
             touched = tl.max(changed, 0) != 0
-        elif i < front + back:
-            block = tl.load(scratch + K + i - front) // P
         else:
-            block = tl.load(scratch + 3 * K + i - front - back) // P
+            at = scratch + tl.where(i < front + back, K + i - front, 3 * K + i - front - back)
+            block = tl.load(at) // P
+            touched = (i == front) | (i == front + back) | (tl.load(at - 1) // P != block)
         if touched:
             pos = block * P + r
             native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
