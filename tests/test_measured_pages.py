@@ -124,6 +124,36 @@ def test_what_updates_of_prkv_cost():
     assert f"over which {both[0]:.2f} is {both[0] / floor['tpot_ms']:.2f})" in page
 
 
+def test_at_the_hit_rates_of_a_text():
+    floor, dense, *rows = rows_of("h200_decode_text.json")
+    page, found = ROOT / "docs/results.md", []
+    for r in rows:
+        ms = [f"{r[x]:.2f}" for x in ("tpot_ms", "p99_ms", "over_floor")]
+        found.append([r["method"], f"{r['locality']:.3f}", f"{r['hit_rate']:.3f}", *ms, f"{r['speedup']:.2f}x"])
+        rate, budget = _text_rates.nearest(r["method"], 1024)
+        assert (r["locality"], r["of_text_at"]) == (round(rate, 3), budget)
+    assert sorted(found, key=lambda row: float(row[3])) in tables(page)
+    words = " ".join(page.read_text().split())
+    assert f"floor {floor['tpot_ms']:.2f} ms, our dense {dense['tpot_ms']:.2f}, all with 1024 tokens" in words
+    assert {r["of_text_at"] for r in rows} == {256}
+
+
+def test_a_step_without_the_compiler():
+    rows = {r["what"]: r for r in rows_of("earlier/h200_captured.json")}
+    found = []
+    for m in ("quest", "pariskv"):
+        both = [rows[f"{m}, {how}"] for how in ("eager step captured", "compiled")]
+        ms, first = ([r[x] for r in both] for x in ("tpot_ms", "seconds_to_first_replay"))
+        found.append([m, *(f"{x:.2f}" for x in ms), *(f"{x:.1f}" for x in first)])
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_pariskv_searches_as_its_authors_do():
+    search = stages_of("h200_kernels_authors.json", "pariskv", 131072)["select, all of it (beside)"]["us"]
+    words = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"twice as many candidates are reranked, and it takes {search:.1f} at 128K" in words
+
+
 def test_time_to_the_first_token():
     over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of("h200_prefill_prkv.json")}
     for method in ("prkv", "icecache", "snapkv"):

@@ -127,6 +127,9 @@ def test_time_per_token(plt):
     assert {"quest", "dense", "arkvale", "pariskv, budget 100"} <= set(texts(found[0].figure))
     assert {"HF static cache: 53 ms", "cuDNN"} <= set(texts(found[0].figure))
     assert {"quest, locality 0", "arkvale, locality 0, pool in int8"} <= set(texts(found[1].figure))
+    assert {"quest, locality 0.919", "louiskv, tau=1, locality 0.9"} <= set(texts(found[1].figure)), "that of a row"
+    assert speed.OF_RUNS in found[1].caption
+    assert speed.OF_RUNS not in found[-1].caption, "of one"
     assert "quest, 0 dense layers" in texts(found[2].figure)
     value = lambda name, method: f"{next(r['tpot_ms'] for r in rows(name) if r['method'] == method):.2f}"  # noqa: E731
     assert value("h200_decode_1m.json", "full") in said["qwen2.5-7b-1m"], "of one context, bars with their values"

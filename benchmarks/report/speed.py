@@ -22,6 +22,10 @@ FLOOR = 256
 DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step beside sink and window."
 PROMPT = (("ttft_ms", "milliseconds", ".0f"), ("peak_GiB", "peak GPU memory, GiB, weights included", ".1f"))
 MISSES, BESIDE = "misses", "(beside)"
+OF_RUNS = (
+    "Of several runs, each with a floor of its own, of which the first is drawn: between two runs, a difference of a "
+    "tenth says little. "
+)
 
 
 def name(method: str) -> str:
@@ -51,7 +55,7 @@ def tpot(plt, results: list[Result]) -> list[Drawn]:
     for every in by_model(of(results, DECODE)):
         for batch in sorted({r["batch"] for s in every for r in s.rows}):
             sources = [s for s in every if batch in {r["batch"] for r in s.rows}]
-            series, floor = lines(sources, batch), _floor(sources, batch)
+            series, floor = lines(sources, batch), next(iter(_floors(sources, batch)), None)
             tag = str(sources[0].options.get("shape")) + (f", batch {batch}" if batch > 1 else "")
             for context in contexts(series):
                 figure = (tpot_lines if context is None else _tpot_bars)(plt, within(series, context), floor)
@@ -122,19 +126,19 @@ def tpot_lines(plt, series: Sequence[Line], floor: float | None):
 
 def _tpot_note(sources: list[Result], batch: int) -> str:
     o, steps = sources[0].options, sorted({s.options["steps"] for s in sources})
+    several = OF_RUNS if len(set(_floors(sources, batch))) > 1 else ""
     return (
         f"One compiled decode step at batch {batch}; {', '.join(setup(o))}, where the name does not say "
         "otherwise. dense: our dense attention, its pool in GPU memory; cuDNN, flash and FlashInfer: theirs, over all "
         "of a static cache and without a mask. Locality: how slowly queries move (1: not at "
         "all, 0: every block new at every step). Median of 3 runs of "
-        f"{' or '.join(map(str, steps))} steps. {counted(sources)}"
+        f"{' or '.join(map(str, steps))} steps. {several}{counted(sources)}"
     )
 
 
-def _floor(sources: list[Result], batch: int) -> float | None:
+def _floors(sources: list[Result], batch: int) -> list[float]:
     mine = (STATIC, FLOOR, batch)
-    found = [r["tpot_ms"] for s in sources for r in s.rows if (r["method"], r["context"], r["batch"]) == mine]
-    return found[0] if found else None
+    return [r["tpot_ms"] for s in sources for r in s.rows if (r["method"], r["context"], r["batch"]) == mine]
 
 
 def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside: Sequence[str] = ()) -> list[Line]:
@@ -145,7 +149,8 @@ def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside:
         for r in s.rows:
             if r["batch"] != batch or (r["method"] == STATIC and r["context"] == FLOOR) or not r.get(column):
                 continue
-            said = {k: v for k, v in (BEFORE | s.options).items() if k not in aside}
+            own = {"locality": r["locality"]} if "locality" in r else {}  # of the text that its method was measured on
+            said = {k: v for k, v in (BEFORE | s.options | own).items() if k not in aside}
             other = "" if r["method"] in NAMES else _difference(first, said)
             out.setdefault((named(r) + other, r["method"]), {}).setdefault(r["context"], r[column])
     return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
@@ -274,13 +279,14 @@ def _stages(plt, source: Result) -> Drawn:
         axes.set_title(f"context {style.tokens(context)}")
     panels.flat[-1].set_xlabel("microseconds of one layer, in a CUDA graph")
     keys = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in shades.values()]
-    figure.legend(keys, names, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8.5,
-                  handlelength=1)  # fmt: skip
+    below = (0.5, -0.2 / figure.get_figheight())  # inches, below the label of the axis
+    figure.legend(keys, names, ncols=len(names), loc="upper center", bbox_to_anchor=below, fontsize=8.5, handlelength=1)
     budget, tokens = source.options["budget"], source.options.get("tokens", 100)
     note = (
         "Median of 9 replays; every call has inputs of its own, so nothing is cached from the call before. Hatched: "
         f"what the fetch takes longer if nearly every block is new. Budget: {budget} tokens per kv head and step, "
         f"{tokens} where single tokens are retrieved, beside sink and window."
+        + (f" With {', '.join(source.options['hyper'])}." if source.options.get("hyper") else "")
     )
     return Drawn(figure, note, (source,))
 
