@@ -45,8 +45,8 @@ def launcher(kernel, grid):
         OPTIMISED.add(kernel)
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         used, room = compiled.metadata.shared, choose_static.shared_bytes(None)
-        if room == LARGE and kernel is choose_static._choose:  # programs that wait for one another share what there is
-            room = MULTIPROCESSOR // choose_static.LARGE.beside - RESERVED
+        if kernel is choose_static._choose and kwargs["num_warps"] == choose_static.PAIR.warps:
+            room = MULTIPROCESSOR // choose_static.PAIR.beside - RESERVED  # they wait for one another: all have to fit
         if used > room:
             raise RuntimeError(f"{kernel.__name__} needs {used} bytes of shared memory, of {room}")
 

@@ -37,7 +37,8 @@ def test_the_window_in_parts(seed, group, coarse, room, dtype):
     want, got = clones(things), on(DEVICE, clones(things))
     ENTRY.reference(*want)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(CHOOSE, "QUERY_BYTES", 16 * 16 * w.dtype.itemsize)
+        for name in ("SMALL", "PAIR"):
+            m.setattr(CHOOSE, name, getattr(CHOOSE, name)._replace(query_bytes=16 * 16 * w.dtype.itemsize))
         m.setattr(CHOOSE, "ROOMY", 200_000 * room)
         m.setattr(CHOOSE, "TILE", 16)  # several for each program
         ENTRY.run("triton", *got)

@@ -38,23 +38,25 @@ NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 FP16_MAX = tl.constexpr(65504.0)
-QUERY_BYTES = 32768  # of the window's queries at a time, for which keys are read once
 PHASES = 4
 MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
 
 
 class Share(NamedTuple):
-    """What a program has: bytes of keys that are on their way, warps, and how many like it share a multiprocessor."""
+    """What a program has: bytes of the window's queries, for which keys are read once, and of keys that are on their
+    way; warps; and how many like it share a multiprocessor."""
 
+    query_bytes: int
     key_bytes: int
     warps: int
     beside: int
 
 
-# Two of them hide what the other waits for: one takes powers of two while the other multiplies. Their shared memory and
-# registers have to fit (tests/compile_kernels.py), since all programs wait for one another.
-SMALL, LARGE = Share(16384, 8, 1), Share(49152, 4, 2)
-ROOMY = 200_000  # bytes of shared memory of a GPU where it is LARGE
+SMALL, LARGE = Share(32768, 16384, 8, 1), Share(65536, 49152, 8, 1)
+# Of two, one takes powers of two while the other multiplies. Both have to fit, since all programs wait for one another:
+# so of rows of PAIRED bytes at most (tests/compile_kernels.py).
+PAIR, PAIRED = Share(32768, 49152, 4, 2), 256
+ROOMY = 200_000  # bytes of shared memory of a GPU that has more than SMALL
 
 
 def check(q, observed, static, store, coarse, lengths, attention) -> None:
@@ -251,14 +253,20 @@ def _choose(
                 tl.store(updates + bh, tl.load(updates + bh) + 1)
 
 
+def _share(device: torch.device, row_bytes: int) -> Share:
+    if shared_bytes(device) < ROOMY:
+        return SMALL
+    return PAIR if row_bytes <= PAIRED else LARGE
+
+
 def launch(q, observed, static, store, coarse, lengths, attention) -> None:
     (queries,), (ring, pool) = observed, store
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
-    key_bytes, warps, beside = LARGE if shared_bytes(pool.device) >= ROOMY else SMALL
-    parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE), beside)
     row_bytes = next_power_of_2(d) * q.element_size()
-    width = max(16, min(QUERY_BYTES // row_bytes, next_power_of_2(window * group)))
+    query_bytes, key_bytes, warps, beside = _share(pool.device, row_bytes)
+    parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE), beside)
+    width = max(16, min(query_bytes // row_bytes, next_power_of_2(window * group)))
     stages = max(1, min(3, key_bytes // (TILE * row_bytes)))
     padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
     lead = (batch * heads,)
