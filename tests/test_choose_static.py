@@ -16,25 +16,25 @@ ENTRY = load_all()["choose_static"]
 NAN_E4M3 = 0x7F
 
 
-def world(seed, group, coarse, dtype=torch.float32):
+def world(seed, group, coarse, dtype=torch.float32, **other):
     return World(
-        lengths=[150, 90], group=group, dim=16, rows=256, seed=seed, dtype=dtype,
+        **{"lengths": [150, 90], "rows": 256, **other}, group=group, dim=16, seed=seed, dtype=dtype,
         pick=lambda *options: options[coarse] if options == (False, True) else options[len(options) // 2],
     )  # fmt: skip
 
 
 def in_parts(m: pytest.MonkeyPatch, w: World) -> None:
     """Sixteen queries at a time."""
-    for name in ("SMALL", "PAIR"):
+    for name in ("SMALL", "LARGE", "PAIR"):
         m.setattr(CHOOSE, name, getattr(CHOOSE, name)._replace(query_bytes=16 * 16 * w.dtype.itemsize))
 
 
 @settings(max_examples=6)  # each takes seconds in the interpreter
 @given(
-    seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1), room=st.sampled_from([0, 1]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1),
+    share=st.sampled_from(["SMALL", "LARGE", "PAIR"]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_the_window_in_parts(seed, group, coarse, room, dtype):
+def test_the_window_in_parts(seed, group, coarse, share, dtype):
     """The interpreter cannot multiply bf16; with a coarse copy it need not."""
     coarse |= dtype is torch.bfloat16 and DEVICE.type == "cpu"
     w = world(seed, group, coarse, dtype)
@@ -45,7 +45,8 @@ def test_the_window_in_parts(seed, group, coarse, room, dtype):
     ENTRY.reference(*want)
     with pytest.MonkeyPatch.context() as m:
         in_parts(m, w)
-        m.setattr(CHOOSE, "ROOMY", 200_000 * room)
+        m.setattr(CHOOSE, "ROOMY", (1 << 30) * (share == "SMALL"))
+        m.setattr(CHOOSE, "PAIRED", 16 * w.dtype.itemsize * (share == "PAIR"))
         m.setattr(CHOOSE, "TILE", 16)  # several for each program
         ENTRY.run("triton", *got)
     assert int(want[2].updates.sum()), "nothing was due"
@@ -81,4 +82,21 @@ def test_what_is_no_number_makes_no_hole_in_a_set(wrong, parts, coarse, monkeypa
     assert min(count) > 0
     for n, ids in zip(count, got[2].ids.cpu().flatten(0, 1)):
         assert len(set(ids[:n].tolist()) - {-1}) == n
+    assert torch.equal(got[2].ids.cpu(), want[2].ids)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sinks_of_several_tiles(seed, monkeypatch):
+    """What half of the queries look at is a sink, and not in the first tile: little weight is left for others."""
+    w = world(seed, 2, 0, lengths=[128, 100], sink=40, window=20, interval=4, rows=128, block=4)
+    *things, attention = OPS["choose_static"](w)
+    things.append(attention._replace(softcap=0.0))
+    key = things[3].ring[0, 0, 30, 0].clone()
+    things[3].ring[:, :, 30, 0] = key
+    things[1].queries[:, ::2] = 6 * key
+    things[2].at.fill_(CHOOSE.NOT_YET), things[2].target.fill_(10)
+    monkeypatch.setattr(CHOOSE, "TILE", 16)
+    want, got = clones(tuple(things)), on(DEVICE, clones(tuple(things)))
+    ENTRY.reference(*want)
+    ENTRY.run("triton", *got)
     assert torch.equal(got[2].ids.cpu(), want[2].ids)

@@ -53,8 +53,8 @@ class Share(NamedTuple):
 
 
 SMALL, LARGE = Share(32768, 16384, 8, 1), Share(65536, 49152, 8, 1)
-# Of two, one takes powers of two while the other multiplies. Both have to fit, since all programs wait for one another:
-# so of rows of PAIRED bytes at most (tests/compile_kernels.py).
+# Of two programs on a multiprocessor, one takes powers of two while the other multiplies. Both have to fit, since all
+# programs wait for one another: so only where rows have PAIRED bytes (tests/compile_kernels.py).
 PAIR, PAIRED = Share(32768, 49152, 4, 2), 256
 ROOMY = 200_000  # bytes of shared memory of a GPU that has more than SMALL
 
@@ -104,7 +104,7 @@ def _asking(
     COARSE: tl.constexpr,
 ):  # fmt: skip
     """Q queries of the window from `first` on, and which of them there are. For COARSE keys those in bf16 come in fp16,
-    which such keys are sooner turned into; all but the largest are the same in it."""
+    which such keys are sooner turned into; all but the largest, and those below 2 ** -17, are the same in it."""
     d, r = tl.arange(0, DP), first + tl.arange(0, Q)
     there = r // G < tl.minimum(n, window)
     at = queries + ((b * window + r // G) * heads * G + h * G + r % G)[:, None] * D + d[None, :]
@@ -256,7 +256,7 @@ def _choose(
 def _share(device: torch.device, row_bytes: int) -> Share:
     if shared_bytes(device) < ROOMY:
         return SMALL
-    return PAIR if row_bytes <= PAIRED else LARGE
+    return PAIR if row_bytes == PAIRED else LARGE
 
 
 def launch(q, observed, static, store, coarse, lengths, attention) -> None:
