@@ -114,14 +114,18 @@ def test_pariskv_by_batch():
 
 
 def test_what_updates_of_prkv_cost():
-    floor, _, often, once = rows_of("h200_decode_prkv_updates.json")
+    floor, dense, often, once = rows_of("h200_decode_prkv_updates.json")
     both = [often["tpot_ms"], once["tpot_ms"]]
     said = {p: " ".join((ROOT / p).read_text().split()) for p in ("docs/results.md", "docs/methods/prkv.md")}
     assert "it took {:.2f} ms with its updates and {:.2f} without".format(*both) in said["docs/results.md"]
     assert f"they cost {100 * (both[0] / both[1] - 1):.1f} % of a step" in said["docs/results.md"]
     page = said["docs/methods/prkv.md"]
     assert "{:.2f} ms with one every 128 tokens, {:.2f} with none after the first".format(*both) in page
+    cost = f"{100 * (both[0] / both[1] - 1):.1f} % of a step"
+    assert f"**Updates cost {cost}**" in page
     assert f"over which {both[0]:.2f} is {both[0] / floor['tpot_ms']:.2f})" in page
+    assert "99th percentile {:.2f} and {:.2f}".format(*(r["p99_ms"] for r in (often, once))) in said["docs/results.md"]
+    assert f"is {both[0] / floor['tpot_ms']:.2f}, and our dense {dense['tpot_ms']:.2f}" in said["docs/results.md"]
 
 
 def test_at_the_hit_rates_of_a_text():
@@ -145,6 +149,9 @@ def test_a_step_without_the_compiler():
         both = [rows[f"{m}, {how}"] for how in ("eager step captured", "compiled")]
         ms, first = ([r[x] for r in both] for x in ("tpot_ms", "seconds_to_first_replay"))
         found.append([m, *(f"{x:.2f}" for x in ms), *(f"{x:.1f}" for x in first)])
+        pays = (first[1] - first[0]) / (ms[0] - ms[1]) * 1e3  # tokens
+        assert abs(pays - 20_000) < 2_000
+        assert round(ms[0] / ms[1], 1) == 1.3
     assert found in tables(ROOT / "docs/results.md")
 
 

@@ -1,10 +1,12 @@
 """The README: short, its example runs as pasted, its figures are those of the files; and no link of a page is dead."""
+import contextlib
 import json
 import random
 import re
 import statistics
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +75,45 @@ def test_the_loop_of_using_runs_as_pasted(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert re.search(r"^ +2 quest +15 +\d", said, re.MULTILINE)
     assert "!!" not in said
+
+
+class Replayed:
+    """In the place of a CUDA graph: what is captured does not run, and runs at a replay."""
+
+    def __init__(self, names: dict):
+        self.names = names
+
+    @contextlib.contextmanager
+    def captured(self, graph):
+        model, names = self.names["model"], self.names
+        names["model"] = lambda ids, **_: SimpleNamespace(logits=torch.zeros(*ids.shape, model.config.vocab_size))
+        yield
+        names["model"] = model
+        names["position"].sub_(1)
+
+    def replay(self):
+        self.names["logits"].copy_(self.names["step"]())
+
+
+def test_the_captured_loop_of_using_runs_as_pasted(monkeypatch):
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/using.md").read_text(), flags=re.S)[1]
+    model, prompt = tiny(max_position_embeddings=4096), prompts(1, 700, ragged=False)[0]
+    names = dict(torch=torch, model=model, prompt=prompt)
+    graph, stream = Replayed(names), SimpleNamespace(wait_stream=lambda other: None)
+    for name, stands_for in (
+        ("Stream", lambda: stream), ("current_stream", lambda: stream), ("CUDAGraph", lambda: graph),
+        ("stream", lambda s: contextlib.nullcontext()), ("graph", graph.captured),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stands_for)
+    with torchsparsekv.patch(model, "quest", budget=256, sink=32, window=64) as handle, torch.no_grad():
+        want = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, 700:]
+        cache = handle.make_cache(batch_size=1, max_length=4096)
+        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        assert token.item() == want[0]
+        names.update(cache=cache, token=token)
+        exec(compile(block.replace("range(100)", "range(20)"), "using.md", "exec"), names)
+        assert names["ids"].item() == want[-1]
+        assert names["position"].item() + 1 == cache.get_seq_length() == 700 + 3 + 20
 
 
 def test_what_stands_on_the_first_screen():

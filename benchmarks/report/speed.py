@@ -23,8 +23,8 @@ DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step bes
 PROMPT = (("ttft_ms", "milliseconds", ".0f"), ("peak_GiB", "peak GPU memory, GiB, weights included", ".1f"))
 MISSES, BESIDE = "misses", "(beside)"
 OF_RUNS = (
-    "Of several runs, each with a floor of its own, of which the first is drawn: between two runs, a difference of a "
-    "tenth says little. "
+    "Of several runs, each with a floor of its own, of which the first is drawn: between two runs, a difference below "
+    "0.3 ms says little. "
 )
 
 
