@@ -88,7 +88,7 @@ def compile_op(name: str, entry) -> str:
     for nth, (dtype, room, dim, way) in enumerate(variants(name)):
         choose_static.shared_bytes = lambda _, room=room: room
         w = World(
-            tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=64 if room == LARGE else 3, dtype=dtype, seed=way,
+            tokens=5 if name in MANY_TOKENS else 1, dim=dim, group=32 if room == LARGE else 3, dtype=dtype, seed=way,
             lengths=[60, 33], pick=lambda *options, way=way: options[way % len(options)],
         )  # fmt: skip
         things = OPS[name](w)
