@@ -26,7 +26,17 @@ from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import GROUP, store_peaks
-from torchsparsekv.ops._triton import LANES, cdiv, chain, chained, next_power_of_2, shared_bytes, tl, triton
+from torchsparsekv.ops._triton import (
+    LANES,
+    cdiv,
+    chain,
+    chained,
+    compiles,
+    next_power_of_2,
+    shared_bytes,
+    tl,
+    triton,
+)  # fmt: skip
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
@@ -37,6 +47,8 @@ from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, S
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
 LOG2E = tl.constexpr(1.4426950408889634)
+# One instruction. Without flushing what is below 2 ** -126, as `tl.exp2` does not, it takes three more.
+EXP2 = "ex2.approx.ftz.f32 $0, $1;"
 FP16_MAX = tl.constexpr(65504.0)
 PHASES = 4
 MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
@@ -115,12 +127,27 @@ def _asking(
 
 
 @triton.jit
+def _exp2(x, ASM: tl.constexpr):
+    if ASM != "":
+        return tl.inline_asm_elementwise(ASM, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _unit(scale, CAPPED: tl.constexpr):
+    """What `_logits` are to be multiplied by, to be in units of log(2)."""
+    return LOG2E if CAPPED else scale * LOG2E
+
+
+@triton.jit
 def _logits(
     x, source, tile, bh, begin, end, rows, scale, softcap, BY_QUERY: tl.constexpr, NEAR: tl.constexpr,
-    COARSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr, COARSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries `x` and a tile of tokens, [TILE, Q] or, BY_QUERY, [Q, TILE], in units of log(2): what is summed up
-    lies in a thread. And which tokens lie in [begin, end). NEAR: `source` is the ring, else what `copied` says."""
+    """Of the queries `x` and a tile of tokens, [TILE, Q] or, BY_QUERY, [Q, TILE]: what is summed up lies in a thread.
+    Not scaled yet, but where they are CAPPED: `_unit`. And which tokens lie in [begin, end). NEAR: `source` is the
+    ring, else what `copied` says."""
     d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
     live = (pos >= begin) & (pos < end)
     if NEAR:
@@ -133,35 +160,42 @@ def _logits(
         z = tl.dot(x, tl.trans(k), input_precision="ieee")
     else:
         z = tl.dot(k, tl.trans(x), input_precision="ieee")
-    return capped(z * scale, softcap) * LOG2E, live
+    if CAPPED:
+        z = capped(z * scale, softcap)
+    return z, live
 
 
 @triton.jit
-def _fold(z, live, top, total):
+def _fold(z, live, unit, top, total, ASM: tl.constexpr):
     """A tile of logits [Q, TILE] into the largest of every query, and the sum of 2 ** (logit - largest)."""
     z = tl.where(live[None, :], z, float("-inf"))
-    peak = tl.maximum(top, tl.max(z, 1))
+    peak = tl.maximum(top, tl.max(z, 1) * unit)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, total * tl.exp2(top - safe) + tl.sum(tl.exp2(z - safe[:, None]), 1)
+    return peak, total * tl.exp2(top - safe) + tl.sum(_exp2(z * unit - safe[:, None], ASM), 1)
 
 
 @triton.jit
 def _sum_up(
     queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows, scale,
-    softcap, padded, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    Q: tl.constexpr, STAGES: tl.constexpr,
+    softcap, padded, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Of every query the largest logit over the tiles of this program, and the sum of 2 ** (logit - largest)."""
+    unit = _unit(scale, CAPPED)
     for first in range(0, padded, Q):
         x, _ = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q, COARSE)
         top, total = tl.full((Q,), float("-inf"), tl.float32), tl.zeros((Q,), tl.float32)
         held = tl.where(part == parts - 1, tl.minimum(n, sink), 0)  # one of the programs sees the sinks
         for tile in tl.range(tl.cdiv(held, TILE), num_stages=1):
-            z, live = _logits(x, ring, tile, bh, 0, held, ring_rows, scale, softcap, True, True, False, D, DP, TILE)
-            top, total = _fold(z, live, top, total)
+            z, live = _logits(
+                x, ring, tile, bh, 0, held, ring_rows, scale, softcap, True, True, CAPPED, False, D, DP, TILE
+            )
+            top, total = _fold(z, live, unit, top, total, ASM)
         for tile in tl.range(sink // TILE + part, tl.cdiv(end, TILE), parts, num_stages=STAGES):
-            z, live = _logits(x, pool, tile, bh, sink, end, rows, scale, softcap, True, False, COARSE, D, DP, TILE)
-            top, total = _fold(z, live, top, total)
+            z, live = _logits(
+                x, pool, tile, bh, sink, end, rows, scale, softcap, True, False, CAPPED, COARSE, D, DP, TILE
+            )
+            top, total = _fold(z, live, unit, top, total, ASM)
         at = (bh * parts + part) * padded + first + tl.arange(0, Q)
         tl.store(tops + at, top)
         tl.store(totals + at, total)
@@ -183,18 +217,21 @@ def _log_sums(tops, totals, at, there, parts, padded, Q: tl.constexpr):
 @triton.jit
 def _score(
     queries, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows, scale,
-    softcap, padded, groups, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    softcap, padded, groups, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores and peaks of all tiles of this program, also of those behind the last token."""
-    i, tiles = tl.arange(0, TILE), tl.cdiv(end, TILE)
+    i, tiles, unit = tl.arange(0, TILE), tl.cdiv(end, TILE), _unit(scale, CAPPED)
     for first in range(0, padded, Q):
         x, there = _asking(queries, first, b, h, n, heads, window, G, D, DP, Q, COARSE)
         whole = _log_sums(tops, totals, bh * parts * padded + first + tl.arange(0, Q), there, parts, padded, Q)
         for tile in tl.range(part, tiles, parts, num_stages=STAGES):
-            z, live = _logits(x, pool, tile, bh, sink, end, rows, scale, softcap, False, False, COARSE, D, DP, TILE)
+            z, live = _logits(
+                x, pool, tile, bh, sink, end, rows, scale, softcap, False, False, CAPPED, COARSE, D, DP, TILE
+            )
             pos = tile * TILE + i
-            mass = tl.sum(tl.exp2(z - whole[None, :]), 1)
+            mass = tl.sum(_exp2(z * unit - whole[None, :], ASM), 1)
             mass += tl.load(scores + bh * rows + pos, mask=live & (first > 0), other=0.0)
             mass = tl.where((mass == mass) | (first + Q < padded), mass, 0.0)  # the sum of all is what may be no number
             mass = tl.where(live, mass, float("-inf"))
@@ -210,9 +247,9 @@ def _score(
 def _choose(
     q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, pool, length, ring_begin,
     tops, totals, scores, peaks, scratch, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded,
-    groups, most, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, PDL: tl.constexpr,
+    groups, most, FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -230,14 +267,14 @@ def _choose(
                 meet(arrived + bh, parts)
             _sum_up(
                 queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
-                scale, softcap, padded, COARSE, G, D, DP, TILE, Q, STAGES,
+                scale, softcap, padded, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, ASM,
             )  # fmt: skip
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 meet(arrived + bh, parts)
             _score(
                 queries, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
-                scale, softcap, padded, groups, COARSE, G, D, DP, TILE, Q, STAGES, GROUP,
+                scale, softcap, padded, groups, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, ASM,
             )  # fmt: skip
         if LAST > 3:
             if FIRST < 3:
@@ -279,9 +316,9 @@ def launch(q, observed, static, store, coarse, lengths, attention) -> None:
             q, queries, *static[:10], ring, copied(pool, coarse), lengths.length,
             lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
             window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
-            COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE,
-            Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, num_warps=warps,
-            **chained(pool.device, batch * heads * parts),
+            CAPPED=attention.softcap > 0, COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d,
+            DP=next_power_of_2(d), TILE=TILE, Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
+            ASM=EXP2 if compiles(pool.device) else "", num_warps=warps, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 
 
