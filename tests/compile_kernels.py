@@ -24,18 +24,28 @@ from torchsparsekv.ops._triton import SMALLEST
 LARGE = 232_448  # bytes of shared memory a program may have on an H100
 MULTIPROCESSOR, RESERVED = 233_472, 1024  # those of all programs on one, and what the driver takes of each program's
 REGISTERS, MOST_REGISTERS = 65_536, 256  # of a multiprocessor, and of a thread
+WARPS = 4  # of a program, where a launcher does not say
 SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the largest
 # Beside attention, what keeps tiles of rows in shared memory.
 TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static"}
 ROOMY = {"choose_static"}  # what takes more where there is more
 OPTIMISED: set[JITFunction] = set()
 choose_static = importlib.import_module("torchsparsekv.ops.select.choose_static")
+relocate = importlib.import_module("torchsparsekv.ops.index.relocate")
 
 
 def optimise(yes: bool) -> None:
     """Whether LLVM and ptxas do; either way they are given the whole program, and its memory is the same."""
     os.environ["DISABLE_LLVM_OPT"] = str(int(not yes))
     triton.knobs.nvidia.disable_ptxas_opt = not yes
+
+
+def together(kernel, options) -> int:
+    """How many programs of it share a multiprocessor and wait for one another: all have to fit."""
+    if kernel is relocate._relocate:
+        return relocate.BESIDE
+    paired = kernel is choose_static._choose and options["num_warps"] == choose_static.PAIR.warps
+    return choose_static.PAIR.beside if paired else 1
 
 
 def launcher(kernel, grid):
@@ -46,9 +56,9 @@ def launcher(kernel, grid):
         OPTIMISED.add(kernel)
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         used, room = compiled.metadata.shared, choose_static.shared_bytes(None)
-        if kernel is choose_static._choose and kwargs["num_warps"] == choose_static.PAIR.warps:
-            room = MULTIPROCESSOR // choose_static.PAIR.beside - RESERVED  # they wait for one another: all have to fit
-            assert 32 * choose_static.PAIR.warps * choose_static.PAIR.beside * MOST_REGISTERS <= REGISTERS
+        if (beside := together(kernel, kwargs)) > 1:
+            room = (MULTIPROCESSOR if room == LARGE else room) // beside - RESERVED
+            assert 32 * kwargs.get("num_warps", WARPS) * beside * MOST_REGISTERS <= REGISTERS
         if used > room:
             raise RuntimeError(f"{kernel.__name__} needs {used} bytes of shared memory, of {room}")
 

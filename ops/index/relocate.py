@@ -8,8 +8,9 @@ change places, of 3 * count rows if the count stays.
 
 The digests of the blocks that were touched are made anew, by their tokens that are at home: a stranger says nothing of
 the others, and would widen the digest for all of them. Of a block of strangers alone all count. Keys are read in their
-`coarse` copy (ops/index/copy_keys.py), if there is one. The hot buffer forgets these blocks. The pool may be host
-memory: it is rewritten in stream order, and nothing waits.
+`coarse` copy (ops/index/copy_keys.py), if there is one. The pool may be host memory: it is rewritten in stream order,
+and nothing waits. What the hot buffer holds of it is read and rewritten there too, so that less crosses the link; where
+the pool's rows are packed and the hot buffer's are not, it forgets the blocks that were touched.
 
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
 front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
@@ -32,9 +33,10 @@ from torchsparsekv.ops.store.rows import row_at, stored_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
 Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
-ROWS = 16  # pairs that change places at a time
+ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # rows of tokens away that are compared at a time
 PHASES = 4
+BESIDE = 2  # programs on a multiprocessor: of so few warps they fit, whatever they take (tests/compile_kernels.py)
 
 
 def check(static, away, far, coarse, hot, digests, sink) -> None:
@@ -91,7 +93,9 @@ def reference(
             digest = bounds(keys, digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
-            if slot >= 0:
+            if slot >= 0 and rows.dtype is hot.rows.dtype:
+                hot.rows[b, h, slot] = rows[every]
+            elif slot >= 0:
                 hot.slot_of[b, h, block], hot.block_of[b, h, slot] = -1, -1
 
 
@@ -167,20 +171,45 @@ def _exchange(one, two, mask):
 
 
 @triton.jit
+def _read(pool, hot, slot_of, bh, row, c, mask, rows, slots, P: tl.constexpr, D: tl.constexpr):
+    """Rows from the hot buffer where it has them, else from the pool; pointers to both, and whether it has them."""
+    slot = tl.load(slot_of + bh * (rows // P) + row // P)
+    held = slot >= 0
+    far, near = row_at(pool, bh, row, rows, D) + c, row_at(hot, bh, slot * P + row % P, slots * P, D) + c
+    x = tl.where(held, tl.load(near, mask=mask & held, other=0), tl.load(far, mask=mask & (slot < 0), other=0))
+    return x, far, near, held
+
+
+@triton.jit
 def _swap(
-    pool, coarse, scratch, bh, pairs, part, parts, rows, COARSE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+    pool, hot, slot_of, coarse, scratch, later, bh, pairs, part, parts, first, rows, slots, AGAIN: tl.constexpr,
+    SAME: tl.constexpr, COARSE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    r, c = tl.arange(0, ROWS), tl.arange(0, ROW)
+    """With AGAIN, a row of the front that `later` another token comes to need not be in the pool until then, if it is
+    read from the hot buffer."""
+    r, c = tl.arange(0, ROWS), tl.arange(0, ROW)[None, :]
     for tile in range(part, tl.cdiv(pairs, ROWS), parts):
         i = tile * ROWS + r
-        m = (i < pairs)[:, None] & (c < WIDTH)[None, :]
-        first = tl.load(scratch + i, mask=i < pairs, other=0)[:, None]
-        second = tl.load(scratch + K + i, mask=i < pairs, other=0)[:, None]
-        _exchange(row_at(pool, bh, first, rows, D) + c[None, :], row_at(pool, bh, second, rows, D) + c[None, :], m)
+        live = (i < pairs)[:, None]
+        m = live & (c < WIDTH)
+        one = tl.load(scratch + i, mask=i < pairs, other=0)[:, None]
+        two = tl.load(scratch + K + i, mask=i < pairs, other=0)[:, None]
+        if SAME:
+            x, far, near, held = _read(pool, hot, slot_of, bh, one, c, m, rows, slots, P, D)
+            y, far2, near2, held2 = _read(pool, hot, slot_of, bh, two, c, m, rows, slots, P, D)
+            now = live
+            if AGAIN:
+                now = live & ((held == 0) | (tl.load(later + one - first, mask=live, other=-1) < 0))
+            tl.store(far, y, mask=m & now)
+            tl.store(far2, x, mask=m)
+            tl.store(near, y, mask=m & held)
+            tl.store(near2, x, mask=m & held2)
+        else:
+            _exchange(row_at(pool, bh, one, rows, D) + c, row_at(pool, bh, two, rows, D) + c, m)
         if COARSE:
-            keys, m = coarse + bh * rows * D + c[None, :], (i < pairs)[:, None] & (c < D)[None, :]
-            _exchange(keys + first * D, keys + second * D, m)
+            keys = coarse + bh * rows * D + c
+            _exchange(keys + one * D, keys + two * D, live & (c < D))
 
 
 @triton.jit
@@ -198,11 +227,11 @@ def _native(away, pos, first, most, K: tl.constexpr, LOOKED: tl.constexpr):
 @triton.jit
 def _anew(
     keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, first, most, part, parts, rows, blocks, slots,
-    COARSE: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, LOOKED: tl.constexpr,
+    SAME: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, LOOKED: tl.constexpr,
 ):  # fmt: skip
-    """Digests of the blocks of the front where something changed, and of those behind it; none of them is in a slot.
-    Rows behind it that follow one another mostly lie in one block, which is done once."""
+    """Digests of the blocks of the front where something changed, and of those behind it; slots that are not the SAME
+    lose these. Rows behind it that follow one another mostly lie in one block, which is done once."""
     front = tl.cdiv(most, P)
     r, d = tl.arange(0, P), tl.arange(0, DP)
     for i in range(part, front + back + forth, parts):
@@ -219,17 +248,19 @@ def _anew(
             native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
             x = key_of(keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], rows, D, COARSE).to(tl.float32)
             store_digest(x, native, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
-            slot = tl.load(slot_of + bh * blocks + block)
-            if slot >= 0:
-                empty_slot(slot_of + bh * blocks, block_of + bh * slots, block, slot)
+            if not SAME:
+                slot = tl.load(slot_of + bh * blocks + block)
+                if slot >= 0:
+                    empty_slot(slot_of + bh * blocks, block_of + bh * slots, block, slot)
 
 
 @triton.jit
 def _relocate(
-    ids, counts, updated, arrived, gone, away, pool, coarse, keys, centre, spread, slot_of, block_of, scratch, most,
-    sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr,
-    MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, LOOKED: tl.constexpr, PDL: tl.constexpr,
+    ids, counts, updated, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, scratch,
+    most, sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
+    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+    LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -237,19 +268,26 @@ def _relocate(
         count = tl.load(counts + bh)
         scratch += (bh * parts + part) * 6 * K  # private to this program
         back, forth = _plan(ids + bh * most, away + bh * most, scratch, sink, count, most, K, BITS)
+        later = scratch + 5 * K
         if FIRST == 0:
-            _swap(pool, coarse, scratch, bh, back, part, parts, rows, COARSE, D, WIDTH, ROW, ROWS, K)
+            _swap(
+                pool, hot, slot_of, coarse, scratch, later, bh, back, part, parts, sink, rows, slots, True, SAME,
+                COARSE, P, D, WIDTH, ROW, ROWS, K,
+            )  # fmt: skip
         if (FIRST <= 1) & (LAST > 1):
             if FIRST < 1:
                 meet(arrived + bh, parts)
-            _swap(pool, coarse, scratch + 2 * K, bh, forth, part, parts, rows, COARSE, D, WIDTH, ROW, ROWS, K)
+            _swap(
+                pool, hot, slot_of, coarse, scratch + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False,
+                SAME, COARSE, P, D, WIDTH, ROW, ROWS, K,
+            )  # fmt: skip
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 meet(arrived + bh, parts)
                 leave(arrived + bh, gone + bh, parts)
             _anew(
                 keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, sink, most, part, parts, rows,
-                blocks, slots, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
+                blocks, slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
             )  # fmt: skip
         if (LAST > 3) & (part == 0):  # all programs have planned by now
             j = tl.arange(0, K)
@@ -260,15 +298,16 @@ def launch(static, away, far, coarse, hot, digests, sink) -> None:
     (pool,), (centre, spread) = far, digests[:2]
     (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
     most, p = static.ids.shape[2], hot.rows.shape[3]
-    parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS)), max(16, next_power_of_2(most))
+    parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS), BESIDE), max(16, next_power_of_2(most))
     scratch = torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device)
     for phase in phases(pool.device, parts, PHASES):
         _relocate[(batch * heads, parts)](
-            static.ids, static.count, static.updated, static.arrived, static.gone, away, pool,
+            static.ids, static.count, static.updated, static.arrived, static.gone, away, pool, hot.rows,
             pool if coarse is None else coarse, copied(pool, coarse), centre, spread, hot.slot_of, hot.block_of,
-            scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase, COARSE=coarse is not None,
-            **volume_of(digests), P=p, D=d, DP=next_power_of_2(d), WIDTH=width, ROW=next_power_of_2(width),
-            ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
+            scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase,
+            SAME=pool.dtype is hot.rows.dtype, COARSE=coarse is not None, **volume_of(digests), P=p, D=d,
+            DP=next_power_of_2(d), WIDTH=width, ROW=next_power_of_2(width), ROWS=ROWS, K=k,
+            BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
         )  # fmt: skip
 
 
