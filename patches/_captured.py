@@ -116,7 +116,8 @@ class NoWaits(TorchDispatchMode):
         waits = WAITS.intersection(func.tags) and self.model.device.type in devices
         if func is aten.index.Tensor:  # only masks have shapes that must be found out
             waits = waits and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
-        if func.overloadpacket in (aten._to_copy, aten.copy_) and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+        asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if func in (aten._to_copy.default, aten.copy_.default) and not asynchronous:
             waits = len(devices | {torch.device(kwargs.get("device") or given[0].device).type}) > 1
         if waits:
             raise refusal(self.model, f"{func} waits for the device")

@@ -3,6 +3,7 @@ import copy
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,13 +135,16 @@ def test_graphs_go_with_their_caches(replays):
     said(model)
     cache = weakref.ref(handle._recycled)
     graph = weakref.ref(cache().graphs[0])
-    said(model, IDS[1:], MASK[1:])
     gc.collect()
-    assert cache() is graph() is None
-    graph = weakref.ref(handle._recycled.graphs[0])
-    handle.unpatch()
-    gc.collect()
-    assert graph() is None
+    gc.disable()  # they do not wait for it
+    try:
+        said(model, IDS[1:], MASK[1:])
+        assert cache() is graph() is None
+        graph = weakref.ref(handle._recycled.graphs[0])
+        handle.unpatch()
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_left_of_it(replays):
@@ -262,6 +266,26 @@ def test_a_step_that_cannot_be_captured_says_why(why, replays):
         torch.rand(1, device=DEVICE)  # torch's generator is not left capturing
 
 
+def test_a_cache_that_is_not_whole_is_not_replayed(replays):
+    model = tiny()
+
+    def interrupt(module, args, output):
+        raise KeyboardInterrupt
+
+    with captured(model) as handle, torch.no_grad():
+        cache, step, token = handle.make_cache(3), model.get_compiled_call(None), IDS[:, :1]
+        model(IDS, attention_mask=MASK, past_key_values=cache)
+        for at in range(5):
+            step(token, position_ids=torch.full_like(token, 41 + at), past_key_values=cache)
+        assert replays == {0: 2}
+        hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS[:, :3], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="did not come to its end"):
+            step(token, position_ids=torch.full_like(token, 49), past_key_values=cache)
+
+
 def test_inputs_that_change_at_every_step_are_named(replays):
     model = tiny()
     with captured(model) as handle, torch.no_grad():
@@ -300,6 +324,25 @@ def test_where_it_is_refused():
         torchsparsekv.patch(model, "quest", step="graph")
     assert snapshot(model) == before
     assert _install.STEPS == ("compiled", "captured")
+
+
+def like(**what) -> SimpleNamespace:
+    return SimpleNamespace(parameters=lambda: [SimpleNamespace(device="cuda:0")], **what)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (like(_tp_size=2), "this one is split over several ranks"),
+        (like(get_compiled_call=None), "this model has one of its own"),
+        (like(hf_quantizer=SimpleNamespace(is_compileable=False)), "quantised by SimpleNamespace is run eagerly"),
+    ],
+)
+def test_what_generate_would_not_capture_is_refused(model, says):
+    with pytest.raises((NotImplementedError, RuntimeError), match=says):
+        _install.check_step(model, "captured")
+    _install.check_step(model, "compiled")
+    _install.check_step(like(), "captured")
 
 
 @pytest.mark.gpu
