@@ -33,11 +33,12 @@ class Steps:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.shape[1] != 1:  # a chunk of the prompt
             return self.model(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, {**kwargs, "past_key_values": None}))
+        named = {name: x for name, x in sorted(kwargs.items()) if x is not cache}
+        leaves, spec = pytree.tree_flatten((args, named))
 
         def forward(leaves):
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            return self.model(*args, **{**kwargs, "past_key_values": cache})
+            return self.model(*args, **kwargs, past_key_values=cache)
 
         kind = (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
         return self._step(cache, kind).run(self.model, forward, leaves, cache)
