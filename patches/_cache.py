@@ -87,6 +87,8 @@ class SparseCache(Cache):
     def __init__(self, plan: Plan, batch: int, max_length: int, owner, *, pool_on_host: bool):
         self.owner, self.batch, self.max_length = owner, batch, max_length
         self.use = Use()
+        self.graphs: list = []  # of decode steps (patches/_captured.py), and what these took for fixed
+        self.fixed: list | None = None
         self.row_lengths: dict[RingPlan, RowLengths] = {}
         own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
         last = max(plan.attending)
@@ -120,9 +122,12 @@ class SparseCache(Cache):
 
     def own_bytes(self) -> int:
         """What transformers' own layers hold; they allocate when a prompt comes."""
+        return sum(t.nbytes for t in self.own_tensors())
+
+    def own_tensors(self) -> list[torch.Tensor]:
         own = [vars(x).values() for i, x in enumerate(self.layers) if i not in self.stored]
         given = [t for values in own for v in values for t in (v.values() if isinstance(v, dict) else (v,))]
-        return sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
+        return [t for t in given if isinstance(t, torch.Tensor)]
 
     def check_room(self, tokens: int) -> None:
         """Raise on overrun where that costs no sync that matters. In a compiled or CUDA decode step it would: there the

@@ -40,6 +40,8 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
     _refuse(self, generation_config, generation_mode)
+    if handle.step == "captured" and generation_config.compile_config and not generation_config.disable_compile:
+        raise ValueError("compile_config is for the compiler, which a patch with step='captured' does not use")
     batch = max(generation_config.num_return_sequences or 1, 1) * batch_size
     chunked = generation_config.prefill_chunk_size is not None
     _check_chunks(generation_config, model_kwargs.get("attention_mask"), given)

@@ -17,9 +17,9 @@ SMALLEST_BUCKET = 1024
 class Handle:
     """An active patch. Use it as a context manager, or call `unpatch()`."""
 
-    def __init__(self, model, plan: Plan, max_length: int | None, limit: int, offload: str):
+    def __init__(self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str):
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
-        self.offload = offload
+        self.offload, self.step = offload, step
         self._owner, self._base = _switch.Owner(), ""
         self._copied = False
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
@@ -132,9 +132,10 @@ class Handle:
         layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
         notes = "".join(f"; {note}" for note in self.plan.notes)
         pool = f", pool_dtype={str(self.plan.pool_dtype).removeprefix('torch.')!r}" if self.plan.pool_dtype else ""
+        step = f", step={self.step!r}" if self.step != "compiled" else ""
         return (
             f"<torchsparsekv {state} on {type(self.model).__name__}: {self.plan.method}, {layers}max_length={length}, "
-            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{pool}{notes}>"
+            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{pool}{step}{notes}>"
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -207,7 +208,7 @@ class Handle:
     def __deepcopy__(self, memo):
         """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
         copy of which is still without modules: nothing here may look at them."""
-        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload)
+        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.step)
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True

@@ -7,6 +7,7 @@ import torch
 
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._attention import enter_model, hand_over_layer, leave_model, register_over
+from torchsparsekv.patches._captured import Steps
 from torchsparsekv.patches._family import decoder_type
 from torchsparsekv.patches._generate import forget_compiled, generate, prepare_cache
 
@@ -44,6 +45,8 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
     if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
         model.generate = types.MethodType(generate, model)
+    if handle.step == "captured":
+        model.get_compiled_call = types.MethodType(Steps, model)
     model._torchsparsekv = handle
     activate(owner)
     forget_compiled(model)
@@ -58,8 +61,9 @@ def off(model, owner: Owner, base: str) -> None:
     for hook in (enter_model, leave_model):
         _remove_hook(model, hook)
     _set_implementation(model, base)
-    if getattr(vars(model).get("generate"), "__func__", None) is generate:
-        del model.generate
+    for name, ours in (("generate", generate), ("get_compiled_call", Steps)):
+        if getattr(vars(model).get(name), "__func__", None) is ours:
+            delattr(model, name)
     for name in ("_prepare_cache_for_generation", "_torchsparsekv"):
         vars(model).pop(name, None)
     forget_compiled(model)

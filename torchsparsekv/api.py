@@ -2,7 +2,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchsparsekv.method import Offload, PoolType, all_methods, as_int, hyper_parameters, make_method
+from torchsparsekv.method import Offload, PoolType, Step, all_methods, as_int, hyper_parameters, make_method
 from torchsparsekv.ops._impl import use_kernels
 
 __all__ = ["methods", "patch", "use_kernels"]
@@ -23,6 +23,7 @@ def patch(
     pool_dtype: PoolType | None = None,
     skip_layers: int | None = None,
     layers: Mapping[int, str | Mapping] | None = None,
+    step: Step = "compiled",
     **hyper,
 ) -> "Handle":
     """Make this model instance decode with `method`; `torchsparsekv.methods()` lists them and their hyper-parameters.
@@ -42,6 +43,9 @@ def patch(
         (with "method", of that one), as in `layers={0: "full", 5: dict(budget=512)}`. What is given here wins over
         `skip_layers`. Where an entry does not name budget, sink or window, what was given to patch() holds; of its
         other hyper-parameters an entry has the given ones if its method is `method`, else the defaults.
+    step: what generate() makes of a decode step on a GPU. "compiled": a graph by torch.compile, which takes tens of
+        seconds at its first call. "captured": a CUDA graph of the step as it is, ready in one or two, whose tokens
+        take 1.3 times as long: for short answers. It needs the model on one CUDA device.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
     given = {name: as_int(value) for name, value in (given | hyper).items()}
@@ -50,7 +54,7 @@ def patch(
 
     return install(
         model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers,
-        pool_dtype=pool_dtype,
+        pool_dtype=pool_dtype, step=step,
     )  # fmt: skip
 
 
