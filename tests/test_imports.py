@@ -43,6 +43,7 @@ ARROWS: dict[str, set[str]] = {
         *CORE, "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.quality",
         "benchmarks.recall_model",
     },
+    "torchsparsekv.benchmarks.quality.units": {*CORE, "benchmarks._results", "benchmarks.quality", "patches"},
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv.benchmarks.quality._clusters": {"ops"},
     "torchsparsekv.benchmarks.quality._recall": {"benchmarks._results"},
