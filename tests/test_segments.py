@@ -278,12 +278,12 @@ def test_the_command_asks_for_what_the_file_holds(kind, model):
     python, script, *words = shlex.split(result["command"])
     assert (python, script) == ("python", f"benchmarks/quality/{kind}.py")
     assert Path(words[-1]).name == COMMITTED[kind, model].name
-    asked = given(segments.options(None).parse_args([*words, "--device", "cpu"]))
+    of = segments.options(None) if kind == "segments" else units.options_of(None)
+    asked = given(of.parse_args([*words, "--device", "cpu"]))
     assert asked == result["options"]
     assert asked["model"] == model
     budgets = {(r["text"], r["budget"]) for r in result["rows"] if "budget" in r}
-    only = asked["budgets"][:1] if kind == "units" else asked["budgets"]
-    assert budgets == {*(("prompt", b) for b in asked["budgets"]), *(("own", b) for b in only)}
+    assert budgets == {(text, b) for text in asked.get("kinds", ("prompt", "own")) for b in asked["budgets"]}
     assert {r["samples"] for r in result["rows"]} == {asked["samples"]}
 
 

@@ -46,7 +46,8 @@ from torchsparsekv.zoo.louiskv import LouisKV
 BENCHMARK = "segments"
 TAUS = (0.7, 0.85, 0.95)  # the paper's for long answers and for long prompts, and our default
 SIZE = 16  # tokens of a cluster on average, and of a page
-WINDOW = {"prompt": 64, "own": 32}
+WINDOW = {"prompt": 64, "own": 32}  # by the kind of text
+TASK = {"prompt": sources.READOUT, "own": sources.JOURNAL}
 BEST = "single tokens"
 
 
@@ -216,24 +217,27 @@ def masses(layer: Recorded, read: Read, now: dict[float, Tensor], budgets: Seque
 # ---------------------------------------------------------------- texts
 
 
-def of_a_language_model(o: argparse.Namespace) -> tuple[Any, list[Read]]:
+def of_a_language_model(o: argparse.Namespace, kinds: Sequence[str]) -> tuple[Any, list[Read]]:
     tokenizer, model = pretrained(o.model, torch.device(o.device), torch.float32)
-    (text,) = texts.read(TextOptions(lengths=(o.length,), steps=o.steps, samples=o.samples), tokenizer)
-    begin, half = o.length - o.steps, o.own_prompt + o.own // 2
-    out = [
-        Read("prompt", ids, begin, range(begin, o.length, o.every))
-        for ids in text.rows(o.length, range(o.samples))[:, :-1]
-    ]
-    wrote = turns.own_ids(o, tokenizer, model).cpu()[:, :-1]
-    return model, out + [Read("own", ids, o.own_prompt, range(half, len(ids), o.every)) for ids in wrote]
+    out = []
+    if "prompt" in kinds:
+        (text,) = texts.read(TextOptions(lengths=(o.length,), steps=o.steps, samples=o.samples), tokenizer)
+        begin = o.length - o.steps
+        for ids in text.rows(o.length, range(o.samples))[:, :-1]:
+            out.append(Read("prompt", ids, begin, range(begin, o.length, o.every)))
+    if "own" in kinds:
+        half = o.own_prompt + o.own // 2
+        for ids in turns.own_ids(o, tokenizer, model).cpu()[:, :-1]:
+            out.append(Read("own", ids, o.own_prompt, range(half, len(ids), o.every)))
+    return model, out
 
 
-def of_recall(o: argparse.Namespace) -> tuple[Any, list[Read]]:
+def of_recall(o: argparse.Namespace, kinds: Sequence[str]) -> tuple[Any, list[Read]]:
     """A step is scored where its query decides a word of an answer."""
     source, out = sources.load(Options(model=RECALL, device=o.device, dtype="float32")), []
-    for name, task in (("prompt", sources.READOUT), ("own", sources.JOURNAL)):
+    for name in kinds:
         for i in range(o.samples):
-            asked: Any = source.sample(task, o.length, i)
+            asked: Any = source.sample(TASK[name], o.length, i)
             prompt = torch.tensor(asked.prompt)
             ids = continued(source.model, prompt, asked.new_tokens, [asked.processor(source.model.device)])
             answers = torch.from_numpy(asked.plan == LIKELIEST).nonzero()[:, 0] + len(prompt) - 1
@@ -242,7 +246,7 @@ def of_recall(o: argparse.Namespace) -> tuple[Any, list[Read]]:
 
 
 def rows(o: argparse.Namespace) -> list[dict]:
-    model, reads = (of_recall if o.model == RECALL else of_a_language_model)(o)
+    model, reads = (of_recall if o.model == RECALL else of_a_language_model)(o, tuple(WINDOW))
     steps: dict[tuple[str, float], Boundaries] = {}
     kept: dict[tuple, list[list[tuple[float, list[float]]]]] = {}  # of each sample and sparse layer
     for i, read in enumerate(reads):

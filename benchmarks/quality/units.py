@@ -7,8 +7,10 @@ The texts and the scored steps are those of segments.py, beside this file, which
 against one another by attention weight, on more of each text. A page is known by its mean key, as a cluster and a
 segment are, and in the method's own place. "pages as long": of as many tokens as the segments before it had on average.
 Clusters have 16 tokens at every budget. All let tokens leave the ring 64 at a time, so what is attended to is nearly as
-much in all; `attended` says how much. Its own text is read at the first of the budgets only.
+much in all; `attended` says how much. Its own text is read at the first of the budgets only: on a CPU that takes half
+an hour, and the committed files are of prompts (`--kinds prompt`).
 """
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,7 +106,7 @@ def measured(model, read: Read, method: EveryStep, dense: Tensor) -> dict[str, f
 
 
 def rows(o) -> Iterator[dict]:
-    model, reads = (of_recall if o.model == RECALL else of_a_language_model)(o)
+    model, reads = (of_recall if o.model == RECALL else of_a_language_model)(o, o.kinds)
     for text in dict.fromkeys(r.name for r in reads):
         mine = [r for r in reads if r.name == text]
         dense = [teacher.dense_logits(model, r.ids[None], len(r.ids) - 1 - r.prompt) for r in mine]
@@ -126,8 +128,14 @@ def rows(o) -> Iterator[dict]:
                 }  # fmt: skip
 
 
+def options_of(about: str | None) -> argparse.ArgumentParser:
+    p = options(about)
+    p.add_argument("--kinds", nargs="+", choices=tuple(TAUS), default=[*TAUS])
+    return p
+
+
 def main() -> None:
-    o = options(__doc__).parse_args()
+    o = options_of(__doc__).parse_args()
     found = []
     for row in rows(o):
         found.append(row)
