@@ -27,7 +27,8 @@ from torchsparsekv.zoo.louiskv import LouisKV
 
 RESULTS = ROOT / "benchmarks/results"
 MODELS = ("smollm2", "recall")
-COMMITTED = {(kind, m): RESULTS / f"cpu_{kind}_{m}.json" for kind in ("segments", "units") for m in MODELS}
+FILES = (*(("segments", m) for m in MODELS), ("units", "recall"))
+COMMITTED = {(kind, m): RESULTS / f"cpu_{kind}_{m}.json" for kind, m in FILES}
 NEAR = dict(budget=32, sink=32, window=20, cluster_size=8)
 PROMPT, STEPS = 100, 150
 
@@ -287,12 +288,12 @@ def test_the_command_asks_for_what_the_file_holds(kind, model):
     assert {r["samples"] for r in result["rows"]} == {asked["samples"]}
 
 
-def of_both(kind: str, figure: str | None) -> dict[tuple, list[dict]]:
+def of_both(figure: str) -> dict[tuple, list[dict]]:
     """Rows of both models by text, units and tau, in the order of the files."""
     out: dict[tuple, list[dict]] = {}
     for model in MODELS:
-        for r in rows_of(COMMITTED[kind, model].name):
-            if r.get("figure") == figure:
+        for r in rows_of(COMMITTED["segments", model].name):
+            if r["figure"] == figure:
                 out.setdefault((r["text"], r.get("units"), r["tau"]), []).append(r)
     return out
 
@@ -303,7 +304,7 @@ def name_of(units_: str, tau: float | None) -> str:
 
 def masses() -> list[list[str]]:
     found = []
-    for (text, what, tau), rows in of_both("segments", "units").items():
+    for (text, what, tau), rows in of_both("units").items():
         line = [text, name_of(what, tau)]
         for part in (rows[:3], rows[3:]):
             line += [f"{part[0]['unit_tokens']:.1f}", *(f"{r['mass']:.3f}" for r in part)]
@@ -312,19 +313,17 @@ def masses() -> list[list[str]]:
 
 
 def losses() -> list[list[str]]:
+    """Of the recall model, decoding."""
     found = []
-    for (text, what, tau), rows in of_both("units", None).items():
-        line = [text, name_of(what, tau)]
-        for model in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            line += [f"{model[0]['unit_tokens']:.1f}", ", ".join(f"{r['kl']:.3f}" for r in model)]
-            line += [", ".join(f"{r['agrees']:.2f}" for r in model)]
-        found.append(line)
+    for r in rows_of(COMMITTED["units", "recall"].name):
+        cells = [f"{r['unit_tokens']:.1f}", f"{r['kl']:.3f}", f"{r['agrees']:.3f}", f"{r['attended']:.0f}"]
+        found.append([str(r["budget"]), name_of(r["units"], r["tau"]), *cells])
     return found
 
 
 def long_ones() -> list[list[str]]:
     found = []
-    for (text, _, tau), rows in of_both("segments", "lengths").items():
+    for (text, _, tau), rows in of_both("lengths").items():
         line = [text, f"{tau:g}"]
         for r in rows:
             line += [f"{r['mean']:.2f}", f"{figures.in_long_ones(r):.0%}", str(r["histogram"][-1][0])]
