@@ -39,9 +39,9 @@ ARROWS: dict[str, set[str]] = {
         "benchmarks.speed",
     },
     "torchsparsekv.benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
-    "torchsparsekv.benchmarks.quality": {  # its scripts take the parts apart
-        *CORE, "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results", "benchmarks.quality",
-        "benchmarks.recall_model",
+    "torchsparsekv.benchmarks.quality": {  # its scripts take the parts apart; one has a method of its own
+        *CORE, "patches", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
+        "benchmarks.quality", "benchmarks.recall_model",
     },
     "torchsparsekv.benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv.benchmarks.quality._clusters": {"ops"},

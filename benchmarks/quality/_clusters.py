@@ -17,7 +17,12 @@ def chosen_tokens(
     out = torch.zeros(*q.shape[:2], keys.shape[1], dtype=torch.bool)
     for h in range(keys.shape[0]):
         for t in range(len(q)):
-            rank = scores(q[t, h], centres[h], keys.shape[2] ** -0.5).argsort(descending=True, stable=True).argsort()
-            first = rank[name[h]].argsort(stable=True)[:budget]  # by the rank of their cluster, then by position
-            out[t, h, begin + first] = True
+            out[t, h, begin + in_order(q[t, h], centres[h], name[h])[:budget]] = True
     return out
+
+
+def in_order(q: Tensor, centres: Tensor, name: Tensor) -> Tensor:
+    """Tokens as one kv head takes them: by the rank of the unit that they are of, then by position. q [group, dim],
+    centres [units, dim], name [tokens]."""
+    rank = scores(q, centres, q.shape[-1] ** -0.5).argsort(descending=True, stable=True).argsort()
+    return rank[name].argsort(stable=True)

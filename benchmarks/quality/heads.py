@@ -135,13 +135,13 @@ def written(length: int, index: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def continued(model: Any, ids: Tensor, tokens: int) -> Tensor:
-    """`ids`, and as many tokens of the model's own, sampled."""
+def continued(model: Any, ids: Tensor, tokens: int, steered: Sequence[Any] = ()) -> Tensor:
+    """`ids`, and as many tokens of the model's own, sampled; `steered`: logits processors."""
     torch.manual_seed(0)
     given = ids[None].to(model.device)
     out = model.generate(
         given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True,
-        temperature=1.0, top_p=None, top_k=None,
+        temperature=1.0, top_p=None, top_k=None, logits_processor=[*steered],
     )  # fmt: skip
     return out[0].cpu()
 

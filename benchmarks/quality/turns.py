@@ -76,14 +76,18 @@ def of_a_prompt(o, tokenizer) -> Text:
 
 
 def of_its_own(o, tokenizer, model) -> Text:
+    return Text("own", own_ids(o, tokenizer, model), o.own, o.own // 2, o.own_budget, 4, 32)
+
+
+def own_ids(o, tokenizer, model) -> Tensor:
+    """Short prompts, and what the dense model writes after them: [samples, own_prompt + own + 1]."""
     (text,) = texts.read(Options(lengths=(o.own_prompt,), steps=1, samples=o.samples), tokenizer)
     begin = text.rows(o.own_prompt, range(o.samples))[:, :-1].to(o.device)
     torch.manual_seed(o.seed)
-    ids = model.generate(
+    return model.generate(
         begin, attention_mask=torch.ones_like(begin), max_new_tokens=o.own + 1, min_new_tokens=o.own + 1,
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
     )  # fmt: skip
-    return Text("own", ids, o.own, o.own // 2, o.own_budget, 4, 32)
 
 
 def patched(model, text: Text, rule: Rule):

@@ -5,12 +5,24 @@ from pathlib import Path
 from torchsparsekv.benchmarks._progress import watched
 from torchsparsekv.benchmarks.quality import summary, text_summary
 from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import answers, drift, page, scores, speed, static, style, text, tree, turns
+from torchsparsekv.benchmarks.report import (
+    answers,
+    drift,
+    page,
+    scores,
+    segments,
+    speed,
+    static,
+    style,
+    text,
+    tree,
+    turns,
+)
 from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv.benchmarks.report.load import EVAL, TEXT, Result, load
 
 FIGURES: tuple[Figure, ...] = tuple(
-    figure for part in (text, turns, answers, speed, static, tree, drift) for figure in part.FIGURES
+    figure for part in (text, turns, segments, answers, speed, static, tree, drift) for figure in part.FIGURES
 )
 
 
