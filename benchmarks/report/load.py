@@ -9,7 +9,7 @@ from torchsparsekv.benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
 TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
-NO_FIGURE = (CLUSTERS, "patterns", "parallel", "serve", "lengths", "digests", "static_codes", "ablate")  # in docs
+NO_FIGURE = (CLUSTERS, "patterns", "parallel", "serve", "shapes", "lengths", "digests", "static_codes", "ablate")  # in docs
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, *NO_FIGURE)
 MODELS = {"recall": "the recall model", "smollm2": "SmolLM2-135M-Instruct"}  # whose keys some scripts take

@@ -1,8 +1,8 @@
 """A chain of needles written into random weights: what a checkpoint would have learned, so that recall can be told.
 
-Tokens ask in turn: the last of the prompt for needle 1, the answer to that for needle 2, and so on. One layer knows them:
-there an asking token's query is the key of its needle, and the needle's value is the direction of the answer. All other
-layers compute as they did, but add nothing to what flows through the model. Haystack tokens keep their random keys.
+Tokens ask in turn: the last of the prompt for needle 1, the answer to that for needle 2, and so on. One layer knows
+them: there an asking token's query is the key of its needle, and the needle's value is the direction of the answer. All
+other layers compute as they did, but add nothing to what flows through the model. Haystack tokens keep random keys.
 """
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 FIRST_TOKEN = 3  # before it are padding and the ends of texts
 SHARPNESS = 28.0  # logit of a needle; of 131072 random keys, of std 28 / sqrt(head_dim), the weights sum to far less
 MOST_TURN = 0.5  # radians by which a rotation may turn a channel from the first to the last position
-CHANNELS = 32  # in which keys of needles lie, at most; and half of a head: a key that stands out in few is one page's peak
+CHANNELS = 16  # in which keys of needles lie, at most: in more, peaks of random keys add up to theirs
 LOUDNESS = 8.0  # the answer over the token that asked, in what flows through the model
 ADDERS = ("o_proj", "out_proj", "down_proj", "down_proj_bias")  # what adds to that, in all of these models
 
@@ -80,7 +80,7 @@ def _directions(dim: int, count: int, device, *batch: int) -> Tensor:
 
 
 def _embed(model, known: Tensor) -> float:
-    """Give the tokens of the chain these directions, in the embedding and in the head; how long they are in the model."""
+    """Give the tokens of the chain these directions, in embedding and head; how long they are in the model."""
     tokens = slice(FIRST_TOKEN, FIRST_TOKEN + len(known))
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         length, mine = table.weight[tokens].float().norm(dim=1).mean(), known.to(table.weight.dtype)
@@ -96,7 +96,7 @@ def still_channels(rotary: nn.Module, head_dim: int, length: int, device) -> tup
     turns = getattr(rotary, f"{kind}inv_freq").float() * length
     far = torch.zeros(head_dim, device=device)
     far[: 2 * len(turns)] = turns.repeat(2)  # a channel turns with the one half of them away
-    still = far.argsort(stable=True)[: min(CHANNELS, head_dim // 2)]
+    still = far.argsort(stable=True)[:CHANNELS]
     return still[far[still] <= MOST_TURN], getattr(rotary, f"{kind}attention_scaling")
 
 
@@ -105,7 +105,7 @@ def _write_keys(attn: nn.Module, rotary: nn.Module, known: Tensor, answers: int,
     dim, heads = attn.head_dim, attn.k_proj.out_features // attn.head_dim
     still, scaled = still_channels(rotary, dim, length, known.device)
     if len(still) < answers:
-        raise ValueError(f"{answers} needles over {length} positions need that many channels that hardly turn: {len(still)}")
+        raise ValueError(f"{answers} needles over {length} positions need as many still channels, got {len(still)}")
     vectors = torch.zeros(heads, answers, dim, device=known.device)
     vectors[..., still] = _directions(len(still), answers, known.device, heads)
     long = math.sqrt(SHARPNESS / (attn.scaling * scaled**2))
@@ -130,8 +130,8 @@ def _write_answers(attn: nn.Module, known: Tensor, answers: int, loudness: float
 
 
 def _answer(weight: Tensor, known: Tensor, first: int, answers: Tensor) -> None:
-    """Make a projection answer tokens of the chain from `first` on by these, [heads, tokens, dim], and the others of the
-    chain by nothing; what it makes of all else stays."""
+    """Make a projection answer tokens of the chain from `first` on by these, [heads, tokens, dim], and the others of
+    the chain by nothing; what it makes of all else stays."""
     heads, tokens, dim = answers.shape
     whole = weight.float() - weight.float() @ known.T @ known
     by_head = whole.view(heads, -1, whole.shape[1])[:, :dim]  # a head may have a gate behind it

@@ -1,12 +1,12 @@
 """TPOT of model families with windows, experts and linear layers at 128K, and planted needles found through generate().
 
-No checkpoint is needed: one layer of each model with random weights is given a chain of needles (_planted.py). The prompt is
-read by generate() in chunks, and so are the answers; then the compiled decode step has to give them too, and is timed with
-the model's own queries: a query is of the token that is fed, and `locality` of the tokens are those before them. The hit
-rate is what comes of that, in layers with random keys.
+No checkpoint is needed: one layer of each model with random weights is given a chain of needles (_planted.py). The
+prompt is read by generate() in chunks, and so are the answers; then the compiled decode step has to give them too, and
+is timed with the model's own queries: a query is of the token that is fed, and `locality` of the tokens are those
+before them. The hit rate is what comes of that, in layers with random keys.
 
-The floor is dense attention over 256 tokens by the same step: Hugging Face's static cache counts the tokens of a sliding
-window in Python, and records a graph for each.
+The floor is dense attention over 256 tokens by the same step: Hugging Face's static cache counts the tokens of a
+sliding window in Python, which is to be compiled anew while it fills.
 """
 import time
 from collections.abc import Iterator
@@ -89,10 +89,12 @@ class Options(Setup):
         shortest = 20 * (max(self.sink, self.window) + ANSWERS)  # needles are in the middle nine tenths
         if not shortest <= self.context <= longest:
             raise ValueError(
-                f"context must be from {shortest} (or needles are sinks or in the window) to {longest}, got {self.context}"
+                f"context must be from {shortest} (else needles are sinks or in the window) to {longest}, "
+                f"got {self.context}"
             )
-        if self.context % self.chunk == 1:
-            raise ValueError(f"chunk {self.chunk} leaves one token of {self.context} alone; choose another")
+        alone = [n for n in (decode.FLOOR_CONTEXT, self.context) if n % self.chunk == 1]
+        if alone:
+            raise ValueError(f"chunk {self.chunk} leaves one token of {alone[0]} alone; choose another")
 
 
 class Fed(decode.Step):
@@ -102,7 +104,7 @@ class Fed(decode.Step):
         super().__init__(model, cache, 1)
         drawn, stays = chain.haystack(decode.BANK, seed=4), torch.Generator().manual_seed(5)
         turns = (torch.rand(decode.BANK, generator=stays) >= locality).cumsum(0)
-        self.bank = drawn[turns].to(model.device)
+        self.bank = drawn[turns % decode.BANK].to(model.device)
         self.chain = chain
 
     def __call__(self, i: int = 0):
@@ -137,7 +139,7 @@ class FirstToken:
 
 
 def ask(model, ids: Tensor, cache, chunk: int) -> tuple[list[int], float]:
-    """The answers of stock generate(), and the seconds to the first. Not compiled: that would be all of a chunk, too."""
+    """The answers of stock generate(), and the seconds to the first. Not compiled, or chunks would be, too."""
     watch = FirstToken()
     said = model.generate(
         input_ids=ids.to(model.device), past_key_values=cache, max_new_tokens=ANSWERS, do_sample=False,
