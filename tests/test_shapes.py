@@ -1,4 +1,5 @@
 """`bench shapes`: needles planted in random weights are found by what retrieves, and by nothing else."""
+import dataclasses
 import functools
 import json
 
@@ -120,6 +121,8 @@ def test_rows(watch, monkeypatch, tmp_path):
         assert 0 < quest["hit_rate"] <= 1
         assert quest["prompt_s"] > 0
     assert json.loads(out.read_text())["rows"] == rows
+    alone = dataclasses.replace(o, shapes=two[:1], floor=False)
+    assert [(r["context"], "over_floor" in r) for r in shapes.run(alone)["rows"]] == [(600, False)] * 2
     monkeypatch.setattr(shapes, "measure", None)
     assert shapes.run(o, out)["rows"] == rows
 
