@@ -246,6 +246,9 @@ CELLS = {
     }),
     "clusters": (("context",), lambda o: {*product({*o.contexts, *o.prompts})}),
     "serve": (("place", "context"), lambda o: {*product(o.places, o.contexts)}),
+    "shapes": (("shape", "method", "context"), lambda o: {
+        *product(o.shapes, ("full",), (256, o.context)[not o.floor :]), *product(o.shapes, o.methods, (o.context,))
+    }),
     "kernels": (("method", "context"), lambda o: {
         ("torch", None), *product(("full", "torch", *o.methods), o.contexts)
     }),

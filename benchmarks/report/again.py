@@ -3,7 +3,7 @@
 A command runs in a folder of its own under `.again`, beside the files. Its `--out` is relative, so it leads into that
 folder and the new head says what the old one said. The new file takes the place of the old one when all its commands
 have ended well. What is finished or begun waits there until the whole selection is done: called again after it was
-stopped, or after a run failed, it goes on with the rest (`eval` and `bench patterns` within a file).
+stopped, or after a run failed, it goes on with the rest (`eval`, `bench patterns` and `bench shapes` within a file).
 
 A file that was measured on a GPU needs one of the same name. The others do not say how long something takes, so any
 CPU will do: they get the threads they had, and do not see a GPU.

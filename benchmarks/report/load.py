@@ -10,8 +10,9 @@ from torchsparsekv.benchmarks.quality import store
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
 TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
 SEGMENTS, UNITS = "segments", "units"
-# In docs:
-NO_FIGURE = (CLUSTERS, "patterns", "parallel", "serve", "lengths", "digests", "static_codes", "ablate", UNITS)
+NO_FIGURE = (  # in docs
+    CLUSTERS, "patterns", "parallel", "serve", "shapes", "lengths", "digests", "static_codes", "ablate", UNITS,
+)  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, SEGMENTS, *NO_FIGURE)
 MODELS = {"recall": "the recall model", "smollm2": "SmolLM2-135M-Instruct"}  # whose keys some scripts take

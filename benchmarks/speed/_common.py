@@ -1,7 +1,7 @@
 """What the benchmarks of speed share: shapes of models, options that are refused, timing."""
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,11 @@ def _check_shape(name: str, options: Any) -> None:
         )
 
 
-def build(shape: str, device: torch.device):
+def build(shape: str, device: torch.device, shapes: Mapping[str, dict] = SHAPES):
     """A model of that shape with random weights, made on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(SHAPES[shape])
+    fields = dict(shapes[shape])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
     torch.manual_seed(0)
     with torch.device(device):

@@ -187,6 +187,11 @@ def bare_tpot(model, cache, batch: int, context: int, steps: int) -> dict:
     """Milliseconds per compiled step, in the mean and of the slowest, and what compiler and allocator did meanwhile."""
     step = Step(model, cache, batch)
     step.warm_up(context)
+    return timed(step, steps)
+
+
+def timed(step: Step, steps: int) -> dict:
+    """The same of a step that is warm."""
     graphs, memory = step.graphs, torch.cuda.memory_allocated()
     return {
         "tpot_ms": step.time(steps, PASSES - 1),
