@@ -155,6 +155,34 @@ def test_a_step_without_the_compiler():
     assert found in tables(ROOT / "docs/results.md")
 
 
+def test_the_first_call_of_a_process():
+    rows = rows_of("earlier/h200_first_call.json")
+    by = {(r["method"], r["step"], r["caches"] == "empty"): r for r in rows}
+    found = []
+    for m, step in (("quest", "compiled"), ("quest", "captured"), ("pariskv", "captured")):
+        rows = [by[m, step, empty] for empty in (True, False) if (m, step, empty) in by]
+        first = [f"{r['first_s']:.1f}" for r in rows] + [""] * (2 - len(rows))
+        ms = dict.fromkeys(f"{r['tpot_ms']:.2f}" for r in sorted(rows, key=lambda r: r["tpot_ms"]))
+        found.append([f"{m}, {step}", *first, f"{rows[0]['second_s']:.1f}", " to ".join(ms)])
+        if step == "captured":
+            assert {r["agrees_with_eager"] for r in rows} == {64}
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_families_with_experts_windows_and_linear_layers():
+    found = []
+    for shape in ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-12"):
+        dense, ours = rows_of(f"h200_shapes_{shape}.json")
+        assert (dense["method"], ours["method"]) == ("full", "quest")
+        for r in (dense, ours):
+            assert not r["recompiles"] + r["graph_skips"] + r["memory_growth"]
+            assert r["found"] == r["found_compiled"]
+        ms = [f"{r['tpot_ms']:.2f}" for r in (dense, ours)]
+        rest = f"{ours['speedup']:.2f}x", f"{ours['hit_rate']:.2f}", f"{ours['host_GiB']:.1f}"
+        found.append([shape, *ms, *rest, dense["found"], ours["found"]])
+    assert found in tables(ROOT / "docs/results.md")
+
+
 def test_pariskv_searches_as_its_authors_do():
     search = stages_of("h200_kernels_authors.json", "pariskv", 131072)["select, all of it (beside)"]["us"]
     words = " ".join((ROOT / "docs/results.md").read_text().split())
