@@ -33,5 +33,5 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(OPS)
-    compiled = {f.stem for f in tmp_path.rglob("*.cubin")}
+    compiled = {f.stem for f in tmp_path.rglob("*.cubin") if f.stat().st_size}
     assert len(compiled) >= len(OPS) - len(WITHOUT_GPU_OPS), f"only {sorted(compiled)} were compiled"
