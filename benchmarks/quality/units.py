@@ -1,14 +1,14 @@
 """What LouisKV's units are worth in answers: decoding through the method, teacher-forced, by its clusters and segments
 and by pages, all of which retrieve at every step (the paper's figure 13b).
 
-    python benchmarks/quality/units.py --model recall --kinds prompt --out cpu_units_recall.json
+    python benchmarks/quality/units.py --model recall --out cpu_units_recall.json
 
 The texts and the scored steps are those of segments.py, beside this file, which says what its pages are and holds them
 against one another by attention weight, on more of each text. A page is known by its mean key, as a cluster and a
 segment are, and in the method's own place. "pages as long": of as many tokens as the segments before it had on average.
 Clusters have 16 tokens at every budget. All let tokens leave the ring 64 at a time, so what is attended to is nearly as
 much in all; `attended` says how much. Its own text is read at the first of the budgets only: on a CPU that takes half
-an hour, and the committed file is of prompts (`--kinds prompt`).
+an hour of the recall model, and far more of SmolLM2, whose committed file is of prompts (`--kinds prompt`).
 """
 import argparse
 from collections.abc import Iterator
