@@ -284,7 +284,7 @@ def test_the_command_asks_for_what_the_file_holds(kind, model):
     assert asked == result["options"]
     assert asked["model"] == model
     budgets = {(r["text"], r["budget"]) for r in result["rows"] if "budget" in r}
-    read = {text: asked["budgets"] for text in asked.get("kinds", ("prompt", "own"))}
+    read = dict.fromkeys(asked.get("kinds", ("prompt", "own")), asked["budgets"])
     if kind == "units" and "own" in read:
         read["own"] = read["own"][:1]
     assert budgets == {(text, b) for text, mine in read.items() for b in mine}
