@@ -130,7 +130,7 @@ MUTATIONS = (
              "tests/test_static.py::test_nothing_is_lost_over_a_hundred_updates"),
     Mutation("scores are of logits that are not scaled", "ops/select/choose_static.py",
              "_exp2(z * unit - whole[None, :], ASM)", "_exp2(z - whole[None, :], ASM)",
-             "tests/test_choose_static.py::test_the_window_in_parts"),
+             "tests/test_choose_static.py::test_sinks_of_several_tiles"),
     Mutation("a giant prompt's queries are found by 32 bits", "ops/store/observe.py",
              "(tokens - n + position).to(tl.int64)", "(tokens - n + position)", "tests/test_large.py::test_observe"),
     Mutation("the kernel keeps the same token twice for SnapKV", "ops/select/keep_leaving.py", "old + i)", "old)",
