@@ -83,3 +83,15 @@ def run_both(name: str, kind: str, w: World):
 def test_kernel_equals_reference(name, kind, data):
     tokens = st.integers(1, 9) if name in MANY_TOKENS else st.just(1)
     run_both(name, kind, data.draw(worlds(tokens=tokens)))
+
+
+# What `make fuzz` found: worlds, and which options they pick. A mean in fp8 that lies between two such numbers.
+FOUND = [
+    ("relocate", dict(lengths=[1], heads=1, group=1, block=8, sink=0, window=1, interval=8, rows=176, seed=3), "110001"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "world", "picks"), FOUND)
+def test_what_fuzzing_found(name, world, picks):
+    turn = map(int, picks)
+    run_both(name, "triton", World(**world, pick=lambda *options: options[next(turn)]))

@@ -95,11 +95,12 @@ def store_digest(
     x, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """The volume around those of the keys `x` [P, DP] that are `live` as number `at` of all."""
+    """The volume around those of the keys `x` [P, DP] that are `live` as number `at` of all. Division is exact: a mean
+    of keys in fp8 may lie half-way between two such numbers, and half a bit less leads to the other one."""
     d = tl.arange(0, DP)
     live, n = live[:, None], tl.sum(live.to(tl.float32), 0)
     if BALL:
-        middle = tl.sum(tl.where(live, x, 0.0), 0) / n
+        middle = tl.div_rn(tl.sum(tl.where(live, x, 0.0), 0), n)
     else:
         middle = (tl.min(tl.where(live, x, float("inf")), 0) + tl.max(tl.where(live, x, float("-inf")), 0)) / 2
     if LIMIT > 0:
@@ -111,7 +112,7 @@ def store_digest(
         tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
     else:
         if MEAN:
-            s = tl.sum(away, 0) / n
+            s = tl.div_rn(tl.sum(away, 0), n)
         else:
             s = tl.max(away, 0)
         if LIMIT > 0:
