@@ -171,7 +171,7 @@ def test_the_first_call_of_a_process():
 
 def test_families_with_experts_windows_and_linear_layers():
     found = []
-    for shape in ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-12"):
+    for shape in ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-12", "gemma3-12b"):
         dense, ours = rows_of(f"h200_shapes_{shape}.json")
         assert (dense["method"], ours["method"]) == ("full", "quest")
         for r in (dense, ours):

@@ -87,7 +87,7 @@ def test_kernel_equals_reference(name, kind, data):
 
 # What `make fuzz` found: worlds, and which options they pick. A mean in fp8 that lies between two such numbers.
 FOUND = [
-    ("relocate", dict(lengths=[1], heads=1, group=1, block=8, sink=0, window=1, interval=8, rows=176, seed=3), "110001"),
+    ("relocate", dict(lengths=[1], heads=1, group=1, block=8, sink=0, window=1, interval=8, rows=176, seed=3), "110001")
 ]  # fmt: skip
 
 

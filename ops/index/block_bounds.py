@@ -120,7 +120,7 @@ def store_digest(
         _store(spread + at * D, s, d, D, not MEAN, LIMIT > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _bounds(
     k, pool, centre, spread, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, pool_rows,
     blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr,

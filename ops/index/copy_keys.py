@@ -45,7 +45,7 @@ def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -
         coarse[b, :, old:new] = keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _copy(
     k, pool, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, rows,
     MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,

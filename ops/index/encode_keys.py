@@ -63,7 +63,7 @@ def reference(k: NewKeys, far: Far, codes: Changed[Codes], lengths: Lengths, m: 
         counts.scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _encode(
     k, pool, ids, codes, weights, counts, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
     rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,

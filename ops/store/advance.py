@@ -44,7 +44,7 @@ def reference(
     ring_begin.copy_(torch.where(fits, sink + steps * interval, ring_begin))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "interval"])
 def _advance(
     seq_len, start, length, previous_ring_begin, ring_begin, left_pad, pad, tokens, capacity, sink, window, interval,
     batch, TOLD: tl.constexpr, ROWS: tl.constexpr,

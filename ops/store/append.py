@@ -52,7 +52,7 @@ def reference(token: Token, store: Changed[Store], stats: Changed[Stats], length
         count(stats.counts[b], steps=1, context=n, near=min(n, sink) + max(n - new, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_rows"])
 def _append(
     k, v, ring, pool, counts, length, previous_ring_begin, ring_begin, k_b, k_h, v_b, v_h, heads, ring_rows, pool_rows,
     sink, D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,

@@ -24,7 +24,7 @@ def reference(store: Changed[Store], lengths: Lengths) -> None:
             pool[b][:, kept] = as_stored(ring[b][:, ring_row(kept, sink, ring.shape[2])], pool)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_rows"])
 def _flush(
     ring, pool, start, previous_ring_begin, heads, ring_rows, pool_rows, sink,
     D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,

@@ -24,7 +24,7 @@ def reference(q: Queries, observed: Changed[Observed], at: Changed[PerHead], len
             observed.queries[b, position % window] = q[b, :, q.shape[2] - n + position]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _observe(
     q, queries, at, start, length, q_b, q_h, q_s, q_heads, heads, window, tokens, D: tl.constexpr, DP: tl.constexpr
 ):

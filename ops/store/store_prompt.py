@@ -46,7 +46,7 @@ def reference(
         ring[b][:, ring_row(pos, sink, ring.shape[2])] = rows[:, first:][:, pos - n0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "out_rows", "tiles"])
 def _write(
     k, v, out, start, length, ring_begin, order, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
     TO_RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
