@@ -6,7 +6,7 @@ import cases_engine
 import cases_static
 import cases_tree
 import torch
-from world import World, integers
+from world import DEVICE, World, integers
 
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
@@ -144,9 +144,12 @@ def _ratios(w: World) -> list[int]:
 
 
 def _centroid_votes(w: World):
-    codes = _encoded(w, w.pick(8, 4, 2))
+    m = w.pick(8, 4, 2)
+    if DEVICE.type == "cpu":  # a program for each subspace, query and kv head: a minute in the interpreter
+        m = max(m, 2 if w.dim <= 32 else 4 if w.dim <= 64 else 8)
+    codes = _encoded(w, m)
     group = w.pick(1, w.group, 5, 11)
-    if group * codes.ids.shape[3] > 32:  # a program for each of both and every head: a minute in the interpreter
+    if group * codes.ids.shape[3] > 32:  # here too
         group = 1
     q = integers(torch.randn(w.batch, w.heads * group, 1, w.dim, generator=w.g)).to(w.dtype)
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)

@@ -35,3 +35,12 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(OPS)
     compiled = {f.stem for f in tmp_path.rglob("*.cubin") if f.stat().st_size}
     assert len(compiled) >= len(OPS) - len(WITHOUT_GPU_OPS), f"only {sorted(compiled)} were compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
+def test_a_prompt_and_a_step_share_their_kernels():
+    """Triton makes a constant of a number that is 1, and compiles anew: half a second before the first token."""
+    command = [sys.executable, str(HERE / "shared_kernels.py"), "pariskv", "prkv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -23,7 +23,7 @@ MIXED = {1: dict(budget=64), 2: LOUIS, 3: PARIS, 4: "full", 5: dict(sink=4)}
 # ---------------------------------------------------------------- methods by layer
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_methods_and_budgets_in_one_model_are_dense_at_full_budget(backend):
     counters.clear()
     model = tiny(num_hidden_layers=6)

@@ -25,9 +25,12 @@ def test_every_method_and_family_has_a_case():
     assert set(FAMILIES) <= set(all_families())
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("family", WITH_EVERY_METHOD)
-@pytest.mark.parametrize("method", METHODS)
+# What a method does and what a family does is independent: each of them is run at both numbers of rows.
+CELLS = [(m, *cell) for m in METHODS for cell in (("llama", 4), ("qwen3", 1))]
+CELLS += [("quest", f, rows) for f in WITH_EVERY_METHOD for rows in (1, 4) if ("quest", f, rows) not in CELLS]
+
+
+@pytest.mark.parametrize(("method", "family", "rows"), CELLS)
 def test_full_budget_is_dense(method, family, rows):
     model = tiny(family)
     ids, mask = prompts(rows, 41)
@@ -52,13 +55,8 @@ def test_each_row_of_a_padded_batch_is_that_prompt_alone(method):
             torch.testing.assert_close(together[b], alone[b], atol=1e-4, rtol=1e-4)
 
 
-# What methods and families give the compiler is independent: each of them is compiled at both numbers of rows.
-COMPILED = [(m, *cell) for m in METHODS for cell in (("llama", 4), ("qwen3", 1))]
-COMPILED += [("quest", f, rows) for f in WITH_EVERY_METHOD for rows in (1, 4) if ("quest", f, rows) not in COMPILED]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "family", "rows"), COMPILED)
+@pytest.mark.parametrize(("method", "family", "rows"), CELLS)
 def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
     torch._dynamo.utils.counters.clear()
     ReinplaceCounters.clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import MANY_TOKENS, OPS
 from cases_packed import TAKING, pack, packed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import KERNELS, clones, close, flat, on
 from world import DEVICE, DIMS, DTYPES, World, worlds
@@ -137,6 +137,7 @@ def unpacked(things: tuple) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [p for p in KERNELS if (getattr(p, "values", p))[0] in TAKING])
+@settings(max_examples=max(settings().max_examples // 2, 1))  # test_ops has the same kernels
 @given(data=st.data())
 def test_kernel_equals_reference(name, kind, data):
     tokens = st.integers(1, 9) if name in MANY_TOKENS else st.just(1)

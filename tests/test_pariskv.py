@@ -90,9 +90,9 @@ def encoded(keys, m=8) -> Codes:
     return Codes(ids, codes, weights, counts)
 
 
-def estimates(keys, q):
-    every = torch.arange(len(keys), dtype=torch.int32)[None, None]
-    return rerank(as_reranked(q[None, None, None], 1, True), encoded(keys[None, None]), every)[0][0, 0]
+def estimates(codes, q):
+    every = torch.arange(codes.ids.shape[2], dtype=torch.int32)[None, None]
+    return rerank(as_reranked(q[None, None, None], 1, True), codes, every)[0][0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,10 +101,10 @@ def estimates(keys, q):
 def test_estimator_follows_the_inner_product(kind, dim, dtype):
     g = torch.Generator().manual_seed(3)
     keys = (torch.randn(4096, dim, generator=g) if kind == "random" else clustered(4096, dim, g)).to(dtype)
-    correlations, errors, biases = [], [], []
+    codes, correlations, errors, biases = encoded(keys[None, None]), [], [], []
     for i in range(8):
         q = (keys[i].float() + torch.randn(dim, generator=g)).to(dtype)
-        true, got = keys.float() @ q.float(), estimates(keys, q)
+        true, got = keys.float() @ q.float(), estimates(codes, q)
         correlations.append(float(torch.corrcoef(torch.stack([got, true]))[0, 1]))
         errors.append(float((got - true).abs().mean() / true.abs().mean()))
         biases.append(float((got - true).mean() / true.abs().mean()))
