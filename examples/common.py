@@ -36,4 +36,6 @@ def document(path: str, words: int) -> str:
     """The text of a file; without one, made-up words, which the recall model knows."""
     if path:
         return Path(path).read_text()
+    if words < 1:
+        raise SystemExit(f"--words must be at least 1, got {words}: there would be nothing to answer for")
     return " ".join(f"w{random.Random(i).randrange(480):03d}" for i in range(words))

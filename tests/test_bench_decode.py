@@ -29,6 +29,7 @@ WRONG_ELSEWHERE = {
     "decode --methods=quest,quest": "methods must be different, got quest, quest",
     "decode --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest",
     "decode --also=quest.block_size=3": "block_size must be", "decode --also=quest": "hyper must be METHOD.NAME=VALUE",
+    "decode --also=quest.block_size=8,quest.block_size=8": "also must be different values, got quest",
     "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",

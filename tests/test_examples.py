@@ -39,11 +39,11 @@ def test_a_method_that_is_named_is_the_one_that_is_compared():
     assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["quest"]
 
 
-@pytest.mark.parametrize("size", ["0", "1"])
-def test_chunks_that_would_be_decode_steps_are_refused(size):
-    done = run("own_loop.py", "--chunk", size)
+@pytest.mark.parametrize("given", ["--chunk must be at least 2, got 1: one", "--words must be at least 1, got 0:"])
+def test_chunks_that_would_be_decode_steps_and_empty_texts_are_refused(given):
+    done = run("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"--chunk must be at least 2, got {size}: one token would be taken")
+    assert done.stderr.splitlines()[-1].startswith(given)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, check_measured, different, option, parse
+from torchsparsekv.benchmarks._options import Setup, at_least, check_measured, different, option, parse, repeats
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense
 from torchsparsekv.benchmarks.speed._synthetic import Topics
@@ -72,6 +72,8 @@ class Options(Setup):
         for name in methods:
             self.near(name)
         check_measured(self.also, methods, "also changes")
+        if repeats(self.also):
+            raise ValueError(f"also must be different values, got {','.join(self.also)}")
         for name, changed in self.asked():
             changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
