@@ -24,6 +24,11 @@ class Offset(int):
         return made
 
 
+def check_active(owner) -> None:
+    if not owner.active:
+        raise RuntimeError("the patch that made this SparseCache was taken off the model")
+
+
 class SparseLayer(CacheLayerMixin):
     """One layer of a SparseCache. Holds the tensors; the maths is the method's."""
 
@@ -50,8 +55,7 @@ class SparseLayer(CacheLayerMixin):
         raise RuntimeError("this SparseCache was given to a model that is not patched, where nothing would fill it")
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        if not self.owner.active:
-            raise RuntimeError("the patch that made this SparseCache was taken off the model")
+        check_active(self.owner)
         return self.capacity, SENTINEL if torch.compiler.is_compiling() else Offset(self)
 
     def get_seq_length(self):

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._cache import SparseCache, check_active
+from torchsparsekv.probe import EAGER_ONLY
 
 aten = torch.ops.aten
 EAGER = 3  # steps of the answer that run as they are first: what they compile and allocate must not be in the graph
 KINDS = 4  # of inputs for which a cache keeps graphs; more in one generate() are inputs that change at every step
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _one_at_a_time = threading.Lock()  # captures in a process, says torch
 _stream = functools.cache(lambda device: torch.cuda.Stream(device))  # on which they are made
 
@@ -25,11 +27,15 @@ class Steps:
     def __init__(self, model, compile_config):
         self.model, self.compile_config = model, compile_config
         self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # seen by this call
+        self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # when it last looked
 
     def __call__(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")
+        if cache is None:
+            raise ValueError("step='captured' needs its cache by name: past_key_values=handle.make_cache(...)")
         if not isinstance(cache, SparseCache):  # the user asked for another cache, and gets what goes with it
             return type(self.model).get_compiled_call(self.model, self.compile_config)(*args, **kwargs)
+        check_active(cache.owner)
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.shape[1] != 1:  # a chunk of the prompt
             return self.model(*args, **kwargs)
@@ -41,19 +47,23 @@ class Steps:
             return self.model(*args, **kwargs, past_key_values=cache)
 
         kind = (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
-        return self._step(cache, kind).run(self.model, forward, leaves, cache)
+        out = self._step(cache, kind).run(self.model, forward, leaves, cache)
+        self.begun[cache] = cache.use.begun
+        return out
 
     def _step(self, cache: SparseCache, kind: tuple) -> "Step":
-        if cache not in self.kinds:
-            self.kinds[cache], now = 0, fixed(self.model, cache)
+        if any(layer.state.tap for layer in cache.stored.values()):
+            raise RuntimeError(EAGER_ONLY)
+        if self.begun.get(cache) != cache.use.begun:  # a prompt came, and before it whatever may have come
+            now = fixed(self.model, cache)
             if now != cache.fixed:
                 cache.graphs, cache.fixed = [], now
         for step in cache.graphs:
             if step.kind == kind:
                 return step
-        self.kinds[cache] += 1
+        self.kinds[cache] = self.kinds.get(cache, 0) + 1
         if self.kinds[cache] > KINDS:
-            raise refusal(self.model, f"its inputs change from step to step: {cache.graphs[-1].kind[1]}, {kind[1]}")
+            raise refusal(self.model, f"its inputs change from step to step: {changes(cache.graphs[-1].kind, kind)}")
         cache.graphs = [*cache.graphs[1 - KINDS :], Step(kind)]
         return cache.graphs[-1]
 
@@ -85,17 +95,22 @@ class Step:
     def _capture(self, model, forward, leaves: list, cache: SparseCache) -> torch.cuda.CUDAGraph:
         with torch.inference_mode(False):  # else no one outside inference mode could write to them
             self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        graph, side = torch.cuda.CUDAGraph(), _stream(model.device)
+        graph, side, broken = torch.cuda.CUDAGraph(), _stream(model.device), None
         # The outer stream too: where a capture fails, torch's own `with` does not go back to the stream before.
         with _one_at_a_time, torch.cuda.stream(side):
             torch._C._cuda_clearCublasWorkspaces()  # the graph's is to be its own: inductor frees all there are
             try:
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                    out = forward(self.inputs)
-            except torch.OutOfMemoryError:
-                raise
+                    try:
+                        out = forward(self.inputs)
+                    except Exception as e:  # what the end of a broken capture says hides it
+                        broken = e
+                        raise
             except Exception as e:
-                raise refusal(model, str(e.__context__ or e).partition("\n")[0]) from e
+                cause = broken or e
+                if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+                    raise cause from None
+                raise refusal(model, str(cause).partition("\n")[0]) from e
             finally:
                 torch._C._cuda_clearCublasWorkspaces()
         outputs, self.spec = pytree.tree_flatten(out)
@@ -117,6 +132,9 @@ class NoWaits(TorchDispatchMode):
         waits = WAITS.intersection(func.tags) and self.model.device.type in devices
         if func is aten.index.Tensor:  # only masks have shapes that must be found out
             waits = waits and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if func in PUTS:  # by a mask too, but for one number, which fills
+            masked = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+            waits = masked and args[2].numel() > 1 and self.model.device.type in devices
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if func in (aten._to_copy.default, aten.copy_.default) and not asynchronous:
             waits = len(devices | {torch.device(kwargs.get("device") or given[0].device).type}) > 1
@@ -132,18 +150,31 @@ def refusal(model, why: str) -> RuntimeError:
     )
 
 
+def changes(before: tuple, now: tuple) -> str:
+    """Which inputs differ between two kinds, and what they were."""
+    if before[0] != now[0]:
+        return "other arguments each time"
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(now[1])), now[0]))
+    names = (pytree.keystr(path[1:]).strip("[']") for path, _ in paths)
+    return ", ".join(f"{name} is {a}, then {b}" for name, a, b in zip(names, before[1], now[1]) if a != b)
+
+
 def fixed(model, cache: SparseCache) -> list:
-    """What a graph does not look at again: where weights and the states of transformers' own layers lie, and what the
-    switches of modules say, of which adapters have some."""
+    """What a graph does not look at again: where weights, other tensors of modules and the states of transformers' own
+    layers lie, what steers queries, and what the switches of modules say, of which adapters have some."""
     found: list = [_address(x) for x in cache.own_tensors()]
+    found += [id(layer.state.steer) for layer in cache.stored.values()]
     for m in model.modules():
         weights = [_address(x) for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-        found.append((id(m), weights, {name: repr(x) for name, x in vars(m).items() if _is_switch(x)}))
+        own = {name: _address(x) if isinstance(x, Tensor) else repr(x) for name, x in vars(m).items() if _told(x)}
+        found.append((id(m), weights, own))
     return found
 
 
-def _is_switch(x) -> bool:
-    return isinstance(x, (bool, int, float, str)) or (isinstance(x, list) and all(isinstance(y, str) for y in x))
+def _told(x) -> bool:
+    """Tensors, and what is as short as a switch."""
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set)) else (x,)
+    return isinstance(x, Tensor) or all(isinstance(y, (bool, int, float, str)) for y in parts)
 
 
 def _address(x: Tensor) -> int:

@@ -10,6 +10,7 @@ class Use:
     """Shared by a cache and its layers. Plain attributes, for a compiled step looks at them too."""
 
     def __init__(self) -> None:
+        self.begun = 0  # forwards that did not run as a graph
         self.generating = False  # a generate() runs on it
         self.chunked = False  # with prefill_chunk_size: rows may begin with chunks of nothing but padding
         self.called = False  # the forward that runs now is one of the whole model, which tells of its end
@@ -28,6 +29,7 @@ class Use:
         if not torch.compiler.is_compiling():
             self.open = "model" if self.called else "layers"
             self.called = False
+            self.begun += 1
 
     def end_of_layers(self) -> None:
         if self.open == "layers":

@@ -83,6 +83,8 @@ def capture(graph: Graph, stream=None, capture_error_mode="global"):
     try:
         with Recorder(graph) as recorder:
             yield
+    except Exception as e:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from e
     finally:
         Stream.here.capturing = False
     for t, was in reversed(recorder.before):

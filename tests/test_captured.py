@@ -19,6 +19,7 @@ from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.patches import _captured, _install, all_families
+from torchsparsekv.probe import probe
 
 FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, sink=8, window=6, skip_layers=1, block_size=4)
 SMALL = dict(max_length=MAX_LENGTH, budget=24, sink=8, window=6, skip_layers=1, block_size=4)
@@ -188,9 +189,10 @@ def test_other_weights_and_switches_are_captured_anew(replays):
         on = True
 
         def forward(self, x):
-            return super().forward(x) if self.on else -super().forward(x)
+            return super().forward(x) * self.scales["default"] * self.sign * (1 if self.on else -1)
 
     model.model.norm.__class__ = Switched
+    model.model.norm.scales, model.model.norm.sign = {"default": 1.0}, torch.ones(1, device=DEVICE)
     with captured(model):
         said(model)
         model.lm_head.weight.data.mul_(-1)
@@ -199,9 +201,52 @@ def test_other_weights_and_switches_are_captured_anew(replays):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
         assert torch.equal(said(model), said(model, disable_compile=True))
         assert len(replays) == 2
-        model.model.norm.on = False
-        assert torch.equal(said(model), said(model, disable_compile=True))
-        assert len(replays) == 3
+        for n, (name, value) in enumerate(
+            (("on", False), ("scales", {"default": -2.0}), ("sign", -model.model.norm.sign)), 3
+        ):  # fmt: skip
+            setattr(model.model.norm, name, value)
+            for _ in range(2):
+                assert torch.equal(said(model), said(model, disable_compile=True))
+            assert len(replays) == n
+
+
+def fed(model, step, cache, steps=5):
+    """A prompt, and steps in a loop of one's own: the last logits."""
+    cache.reset()
+    model(IDS, attention_mask=MASK, past_key_values=cache)
+    told = lambda at: dict(position_ids=torch.full_like(IDS[:, :1], 41 + at), past_key_values=cache)  # noqa: E731
+    return [step(IDS[:, :1], **told(at)).logits for at in range(steps)][-1]
+
+
+def test_a_step_that_is_kept_sees_other_weights_after_a_prompt_and_ends_with_the_patch(replays):
+    model = tiny()
+    with captured(model) as handle, torch.no_grad():
+        cache, step = handle.make_cache(3), model.get_compiled_call(None)
+        for graphs in (1, 2):
+            assert torch.equal(fed(model, step, cache), fed(model, model, handle.make_cache(3)))
+            fed(model, step, cache)
+            assert len(replays) == graphs
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+        with pytest.raises(ValueError, match=r"needs its cache by name: past_key_values=handle.make_cache\("):
+            step(IDS[:, :1])
+    with pytest.raises(RuntimeError, match="the patch that made this SparseCache was taken off"):
+        step(IDS[:, :1], position_ids=torch.full_like(IDS[:, :1], 46), past_key_values=cache)
+
+
+def test_a_probe_wants_eager_steps(replays):
+    model = tiny()
+    with captured(model) as handle:
+        cache = handle.make_cache(3)
+        for _ in range(2):  # without a graph, and with one
+            with probe(cache) as seen, pytest.raises(RuntimeError, match="a probe works in eager decode only"):
+                said(model, past_key_values=cache)
+            cache.reset()
+            said(model, past_key_values=cache)
+            cache.reset()
+        with probe(cache) as seen:
+            said(model, past_key_values=cache, disable_compile=True)
+        assert seen.mass().shape[1] == NEW - 1
+        assert len(replays) == 1
 
 
 def test_in_and_out_of_inference_mode(replays):
@@ -245,6 +290,7 @@ BREAKS = {
     r"aten\._local_scalar_dense\.default waits for the device": lambda x: x.sum().item(),
     r"aten\.nonzero\.default waits for the device": lambda x: (x > 0).nonzero(),
     r"aten\.index\.Tensor waits for the device": lambda x: x[x > 0],
+    r"aten\.index_put_\.default waits for the device": lambda x: x.clone().__setitem__(x[..., 0] > 9, x[0, 0]),
     "CUDA error: operation not permitted when stream is capturing": lambda _: torch.cuda.current_stream().synchronize(),
 }  # fmt: skip
 
@@ -267,6 +313,23 @@ def test_a_step_that_cannot_be_captured_says_why(why, replays):
         assert torch.equal(said(model, past_key_values=cache), want)
         assert torch.equal(said(model), want)
         torch.rand(1, device=DEVICE)  # torch's generator is not left capturing
+
+
+def test_what_a_module_raises_itself_is_what_is_raised(replays):
+    def act(x):
+        if handle._recycled.graphs[0].eager == 0:
+            try:
+                {}["x"]
+            except KeyError as e:
+                raise ValueError("its own reason") from e
+
+    model = tiny()
+    with captured(model) as handle:
+        hook = breaks(model, act)
+        with pytest.raises(ValueError, match="its own reason"):
+            said(model)
+        hook.remove()
+        assert torch.equal(said(model), said(model, disable_compile=True))
 
 
 def test_a_cache_that_is_not_whole_is_not_replayed(replays):
@@ -297,7 +360,7 @@ def test_inputs_that_change_at_every_step_are_named(replays):
         masks = [torch.cat([MASK, MASK[:, -n:]], 1) for n in range(1, 6)]
         for mask in masks[:4]:
             step(input_ids=IDS[:, :1], attention_mask=mask, past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"its inputs change from step to step: .*\[3, 45\].*\[3, 46\]"):
+        with pytest.raises(RuntimeError, match=r"to step: attention_mask is \(.*\[3, 45\].*\), then \(.*\[3, 46\]"):
             step(input_ids=IDS[:, :1], attention_mask=masks[4], past_key_values=cache)
     assert not replays
 

@@ -143,7 +143,7 @@ def test_too_long_a_context_has_no_channels_for_needles():
 
 WRONG = {
     "--shapes=nope": "unknown shape 'nope'; available: gemma3-12b", "--shapes=": "shapes must be one or more",
-    "--context=262144": "context must be from 5300 (else needles are sinks or in the window) to 261",
+    "--context=262144": "context must be from 5620 (else needles are sinks or in the window) to 261",
     "--steps=0": "steps must be at least 1", "--context=4096": "got 4096",
     "--chunk=1": "chunk must be at least 2, got 1", "--methods=nope": "unknown method",
     "--chunk=131071": "chunk 131071 leaves one token of 131072 alone", "--chunk=255": "one token of 256 alone",

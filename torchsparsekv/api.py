@@ -43,9 +43,10 @@ def patch(
         (with "method", of that one), as in `layers={0: "full", 5: dict(budget=512)}`. What is given here wins over
         `skip_layers`. Where an entry does not name budget, sink or window, what was given to patch() holds; of its
         other hyper-parameters an entry has the given ones if its method is `method`, else the defaults.
-    step: what generate() makes of a decode step on a GPU. "compiled": a graph by torch.compile, which takes tens of
-        seconds at its first call. "captured": a CUDA graph of the step as it is, ready in one or two; the step by
-        itself takes 1.3 times as long, for which docs/using.md says where it matters. It needs one CUDA device.
+    step: what generate() makes of a decode step on a GPU. "compiled": a graph by torch.compile, whose first call in a
+        process takes a minute, or 14 seconds where caches are left. "captured": a CUDA graph of the step as it is, in
+        10 or 3; the step by itself takes 1.3 times as long, for which docs/using.md says where it matters. It needs
+        one CUDA device.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
     given = {name: as_int(value) for name, value in (given | hyper).items()}

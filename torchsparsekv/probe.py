@@ -20,6 +20,8 @@ from torchsparsekv.ops.store.rows import keys_of, ring_positions, values_of
 from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import LayerState
 
+EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
+
 
 class LayerProbe:
     """One layer: per decode step, [rows, query heads] of both measures."""
@@ -32,7 +34,7 @@ class LayerProbe:
     def __call__(self, s: LayerState, q: Tensor, a: Attention, choice: Choice | None, out: Tensor) -> None:
         """A tap of LayerState."""
         if torch.compiler.is_compiling():
-            raise RuntimeError("a probe works in eager decode only: pass disable_compile=True to generate()")
+            raise RuntimeError(EAGER_ONLY)
         frontier = s.lengths.ring_begin[:, None].expand(s.far.rows.shape[:2])
         if choice is not None and choice.frontier is not None:
             frontier = choice.frontier

@@ -23,6 +23,7 @@ from torchsparsekv.benchmarks._options import Setup, at_least, different, option
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, decode
 from torchsparsekv.benchmarks.speed._planted import Chain, plant
+from torchsparsekv.method import check_skip_layers
 
 ANSWERS = 9  # the first is of the prompt, which is dense: it does not count
 POSITIONS = 1 << 18  # the real ones of some end at 131072, where there would be none left for what is generated
@@ -86,8 +87,12 @@ class Options(Setup):
             raise ValueError(f"unknown shape {unknown[0]!r}; available: {', '.join(SHAPES)}")
         if "full" in methods:
             raise ValueError("full is measured in any case, methods names it")
+        for name in self.shapes:
+            check_skip_layers(self.skip_layers, SHAPES[name]["num_hidden_layers"])
         longest = min(SHAPES[name]["max_position_embeddings"] for name in self.shapes) - self.grows
-        shortest = 20 * (max(self.sink, self.window) + ANSWERS)  # needles are in the middle nine tenths
+        rings = [self.method(name).ring_plan for name in methods]
+        near = max(self.sink, *(ring.window + ring.interval for ring in rings))
+        shortest = 20 * (near + ANSWERS)  # needles are in the middle nine tenths
         if not shortest <= self.context <= longest:
             raise ValueError(
                 f"context must be from {shortest} (else needles are sinks or in the window) to {longest}, "

@@ -36,7 +36,7 @@ Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of 
 ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # rows of tokens away that are compared at a time
 PHASES = 4
-BESIDE = 2  # programs on a multiprocessor: of so few warps they fit, whatever they take (tests/compile_kernels.py)
+BESIDE = 2  # programs on a multiprocessor: all have to fit (tests/compile_kernels.py)
 
 
 def check(static, away, far, coarse, hot, digests, sink) -> None:
