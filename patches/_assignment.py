@@ -48,9 +48,11 @@ def choose(
             raise type(e)(f"layers[{i}]: {e}{_whose(entry, str(e))}") from e
     runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
     if any(fixed) and not method.dense and all(m is None or m.dense or m.forgets for m in runs):
+        windowed = sum(map(bool, fixed))
+        rest = ", the others are dense" if windowed < layers else ""
         notes.append(
-            f"{method.name} runs in no layer: {sum(map(bool, fixed))} of {layers} attend to a sliding window or keep "
-            "no keys and values, the others are dense"
+            f"{method.name} runs in no layer: {windowed} of {layers} attend to a sliding window or keep no keys and "
+            f"values{rest}"
         )
     return Assignment(method, runs, skip_layers, tuple(dict.fromkeys(notes)))
 

@@ -159,11 +159,13 @@ class SparseCache(Cache):
         for mine, its in zip(self.stored.values(), other.stored.values()):
             mine.state.copy_from(its.state, None if mine.method.places else rows)
 
-    def __deepcopy__(self, memo):
+    def __copy__(self, memo=None):
         raise TypeError(
-            "a SparseCache owns fixed memory and cannot be copied by deepcopy: Handle.fork(cache) makes a copy, "
-            "Handle.make_cache() an empty one"
+            "a SparseCache owns fixed memory and cannot be copied by copy or deepcopy: Handle.fork(cache) makes a copy"
+            ", Handle.make_cache() an empty one"
         )
+
+    __deepcopy__ = __copy__
 
     def __reduce__(self):
         raise TypeError("a SparseCache owns fixed memory and cannot be pickled: keep the tokens, and prompt again")

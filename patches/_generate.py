@@ -54,6 +54,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
+    _check_padding(given, model_kwargs.get("attention_mask"))
     handle.hold(given, chunked=chunked)  # first: where another call runs a forward, check() would tell to reset()
     given.use.check()
     return None
@@ -78,6 +79,17 @@ def _refuse(model, generation_config, generation_mode) -> None:
         raise ValueError("a patched model cannot assist another: that takes tokens back out of the cache; unpatch it")
     if generation_config.output_attentions:
         raise ValueError(NO_ATTENTIONS)
+
+
+def _check_padding(given: SparseCache, mask) -> None:
+    """transformers counts positions by the mask, and hands on none that hides nothing: nobody further in could tell."""
+    lengths = next(iter(given.row_lengths.values()))
+    padded = bool(((lengths.view.length > 0) & (lengths.left_pad > 0)).any())
+    if padded and (mask is None or bool(mask.all())):
+        raise ValueError(
+            "the SparseCache holds a prompt with padding on the left, which this call's attention_mask does not hide: "
+            "pass the mask of all tokens so far"
+        )
 
 
 def _check_chunks(generation_config, mask, given: SparseCache | None) -> None:

@@ -94,7 +94,8 @@ class Handle:
         return twin
 
     def report(self) -> Report:
-        """What the latest cache has seen since it was made or reset (generate() resets it at each call).
+        """What the latest cache has seen since it was made or reset. generate() resets the one that it takes itself, at
+        each call; one that is passed to it counts on.
 
         After unpatch() it is what that cache had seen by then.
         """

@@ -61,6 +61,8 @@ def live(method: str) -> None:
 def specialised(method: str) -> None:
     FORMS.clear()
     live(method)
+    if len(FORMS) < 5:
+        raise AssertionError(f"{method} launched {len(FORMS)} kernels, so nothing was looked at")
     for kernel, forms in FORMS.items():
         first, *others = forms.values()
         differ = {n: [f[n] for f in (first, *others)] for n in first if any(f.get(n) != first[n] for f in others)}

@@ -86,6 +86,10 @@ def test_the_command(tmp_path):
     assert f"{tmp_path / 'bytes'} is not a text in UTF-8" in refused("calibrate", args[1], str(tmp_path / "bytes"))
     assert "is no folder to write tau.json into" in refused(*args, "--out", str(tmp_path / "no" / "tau.json"))
     assert "tokens, 1 texts of 2060 need 2060" in refused(*args, "--prompt", "60", "--steps", "2000")
+    tiny(max_position_embeddings=512).save_pretrained(tmp_path / "mute")
+    said = refused("calibrate", str(tmp_path / "mute"), str(text))
+    assert len(said.splitlines()) == 1, said
+    assert f"{tmp_path / 'mute'} has no tokenizer that makes tokens of a text: put the model's own beside it" in said
     done = cli(*args, "--prompt", "380", "--steps", "20", "--budget", "64", "--out", str(out))
     assert done.returncode == 0, done.stderr
     saved = json.loads(out.read_text())

@@ -79,6 +79,13 @@ def folder(tmp_path_factory):
     return str(path)
 
 
+def test_without_a_length_it_takes_what_the_model_has(folder):
+    """512 positions: less than what is taken where there are more."""
+    small = ("plan", folder, "--method", "quest", "--set", "budget=64")
+    whole, told = cli(*small), cli(*small, "--max-length", "512")
+    assert (whole.returncode, whole.stdout) == (0, told.stdout)
+
+
 def test_the_command_says_what_a_patched_model_would_take(folder):
     done = cli("plan", folder, "--method", "quest", "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")

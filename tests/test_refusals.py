@@ -306,7 +306,7 @@ ROWS = [
     Row("batch size in generate", generate(cache=lambda h: h.make_cache(3)), ValueError, r"made for batch size 3, this call has 2"),
     Row("crop", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
     Row("reorder", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
-    Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by deepcopy: Handle.fork\(cache\) makes a copy"),
+    Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by copy or deepcopy: Handle.fork\(cache\) makes a copy"),
     Row("right padding", call(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("right padding in generate", generate(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("hole in the mask", call(mask=MASK.index_fill(1, torch.tensor([12], device=DEVICE), 0)), ValueError, r"padded on the left only"),

@@ -106,11 +106,11 @@ def test_rows(watch, monkeypatch, tmp_path):
     monkeypatch.setattr(shapes, "SHAPES", {name: less(name) for name in two})
     monkeypatch.setattr(shapes.decode, "FLOOR_CONTEXT", 200)
     o = shapes.Options(
-        shapes=two, context=600, chunk=256, budget=32, sink=16, window=16, skip_layers=1, steps=4, offload="device",
+        shapes=two, context=840, chunk=256, budget=32, sink=16, window=16, skip_layers=1, steps=4, offload="device",
     )  # fmt: skip
     out = tmp_path / "shapes.json"
     rows = shapes.run(o, out)["rows"]
-    want = [(s, m, n) for s in two for m, n in (("full", 200), ("full", 600), ("quest", 600))]
+    want = [(s, m, n) for s in two for m, n in (("full", 200), ("full", 840), ("quest", 840))]
     assert [(r["shape"], r["method"], r["context"]) for r in rows] == want
     assert {(r["found"], r["found_compiled"]) for r in rows} == {("8 of 8", "8 of 8")}
     for floor, dense, quest in (rows[:3], rows[3:]):
@@ -122,7 +122,7 @@ def test_rows(watch, monkeypatch, tmp_path):
         assert quest["prompt_s"] > 0
     assert json.loads(out.read_text())["rows"] == rows
     alone = dataclasses.replace(o, shapes=two[:1], floor=False)
-    assert [(r["context"], "over_floor" in r) for r in shapes.run(alone)["rows"]] == [(600, False)] * 2
+    assert [(r["context"], "over_floor" in r) for r in shapes.run(alone)["rows"]] == [(840, False)] * 2
     monkeypatch.setattr(shapes, "measure", None)
     assert shapes.run(o, out)["rows"] == rows
 

@@ -38,7 +38,7 @@ def pretrained(name: str, device: torch.device, dtype: Any) -> tuple[Any, Any]:
     if how and find_spec("gguf") is None:
         raise RuntimeError(f"{name} is a {GGUF} file, which needs a package: pip install gguf")
     try:
-        tokenizer = _tokenizer(AutoTokenizer, where, name, **how)
+        tokenizer = tokenizer_of(AutoTokenizer, where, name, **how)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how)
     except ImportError as e:
         raise RuntimeError(f"{name} needs a package that is not installed: {first_line(e)}") from e
@@ -55,7 +55,7 @@ def located(name: str) -> Path:
     return real_model.FOLDER / real_model.MODELS[name] if name in real_model.MODELS else Path(name)
 
 
-def _tokenizer(auto: Any, where: str, name: str, **how: str) -> Any:
+def tokenizer_of(auto: Any, where: str, name: str, **how: str) -> Any:
     """transformers says in many words that there is none, or of some kinds of models makes an empty one."""
     try:
         tokenizer = auto.from_pretrained(where, **how)

@@ -114,12 +114,14 @@ def command(
     """Find the tau at which LouisKV retrieves least within a stated loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from torchsparsekv.benchmarks.quality.pretrained import tokenizer_of
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         told = {} if budget is None else {"budget": budget}
         thresholds = asked(taus, told, out)
         check_name(model)
-        ids = texts_of(AutoTokenizer.from_pretrained(model), text, prompt + steps, texts).to(device)
+        ids = texts_of(tokenizer_of(AutoTokenizer, model, model), text, prompt + steps, texts).to(device)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
         now(f"{len({1.0, *thresholds})} thresholds on {texts} texts of {prompt} + {steps} tokens, on {device}")
         found = calibrate(loaded, ids, prompt, loss, thresholds, **told)

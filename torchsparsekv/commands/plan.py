@@ -13,9 +13,13 @@ from torchsparsekv.commands._models import check_name
 from torchsparsekv.commands._options import TOLD
 from torchsparsekv.method import as_int, make_method
 
+LONG = 32768
 MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its config is enough.")
 METHOD = typer.Option("pariskv", help="One of `torchsparsekv methods`.")
-TOKENS = typer.Option(32768, "--max-length", help="Tokens of a row, prompt and generation together.")
+TOKENS = typer.Option(
+    None, "--max-length",
+    help=f"Tokens of a row, prompt and generation together.  [default: {LONG}, or as many as the model has positions]",
+)  # fmt: skip
 BATCH = typer.Option(1, min=1, help="Rows.")
 OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
 HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
@@ -25,8 +29,8 @@ SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend dens
 
 @app.command()
 def plan(
-    model: str = MODEL, method: str = METHOD, max_length: int = TOKENS, batch: int = BATCH, offload: str = OFFLOAD,
-    hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
+    model: str = MODEL, method: str = METHOD, max_length: int | None = TOKENS, batch: int = BATCH,
+    offload: str = OFFLOAD, hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
 ) -> None:  # fmt: skip
     """Say what a cache would take of host and device memory, by buffer; no weights are loaded."""
     try:
@@ -38,7 +42,7 @@ def plan(
 
 
 def planned(
-    name: str, method: str, max_length: int, batch: int, offload: str, hyper: dict, skip_layers: int | None,
+    name: str, method: str, max_length: int | None, batch: int, offload: str, hyper: dict, skip_layers: int | None,
     pool_dtype: str | None,
 ):  # fmt: skip
     """The table, and the method as it acts."""
@@ -50,6 +54,8 @@ def planned(
         raise ValueError(f"offload must be host or device, got {offload!r}")
     check_name(name)
     config = AutoConfig.from_pretrained(name)
+    if max_length is None:
+        max_length = min(LONG, getattr(config.get_text_config(decoder=True), "max_position_embeddings", LONG))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.bfloat16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
