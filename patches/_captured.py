@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsparsekv.patches._cache import SparseCache, check_active
-from torchsparsekv.probe import EAGER_ONLY
+from torchsparsekv.state import EAGER_ONLY
 
 aten = torch.ops.aten
 EAGER = 3  # steps of the answer that run as they are first: what they compile and allocate must not be in the graph

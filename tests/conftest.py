@@ -53,3 +53,11 @@ def _fresh_dynamo():
     """The recompile limit is counted per code object for the whole process."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """CUDA graphs, or where there are none what stands for them (tests/graphs.py): the replays of each."""
+    from graphs import pretend
+
+    return pretend(monkeypatch)

@@ -186,3 +186,19 @@ def test_compiled_decode_past_the_end_is_nan():
         step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
         out = [step(IDS[:, :1].clone(), past_key_values=cache).logits for _ in range(4)]
     assert [(bool(x.isfinite().all()), bool(x.isnan().all())) for x in out] == 2 * [(True, False)] + 2 * [(False, True)]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_second_turn_of_a_padded_batch_wants_its_mask(right):
+    """Without it generate() would count positions from the padding on; and it hands on no mask that hides nothing."""
+    model = tiny()
+    more = torch.cat([IDS, IDS[:, :5]], 1).clamp(min=1)  # of a token for padding transformers makes a mask
+    masks = [torch.cat([MASK, torch.ones_like(IDS[:, :5])], 1)] if right else [None, torch.ones_like(more)]
+    with torchsparsekv.patch(model, "quest", **SMALL) as handle:
+        cache = handle.make_cache(2)
+        model.generate(IDS, attention_mask=MASK, past_key_values=cache, max_new_tokens=1)
+        for mask in masks:
+            with contextlib.nullcontext() if right else pytest.raises(ValueError, match="pass the mask of all tokens so far"):
+                model.generate(more, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+        cache.reset()  # and what was refused is left as it was
+        model.generate(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=2)

@@ -3,7 +3,6 @@ import copy
 import gc
 import threading
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -335,22 +334,6 @@ def test_masks_that_contradict_the_cache(mask, tokens):
             model(first, attention_mask=shown, past_key_values=cache)
             logits = model(IDS[:, :tokens], attention_mask=right, past_key_values=cache).logits
             assert logits.isfinite().all()
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_second_turn_of_a_padded_batch_wants_its_mask(right):
-    """Without it generate() would count positions from the padding on; and it hands on no mask that hides nothing."""
-    model = tiny()
-    more = torch.cat([IDS, IDS[:, :5]], 1).clamp(min=1)  # of a token for padding transformers makes a mask
-    masks = [torch.cat([MASK, ones(2, 5)], 1)] if right else [None, ones(2, 45)]
-    with patch(model) as handle:
-        cache = handle.make_cache(2)
-        model.generate(IDS, attention_mask=MASK, past_key_values=cache, max_new_tokens=1)
-        for mask in masks:
-            with nullcontext() if right else pytest.raises(ValueError, match="pass the mask of all tokens so far"):
-                model.generate(more, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
-        cache.reset()  # and what was refused is left as it was
-        model.generate(IDS, attention_mask=ones(2, 40), past_key_values=cache, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ from torchsparsekv.method import Method
 from torchsparsekv.ops.attend._split import soft_capped
 from torchsparsekv.ops.store.rows import keys_of, ring_positions, values_of
 from torchsparsekv.ops.store.views import Attention, Choice
-from torchsparsekv.state import LayerState
-
-EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
+from torchsparsekv.state import EAGER_ONLY, LayerState
 
 
 class LayerProbe:

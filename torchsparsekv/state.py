@@ -13,6 +13,8 @@ from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats, Store
 
+EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
+
 
 @dataclass(frozen=True)
 class Geometry:
