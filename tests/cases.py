@@ -336,6 +336,7 @@ OPS = {
     "keep_leaving": cases_static.keep_leaving,
     "pin_blocks": cases_static.pin_blocks,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
+    "restructure": lambda w: cases_static.restructure(w, _fetch(w), _block_bounds),
     "plant_tree": cases_tree.plant_tree,
     "insert_page": lambda w: cases_tree.insert_page(w, _fetch(w)),
     "place_page": lambda w: cases_tree.place_page(w, _fetch(w)),

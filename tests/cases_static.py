@@ -8,7 +8,7 @@ from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select.snap_tokens import Pooling
 from torchsparsekv.ops.store.observe import NOT_YET
-from torchsparsekv.ops.store.views import Attention, Far, Kept, Observed, Scored, Static, Store
+from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Scored, Static, Store
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -120,7 +120,24 @@ def relocate(w: World, fetching, bounding):
             static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
             static.count[b, h] = n
     coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (static, _away(w, static.ids.shape[2], most), far, coarse, hot, digests, w.sink)
+    return (static._replace(away=_away(w, static.ids.shape[2], most)), far, coarse, hot, digests, w.sink)
+
+
+def restructure(w: World, fetching, bounding):
+    """Sets of any size, as `choose_static` has them; what was away at the last update, of what can be retrieved."""
+    q, observed, static, store, coarse, lengths, attention = choose_static(w)
+    _, _, hot, _ = fetching
+    volume = w.pick(*range(len(VOLUMES)))
+    _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
+    away = torch.full_like(static.ids, -1)
+    live = (w.begin - w.sink).clamp(min=0).tolist()
+    for b, h in static.count.nonzero().tolist():
+        n = int(static.count[b, h])
+        pairs = int(torch.randint(0, min(n, live[b] - n) + 1, (), generator=w.g))
+        front, behind = (torch.randperm(x, generator=w.g)[:pairs] for x in (n, live[b] - n))
+        away[b, h, front] = (w.sink + n + behind).to(I32)
+    store = CopiedStore(*store, coarse)
+    return (q, observed, static._replace(away=away), store, hot, digests, lengths, attention)
 
 
 def _away(w: World, most: int, rows: int):

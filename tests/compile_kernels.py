@@ -29,12 +29,13 @@ REGISTERS, MOST_REGISTERS = 65_536, 256  # of a multiprocessor, and of a thread
 WARPS = 4  # of a program, where a launcher does not say
 SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the largest
 # Beside attention, what keeps tiles of rows in shared memory.
-TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static"}
-ROOMY = {"choose_static"}  # what takes more where there is more
+TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static", "restructure"}
+ROOMY = {"choose_static", "restructure"}  # what takes more where there is more
 WHOLE = (CUDABackend.make_ptx, CUDABackend.make_cubin)
 COMPILED: set[JITFunction] = set()
 choose_static = importlib.import_module("torchsparsekv.ops.select.choose_static")
 relocate = importlib.import_module("torchsparsekv.ops.index.relocate")
+restructure = importlib.import_module("torchsparsekv.ops.select.restructure")
 
 
 def no_assembly(self, src, metadata, *_) -> str:
@@ -53,7 +54,8 @@ def together(kernel, options) -> int:
     """How many programs of it share a multiprocessor and wait for one another: all have to fit."""
     if kernel is relocate._relocate:
         return relocate.BESIDE
-    paired = kernel is choose_static._choose and options["num_warps"] == choose_static.PAIR.warps
+    choosing = kernel in (choose_static._choose, restructure._restructure)
+    paired = choosing and options["num_warps"] == choose_static.PAIR.warps
     return choose_static.PAIR.beside if paired else 1
 
 

@@ -90,7 +90,7 @@ def checked(buffers: Buffers) -> Buffers:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     for name, given in buffers.items():
         view = hasattr(given, "_asdict")
-        if not all(isinstance(b, (Buffer, int) if view else Buffer) for b in (given if view else (given,))):
+        if not all(isinstance(b, (Buffer, int, type(None)) if view else Buffer) for b in (given if view else (given,))):
             raise TypeError(f"buffers() of a method: {name} must be a Buffer or a view of some, got {given!r}")
     return buffers
 
@@ -213,7 +213,7 @@ class LayerState:
         self._store = Store(*self.near, *self.far)
         self.reset()
 
-    def _made(self, b: Buffer | float, device: torch.device) -> Tensor | float:
+    def _made(self, b: Buffer | float | None, device: torch.device) -> Tensor | float | None:
         return mark_static(self._allocated(b, device)) if isinstance(b, Buffer) else b
 
     def _allocated(self, b: Buffer, device: torch.device) -> Tensor:

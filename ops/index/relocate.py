@@ -15,7 +15,7 @@ the pool's rows are packed and the hot buffer's are not, it forgets the blocks t
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
 front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
 """
-from typing import Annotated
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._meet import leave, meet, parts_of, phases
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
 from torchsparsekv.ops.index.block_bounds import check as check_digests
@@ -32,14 +32,15 @@ from torchsparsekv.ops.store.forget import check_blocks, empty_slot
 from torchsparsekv.ops.store.rows import row_at, stored_width
 from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
 
-Away = Annotated[Tensor, Of("batch heads static", torch.int32)]  # -1: a row of the front that holds its own token
 ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # rows of tokens away that are compared at a time
 PHASES = 4
 BESIDE = 2  # programs on a multiprocessor: all have to fit (tests/compile_kernels.py)
 
 
-def check(static, away, far, coarse, hot, digests, sink) -> None:
+def check(static, far, coarse, hot, digests, sink) -> None:
+    if static.away is None:
+        raise ValueError("a set that moves needs static.away")
     check_digests(None, far, digests, None)
     check_blocks(far.rows, hot)
     if sink % hot.rows.shape[3]:
@@ -70,10 +71,10 @@ def gathered(ids: Tensor, first: int, end: int) -> Tensor:
 
 
 def reference(
-    static: Changed[Static], away: Changed[Away], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
+    static: Changed[Static], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
-    block_size = hot.rows.shape[3]
+    away, block_size = static.away, hot.rows.shape[3]
     for b, h in static.updated.nonzero().tolist():
         rows = far.rows[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
@@ -255,60 +256,85 @@ def _anew(
 
 
 @triton.jit
+def move(
+    ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most, sink, rows,
+    blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
+    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+    LOOKED: tl.constexpr,
+):  # fmt: skip
+    """All phases of a head whose set is new. Phases before the first are what else the launch does."""
+    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if FIRST < 0:
+        meet(arrived + bh, parts)
+    plan += (bh * parts + part) * 6 * K  # private to this program
+    back, forth = _plan(ids + bh * most, away + bh * most, plan, sink, tl.load(count + bh), most, K, BITS)
+    later = plan + 5 * K
+    if FIRST <= 0:
+        _swap(
+            pool, hot, slot_of, coarse, plan, later, bh, back, part, parts, sink, rows, slots, True, SAME, COARSE, P, D,
+            WIDTH, ROW, ROWS, K,
+        )  # fmt: skip
+    if (FIRST <= 1) & (LAST > 1):
+        if FIRST < 1:
+            meet(arrived + bh, parts)
+        _swap(
+            pool, hot, slot_of, coarse, plan + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False, SAME,
+            COARSE, P, D, WIDTH, ROW, ROWS, K,
+        )  # fmt: skip
+    if (FIRST <= 2) & (LAST > 2):
+        if FIRST < 2:
+            meet(arrived + bh, parts)
+            leave(arrived + bh, gone + bh, parts)
+        _anew(
+            keys, centre, spread, slot_of, block_of, plan, bh, back, forth, sink, most, part, parts, rows, blocks,
+            slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
+        )  # fmt: skip
+    if (LAST > 3) & (part == 0):  # all programs have planned by now
+        j = tl.arange(0, K)
+        tl.store(away + bh * most + j, tl.load(later + j), mask=j < most)
+
+
+@triton.jit
 def _relocate(
-    ids, counts, updated, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, scratch,
-    most, sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
+    ids, count, updated, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
+    sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
     BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if tl.load(updated + bh) != 0:
-        count = tl.load(counts + bh)
-        scratch += (bh * parts + part) * 6 * K  # private to this program
-        back, forth = _plan(ids + bh * most, away + bh * most, scratch, sink, count, most, K, BITS)
-        later = scratch + 5 * K
-        if FIRST == 0:
-            _swap(
-                pool, hot, slot_of, coarse, scratch, later, bh, back, part, parts, sink, rows, slots, True, SAME,
-                COARSE, P, D, WIDTH, ROW, ROWS, K,
-            )  # fmt: skip
-        if (FIRST <= 1) & (LAST > 1):
-            if FIRST < 1:
-                meet(arrived + bh, parts)
-            _swap(
-                pool, hot, slot_of, coarse, scratch + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False,
-                SAME, COARSE, P, D, WIDTH, ROW, ROWS, K,
-            )  # fmt: skip
-        if (FIRST <= 2) & (LAST > 2):
-            if FIRST < 2:
-                meet(arrived + bh, parts)
-                leave(arrived + bh, gone + bh, parts)
-            _anew(
-                keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, sink, most, part, parts, rows,
-                blocks, slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
-            )  # fmt: skip
-        if (LAST > 3) & (part == 0):  # all programs have planned by now
-            j = tl.arange(0, K)
-            tl.store(away + bh * most + j, tl.load(scratch + 5 * K + j), mask=j < most)
+    if tl.load(updated + tl.program_id(0)) != 0:
+        move(
+            ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
+            sink, rows, blocks, slots, FIRST, LAST, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, WIDTH, ROW, ROWS, K,
+            BITS, LOOKED,
+        )  # fmt: skip
 
 
-def launch(static, away, far, coarse, hot, digests, sink) -> None:
+def arguments(static, far, coarse, hot, digests, sink, parts: int) -> dict[str, Any]:
+    """What `move` takes by name, but for its phases; and `updated`."""
     (pool,), (centre, spread) = far, digests[:2]
     (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
-    most, p = static.ids.shape[2], hot.rows.shape[3]
-    parts, k = parts_of(pool.device, batch * heads, cdiv(most, ROWS), BESIDE), max(16, next_power_of_2(most))
-    scratch = torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device)
-    for phase in phases(pool.device, parts, PHASES):
-        _relocate[(batch * heads, parts)](
-            static.ids, static.count, static.updated, static.arrived, static.gone, away, pool, hot.rows,
-            pool if coarse is None else coarse, copied(pool, coarse), centre, spread, hot.slot_of, hot.block_of,
-            scratch, most, sink, rows, centre.shape[2], hot.block_of.shape[2], **phase,
-            SAME=pool.dtype is hot.rows.dtype, COARSE=coarse is not None, **volume_of(digests), P=p, D=d,
-            DP=next_power_of_2(d), WIDTH=width, ROW=next_power_of_2(width), ROWS=ROWS, K=k,
-            BITS=k.bit_length() - 1, LOOKED=LOOKED, **chained(pool.device, batch * heads * parts),
-        )  # fmt: skip
+    most = static.ids.shape[2]
+    k = max(16, next_power_of_2(most))
+    return dict(
+        ids=static.ids, count=static.count, updated=static.updated, arrived=static.arrived, gone=static.gone,
+        away=static.away, pool=pool, hot=hot.rows, coarse=pool if coarse is None else coarse,
+        keys=copied(pool, coarse), centre=centre, spread=spread, slot_of=hot.slot_of, block_of=hot.block_of,
+        plan=torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device), most=most, sink=sink,
+        rows=rows, blocks=centre.shape[2], slots=hot.block_of.shape[2], SAME=pool.dtype is hot.rows.dtype,
+        COARSE=coarse is not None, **volume_of(digests), P=hot.rows.shape[3], D=d, DP=next_power_of_2(d), WIDTH=width,
+        ROW=next_power_of_2(width), ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED,
+    )  # fmt: skip
+
+
+def launch(static, far, coarse, hot, digests, sink) -> None:
+    device, heads = far.rows.device, static.count.numel()
+    parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), BESIDE)
+    given = arguments(static, far, coarse, hot, digests, sink, parts)
+    for phase in phases(device, parts, PHASES):
+        _relocate[(heads, parts)](**given, **phase, **chained(device, heads * parts))
 
 
 relocate = register("relocate", reference, impls=(by_triton(launch),), check=check)

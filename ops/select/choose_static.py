@@ -15,7 +15,7 @@ With a `coarse` copy of the keys (ops/index/copy_keys.py) that is read in place 
 One launch for all of it (ops/_meet.py). In its phases a head's programs keep the query, find the logarithm of the sum
 of every softmax, then the scores, and one of them takes the best.
 """
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 EXP2 = "ex2.approx.ftz.f32 $0, $1;"
 FP16_MAX = tl.constexpr(65504.0)
 PHASES = 4
+READ = ("ids", "count", "target", "updated", "at", "lead", "every", "updates", "arrived", "gone")  # of Static
 MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
 
 
@@ -244,14 +245,14 @@ def _score(
 
 
 @triton.jit
-def _choose(
-    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, pool, length, ring_begin,
-    tops, totals, scores, peaks, scratch, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded,
-    groups, most, FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+def choose_anew(
+    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
+    tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
+    most, FIRST: tl.constexpr, LAST: tl.constexpr, STAY: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    """All phases of a head. Whether it is due; with STAY its programs are to meet again then."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
@@ -266,28 +267,46 @@ def _choose(
             if FIRST < 1:
                 meet(arrived + bh, parts)
             _sum_up(
-                queries, ring, pool, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
+                queries, ring, keys, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
                 scale, softcap, padded, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, ASM,
             )  # fmt: skip
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 meet(arrived + bh, parts)
             _score(
-                queries, pool, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
+                queries, keys, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
                 scale, softcap, padded, groups, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, ASM,
             )  # fmt: skip
-        if LAST > 3:
+        if (FIRST <= 3) & (LAST > 3):
             if FIRST < 3:
                 meet(arrived + bh, parts)
-                leave(arrived + bh, gone + bh, parts)
+                if not STAY:
+                    leave(arrived + bh, gone + bh, parts)
             if part == 0:
                 best_of_peaks(
-                    scores + bh * rows, peaks + bh * groups, ids + bh * most, scratch + bh * L, rows, groups, want,
+                    scores + bh * rows, peaks + bh * groups, ids + bh * most, listed + bh * L, rows, groups, want,
                     most, GROUP, N, L,
                 )  # fmt: skip
                 tl.store(count + bh, tl.minimum(want, end - sink))
                 tl.store(at + bh, tl.where(last == NOT_SINCE, n - tl.load(lead + bh), n))
                 tl.store(updates + bh, tl.load(updates + bh) + 1)
+    return due
+
+
+@triton.jit
+def _choose(
+    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
+    tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
+    most, FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    choose_anew(
+        q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
+        ring_begin, tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap,
+        padded, groups, most, FIRST, LAST, False, CAPPED, COARSE, G, GP, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
+    )  # fmt: skip
 
 
 def _share(device: torch.device, row_bytes: int) -> Share:
@@ -296,7 +315,8 @@ def _share(device: torch.device, row_bytes: int) -> Share:
     return PAIR if row_bytes == PAIRED else LARGE
 
 
-def launch(q, observed, static, store, coarse, lengths, attention) -> None:
+def arguments(q, observed, static, store, coarse, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, and what `choose_anew` takes by name, but for its phases."""
     (queries,), (ring, pool) = observed, store
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
@@ -306,20 +326,24 @@ def launch(q, observed, static, store, coarse, lengths, attention) -> None:
     width = max(16, min(query_bytes // row_bytes, next_power_of_2(window * group)))
     stages = max(1, min(3, key_bytes // (TILE * row_bytes)))
     padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
-    lead = (batch * heads,)
-    tops, totals = torch.empty((2, *lead, parts, padded), dtype=torch.float32, device=pool.device)
-    scores = torch.empty((*lead, rows), dtype=torch.float32, device=pool.device)
-    peaks = torch.empty((*lead, groups), dtype=torch.float32, device=pool.device)
-    scratch = torch.empty((*lead, lanes), dtype=torch.int32, device=pool.device)
-    for phase in phases(pool.device, parts, PHASES):
-        _choose[(batch * heads, parts)](
-            q, queries, *static[:10], ring, copied(pool, coarse), lengths.length,
-            lengths.ring_begin, tops, totals, scores, peaks, scratch, q.stride(0), q.stride(1), heads, lengths.sink,
-            window, ring.shape[2], rows, attention.scale, attention.softcap, padded, groups, most, **phase,
-            CAPPED=attention.softcap > 0, COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d,
-            DP=next_power_of_2(d), TILE=TILE, Q=width, STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
-            ASM=EXP2 if compiles(pool.device) else "", num_warps=warps, **chained(pool.device, batch * heads * parts),
-        )  # fmt: skip
+    new = lambda *shape, dtype=torch.float32: torch.empty((batch * heads, *shape), dtype=dtype, device=pool.device)  # noqa: E731
+    return (batch * heads, parts), dict(
+        q=q, queries=queries, **{name: getattr(static, name) for name in READ}, ring=ring, keys=copied(pool, coarse),
+        length=lengths.length, ring_begin=lengths.ring_begin, tops=new(parts, padded), totals=new(parts, padded),
+        scores=new(rows), peaks=new(groups), listed=new(lanes, dtype=torch.int32), q_b=q.stride(0), q_h=q.stride(1),
+        heads=heads, sink=lengths.sink, window=window, ring_rows=ring.shape[2], rows=rows, scale=attention.scale,
+        softcap=attention.softcap, padded=padded, groups=groups, most=most, CAPPED=attention.softcap > 0,
+        COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE, Q=width,
+        STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, ASM=EXP2 if compiles(pool.device) else "",
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def launch(*things) -> None:
+    grid, given = arguments(*things)
+    device = given["q"].device
+    for phase in phases(device, grid[1], PHASES):
+        _choose[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
 
 
 choose_static = register("choose_static", reference, impls=(by_triton(launch),), check=check)

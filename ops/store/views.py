@@ -73,6 +73,14 @@ class Store(NamedTuple):
     pool: Pool
 
 
+class CopiedStore(NamedTuple):
+    """`Store`, and of the keys in the pool a coarse copy, or none (ops/index/copy_keys.py)."""
+
+    ring: Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
+    pool: Pool
+    coarse: Annotated[Tensor, Of("batch heads rows dim", torch.uint8)] | None = None
+
+
 class Hot(NamedTuple):
     """The hot buffer: the blocks that were fetched lately, in slots on the device.
 
@@ -201,7 +209,8 @@ class Static(NamedTuple):
     chosen, the first time less `lead`; NOT_YET (ops/store/observe.py): not since the last prompt. lead: by how much the
     second choice comes earlier than its interval, so that layers are due at different steps. every: that interval.
     updates: how often they were chosen. arrived, gone: where the programs that share a head meet (ops/_meet.py). done:
-    how many have finished, of the programs that decide together (ops/select/static_target.py).
+    how many have finished, of the programs that decide together (ops/select/static_target.py). away: of sets that move
+    to the front of the pool (ops/index/relocate.py), the home of the token in each row there, -1 where it is its own.
     """
 
     ids: Annotated[Tensor, Of("batch heads static", I32)]
@@ -215,6 +224,7 @@ class Static(NamedTuple):
     arrived: PerHead
     gone: PerHead
     done: PerHead
+    away: Annotated[Tensor, Of("batch heads static", I32)] | None = None
 
 
 class Kept(NamedTuple):

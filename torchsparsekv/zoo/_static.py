@@ -88,18 +88,19 @@ class StaticMethod(ObservingMethod):
     def effective(self) -> dict[str, object]:
         return super().effective() | {"update_from": self.source}
 
-    def static_buffers(self, g: Geometry, most: int, target: int) -> Buffers:
+    def static_buffers(self, g: Geometry, most: int, target: int, *, moves: bool = False) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
         if most > MOST:
             raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
         one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
         lead = 0 if self.update_every is None else g.layer * self.update_every // g.layers
-        ids = Buffer((*g.lead, most), I32, fill=-1)
+        ids, away = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
         return copy | {
             "observed": self.observed_buffer(g),
             "static": Static(
-                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), *(one() for _ in range(4))
+                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), *(one() for _ in range(4)),
+                away if moves else None,
             ),
         }
 

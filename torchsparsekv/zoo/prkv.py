@@ -3,12 +3,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchsparsekv.ops.index.relocate import relocate
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.pin_blocks import pin_blocks
+from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.static_target import static_target
-from torchsparsekv.ops.store.views import I32, Attention, Choice
-from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
+from torchsparsekv.ops.store.views import Attention, Choice, CopiedStore
+from torchsparsekv.state import Buffers, Geometry, LayerState
 from torchsparsekv.zoo._pages import PageMethod
 from torchsparsekv.zoo._static import StaticMethod
 
@@ -61,8 +61,7 @@ class PRKV(StaticMethod, PageMethod):
         most = min(self.static, g.rows)
         if not self.static:
             return super().buffers(g)
-        away = Buffer((*g.lead, most), I32, fill=-1)
-        return super().buffers(g) | self.static_buffers(g, most, most) | {"away": away}
+        return super().buffers(g) | self.static_buffers(g, most, most, moves=True)
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
         if self.static:
@@ -81,8 +80,7 @@ class PRKV(StaticMethod, PageMethod):
         if self.static_ratio == "auto":
             most = min(self.budget, s.static.ids.shape[2])
             static_target(q, s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
-        self.choose_static(s, q, a)
-        relocate(s.static, s.away, s.far, coarse, s.hot, s.digests, s.lengths.sink)
+        restructure(q, s.observed, s.static, CopiedStore(*s.store, coarse), s.hot, s.digests, s.lengths, a)
         scored = bound_scores(q, s.digests, s.lengths)
         pin_blocks(scored, s.static.count, s.lengths.sink, self.block_size)
         return self.best(*scored)
