@@ -80,8 +80,7 @@ def _order(w: World):
 
 def _forget(w: World):
     _, far, hot, _ = _fetch(w)
-    ids = w.chosen(max(1, w.blocks // 2))
-    return (ids, Far(far.rows * 2), hot, w.pick(True, False))
+    return (w.chosen(max(1, w.blocks // 2)), Far(far.rows * 2), hot, w.pick(True, False))
 
 
 def _block_bounds(w: World):
@@ -315,7 +314,7 @@ OPS = {
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
     "forget": _forget,
-    "block_bounds": _block_bounds,
+    "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
     "bound_scores": _bound_scores,
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,

@@ -88,6 +88,11 @@ def copy_keys(w: World):
     return (w.k * keys, Far(w.far(torch.maximum(w.begin, w.length)).rows * keys), coarse, w.lengths_view)
 
 
+def block_bounds(w: World, things):
+    """With a copy of the keys, or without."""
+    return (*things, w.pick(torch.zeros(w.batch, w.heads, w.rows, w.dim, dtype=torch.uint8), None))
+
+
 def static_target(w: World):
     """Keys and queries are small integers: products are exact, and there are ties."""
     most = w.pick(1, w.rows // 2 + 1, w.rows)

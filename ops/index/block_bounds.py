@@ -5,6 +5,8 @@
 first, the spread is taken around the rounded centre and rounded up.
 `mean-box`: the middle of the per-channel range and the mean distance to it per channel (ArkVale's cuboid-mean). It says
 where most keys are, and is no bound: spreads are rounded to the nearest.
+
+Where there is a `coarse` copy of the keys, that of these keys is made on the way, as copy_keys would.
 """
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Far, Lengths, NewKeys
 
 UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
@@ -30,7 +33,7 @@ def check_spread(digests: Digests) -> None:
         raise TypeError(f"spread must be {want}, got {spread.dtype}")
 
 
-def check(k, far, digests, lengths) -> None:
+def check(k, far, digests, lengths, coarse=None) -> None:
     check_spread(digests)
     rows, (centre, spread, block_size, volume) = far.rows.shape[2], digests
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
@@ -65,12 +68,16 @@ def bounds(keys: Tensor, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return centre, (spread.clamp(max=FP8_MAX) if dtype == FP8 else spread).to(dtype)
 
 
-def reference(k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths) -> None:
+def reference(
+    k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths, coarse: Changed[Coarse | None] = None
+) -> None:
     block_size = digests.block_size
     for b, old, new, keys in leaving_keys(k, far, lengths):
         blocks = slice(old // block_size, new // block_size)
         centre, spread = bounds(keys.unflatten(1, (-1, block_size)), digests.volume, digests.centre.dtype)
         digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
+        if coarse is not None:
+            coarse[b, :, old:new] = as_copied(keys)
 
 
 @triton.jit
@@ -122,9 +129,9 @@ def store_digest(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _bounds(
-    k, pool, centre, spread, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, pool_rows,
-    blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PDL: tl.constexpr,
+    k, pool, centre, spread, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
+    pool_rows, blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr,
+    MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(1).to(tl.int64)
@@ -136,6 +143,8 @@ def _bounds(
         every = tl.full((P,), True, tl.int1)
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
         store_digest(x, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
+        if COPY:
+            keep_copy(x, coarse, bh * pool_rows + pos, every, MAX, D, DP)
 
 
 def volume_of(digests: Digests) -> dict[str, object]:
@@ -144,14 +153,14 @@ def volume_of(digests: Digests) -> dict[str, object]:
     return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit)
 
 
-def launch(k, far, digests, lengths) -> None:
+def launch(k, far, digests, lengths, coarse) -> None:
     (pool,), (centre, spread, block_size, _) = far, digests
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
-        k, pool, centre, spread, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, centre.shape[2],
-        **volume_of(digests), P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,
-        **chained(centre.device, batch * heads * most),
+        k, pool, centre, spread, pool if coarse is None else coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2],
+        rows, centre.shape[2], **volume_of(digests), COPY=coarse is not None, MAX=FP8_MAX, P=block_size, D=d,
+        DP=next_power_of_2(d), num_warps=2, **chained(centre.device, batch * heads * most),
     )  # fmt: skip
 
 

@@ -40,9 +40,21 @@ def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constex
         return load_key(row_at(source, head, row, rows, D), d, live, d < D, D)
 
 
+@triton.jit
+def keep_copy(x, coarse, row, live, MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The keys `x` [n, DP] as rows of the copy where `live`, both [n]."""
+    d = tl.arange(0, DP)[None, :]
+    byte, _ = to_e4m3(tl.minimum(tl.maximum(x, -MAX), MAX), False)
+    tl.store(coarse + row[:, None] * D + d, byte, mask=live[:, None] & (d < D))
+
+
+def as_copied(keys: Tensor) -> Tensor:
+    return keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+
+
 def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:
     for b, old, new, keys in leaving_keys(k, far, lengths):
-        coarse[b, :, old:new] = keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        coarse[b, :, old:new] = as_copied(keys)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -56,12 +68,10 @@ def _copy(
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
     first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
     if (n > 0) & (first < new):
-        pos, d = first + tl.arange(0, TILE), tl.arange(0, DP)
+        pos = first + tl.arange(0, TILE)
         live = pos < new
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, live, D, DP).to(tl.float32)
-        byte, _ = to_e4m3(tl.minimum(tl.maximum(x, -MAX), MAX), False)
-        at = coarse + (bh * rows + pos[:, None]) * D + d[None, :]
-        tl.store(at, byte, mask=live[:, None] & (d < D)[None, :])
+        keep_copy(x, coarse, bh * rows + pos, live, MAX, D, DP)
 
 
 def launch(k, far, coarse, lengths) -> None:

@@ -75,6 +75,7 @@ def reference(
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
     away, block_size = static.away, hot.rows.shape[3]
+    assert away is not None  # `check`
     for b, h in static.updated.nonzero().tolist():
         rows = far.rows[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
@@ -312,7 +313,7 @@ def _relocate(
         )  # fmt: skip
 
 
-def arguments(static, far, coarse, hot, digests, sink, parts: int) -> dict[str, Any]:
+def arguments(parts: int, static, far, coarse, hot, digests, sink) -> dict[str, Any]:
     """What `move` takes by name, but for its phases; and `updated`."""
     (pool,), (centre, spread) = far, digests[:2]
     (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
@@ -332,7 +333,7 @@ def arguments(static, far, coarse, hot, digests, sink, parts: int) -> dict[str, 
 def launch(static, far, coarse, hot, digests, sink) -> None:
     device, heads = far.rows.device, static.count.numel()
     parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), BESIDE)
-    given = arguments(static, far, coarse, hot, digests, sink, parts)
+    given = arguments(parts, static, far, coarse, hot, digests, sink)
     for phase in phases(device, parts, PHASES):
         _relocate[(heads, parts)](**given, **phase, **chained(device, heads * parts))
 

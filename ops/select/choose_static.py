@@ -260,7 +260,8 @@ def choose_anew(
     due = (last == NOT_SINCE) | (n - last >= tl.load(every + bh)) | (tl.load(count + bh) < tl.minimum(want, end - sink))
     due = due & (n > 0)
     if (FIRST == 0) & (part == 0):
-        tl.store(updated + bh, due.to(tl.int32))
+        if tl.load(updated + bh) != due.to(tl.int32):  # at most steps nothing is stored but the query
+            tl.store(updated + bh, due.to(tl.int32))
         keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
     if due:
         if (FIRST <= 1) & (LAST > 1):

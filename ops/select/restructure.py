@@ -29,10 +29,8 @@ MOVING = tl.constexpr(4)  # the first phase of what comes second
 def apart(q, observed, static, store, hot, digests, lengths, attention) -> tuple[tuple, tuple]:
     """What the one op takes, and what the other does."""
     ring, pool, coarse = store
-    return (
-        (q, observed, static, Store(ring, pool), coarse, lengths, attention),
-        (static, Far(pool), coarse, hot, digests, lengths.sink),
-    )
+    first = (q, observed, static, Store(ring, pool), coarse, lengths, attention)
+    return first, (static, Far(pool), coarse, hot, digests, lengths.sink)
 
 
 def check(*things) -> None:
@@ -83,7 +81,7 @@ def _restructure(
 def launch(*things) -> None:
     first, second = apart(*things)
     grid, given = choosing.arguments(*first)
-    given |= moving.arguments(*second, grid[1])
+    given |= moving.arguments(grid[1], *second)
     device = given["q"].device
     for phase in phases(device, grid[1], PHASES):
         _restructure[grid](**given, **phase, **chained(device, grid[0] * grid[1]))

@@ -44,13 +44,13 @@ def _observe(
 def keep_newest(
     q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):
-    """Of a single token, by a program of its head: the queries of the group."""
-    if n > 0:
-        g, d = tl.arange(0, GP), tl.arange(0, DP)
-        m = (g < G)[:, None] & (d < D)[None, :]
-        x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
-        kept = (b * window + (n - 1) % window) * heads * G + h * G + g
-        tl.store(queries + kept[:, None] * D + d[None, :], x, mask=m)
+    """Of a single token, by a program of its head: the queries of the group. They are read before it is known that the
+    row has a token, to wait for both at once."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    there = (d < D)[None, :]
+    x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & there, other=0.0)
+    kept = (b * window + (n - 1) % window) * heads * G + h * G + g
+    tl.store(queries + kept[:, None] * D + d[None, :], x, mask=(g < tl.where(n > 0, G, 0))[:, None] & there)
 
 
 def launch(q, observed, at, lengths) -> None:

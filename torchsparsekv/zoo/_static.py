@@ -99,7 +99,7 @@ class StaticMethod(ObservingMethod):
         return copy | {
             "observed": self.observed_buffer(g),
             "static": Static(
-                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), *(one() for _ in range(4)),
+                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), one(), one(), one(), one(),
                 away if moves else None,
             ),
         }
@@ -116,5 +116,8 @@ class StaticMethod(ObservingMethod):
         if self.copies:
             copy_keys(k, s.far, s.coarse, s.lengths)
 
+    def coarse(self, s: LayerState) -> Tensor | None:
+        return s.coarse if self.copies else None
+
     def choose_static(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        choose_static(q, s.observed, s.static, s.store, s.coarse if self.copies else None, s.lengths, a)
+        choose_static(q, s.observed, s.static, s.store, self.coarse(s), s.lengths, a)

@@ -3,10 +3,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchsparsekv.ops.index.block_bounds import block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.static_target import static_target
+from torchsparsekv.ops.store.observe import observe
 from torchsparsekv.ops.store.views import Attention, Choice, CopiedStore
 from torchsparsekv.state import Buffers, Geometry, LayerState
 from torchsparsekv.zoo._pages import PageMethod
@@ -63,20 +65,23 @@ class PRKV(StaticMethod, PageMethod):
             return super().buffers(g)
         return super().buffers(g) | self.static_buffers(g, most, most, moves=True)
 
+    @property
+    def copies(self) -> bool:
+        return bool(self.static) and super().copies
+
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
         if self.static:
-            StaticMethod.prompt(self, s, q, k, join=join)
-        PageMethod.prompt(self, s, q, k, join=join)
+            observe(q, s.observed, s.static.at, s.lengths)
+        self.step(s, q, k)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        if self.static:
-            StaticMethod.step(self, s, q, k)
-        PageMethod.prompt(self, s, q, k, join=True)
+        """The copy of keys is made where their digests are, in one launch."""
+        block_bounds(k, s.far, s.digests, s.lengths, self.coarse(s))
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         if not self.static:
             return PageMethod.choose(self, s, q, a)
-        coarse = s.coarse if self.copies else None
+        coarse = self.coarse(s)
         if self.static_ratio == "auto":
             most = min(self.budget, s.static.ids.shape[2])
             static_target(q, s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
