@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.store.rows import CHANNELS, PACKED, as_stored, row_shape
-from torchsparsekv.ops.store.views import Far, Store
+from torchsparsekv.ops.store.views import CopiedStore, Far, Store
 
 TAKING = [name for name, e in load_all().items() if any(f.of and f.of.packed for f in e.signature.flat)]
 EXACT = {"encode_keys", "static_target"}  # their cases have integers, so that no sign and no tie differs by rounding
@@ -25,6 +25,8 @@ def packed(name: str, things: tuple) -> tuple:
         return pack(rows)
 
     return tuple(
-        Far(one(x.rows)) if isinstance(x, Far) else x._replace(pool=one(x.pool)) if isinstance(x, Store) else x
+        Far(one(x.rows)) if isinstance(x, Far)
+        else x._replace(pool=one(x.pool)) if isinstance(x, (Store, CopiedStore))
+        else x
         for x in things
     )
