@@ -6,6 +6,7 @@ says so, and the op takes its Triton kernels, which give the same results.
 """
 import ctypes
 import functools
+import threading
 import warnings
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
@@ -15,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchsparsekv.ops._triton import chained
 
@@ -25,6 +27,7 @@ _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 or has clusters
 # of programs where these are asked for. What is older is left to Triton.
 OLDEST = {
@@ -32,6 +35,7 @@ OLDEST = {
     "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0), "union_pages": (8, 0), "visit_nodes": (8, 0),
 }  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
+_one_at_a_time = threading.Lock()  # compiled: what two threads need is compiled once
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
 
@@ -94,7 +98,10 @@ class Module:
     def __init__(self, driver: ctypes.CDLL, image: bytes, device: torch.device):
         self.driver, self.device, self.module = driver, device, c_void_p()
         self.kernels: dict[str, tuple[c_void_p, int]] = {}
+        mode = c_int(_RELAXED)  # another thread may be capturing a graph, in which nothing of this is to be
+        self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
         self._do("cuModuleLoadData", byref(self.module), image)
+        self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
         """On the current stream, with `shared` bytes of dynamic shared memory; small grids early, as Triton's are."""
@@ -144,8 +151,8 @@ def _argument(x: Argument):
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Kernels load up to 16 bytes at a time; a contiguous view may begin anywhere."""
-    return not any(t.data_ptr() % 16 for t in tensors)
+    """Kernels load up to 16 bytes at a time; a contiguous view may begin anywhere. Fake tensors count as aligned."""
+    return not any(t.data_ptr() % 16 for t in tensors if not isinstance(t, FakeTensor))
 
 
 def load(name: str, device: torch.device, **defines: int) -> Module | str:
@@ -153,7 +160,8 @@ def load(name: str, device: torch.device, **defines: int) -> Module | str:
     if device.type != "cuda":
         return f"these tensors are on {device}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(name, torch.device("cuda", index), **defines)
+    with _one_at_a_time:
+        return _load(name, torch.device("cuda", index), **defines)
 
 
 @functools.cache

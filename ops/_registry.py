@@ -23,6 +23,7 @@ class Entry:
     def __init__(self, op: Callable, call: Callable, signature: Signature, chain: Chain):
         self.op, self.call, self.signature, self.chain = op, call, signature, chain
         self.reference = chain.reference
+        self.choose = signature.grouped(chain.chosen)  # of flat arguments; CUDA C++ is compiled where it is chosen
 
     def run(self, kind: str, *things: Any) -> Any:
         """By the implementation of that kind, wherever the tensors are; raises where it does not fit."""

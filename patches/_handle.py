@@ -6,6 +6,7 @@ import weakref
 
 from torchsparsekv.method import Method, as_int
 from torchsparsekv.patches import _switch, _use
+from torchsparsekv.patches._ahead import compile_ahead
 from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, pool_on_host
 from torchsparsekv.patches._plan import Memory, Plan
@@ -46,6 +47,7 @@ class Handle:
             self._say_how_much(batch, length)
         check_memory(self.plan, batch, length, pool_on_host=on_host)
         cache = SparseCache(self.plan, batch, length, self._owner, pool_on_host=on_host)
+        compile_ahead(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
 

@@ -1,4 +1,5 @@
 """The only module that allocates. Every tensor keeps its address for the life of the cache."""
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -242,6 +243,18 @@ class LayerState:
         if not self._takers:
             self._handed = None
         return order
+
+    def mapped(self, fn: Callable[[Any], Any]) -> "LayerState":
+        """The same layer, with `fn` of everything in its views and in those of the layer it follows."""
+        new = copy.copy(self)
+        for name in self.buffers:
+            given = getattr(self, name)
+            setattr(new, name, type(given)(*map(fn, given)) if isinstance(given, tuple) else fn(given))
+        new._store = Store(*new.near, *new.far)
+        new.row_lengths = copy.copy(self.row_lengths)
+        new.row_lengths.view = Lengths._make(map(fn, self.row_lengths.view))
+        new.anchor = self.anchor and self.anchor.mapped(fn)
+        return new
 
     def tensors(self) -> Iterator[tuple[Buffer, Tensor]]:
         """Every tensor, with how it was declared."""

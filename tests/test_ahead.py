@@ -1,0 +1,112 @@
+"""What decode steps need is compiled while the prompt runs: all of it, and nothing else."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from models import tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv.ops import _cuda
+from torchsparsekv.ops._registry import OPS
+from torchsparsekv.patches import _ahead
+
+GPU = torch.device("cuda", 5)  # nobody has asked for its properties before
+SHAPE = dict(head_dim=128, hidden_size=512)
+SOURCES = {"fetch_and_attend": {"fetch", "sparse_attention"}}  # of csrc/, where it is not the op's own name
+
+
+class Called(TorchDispatchMode):
+    """The ops of ours that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "torchsparsekv":
+            self.names.add(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def layers_of(method, dtype=torch.bfloat16):
+    model = tiny(**SHAPE, dtype=dtype)
+    hyper = {name: x for name, x in hyper_of(method).items() if name != "block_size"}
+    handle = torchsparsekv.patch(model, method, max_length=256, budget=64, sink=32, window=32, skip_layers=1, **hyper)
+    return model, handle, handle.make_cache(2).stored
+
+
+def on_gpu(mode, x):
+    """A fake of the same on a GPU."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU) if isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_that_has_cuda_kernels_is_compiled(method, monkeypatch):
+    """The names that a step calls, with DEVICE as it is, against what is loaded for a step that is rehearsed."""
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    loaded = {}
+    monkeypatch.setattr(_cuda, "load", lambda name, device, **defines: loaded.setdefault(name, "seen"))
+    *_, stored = layers_of(method)
+    with FakeTensorMode() as mode:
+        for layer in stored.values():
+            _ahead.step(layer.method, layer.shape, layer.state.mapped(lambda x: on_gpu(mode, x)))
+    model, handle, _ = layers_of(method, torch.float32)
+    ids = torch.randint(3, 97, (2, 200), device=DEVICE)
+    monkeypatch.undo()
+    with torch.no_grad():
+        cache = handle.make_cache(2)
+        model(ids, past_key_values=cache)
+        with Called() as called:
+            model(ids[:, :1], past_key_values=cache)
+    have = set().union(*(SOURCES.get(n, {n}) for n in called.names if "cuda" in OPS[n].chain.kinds))
+    assert set(loaded) == have
+    assert have or method in ("full", "streaming")
+
+
+def test_a_cpu_compiles_nothing():
+    if DEVICE.type == "cpu":
+        *_, stored = layers_of("quest")
+        assert _ahead.compile_ahead(stored.values()) is None
+
+
+def test_what_fake_tensors_cannot_pass_is_left_for_later():
+    *_, stored = layers_of("quest")
+    layer = stored[1]
+
+    class Broken:
+        def decode(self, *things):
+            raise ValueError("no")
+
+    mode, seen = FakeTensorMode(), []
+
+    class Fine:
+        def decode(self, state, q, k, v, a):
+            seen.append((q.shape, k.shape))
+
+    _ahead._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
+    assert seen == [((2, 4, 1, 128), (2, 2, 1, 128))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_finds_its_kernels(method):
+    _cuda._load.cache_clear(), _ahead._begun.clear()
+    model, handle, stored = layers_of(method)
+    thread = _ahead.compile_ahead(stored.values())  # make_cache has begun already
+    assert thread is None
+    for running in _ahead.threading.enumerate():
+        if running.name == _ahead.NAME:
+            running.join()
+    before = _cuda._load.cache_info().misses
+    ids = torch.randint(3, 97, (2, 200), device=DEVICE)
+    with torch.no_grad():
+        cache = handle.make_cache(2)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert _cuda._load.cache_info().misses == before
