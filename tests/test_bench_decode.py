@@ -36,7 +36,7 @@ WRONG_ELSEWHERE = {
     "kernels --contexts=-1": "contexts must be at least 1",
     "kernels --methods=quest --hyper=pariskv.beta=0.1": "hyper sets pariskv, which is not measured; methods: quest",
     "kernels --hyper=pariskv.beta=2": "pariskv: beta must be",
-    "kernels --methods=louiskv": "no kernels to time for louiskv; available: quest, arkvale, pariskv",
+    "kernels --methods=louiskv": "no kernels to time for louiskv; available: quest, arkvale, pariskv, prkv",
 }  # fmt: skip
 
 
@@ -95,14 +95,32 @@ def test_a_method_changed_in_one_thing_is_a_row_of_its_own(watch):
     assert rows[0][2] < 0.8 < rows[2][2] == 1, "as it says, it acts"
 
 
+def test_rows_at_other_localities(watch):
+    """Of methods that retrieve, by the same compiled step; what was fetched is of that row alone."""
+    methods, told = ("quest", "streaming"), dict(contexts=(320,), steps=8, hf_static=False, dense=())
+    o = decode.Options(**SMALL, **told, methods=methods, locality=1.0, localities=(0.0, 0.5))
+    rows = decode.run(o)["rows"][1:]
+    found = [(r["method"], r.get("locality")) for r in rows]
+    assert found == [("full", None), ("quest", 1.0), ("quest", 0.0), ("quest", 0.5), ("streaming", None)]
+    still, never, half = (r["hit_rate"] for r in rows[1:4])
+    assert never < half < still == 1
+    assert all(r["recompiles"] == 0 for r in rows)
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 0.5), (0.95,), (1.5,)])
+def test_wrong_localities_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"localities must be between 0 and 1, none twice and none 0.95, got "):
+        decode.Options(localities=wrong).check(("quest",))
+
+
 def test_every_method_is_timed(watch, monkeypatch, tmp_path):
     """Each row is on file as soon as it is known: a method that fails does not cost those before it."""
-    out, names, run = tmp_path / "decode.json", [n for n in all_methods() if n != "full"], decode.run_method
+    out, names, run = tmp_path / "decode.json", [n for n in all_methods() if n != "full"], decode.rows_of_method
     o = decode.Options(**SMALL, contexts=(320,), methods=tuple(names), steps=2, hf_static=False, dense=())
     timed = lambda: [r["method"] for r in json.loads(out.read_text())["rows"]]  # noqa: E731
     decode.run(o, out)
     assert timed() == ["hf-static", "full", *names]
-    monkeypatch.setattr(decode, "run_method", lambda m, name, *rest: 1 / (name != "quest") and run(m, name, *rest))
+    monkeypatch.setattr(decode, "rows_of_method", lambda m, name, *rest: 1 / (name != "quest") and run(m, name, *rest))
     with pytest.raises(ZeroDivisionError):
         decode.run(dataclasses.replace(o, methods=("streaming", "quest")), out)
     assert timed() == ["hf-static", "full", "streaming"]
@@ -117,7 +135,7 @@ def test_every_block_new_with_tokens_and_clusters_too(watch):
         rows = {r["method"]: r for r in decode.run(dataclasses.replace(o, locality=locality))["rows"]}
         assert locality or rows["louiskv"]["retrieval_rate"] > 0.9
         hits[locality] = {m: rows[m]["hit_rate"] for m in methods}
-    assert all(hits[0.0][m] < 0.6 < hits[1.0][m] for m in methods), hits
+    assert all(hits[0.0][m] < 0.65 < hits[1.0][m] for m in methods), hits
 
 
 def test_the_locality_of_text(watch, monkeypatch, tmp_path):

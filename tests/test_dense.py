@@ -149,6 +149,7 @@ def test_the_fastest_dense_attention_is_what_methods_are_measured_against(monkey
     took = {"full": 4.0, "hf-static": 9.0, "sdpa-cudnn": 3.0, "quest": 1.5}
     row = lambda name, context: {"method": name, "context": context, "tpot_ms": 1.0 if context == 256 else took[name]}  # noqa: E731
     monkeypatch.setattr(decode, "run_method", lambda model, name, o, batch, context: row(name, context))
+    monkeypatch.setattr(decode, "rows_of_method", lambda model, name, o, batch, context: [row(name, context)])
     monkeypatch.setattr(
         decode, "run_static", lambda model, batch, context, o, name="hf-static": row(name, context)
     )

@@ -51,6 +51,7 @@ class Options(Setup):
         (), "comma-separated METHOD.NAME=VALUE: one more row for each, of the method with this changed"
     )
     locality: float = 0.95
+    localities: tuple[float, ...] = option((), "comma-separated: one more row of each method at each, by the same step")
     locality_of_text: bool = option(
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
@@ -62,7 +63,8 @@ class Options(Setup):
     @property
     def grows(self) -> int:
         """Tokens that a run adds to a context."""
-        return (2 if self.through_generate else 1) * (UNTIMED + PASSES * self.steps) + 8
+        runs = 1 + self.through_generate + len(self.localities)
+        return runs * (UNTIMED + PASSES * self.steps) + 8
 
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
@@ -74,6 +76,9 @@ class Options(Setup):
         check_measured(self.also, methods, "also changes")
         if repeats(self.also):
             raise ValueError(f"also must be different values, got {','.join(self.also)}")
+        if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
+            wrong = ",".join(map(str, self.localities))
+            raise ValueError(f"localities must be between 0 and 1, none twice and none {self.locality}, got {wrong}")
         for name, changed in self.asked():
             changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
@@ -230,6 +235,13 @@ def generate_tpot(model, cache, batch: int, context: int, steps: int) -> float:
 
 
 def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
+    """Its row at the locality of the options."""
+    (row,) = rows_of_method(model, name, dataclasses.replace(o, localities=()), batch, context)
+    return row
+
+
+def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> Iterator[dict]:
+    """Its row at the locality of the options, and where it retrieves, those at the others."""
     config, device = model.config, model.device
     now(f"{name} at {context} tokens, batch {batch}")
     topics = topics_of(config, context, o.budget)
@@ -241,16 +253,34 @@ def run_method(model, name: str, o: Options, batch: int, context: int) -> dict:
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
         near = o.near(name)
-        steer(cache, bank_of(topics, near.get("locality", o.locality), device))
+        bank = bank_of(topics, near.get("locality", o.locality), device)
+        steer(cache, bank)
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
-        row |= bare_tpot(model, cache, batch, context, o.steps)
-        if o.through_generate:
-            row["generate_ms"] = generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)
-        report = handle.report()
-        row |= rates(counts(report)) | memory_of(report)
-        del cache
+        if o.localities and handle.plan.method.retrieves:
+            row |= {"locality": o.locality}
+        step = Step(model, cache, batch)
+        step.warm_up(context)
+        yield row | measured(step, handle, o.steps) | through_generate(model, cache, batch, o)
+        for locality in o.localities if handle.plan.method.retrieves else ():
+            bank.copy_(bank_of(topics, locality, device))
+            step.warm_up(int(cache.get_seq_length()))
+            yield row | {"locality": locality} | measured(step, handle, o.steps)
+        del cache, step
     collect()
-    return row
+
+
+def measured(step: Step, handle, steps: int) -> dict:
+    """Times of a warm step, and what these steps fetched."""
+    before = counts(handle.report())
+    row = timed(step, steps)
+    report = handle.report()
+    return row | rates(counts(report) - before) | memory_of(report)
+
+
+def through_generate(model, cache, batch: int, o: Options) -> dict:
+    if not o.through_generate:
+        return {}
+    return {"generate_ms": generate_tpot(model, cache, batch, int(cache.get_seq_length()), o.steps)}
 
 
 def counts(report) -> Tensor:
@@ -325,7 +355,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
         rows.append({**floor, "over_floor": 1.0})
         for context in o.contexts:
-            methods = (run_method(model, name, own, batch, context) for name, own in o.asked())
+            methods = (r for name, own in o.asked() for r in rows_of_method(model, name, own, batch, context))
             for row in told_against(floor, run_dense(model, batch, context, o), methods):
                 rows.append(row)
                 print(row, flush=True)

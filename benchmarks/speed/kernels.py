@@ -21,15 +21,18 @@ from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
+from torchsparsekv.ops.attend.fetch_and_attend import fetch_and_attend
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.centroid_votes import centroid_votes
 from torchsparsekv.ops.select.collide import collide
+from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.select.rerank import rerank
+from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
-from torchsparsekv.ops.store.views import Asked, Attention, Far, Lengths, Reach, Token
+from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Token
 from torchsparsekv.state import Geometry, LayerState
 
 READ, LINK = "read in HBM", "read of pinned host memory"
@@ -82,6 +85,11 @@ class Bench(Layers):
         def attend(i, s):
             return sparse_attention(q[i], s.near, s.hot, s.lengths, Reach(), scale)
 
+        def both(blocks):
+            return lambda i, s: fetch_and_attend(
+                q[i], Asked(blocks[i]), s.store, s.hot, s.stats, s.lengths, Reach(), scale
+            )
+
         for i, s in enumerate(states):
             get(chosen)(i, s)
         self.still()
@@ -92,7 +100,9 @@ class Bench(Layers):
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
             self.row("attention", attend, self.near * token),
+            self.row("fetch and attention, all hits", both(chosen), self.near * token),
             self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
+            self.row("fetch and attention, nearly all misses", both(new), m.budget * token, draw),
         ]
 
     @property
@@ -165,7 +175,28 @@ class ParisKVStages:
         ]
 
 
-STAGES: dict[str, Any] = {"quest": PageStages, "arkvale": PageStages, "pariskv": ParisKVStages}
+class PRKVStages(PageStages):
+    """Of a step at which the static set stays as it is: what is asked for that is one launch."""
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        scale = Attention(b.o.head_dim**-0.5)
+
+        def update(i, s):
+            store = CopiedStore(s.store.ring, s.store.pool, b.method.coarse(s))
+            restructure(b.q[i], s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
+
+        def pages(i, s):
+            scored = bound_scores(b.q[i], s.digests, s.lengths)
+            pin_blocks(scored, s.static.count, s.lengths.sink, b.method.block_size)
+            return b.method.best(*scored)
+
+        return [b.row("update of the static set (nothing due)", update), b.row("pages (beside)", pages)]
+
+
+STAGES: dict[str, Any] = {
+    "quest": PageStages, "arkvale": PageStages, "pariskv": ParisKVStages, "prkv": PRKVStages,
+}  # fmt: skip
 
 
 def dense_rows(o: Options, context: int, device) -> list[dict]:
