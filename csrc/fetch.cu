@@ -6,12 +6,11 @@
 // for by counts of two thresholds, a dozen of them. Here a round is a histogram, and one or two are enough.
 //
 // Set by the compilation: THREADS; IDS and SLOTS that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop;
-// of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16; whether
-// it only PLANs, and csrc/sparse_attention.cu moves the blocks: then one program has a head, and `incoming` says of each
-// chosen slot which block is to come into it (-1: it is there).
+// of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16.
 
 #include "common.cuh"
-#include "move.cuh"
+#include "store.cuh"
+#include "tensor.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int EACH = 8, BINS = 32 * EACH, ROUNDS = 2;  // 8 bits of an age's 16 in a round
@@ -132,13 +131,9 @@ __device__ void choose(Slots& y, int misses, Shared& s) {
 
 // What the head has from now on. A block that leaves is none of those that come, so all may be written at once.
 __device__ void commit(
-    const Ids& x, const Slots& y, int* slot_of, int* block_of, int* age, int* out, int* incoming, int n, int slots,
-    const Shared& s) {
+    const Ids& x, const Slots& y, int* slot_of, int* block_of, int* age, int* out, int n, int slots, const Shared& s) {
   for (int i = 0; i < IDS; i++) {
-    const int at = index<IDS>(i);
-    if (at >= n) continue;
-    out[at] = missing(x, i) ? s.victims[x.number[i]] : x.slot[i];
-    if (PLAN) incoming[at] = missing(x, i) ? x.want[i] : -1;
+    if (index<IDS>(i) < n) out[index<IDS>(i)] = missing(x, i) ? s.victims[x.number[i]] : x.slot[i];
   }
   for (int i = 0; i < SLOTS; i++) {
     const int at = index<SLOTS>(i);
@@ -153,7 +148,40 @@ __device__ void commit(
   }
 }
 
-using Part = Moved<QUADS, UNPACK, BF16>::Part;
+// 16 bytes of a block of the pool, as they are.
+struct Plain {
+  static constexpr int PARTS = QUADS, WORDS = QUADS;  // what is moved at a time, of a block; words of 16 bytes in it
+  uint4 quad;
+
+  __device__ void load(const uint4* block, int part) { quad = block[part]; }
+  __device__ void store(uint4* block, int part) const { block[part] = quad; }
+};
+
+// 16 numbers of a block of packed rows, which become 32 bytes.
+struct Unpacked {
+  using Row = Packed<UNPACK ? UNPACK : 16>;
+  static constexpr int PARTS = QUADS / 2, WORDS = PARTS / Row::NUMBERS * Row::WORDS;
+  uint4 quad;
+  float scale;
+
+  __device__ void load(const uint4* block, int part) {
+    const uint4* row = block + part / Row::NUMBERS * Row::WORDS;
+    quad = row[part % Row::NUMBERS], scale = Row::scale(row, part % Row::NUMBERS);
+  }
+
+  __device__ unsigned two(unsigned four, int i) const {
+    return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
+  }
+
+  __device__ void store(uint4* block, int part) const {
+    block[2 * part] = {two(quad.x, 0), two(quad.x, 2), two(quad.y, 0), two(quad.y, 2)};
+    block[2 * part + 1] = {two(quad.z, 0), two(quad.z, 2), two(quad.w, 0), two(quad.w, 2)};
+  }
+};
+
+template <bool> struct Which { using Part = Plain; };
+template <> struct Which<true> { using Part = Unpacked; };
+using Part = Which<(UNPACK > 0)>::Part;
 
 // The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them. This
 // thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they come.
@@ -182,25 +210,19 @@ struct Move {
 };
 
 // A head that keeps its slots: they are attended to.
-__device__ void keep(const int* out, int* incoming, unsigned long long* counts, int n) {
+__device__ void keep(const int* out, unsigned long long* counts, int n) {
   int held = 0;
-  for (int i = 0; i < IDS; i++) {
-    const int at = index<IDS>(i);
-    if (at >= n) continue;
-    held += out[at] >= 0;
-    if (PLAN) incoming[at] = -1;
-  }
+  for (int i = 0; i < IDS; i++) held += index<IDS>(i) < n && out[index<IDS>(i)] >= 0;
   held = __reduce_add_sync(ALL, held);
   if (lane() == 0) atomicAdd(counts + counter::SELECTED, held);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     const int* retrieve_now, const int* blocks, const uint4* pool, uint4* hot, int* slot_of, int* block_of, int* age,
-    int* done_count, unsigned long long* counts, int* out, int* incoming, int n, int slots, int total) {
+    int* done_count, unsigned long long* counts, int* out, int n, int slots, int total) {
   __shared__ Shared s;
   const long long bh = blockIdx.x;
-  blocks += bh * n, out += bh * n, incoming += bh * n, counts = counters_of(counts, bh);
-  slot_of += bh * total, block_of += bh * slots, age += bh * slots;
+  blocks += bh * n, out += bh * n, slot_of += bh * total, block_of += bh * slots, age += bh * slots, counts = counters_of(counts, bh);
   const int *ids = blocks + index<IDS>(0), *have = block_of + index<SLOTS>(0), *idle = age + index<SLOTS>(0);
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
   for (int i = threadIdx.x; i < SLOTS * THREADS; i += THREADS) s.used[i] = i >= slots;
@@ -215,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     y.block[i] = there ? have[32 * i] : -1, y.age[i] = there ? idle[32 * i] : 0, y.number[i] = -1;
   }
   if (retrieve_now && retrieve_now[bh] == 0) {
-    if (blockIdx.y == 0) keep(out, incoming, counts, n);
+    if (blockIdx.y == 0) keep(out, counts, n);
     return;
   }
   const Counts count = look_up(x, y, slot_of, s);
@@ -226,17 +248,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     // Its loads are done, as they were used: this program has read the state.
     const int before = threadIdx.x == 0 ? atomicAdd(done_count + bh, 1) : 0;
     list(x, s);
-    if (!PLAN) m.load(pool, s);
+    m.load(pool, s);
     choose(y, count.misses, s);
     if (threadIdx.x == 0) s.last = before == gridDim.y - 1;
     __syncthreads();
     last = s.last;
   }
   if (last) {
-    commit(x, y, slot_of, block_of, age, out, incoming, n, slots, s);
+    commit(x, y, slot_of, block_of, age, out, n, slots, s);
     if (threadIdx.x == 0) atomicAdd(counts + counter::SELECTED, count.asked), atomicAdd(counts + counter::MISSED, count.misses), done_count[bh] = 0;
   }
-  if (PLAN || m.at >= m.count) return;
+  if (m.at >= m.count) return;
   m.store(hot, s);
   for (m.at += STEPS * m.stride; m.at < m.count; m.at += STEPS * m.stride) m.load(pool, s), m.store(hot, s);
 }

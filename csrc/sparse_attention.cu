@@ -6,15 +6,12 @@
 // it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp has 16 tokens, 8
 // KiB at head_dim 128, on their way at a time.
 //
-// Where csrc/fetch.cu only planned, it BRINGS what is missing, as ops/attend/fetch_and_attend.py specifies it: each warp the
-// rows of its own tokens, before it attends to them. The ring, which is older than the plan, need not wait for that.
-//
 // Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
-// FILLED, BF16, WARPS of a program and programs of a CLUSTER; whether it BRINGS, from a pool of rows that are packed if
-// UNPACK is not 0.
+// FILLED, BF16, WARPS of a program and programs of a CLUSTER.
 
 #include "common.cuh"
-#include "move.cuh"
+#include "store.cuh"
+#include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int THREADS = 32 * WARPS;
@@ -22,7 +19,6 @@ constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // loads of 8 channels that a
 constexpr int PAIRS = 4 * OF_VALUE;  // of channels that a thread adds up, for two query heads each
 constexpr int STRIDE = D + 4;  // of query heads in shared memory: the threads of a warp meet all banks
 constexpr int SLICE = G * D / CLUSTER;  // of the output, a program of the cluster each
-constexpr int ON_THEIR_WAY = 16;  // words of 16 bytes of the pool that a thread asks for at a time, beside its sums
 static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0);
 
 // A softmax as far as a warp has come. Thread 4 g + t has the largest logit of query head g and its share of the total,
@@ -100,55 +96,27 @@ __device__ void fold(
   add_values(s, value, p);
 }
 
-// Of a token its row, of the ring or of the hot buffer, if there is one; whether it counts; and the row of the pool that
-// is to come there, -1 if it has.
-struct Place { int row; bool live; int from; };
-
 // Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
 struct Tokens {
-  // The chosen blocks; what is to come into them; what is in each slot; how many rows of a block count.
-  const int *slots, *incoming, *block_of, *fill;
+  const int *slots, *block_of, *fill;  // the chosen blocks; what is in each slot; how many rows of a block count
   Ring ring;
   int end, chosen;
 
   __device__ int near_tiles() const { return (ring.rows + TILE - 1) / TILE; }
   __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
 
-  // This thread's token of a tile of the ring.
-  __device__ Place near(int tile) const {
+  // Of this thread's token of a tile; -1 where there is none.
+  __device__ int row(int tile) const {
     const int row = tile * TILE + threadIdx.x % TILE;
-    return {row, row < ring.rows && ring.position(row) < end, -1};
-  }
-
-  // The same of a tile behind the ring.
-  __device__ Place far(int tile) const {
-    const int token = (tile - near_tiles()) * TILE + threadIdx.x % TILE;
-    const int slot = token < chosen ? slots[token / P] : -1, block = BRINGS && token < chosen ? incoming[token / P] : -1;
-    const bool live = slot >= 0 && !(FILLED && token % P >= fill[block_of[slot]]);
-    return {slot * P + token % P, live, block < 0 ? -1 : block * P + token % P};
+    if (tile < near_tiles()) {
+      return row < ring.rows && ring.position(row) < end ? row : -1;
+    }
+    const int token = row - near_tiles() * TILE;
+    const int slot = token < chosen ? slots[token / P] : -1;
+    if (slot < 0 || FILLED && token % P >= fill[block_of[slot]]) return -1;
+    return slot * P + token % P;
   }
 };
-
-using Part = Moved<ROW_WORDS<D>, UNPACK, BF16>::Part;
-
-// Bring those rows of a tile that are still in the pool. Others of the warp read them, so it waits for itself.
-__device__ void bring(const uint4* pool, uint4* hot, const Place& place) {
-  constexpr int EACH = TILE * Part::PARTS / 32, STEPS = EACH < ON_THEIR_WAY ? EACH : ON_THEIR_WAY;
-#pragma unroll 1
-  for (int first = lane(); first < TILE * Part::PARTS; first += STEPS * 32) {
-    Part part[STEPS];
-    for (int i = 0; i < STEPS; i++) {
-      const int at = first + i * 32, from = __shfl_sync(ALL, place.from, at / Part::PARTS);
-      if (from >= 0) part[i].load(pool + (long long)from * Part::WORDS, at % Part::PARTS);
-    }
-    for (int i = 0; i < STEPS; i++) {
-      const int at = first + i * 32, from = __shfl_sync(ALL, place.from, at / Part::PARTS);
-      const int to = __shfl_sync(ALL, place.row, at / Part::PARTS);
-      if (from >= 0) part[i].store(hot + (long long)to * ROW_WORDS<D>, at % Part::PARTS);
-    }
-  }
-  __syncwarp();
-}
 
 // What program number `rank` of the cluster has at a place of its shared memory.
 __device__ float load_from(int rank, const float* at) {
@@ -219,40 +187,22 @@ __device__ void add_programs(
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
-    const unsigned short* q, const char* ring, const uint4* pool, char* hot, const int* slots, const int* incoming,
-    const int* block_of, const int* fill, const int* length, const int* begins, const unsigned short* sink_logits,
-    unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks, int chosen,
-    int sink, float scale, float softcap) {
+    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* fill,
+    const int* length, const int* begins, const unsigned short* sink_logits, unsigned short* out, int q_b, int q_h, int heads, int per,
+    int ring_rows, int hot_rows, int blocks, int chosen, int sink, float scale, float softcap) {
   extern __shared__ float parts[];  // [WARPS, G, STRIDE]
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
-  const int g = threadIdx.x % 32 / 4;
-  slots += (long long)bh * (chosen / P), incoming += (long long)bh * (chosen / P);
-  block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
-  Tokens tokens = {slots, incoming, block_of, fill, {ring_rows, sink}, 0, chosen};
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  chain();
+  slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
+  const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
-  pool += (long long)bh * blocks * P * Part::WORDS;
   State s = {none()};
-  int tile = rank + CLUSTER * warp();
-  const auto attend_near = [&] {
-    tokens.ring.begin = begins[bh / per], tokens.end = length[b];
-    for (; tile < tokens.near_tiles(); tile += CLUSTER * WARPS) {
-      const Place x = tokens.near(tile);
-      if (__any_sync(ALL, x.live)) fold(s, q, ring, x.live ? x.row : -1, scale, softcap);
-    }
-  };
-  if (BRINGS) attend_near();
-  chain();
-  if (!BRINGS) attend_near();
-  if (BRINGS)
-    for (int its = tile; its < tokens.tiles(); its += CLUSTER * WARPS) {
-      const Place x = tokens.far(its);
-      if (__any_sync(ALL, x.from >= 0)) bring(pool, reinterpret_cast<uint4*>(hot), x);
-    }
-  for (; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
-    const Place x = tokens.far(tile);
-    if (__any_sync(ALL, x.live)) fold(s, q, hot, x.live ? x.row : -1, scale, softcap);
+  for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
+    const int row = tokens.row(tile);
+    if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
   }
   add_warps(found, s, parts);
   meet();

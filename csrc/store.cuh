@@ -11,9 +11,8 @@ __device__ inline unsigned long long* counters_of(unsigned long long* counts, lo
   return counts + head * counter::ALL_OF_THEM;
 }
 
-// Of stores of halves with `rows` rows a head and so many CHANNELS. A row in words of 16 bytes.
-template <int CHANNELS> constexpr int ROW_WORDS = CHANNELS / 4;
-template <int CHANNELS, class Byte> __device__ inline Byte* head_of(Byte* store, long long head, int rows) {
+// Of stores of halves with `rows` rows a head and so many CHANNELS.
+template <int CHANNELS> __device__ inline const char* head_of(const char* store, long long head, int rows) {
   return store + head * (4ll * CHANNELS) * rows;
 }
 template <int CHANNELS> __device__ inline const char* row_at(const char* rows, int row) {

@@ -2,7 +2,6 @@
 import dataclasses
 import math
 
-import cases_attend
 import cases_engine
 import cases_static
 import cases_tree
@@ -210,14 +209,6 @@ def _frontier(w: World, length: torch.Tensor, begin: torch.Tensor) -> torch.Tens
     return torch.maximum(begin[:, None] - back, least).to(I32)
 
 
-def _reach(w: World):
-    """Of attention, and the ring that it sees."""
-    frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
-    near, blocks = w.near(w.length, w.begin if frontier is None else frontier.amin(1)), (w.batch, w.heads, w.blocks)
-    fill = torch.randint(0, w.block + 1, blocks, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    return near, Reach(frontier, fill)
-
-
 def _units(w: World, frontier: torch.Tensor, *, most: int) -> Units:
     """Units of random sizes, empty ones too, that fill [sink, frontier), NaN behind them."""
     count = torch.randint(0, 7, frontier.shape, generator=w.g, dtype=I32)
@@ -291,6 +282,17 @@ def _attention(w: World) -> Attention:
     return Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
 
 
+def _sparse_attention(w: World):
+    hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
+    each = torch.arange(w.blocks, dtype=I32).expand(w.batch, w.heads, -1).contiguous()  # a block is in its own slot
+    none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
+    hot = Hot(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
+    frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
+    near = w.near(w.length, w.begin if frontier is None else frontier.amin(1))
+    fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
+    return (w.q[:, :, :1], near, hot, w.lengths_view, Reach(frontier, fill), _attention(w))
+
+
 def _dense_attention(w: World):
     return (w.q[:, :, :1], w.far(w.length), w.lengths_view, _attention(w))
 
@@ -342,8 +344,7 @@ OPS = {
     "union_pages": cases_tree.union_pages,
     "random_scores": _random_scores,
     "fetch": _fetch,
-    "sparse_attention": lambda w: cases_attend.sparse_attention(w, _reach, _attention),
-    "fetch_and_attend": lambda w: cases_attend.fetch_and_attend(w, _fetch(w), _reach, _attention),
+    "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,

@@ -44,14 +44,11 @@ VARIANTS = {
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
     ],
     "sparse_attention": [
-        dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c, FILLED=int(p > 1), **brings)
+        dict(D=d, G=g, P=p, BF16=bf16, WARPS=ATTENTION.NATIVE_WARPS, CLUSTER=c, FILLED=int(p > 1))
         for d, g, p, bf16, c in ((64, 8, 1, 0, 4), (128, 4, 16, 1, 8), (128, 1, 1, 0, 1), (256, 8, 16, 1, 2))
-        for brings in (ATTENTION.BRINGS_NOTHING, dict(BRINGS=1, UNPACK=0), dict(BRINGS=1, UNPACK=d))
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
-        | {"PLAN": plan}
-        for plan in (0, 1)
         for n, slots, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
                                   (FETCH.NATIVE_SLOTS, FETCH.NATIVE_SLOTS, 2, 256))
         for dtype, pool in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.int8), (torch.float16, torch.int8))

@@ -6,18 +6,16 @@ import random
 import pytest
 import torch
 from cases import OPS
-from cases_packed import packed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bound_scores import NATIVE
-from test_ops import clones, on
+from test_ops import on
 from world import DEVICE, TOLERANCE, World
 
-from torchsparsekv.ops._impl import tensors
 from torchsparsekv.ops._registry import load_all
 
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
-ENTRY, BOTH = load_all()["sparse_attention"], load_all()["fetch_and_attend"]
+ENTRY = load_all()["sparse_attention"]
 
 
 @dataclasses.dataclass
@@ -54,34 +52,6 @@ def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("dim", ATTENTION.NATIVE_DIMS)
-@given(
-    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3), group=st.sampled_from([1, 4]),
-    block=st.sampled_from([1, 4, 16, 20, 32]), dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    seed=st.integers(0, 99), pool=st.sampled_from(["as it is", "packed"]),
-)  # fmt: skip
-def test_native_brings_what_is_missing(dim, cluster, lengths, group, block, dtype, seed, pool):
-    """csrc/fetch.cu plans, csrc/sparse_attention.cu moves: what the two references leave, and their answer."""
-    r = random.Random(seed)
-    w = Long(
-        lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
-        pick=lambda *options: r.choice(options),
-    )  # fmt: skip
-    things = OPS["fetch_and_attend"](w)
-    things = packed("fetch_and_attend", things) if pool == "packed" else things
-    things[5].length[torch.tensor(lengths) < 0] = -1
-    there = on(DEVICE, clones(things))
-    want = BOTH.reference(*things)
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
-        got = BOTH.run("cuda", *there).cpu()
-    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
-    for mine, its in zip(tensors(there), tensors(things), strict=True):
-        torch.testing.assert_close(mine.cpu(), its, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
@@ -137,19 +107,3 @@ def test_what_the_native_kernel_is_for(sinks, filled):
     reach = reach._replace(fill=torch.ones_like(rest[2].slot_of) if filled else None)
     things = (*rest, reach, attention._replace(sink_logits=w.sink_logits() if sinks else None))
     assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE
-
-
-def test_what_brings_is_for_the_same(monkeypatch):
-    """Where one of the two has no CUDA C++ for a case, each goes by a chain of its own."""
-    w = Long(dim=64, dtype=torch.float16)
-    things = on(DEVICE, OPS["fetch_and_attend"](w))
-    assert BOTH.chain.chosen(*things) == NATIVE
-    odd = OPS["fetch_and_attend"](dataclasses.replace(w, dim=80))
-    kind, reasons = BOTH.chain.chosen(*on(DEVICE, odd))
-    assert (kind, reasons["cuda"]) == ("triton", SHAPE.format(80, 2))
-    many = importlib.import_module("torchsparsekv.ops.gather.fetch")
-    monkeypatch.setattr(many, "NATIVE_SLOTS", 1)
-    kind, reasons = BOTH.chain.chosen(*things)
-    slots = things[3].rows.shape[2]
-    assert kind == "triton"
-    assert reasons["cuda"] == (f"{slots} slots are more than 1" if DEVICE.type == "cuda" else NATIVE[1]["cuda"])

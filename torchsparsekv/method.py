@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops.attend.dense_attention import dense_attention
-from torchsparsekv.ops.attend.fetch_and_attend import fetch_and_attend
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
+from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
@@ -173,10 +173,9 @@ class Method:
             out = dense_attention(q, s.far, s.lengths, a)
         else:
             choice = self.choose(s, q, a)
-            if choice is None:
-                out = sparse_attention(q, s.near, s.hot, s.lengths, Reach(), a)
-            else:
-                out = fetch_and_attend(q, choice.asked, s.store, s.hot, s.stats, s.lengths, choice.reach, a)
+            if choice is not None:
+                fetch(choice.asked, s.far, s.hot, s.stats)
+            out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
         if s.tap is not None:
             s.tap(s, q, a, choice, out)
         return out

@@ -21,7 +21,6 @@ NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
 # multiprocessor, and such a program cannot be launched before fetch is done: 10.6 instead of 10.4 us for both. With
 # clusters of 16, which not every GPU has, they take 17.
 NATIVE_CLUSTER, NATIVE_WARPS = 8, 8
-BRINGS_NOTHING = dict(BRINGS=0, UNPACK=0)
 
 
 def check(q, near, hot, lengths, reach, attention) -> None:
@@ -93,8 +92,7 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def fits(q, near, hot, lengths, reach, attention, **brings: int) -> _cuda.Module | str:
-    """csrc/sparse_attention.cu for these, or why it is not for them; `brings`: how it is to bring what is missing."""
+def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
     d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -104,24 +102,20 @@ def fits(q, near, hot, lengths, reach, attention, **brings: int) -> _cuda.Module
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, near.ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     sizes = dict(D=d, G=group, P=hot.rows.shape[3], WARPS=NATIVE_WARPS, CLUSTER=_cluster(q, heads))
-    sizes |= dict(FILLED=int(reach.fill is not None), BF16=int(q.dtype == torch.bfloat16))
-    return _cuda.load("sparse_attention", q.device, **sizes, **(brings or BRINGS_NOTHING))
+    sizes["FILLED"] = int(reach.fill is not None)
+    return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
 
 
-def launch(
-    kernels: _cuda.Module, q: Tensor, near: Near, hot: Hot, lengths: Lengths, reach: Reach, attention: Attention,
-    *, pool: Tensor | None = None, incoming: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """csrc/sparse_attention.cu; `incoming` says which blocks it is to bring from the pool (`plan` of fetch.py)."""
+def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
+    """csrc/sparse_attention.cu"""
     batch, heads, ring_rows, _, d = near.ring.shape
     out, warps, p = result_like(q), NATIVE_WARPS, hot.rows.shape[3]
     begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
-        "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, pool, hot.rows, hot.chosen,
-        incoming, hot.block_of, reach.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0),
-        q.stride(1), heads, per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p,
-        lengths.sink, float(attention.scale), float(attention.softcap),
-        shared=warps * q.shape[1] // heads * (d + 4) * 4,
+        "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
+        hot.block_of, reach.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
+        per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p, lengths.sink,
+        float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
     )  # fmt: skip
     return out
 
@@ -142,6 +136,6 @@ def _launch_triton(q, near, hot, lengths, reach, attention) -> Tensor:
 
 
 sparse_attention = register(
-    "sparse_attention", reference, impls=(by_cuda(fits, launch), by_triton(_launch_triton)), fake=result_like,
+    "sparse_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=result_like,
     check=check,
 )  # fmt: skip

@@ -10,10 +10,9 @@ selected (it is attended to) and all return; the hot buffer does not age.
 
 One kernel: several programs share the misses of a head, each derives the same plan from the state, and the last one to
 finish (`hot.done_count` counts them) commits it. csrc/fetch.cu does the same with the plan in shared memory, where
-Triton has to take it through global memory, and can leave it to attention to move the blocks (fetch_and_attend.py).
+Triton has to take it through global memory.
 """
 import math
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -191,21 +190,14 @@ def _fetch(
         add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-Fitting: TypeAlias = tuple[_cuda.Module, dict[str, int]]
-
-
-def _fits(asked, far, hot, stats) -> Fitting | str:
-    return fits(asked, far, hot)
-
-
-def fits(asked: Asked, far: Far, hot: Hot, *, plans: bool = False) -> Fitting | str:
-    """csrc/fetch.cu for these, or why it is not for them."""
-    shape = native(asked.ids.shape[2], hot.rows, far.rows)
+def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+    ids = asked.ids
+    shape = native(ids.shape[2], hot.rows, far.rows)
     if isinstance(shape, str):
         return shape
     if not _cuda.aligned(far.rows, hot.rows):
         return "rows are not aligned to 16 bytes"
-    kernels = _cuda.load("fetch", asked.ids.device, **shape, PLAN=int(plans))
+    kernels = _cuda.load("fetch", ids.device, **shape)
     return kernels if isinstance(kernels, str) else (kernels, shape)
 
 
@@ -236,25 +228,10 @@ def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
 
 
 def _launch_cuda(fitting, asked, far, hot, stats) -> None:
-    launch(fitting, asked, far, hot, stats, _grid(asked.ids, hot))
-
-
-def plan(fitting: Fitting, asked: Asked, far: Far, hot: Hot, stats: Stats) -> Tensor:
-    """All but moving the blocks: of each place in `hot.chosen` the block that is to come there, -1 if it is there."""
-    batch, heads, _ = asked.ids.shape
-    incoming = torch.empty_like(hot.chosen)
-    launch(fitting, asked, far, hot, stats, (batch * heads, 1, 1), incoming)
-    return incoming
-
-
-def launch(
-    fitting: Fitting, asked: Asked, far: Far, hot: Hot, stats: Stats, grid: tuple[int, int, int],
-    incoming: Tensor | None = None,
-) -> None:  # fmt: skip
     """csrc/fetch.cu"""
     (kernels, shape), (ids, retrieve_now) = fitting, asked
     kernels.launch(
-        "fetch", grid, shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts, hot.chosen, incoming,
+        "fetch", _grid(ids, hot), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts, hot.chosen,
         ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
