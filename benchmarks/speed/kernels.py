@@ -21,7 +21,6 @@ from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
-from torchsparsekv.ops.attend.fetch_and_attend import fetch_and_attend
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.select.bound_scores import bound_scores
@@ -62,7 +61,7 @@ class Bench(Layers):
 
     def __init__(self, name: str, o: Options, context: int, device):
         self.o, self.device, self.context = o, device, context
-        geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16)
+        geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16, o.q_heads // o.kv_heads)
         super().__init__(o.method(name), geometry, o.q_heads, CALLS, device)
         self.lengths.advance(context - 100)
         for s in self.states:
@@ -85,11 +84,6 @@ class Bench(Layers):
         def attend(i, s):
             return sparse_attention(q[i], s.near, s.hot, s.lengths, Reach(), scale)
 
-        def both(blocks):
-            return lambda i, s: fetch_and_attend(
-                q[i], Asked(blocks[i]), s.store, s.hot, s.stats, s.lengths, Reach(), scale
-            )
-
         for i, s in enumerate(states):
             get(chosen)(i, s)
         self.still()
@@ -100,9 +94,7 @@ class Bench(Layers):
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
             self.row("attention", attend, self.near * token),
-            self.row("fetch and attention, all hits", both(chosen), self.near * token),
             self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
-            self.row("fetch and attention, nearly all misses", both(new), m.budget * token, draw),
         ]
 
     @property
