@@ -1,8 +1,12 @@
-"""Decode steps as CUDA graphs of eager ops: what `patch(..., step="captured")` gives generate() for torch.compile."""
+"""Decode steps as CUDA graphs of eager ops: what generate() gets for torch.compile, which takes a minute at first.
+
+With `patch(..., step="captured")` what cannot be captured is refused; with "auto" it is compiled, and a line says why.
+"""
 import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,28 +21,62 @@ EAGER = 3  # steps of the answer that run as they are first: what they compile a
 KINDS = 4  # of inputs for which a cache keeps graphs; more in one generate() are inputs that change at every step
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+OURS = ("torchsparsekv.", "transformers.")  # modules whose hooks a replay can do without
 _one_at_a_time = threading.Lock()  # captures in a process, says torch
 _stream = functools.cache(lambda device: torch.cuda.Stream(device))  # on which they are made
+
+
+class Refused(RuntimeError):
+    """A step that cannot be captured, and why."""
+
+    def __init__(self, model, why: str):
+        self.why = why
+        super().__init__(
+            f"step={model._torchsparsekv.step!r}: a decode step of {type(model).__name__} cannot be captured as a CUDA "
+            f"graph, {why}; patch it with step='compiled', or pass disable_compile=True to generate()"
+        )
 
 
 class Steps:
     """What a generate() calls for its steps. Bound to the patched instance, the class is its get_compiled_call()."""
 
     def __init__(self, model, compile_config):
-        self.model, self.compile_config = model, compile_config
+        self.model, self.compile_config, self.handle = model, compile_config, model._torchsparsekv
         self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # seen by this call
         self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # when it last looked
 
+    @property
+    def auto(self) -> bool:
+        return self.handle.step == "auto"
+
     def __call__(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")
-        if cache is None:
+        if cache is None and not self.auto:
             raise ValueError("step='captured' needs its cache by name: past_key_values=handle.make_cache(...)")
         if not isinstance(cache, SparseCache):  # the user asked for another cache, and gets what goes with it
-            return type(self.model).get_compiled_call(self.model, self.compile_config)(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
         check_active(cache.owner)
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.shape[1] != 1:  # a chunk of the prompt
             return self.model(*args, **kwargs)
+        try:
+            out = self._captured(args, kwargs, cache)
+        except Refused as e:
+            if not self.auto:
+                raise
+            self.handle.compile_instead(e.why)
+            cache.use.end_of_model()  # where a capture broke off, nothing has happened
+            return self._compiled(*args, **kwargs)
+        self.begun[cache] = cache.use.begun
+        return out
+
+    def _compiled(self, *args, **kwargs):
+        """What the class has generate() call."""
+        return type(self.model).get_compiled_call(self.model, self.compile_config)(*args, **kwargs)
+
+    def _captured(self, args: tuple, kwargs: dict, cache: SparseCache):
+        if self.auto and (self.compile_config is not None or self.handle.not_captured):
+            return self._compiled(*args, **kwargs)
         named = {name: x for name, x in sorted(kwargs.items()) if x is not cache}
         leaves, spec = pytree.tree_flatten((args, named))
 
@@ -47,25 +85,34 @@ class Steps:
             return self.model(*args, **kwargs, past_key_values=cache)
 
         kind = (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
-        out = self._step(cache, kind).run(self.model, forward, leaves, cache)
-        self.begun[cache] = cache.use.begun
-        return out
+        return self._step(cache, kind).run(self.model, forward, leaves, cache, self._tell)
+
+    def _tell(self, why: str) -> None:
+        """Of a step that runs as it is, why it could not be captured: with "auto" it comes to its end."""
+        if not self.auto:
+            raise Refused(self.model, why)
+        self.handle.compile_instead(why)
 
     def _step(self, cache: SparseCache, kind: tuple) -> "Step":
         if any(layer.state.tap for layer in cache.stored.values()):
             raise RuntimeError(EAGER_ONLY)
         if self.begun.get(cache) != cache.use.begun:  # a prompt came, and before it whatever may have come
-            now = fixed(self.model, cache)
-            if now != cache.fixed:
-                cache.graphs, cache.fixed = [], now
+            self._look_again(cache)
         for step in cache.graphs:
             if step.kind == kind:
                 return step
         self.kinds[cache] = self.kinds.get(cache, 0) + 1
         if self.kinds[cache] > KINDS:
-            raise refusal(self.model, f"its inputs change from step to step: {changes(cache.graphs[-1].kind, kind)}")
+            raise Refused(self.model, f"its inputs change from step to step: {changes(cache.graphs[-1].kind, kind)}")
         cache.graphs = [*cache.graphs[1 - KINDS :], Step(kind)]
         return cache.graphs[-1]
+
+    def _look_again(self, cache: SparseCache) -> None:
+        if self.auto and (name := hooked(self.model)) is not None:
+            raise Refused(self.model, f"module {name!r} has a hook, which a replay would leave out")
+        now = fixed(self.model, cache)
+        if now != cache.fixed:
+            cache.graphs, cache.fixed = [], now
 
 
 class Step:
@@ -76,9 +123,9 @@ class Step:
         self.kind, self.eager = kind, EAGER
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, model, forward, leaves: list, cache: SparseCache):
+    def run(self, model, forward, leaves: list, cache: SparseCache, tell: Callable[[str], None]):
         if self.eager:
-            with NoWaits(model) if self.eager == 1 else contextlib.nullcontext():
+            with NoWaits(model.device, tell) if self.eager == 1 else contextlib.nullcontext():
                 out = forward(leaves)
             self.eager -= 1
             return out
@@ -110,7 +157,7 @@ class Step:
                 cause = broken or e
                 if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
                     raise cause from None
-                raise refusal(model, str(cause).partition("\n")[0]) from e
+                raise Refused(model, str(cause).partition("\n")[0]) from e
             finally:
                 torch._C._cuda_clearCublasWorkspaces()
         outputs, self.spec = pytree.tree_flatten(out)
@@ -119,35 +166,37 @@ class Step:
 
 
 class NoWaits(TorchDispatchMode):
-    """Refuse what waits for the device before a capture does: broken off, one leaves torch's generator capturing."""
+    """Tell of what waits for the device before a capture does: broken off, one leaves torch's generator capturing."""
 
-    def __init__(self, model):
+    def __init__(self, device: torch.device, tell: Callable[[str], None]):
         super().__init__()
-        self.model = model
+        self.device, self.tell = device, tell
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         devices = {x.device.type for x in given}
-        waits = WAITS.intersection(func.tags) and self.model.device.type in devices
+        waits = WAITS.intersection(func.tags) and self.device.type in devices
         if func is aten.index.Tensor:  # only masks have shapes that must be found out
             waits = waits and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
         if func in PUTS:  # by a mask too, but for one number, which fills
             masked = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-            waits = masked and args[2].numel() > 1 and self.model.device.type in devices
+            waits = masked and args[2].numel() > 1 and self.device.type in devices
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if func in (aten._to_copy.default, aten.copy_.default) and not asynchronous:
             waits = len(devices | {torch.device(kwargs.get("device") or given[0].device).type}) > 1
         if waits:
-            raise refusal(self.model, f"{func} waits for the device")
+            self.tell(f"{func} waits for the device")
         return func(*args, **kwargs)
 
 
-def refusal(model, why: str) -> RuntimeError:
-    return RuntimeError(
-        f"step='captured': a decode step of {type(model).__name__} cannot be captured as a CUDA graph, {why}; "
-        "patch it with step='compiled', or pass disable_compile=True to generate()"
-    )
+def hooked(model) -> str | None:
+    """A module with a hook of the user's: Python code that has to run at every step."""
+    for name, m in model.named_modules():
+        hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        if any(not (getattr(hook, "__module__", None) or "").startswith(OURS) for hook in hooks):
+            return name
+    return None
 
 
 def changes(before: tuple, now: tuple) -> str:

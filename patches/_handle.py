@@ -18,9 +18,12 @@ SMALLEST_BUCKET = 1024
 class Handle:
     """An active patch. Use it as a context manager, or call `unpatch()`."""
 
-    def __init__(self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str):
+    def __init__(
+        self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str, captures: bool
+    ):
         self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
-        self.offload, self.step = offload, step
+        self.offload, self.step, self.captures = offload, step, captures
+        self.not_captured = ""  # why generate() compiles its steps all the same
         self._owner, self._base = _switch.Owner(), ""
         self._copied = False
         self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
@@ -135,7 +138,7 @@ class Handle:
         layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
         notes = "".join(f"; {note}" for note in self.plan.notes)
         pool = f", pool_dtype={str(self.plan.pool_dtype).removeprefix('torch.')!r}" if self.plan.pool_dtype else ""
-        step = f", step={self.step!r}" if self.step != "compiled" else ""
+        step = f", step={self.step!r}" if self.step != "auto" else ""
         return (
             f"<torchsparsekv {state} on {type(self.model).__name__}: {self.plan.method}, {layers}max_length={length}, "
             f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{pool}{step}{notes}>"
@@ -144,7 +147,8 @@ class Handle:
     def _notes(self) -> tuple[str, ...]:
         """What a report says beside its table."""
         exceptions = (f"layer {x}" for x in self.plan.exceptions())
-        return (*exceptions, *self.plan.pool_said(), *self.plan.notes, *self.plan.reused())
+        compiled = (f"decode steps are compiled, not captured: {self.not_captured}",) if self.not_captured else ()
+        return (*exceptions, *self.plan.pool_said(), *self.plan.notes, *self.plan.reused(), *compiled)
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
@@ -172,6 +176,17 @@ class Handle:
 
     def install(self) -> None:
         self._base = _switch.on(self.model, self, self._owner)
+
+    def compile_instead(self, why: str) -> None:
+        """From now on generate() captures no step; said once."""
+        if self.not_captured:
+            return
+        self.not_captured = why
+        warnings.warn(
+            "torchsparsekv: decode steps are compiled from now on, which takes a minute the first time, since they "
+            f"cannot be captured as a CUDA graph: {why}",
+            stacklevel=2,
+        )
 
     def hold(self, cache: SparseCache, *, chunked: bool) -> bool:
         """For the generate() that runs; False if nobody will tell its end."""
@@ -211,7 +226,7 @@ class Handle:
     def __deepcopy__(self, memo):
         """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
         copy of which is still without modules: nothing here may look at them."""
-        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.step)
+        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.step, self.captures)
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True

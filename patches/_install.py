@@ -24,12 +24,12 @@ POOL_TYPES = {name: getattr(torch, name) for name in get_args(PoolType)}
 
 def install(
     model, method: Method, given: dict, *, max_length: int | None, offload: str, skip_layers: int | None,
-    layers: Mapping | None, pool_dtype: str | None = None, step: str = "compiled",
+    layers: Mapping | None, pool_dtype: str | None = None, step: str = "auto",
 ) -> Handle:  # fmt: skip
     """`given`: the hyper-parameters of `method` that the user named."""
     model = unwrapped(model)
     check_model(model)
-    check_step(model, step)
+    captures = captures_steps(model, step)
     plan, max_length, limit = planned(
         model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
         layers=layers, pool_dtype=pool_dtype,
@@ -38,7 +38,7 @@ def install(
         plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
     else:
         check_memory(plan, 1, max_length, pool_on_host=pool_on_host(plan, offload, 1, max_length))
-    handle = Handle(model, plan, max_length, limit, offload, step)
+    handle = Handle(model, plan, max_length, limit, offload, step, captures)
     handle.install()
     return handle
 
@@ -151,24 +151,31 @@ def check_pool_dtype(name) -> torch.dtype | None:
     return POOL_TYPES[name]
 
 
-def check_step(model, step: str) -> None:
-    """Where a captured step could not be, generate() would run all steps eagerly and not say so."""
+def captures_steps(model, step: str) -> bool:
+    """Whether generate() is to capture its steps: with "auto" where it can, and where it compiles if it cannot."""
     if step not in STEPS:
         raise ValueError(f"step must be one of {', '.join(STEPS)}, got {step!r}")
-    if step != "captured":
-        return
+    why_not = None if step == "compiled" else why_not_captured(model)
+    if step == "captured" and why_not is not None:
+        raise why_not
+    return step != "compiled" and why_not is None
+
+
+def why_not_captured(model) -> Exception | None:
+    """Where a captured step could not be, generate() would run all steps eagerly and not say so."""
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1 or not devices[0].startswith("cuda"):
-        raise ValueError(f"step='captured' needs a model on one CUDA device, this one is on {', '.join(devices)}")
+        return ValueError(f"step='captured' needs a model on one CUDA device, this one is on {', '.join(devices)}")
     if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise NotImplementedError("step='captured' is for a model on one device, this one is split over several ranks")
+        return NotImplementedError("step='captured' is for a model on one device, this one is split over several ranks")
     if "get_compiled_call" in vars(model):
-        raise RuntimeError("step='captured' takes the place of get_compiled_call, and this model has one of its own")
+        return RuntimeError("step='captured' takes the place of get_compiled_call, and this model has one of its own")
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
-        raise NotImplementedError(
+        return NotImplementedError(
             f"step='captured': a model quantised by {type(quantizer).__name__} is run eagerly by generate() in any case"
         )
+    return None
 
 
 def check_layers(layers: tuple[Layer | None, ...]) -> None:

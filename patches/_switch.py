@@ -45,7 +45,7 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
     if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
         model.generate = types.MethodType(generate, model)
-    if handle.step == "captured":
+    if handle.captures:
         model.get_compiled_call = types.MethodType(Steps, model)
     model._torchsparsekv = handle
     activate(owner)

@@ -80,15 +80,16 @@ class Recorder(TorchDispatchMode):
 def capture(graph: Graph, stream=None, capture_error_mode="global"):
     assert capture_error_mode == "thread_local"
     Stream.here.capturing = True
+    recorder = Recorder(graph)
     try:
-        with Recorder(graph) as recorder:
+        with recorder:
             yield
     except Exception as e:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from e
     finally:
         Stream.here.capturing = False
-    for t, was in reversed(recorder.before):
-        t.copy_(was)
+        for t, was in reversed(recorder.before):
+            t.copy_(was)
     for t in tensors([made for *_, made in graph.calls]):
         if t.is_floating_point():
             t.fill_(torch.nan)
@@ -123,7 +124,7 @@ def pretend(monkeypatch) -> dict[int, int]:
             monkeypatch.setattr(torch.cuda, name, stands_for)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(SparseCache, "check_room", lambda self, tokens: None)  # as of a step on CUDA
-        monkeypatch.setattr(_install, "check_step", lambda model, step: None)
+        monkeypatch.setattr(_install, "why_not_captured", lambda model: None)
         monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", asked_for)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CountedGraph", (Counted, base), {"replays": replays}))
     return replays

@@ -1,6 +1,7 @@
 """Ten thousand generated tokens with every method: what grows meanwhile, recompiles, or is not in the CUDA graph.
 
     make long > long.log      or      python tests/long_run.py [--tokens 10000] [--methods quest,prkv] [--device cuda]
+                                      [--step captured]
 
 A small model through stock `generate()`, in three calls on one cache: a tenth of the tokens, in two calls, compiles and
 settles (what capturing a graph frees, cuBLAS's workspace, the next call takes again), the rest is watched. Exits with 1
@@ -12,11 +13,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch._dynamo.utils import counters
 
 import torchsparsekv
+from torchsparsekv.method import Step
 
 PROMPT = 1500
 ALLOWED_MIB = 64  # of the process: Python's own lists and caches; a leak of 8 KB a step would be more
@@ -49,14 +52,14 @@ def seen(ids: torch.Tensor) -> dict[str, float]:
     return {"graphs": stats["unique_graphs"], "skips": skips, "device_bytes": held // 512 * 512, "MiB": resident_mib()}
 
 
-def run(name: str, tokens: int, device: torch.device) -> dict:
+def run(name: str, tokens: int, device: torch.device, step: Step = "compiled") -> dict:
     """Of one method: what changed while nine tenths of the tokens were generated."""
     torch._dynamo.reset()
     counters.clear()
     model, begin = model_of(device), time.perf_counter()
     ids = torch.randint(1, 512, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
     told = {"max_length": PROMPT + tokens, "budget": 256, "sink": 32, "window": 128, "skip_layers": 1}
-    with torchsparsekv.patch(model, name, **told) as handle:
+    with torchsparsekv.patch(model, name, step=step, **told) as handle:
         cache, rows = handle.make_cache(1), []
         for new in (tokens // 20, tokens // 20, tokens - tokens // 20 * 2):
             ids = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
@@ -77,10 +80,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--methods", default=",".join(torchsparsekv.methods()))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--step", default="compiled", choices=get_args(Step), help="what generate() makes of a step")
     o = parser.parse_args()
     rows = []
     for name in o.methods.split(","):
-        rows.append(run(name, o.tokens, torch.device(o.device)))
+        rows.append(run(name, o.tokens, torch.device(o.device), o.step))
         print(json.dumps({k: round(v, 1) if isinstance(v, float) else v for k, v in rows[-1].items()}), flush=True)
     wrong = ", ".join(r["method"] for r in rows if not good(r))
     print(f"{len(rows)} methods, {o.tokens} tokens each: {wrong or 'nothing'} grew")

@@ -150,7 +150,7 @@ def test_nothing_is_left_of_it(replays):
     assert snapshot(model) == before
     with captured(model):
         said(model)
-    with torchsparsekv.patch(model, "quest", **SMALL):
+    with torchsparsekv.patch(model, "quest", step="compiled", **SMALL):
         assert "get_compiled_call" not in vars(model)
     with captured(model) as handle:
         said(model)

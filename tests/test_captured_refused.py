@@ -123,10 +123,10 @@ def test_where_it_is_refused():
     before = snapshot(model)
     with pytest.raises(ValueError, match="step='captured' needs a model on one CUDA device, this one is on cpu"):
         captured(model)
-    with pytest.raises(ValueError, match="step must be one of compiled, captured, got 'graph'"):
+    with pytest.raises(ValueError, match="step must be one of auto, captured, compiled, got 'graph'"):
         torchsparsekv.patch(model, "quest", step="graph")
     assert snapshot(model) == before
-    assert _install.STEPS == ("compiled", "captured")
+    assert _install.STEPS == ("auto", "captured", "compiled")
 
 
 def like(**what) -> SimpleNamespace:
@@ -143,6 +143,9 @@ def like(**what) -> SimpleNamespace:
 )
 def test_what_generate_would_not_capture_is_refused(model, says):
     with pytest.raises((NotImplementedError, RuntimeError), match=says):
-        _install.check_step(model, "captured")
-    _install.check_step(model, "compiled")
-    _install.check_step(like(), "captured")
+        _install.captures_steps(model, "captured")
+    assert not _install.captures_steps(model, "compiled")
+    assert not _install.captures_steps(model, "auto")
+    assert _install.captures_steps(like(), "captured")
+    assert _install.captures_steps(like(), "auto")
+    assert not _install.captures_steps(like(), "compiled")

@@ -23,7 +23,7 @@ def patch(
     pool_dtype: PoolType | None = None,
     skip_layers: int | None = None,
     layers: Mapping[int, str | Mapping] | None = None,
-    step: Step = "compiled",
+    step: Step = "auto",
     **hyper,
 ) -> "Handle":
     """Make this model instance decode with `method`; `torchsparsekv.methods()` lists them and their hyper-parameters.
@@ -43,10 +43,11 @@ def patch(
         (with "method", of that one), as in `layers={0: "full", 5: dict(budget=512)}`. What is given here wins over
         `skip_layers`. Where an entry does not name budget, sink or window, what was given to patch() holds; of its
         other hyper-parameters an entry has the given ones if its method is `method`, else the defaults.
-    step: what generate() makes of a decode step on a GPU. "compiled": a graph by torch.compile, whose first call in a
-        process takes a minute, or 14 seconds where caches are left. "captured": a CUDA graph of the step as it is, in
-        10 or 3; the step by itself takes 1.3 times as long, for which docs/using.md says where it matters. It needs
-        one CUDA device.
+    step: what generate() makes of a decode step on a GPU. "captured": a CUDA graph of the step as it is; the first call
+        of a process takes about 10 seconds, or 3 where a process before left its caches. "compiled": a graph by
+        torch.compile, which takes 53 or 14; such a step by itself takes three quarters of the time, through generate()
+        about as long (docs/using.md). "auto": captured, but compiled where the model is not on one CUDA device, where
+        something waits for the host or hooks of yours have to run, which a line says, and with a compile_config.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
     given = {name: as_int(value) for name, value in (given | hyper).items()}

@@ -23,7 +23,7 @@ from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
-Step: TypeAlias = Literal["compiled", "captured"]  # how generate() makes a graph of a decode step on a GPU
+Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}

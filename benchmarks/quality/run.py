@@ -95,7 +95,7 @@ def patched(model, setting: Setting, length: int, o: Compared):
     told = dict(setting.patch or {})
     if told and widened(setting.method):
         told["window"] = min(told["window"], length)  # window and budget together may be all there is, and more
-    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, **told)
+    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, step="compiled", **told)
 
 
 def cost(report, rows: int) -> dict:

@@ -249,7 +249,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
     told = o.patch(name)
     # In contexts shorter than the budget all of them, as far as blocks go; the row says so.
     small = {"budget": max(BLOCK, context // BLOCK * BLOCK)} if name != "full" and context < o.budget else {}
-    with torchsparsekv.patch(model, name, max_length=length, **told | small) as handle:
+    with torchsparsekv.patch(model, name, max_length=length, step="compiled", **told | small) as handle:
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
         near = o.near(name)
