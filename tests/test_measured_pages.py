@@ -166,7 +166,36 @@ def test_the_first_call_of_a_process():
         found.append([f"{m}, {step}", *first, f"{rows[0]['second_s']:.1f}", " to ".join(ms)])
         if step == "captured":
             assert {r["agrees_with_eager"] for r in rows} == {64}
+    page = tables(ROOT / "docs/results.md")
+    assert found in page
+    found = []
+    for m in ("quest", "pariskv"):
+        rows = rows_of(f"h200_first_call_{m}.json")
+        assert {(r["method"], r["step"]) for r in rows} == {(m, "captured")}
+        first = [f"{r['first_s']:.1f}" for r in rows] + ["-"] * (2 - len(rows))
+        ms = " to ".join(f"{r['tpot_ms']:.2f}" for r in rows)
+        found.append([m, *first, f"{rows[0]['second_s']:.1f}", ms])
+    assert found in page
+
+
+def test_fetch_and_attention_in_one():
+    found = []
+    for m in ("quest", "arkvale", "pariskv"):
+        us = {k: r["us"] for k, r in stages_of("earlier/h200_kernels_brings.json", m, 131072).items()}
+        apart = [us[f"fetch, {what}"] + us["attention"] for what in ("all hits", "nearly all misses")]
+        both = [us[f"fetch and attention, {what}"] for what in ("all hits", "nearly all misses")]
+        found.append([m, *(f"{x:.1f}" for pair in zip(apart, both) for x in pair)])
     assert found in tables(ROOT / "docs/results.md")
+
+
+def test_what_an_idle_update_of_prkv_costs():
+    us = {k: r["us"] for k, r in stages_of("earlier/h200_kernels_brings.json", "prkv", 131072).items()}
+    alone, whole, pages = (us[x] for x in (
+        "update of the static set (nothing due)", "select, all of it (beside)", "pages (beside)",
+    ))  # fmt: skip
+    words = " ".join((PAGES / "prkv.md").read_text().split())
+    assert f"{alone:.2f} by itself, all of select {whole:.1f} with it and {pages:.1f} without" in words
+    assert f"it costs a layer {alone:.1f} us" in words
 
 
 def test_families_with_experts_windows_and_linear_layers():
