@@ -107,6 +107,19 @@ def test_rows_at_other_localities(watch):
     assert all(r["recompiles"] == 0 for r in rows)
 
 
+def test_a_context_at_which_nothing_dense_fits(watch):
+    o = decode.Options(**SMALL, contexts=(320,), steps=2, hf_static=False, dense=(), ours=False)
+    rows = decode.run(o)["rows"]
+    assert [r["method"] for r in rows] == ["hf-static", "quest"]
+    assert "speedup" not in rows[1]
+    assert rows[1]["over_floor"] == rows[1]["tpot_ms"] / rows[0]["tpot_ms"]
+
+
+def test_two_million_tokens_of_the_model_that_is_to_hold_them():
+    o = decode.Options(shape="qwen2.5-7b-1m", contexts=(1 << 21,), pool_dtype="int8", hf_static=False, dense=())
+    _common.check(("quest",), o)
+
+
 @pytest.mark.parametrize("wrong", [(0.5, 0.5), (0.95,), (1.5,)])
 def test_wrong_localities_are_refused(wrong):
     with pytest.raises(ValueError, match=r"localities must be between 0 and 1, none twice and none 0.95, got "):

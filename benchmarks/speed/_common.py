@@ -25,7 +25,7 @@ SHAPES: dict[str, dict] = {
     ),
     "qwen2.5-7b-1m": dict(
         model_type="qwen2", num_hidden_layers=28, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=1 << 21,
+        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=1 << 22,
     ),
     "tiny": dict(
         model_type="llama", num_hidden_layers=4, hidden_size=256, intermediate_size=512, num_attention_heads=8,

@@ -57,6 +57,7 @@ class Options(Setup):
     )
     steps: int = 100
     hf_static: bool = True
+    ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
     dense: tuple[str, ...] = option(("sdpa-cudnn",), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
     through_generate: bool = False
 
@@ -328,14 +329,17 @@ def run_dense(model, batch: int, context: int, o: Options) -> list[dict]:
     """Ours, and those of others that are asked for. The fastest is what methods are measured against."""
     hf_static = o.hf_static and context <= HF_STATIC_LIMIT
     names = (HF_STATIC,) * hf_static + o.dense
-    return [run_method(model, "full", o, batch, context), *(run_static(model, batch, context, o, n) for n in names)]
+    ours = [run_method(model, "full", o, batch, context)] if o.ours else []
+    return [*ours, *(run_static(model, batch, context, o, n) for n in names)]
 
 
 def told_against(floor: dict, dense: list[dict], methods: Iterable[dict]) -> Iterator[dict]:
-    """All of one context, each as soon as it is known: its time over the floor, and the best dense time over its."""
-    best = min(r["tpot_ms"] for r in dense)
+    """All of one context, each as soon as it is known: its time over the floor, and the best dense time over its, if
+    there is any."""
+    best = min((r["tpot_ms"] for r in dense), default=None)
     for r in itertools.chain(dense, methods):
-        yield r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"], "speedup": best / r["tpot_ms"]}
+        speedup = {} if best is None else {"speedup": best / r["tpot_ms"]}
+        yield r | {"over_floor": r["tpot_ms"] / floor["tpot_ms"]} | speedup
 
 
 def collect() -> None:
