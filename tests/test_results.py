@@ -173,7 +173,8 @@ def test_a_file_says_what_made_it(path):
     assert whole == path.stat().st_size, "no line is cut off"
     for head in heads(lines):
         words = shlex.split(head["command"])
-        assert words[:2] == ["torchsparsekv", "eval-text" if path in (*TEXTS, *PAGES, *PACKED) else "eval"]
+        of_text = path in (*TEXTS, *PAGES, *PACKED) and not path.name.startswith("recall")
+        assert words[:2] == ["torchsparsekv", "eval-text" if of_text else "eval"]
         assert words[words.index("--out") + 1] == path.name
         assert "/" not in head["command"]
 
@@ -188,7 +189,9 @@ def means(command: str):
         at = at.commands[name]
     given = at.make_context(name, words).params
     known = {"eval": quality, "eval-text": text_options}
-    where = known[name] if name in known else importlib.import_module(f"torchsparsekv.benchmarks.speed.{name}")
+    where = known[name] if name in known else importlib.import_module(
+        f"torchsparsekv.benchmarks.speed.{name.replace('-', '_')}"
+    )
     return made(where.Options, {k: v for k, v in given.items() if k != "out"})
 
 
@@ -249,6 +252,7 @@ CELLS = {
     "shapes": (("shape", "method", "context"), lambda o: {
         *product(o.shapes, ("full",), (256, o.context)[not o.floor :]), *product(o.shapes, o.methods, (o.context,))
     }),
+    "first_call": (("method", "step", "caches"), lambda o: {*product(o.methods, o.step, o.caches)}),
     "kernels": (("method", "context"), lambda o: {
         ("torch", None), *product(("full", "torch", *o.methods), o.contexts)
     }),
