@@ -35,7 +35,8 @@ OLDEST = {
     "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0), "union_pages": (8, 0), "visit_nodes": (8, 0),
 }  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
-_one_at_a_time = threading.Lock()  # compiled: what two threads need is compiled once
+_loaded: dict[tuple, "Module | str"] = {}
+_one_at_a_time = threading.Lock()  # compiled: what two threads need is compiled once; what is there waits for nobody
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
 
@@ -100,8 +101,10 @@ class Module:
         self.kernels: dict[str, tuple[c_void_p, int]] = {}
         mode = c_int(_RELAXED)  # another thread may be capturing a graph, in which nothing of this is to be
         self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
-        self._do("cuModuleLoadData", byref(self.module), image)
-        self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            self._do("cuModuleLoadData", byref(self.module), image)
+        finally:
+            self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
         """On the current stream, with `shared` bytes of dynamic shared memory; small grids early, as Triton's are."""
@@ -160,11 +163,14 @@ def load(name: str, device: torch.device, **defines: int) -> Module | str:
     if device.type != "cuda":
         return f"these tensors are on {device}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    with _one_at_a_time:
-        return _load(name, torch.device("cuda", index), **defines)
+    key = (name, index, *defines.items())
+    if key not in _loaded:
+        with _one_at_a_time:
+            if key not in _loaded:
+                _loaded[key] = _load(name, torch.device("cuda", index), **defines)
+    return _loaded[key]
 
 
-@functools.cache
 def _load(name: str, device: torch.device, **defines: int) -> Module | str:
     libraries, capability = _libraries(), torch.cuda.get_device_capability(device)
     if libraries is None:

@@ -14,29 +14,34 @@ from torchsparsekv.patches._cache import SparseLayer
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.state import LayerState
 
-Kind = tuple[Method, Layer, torch.Size, torch.dtype, torch.device]
+Kind = tuple[Method, Layer, bool, torch.Size, torch.dtype, torch.device]
 NAME = "torchsparsekv: compile ahead"
 _begun: set[Kind] = set()  # in this process
 
 
 def compile_ahead(layers: Iterable[SparseLayer]) -> threading.Thread | None:
     """Begin to compile what a step of these layers calls; None where there is nothing to do."""
-    kinds = {_kind(layer): layer for layer in layers if layer.state.near.ring.is_cuda}
+    kinds = {kind: layer for kind, layer in by_kind(layers).items() if layer.state.near.ring.is_cuda}
     new = [layer for kind, layer in kinds.items() if kind not in _begun]
     if not new:
         return None
     _begun.update(kinds)
     mode = FakeTensorMode()
-    # No real tensor goes along: the thread must not keep the memory of a cache that is gone.
+    # No tensor of the store goes along: the thread must not keep the memory of a cache that is gone.
     steps = [(layer.method, layer.shape, layer.state.mapped(lambda x: faked(mode, x))) for layer in new]
     thread = threading.Thread(target=_compile, args=(mode, steps), name=NAME)
     thread.start()
     return thread
 
 
+def by_kind(layers: Iterable[SparseLayer]) -> dict[Kind, SparseLayer]:
+    """One of all that take the same kernels."""
+    return {_kind(layer): layer for layer in layers}
+
+
 def _kind(layer: SparseLayer) -> Kind:
-    rows = layer.state.far.rows
-    return layer.method, layer.shape, rows.shape, layer.state.near.ring.dtype, layer.state.near.ring.device
+    ring, follows = layer.state.near.ring, layer.state.anchor is not None
+    return layer.method, layer.shape, follows, layer.state.far.rows.shape, ring.dtype, ring.device
 
 
 def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]) -> None:

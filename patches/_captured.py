@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs of eager ops: what generate() gets for torch.compile, which takes a minute at first.
 
 With `patch(..., step="captured")` what cannot be captured is refused; with "auto" it is compiled, and a line says why.
+What is found out by a capture that breaks off is refused either way: torch does not get over it well enough to compile.
 """
 import contextlib
 import functools
@@ -22,6 +23,7 @@ KINDS = 4  # of inputs for which a cache keeps graphs; more in one generate() ar
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 OURS = ("torchsparsekv.", "transformers.")  # modules whose hooks a replay can do without
+GLOBAL = torch.nn.modules.module
 _one_at_a_time = threading.Lock()  # captures in a process, says torch
 _stream = functools.cache(lambda device: torch.cuda.Stream(device))  # on which they are made
 
@@ -59,24 +61,36 @@ class Steps:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.shape[1] != 1:  # a chunk of the prompt
             return self.model(*args, **kwargs)
+        if self.auto and (self.compile_config is not None or self.handle.not_captured):
+            return self._compiled(*args, **kwargs)
+        leaves, forward, kind = self._taken_apart(args, kwargs, cache)
         try:
-            out = self._captured(args, kwargs, cache)
+            step = self._step(cache, kind)
         except Refused as e:
             if not self.auto:
                 raise
-            self.handle.compile_instead(e.why)
-            cache.use.end_of_model()  # where a capture broke off, nothing has happened
+            self._compile_instead(cache, e.why)
             return self._compiled(*args, **kwargs)
+        waits: list[str] = []  # of a step that runs as it is and so comes to its end, what a capture could not have
+        out = step.run(self.model, forward, leaves, cache, waits.append if self.auto else self._refuse)
         self.begun[cache] = cache.use.begun
+        if waits:
+            self._compile_instead(cache, waits[0])
         return out
 
     def _compiled(self, *args, **kwargs):
         """What the class has generate() call."""
         return type(self.model).get_compiled_call(self.model, self.compile_config)(*args, **kwargs)
 
-    def _captured(self, args: tuple, kwargs: dict, cache: SparseCache):
-        if self.auto and (self.compile_config is not None or self.handle.not_captured):
-            return self._compiled(*args, **kwargs)
+    def _compile_instead(self, cache: SparseCache, why: str) -> None:
+        cache.graphs = []  # and their memory
+        self.handle.compile_instead(why)
+
+    def _refuse(self, why: str) -> None:
+        raise Refused(self.model, why)
+
+    def _taken_apart(self, args: tuple, kwargs: dict, cache: SparseCache) -> tuple[list, Callable, tuple]:
+        """The inputs in a row; the model as a function of these; and what kind of inputs they are."""
         named = {name: x for name, x in sorted(kwargs.items()) if x is not cache}
         leaves, spec = pytree.tree_flatten((args, named))
 
@@ -84,14 +98,7 @@ class Steps:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             return self.model(*args, **kwargs, past_key_values=cache)
 
-        kind = (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
-        return self._step(cache, kind).run(self.model, forward, leaves, cache, self._tell)
-
-    def _tell(self, why: str) -> None:
-        """Of a step that runs as it is, why it could not be captured: with "auto" it comes to its end."""
-        if not self.auto:
-            raise Refused(self.model, why)
-        self.handle.compile_instead(why)
+        return leaves, forward, (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
 
     def _step(self, cache: SparseCache, kind: tuple) -> "Step":
         if any(layer.state.tap for layer in cache.stored.values()):
@@ -108,8 +115,8 @@ class Steps:
         return cache.graphs[-1]
 
     def _look_again(self, cache: SparseCache) -> None:
-        if self.auto and (name := hooked(self.model)) is not None:
-            raise Refused(self.model, f"module {name!r} has a hook, which a replay would leave out")
+        if self.auto and (found := code_of_yours(self.model)):
+            raise Refused(self.model, f"{found}, which a replay would leave out")
         now = fixed(self.model, cache)
         if now != cache.fixed:
             cache.graphs, cache.fixed = [], now
@@ -172,6 +179,11 @@ class NoWaits(TorchDispatchMode):
         super().__init__()
         self.device, self.tell = device, tell
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What the model has compiled itself stays so in here, as without this mode."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -190,13 +202,17 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def hooked(model) -> str | None:
-    """A module with a hook of the user's: Python code that has to run at every step."""
+def code_of_yours(model) -> str:
+    """Where Python code of the user's has to run at every step, as far as it can be told from the model's own."""
+    if GLOBAL._global_forward_hooks or GLOBAL._global_forward_pre_hooks:
+        return "there are hooks on all modules"
     for name, m in model.named_modules():
+        if "forward" in vars(m):
+            return f"module {name!r} has a forward of its own"
         hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
         if any(not (getattr(hook, "__module__", None) or "").startswith(OURS) for hook in hooks):
-            return name
-    return None
+            return f"module {name!r} has a hook"
+    return ""
 
 
 def changes(before: tuple, now: tuple) -> str:

@@ -183,8 +183,8 @@ class Handle:
             return
         self.not_captured = why
         warnings.warn(
-            "torchsparsekv: decode steps are compiled from now on, which takes a minute the first time, since they "
-            f"cannot be captured as a CUDA graph: {why}",
+            f"torchsparsekv: decode steps of this {type(self.model).__name__} are compiled from now on, which takes a "
+            f"minute the first time, since they cannot be captured as a CUDA graph: {why}",
             stacklevel=2,
         )
 

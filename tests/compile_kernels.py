@@ -31,6 +31,7 @@ SIZES = (80, 128, 256)  # head_dim: one that needs padding, the usual one, the l
 # Beside attention, what keeps tiles of rows in shared memory.
 TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static", "restructure"}
 ROOMY = {"choose_static", "restructure"}  # what takes more where there is more
+OF_OTHERS = {"restructure"}  # kernels made of those of other ops, which are compiled in all their ways
 WHOLE = (CUDABackend.make_ptx, CUDABackend.make_cubin)
 COMPILED: set[JITFunction] = set()
 choose_static = importlib.import_module("torchsparsekv.ops.select.choose_static")
@@ -94,6 +95,11 @@ def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
     those of the size that is padded to it. With many query heads a tile is as large as it gets."""
     pad, usual, most = SIZES
     tiled = "attention" in name or name in TILED
+    if name in OF_OTHERS:
+        yield torch.bfloat16, SMALLEST, usual, 1
+        yield torch.bfloat16, LARGE, usual, 0
+        yield torch.float32, LARGE, most, 0
+        return
     for dim, way in ((pad, 0), (usual, 1), (pad, 2), (most, 0)) if tiled else ((pad, 0), (pad, 1), (pad, 2)):
         yield torch.bfloat16, SMALLEST, dim, way
     yield torch.float32, SMALLEST, most if tiled else pad, 0

@@ -61,6 +61,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.before = graph, []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:

@@ -107,6 +107,11 @@ def test_rows_at_other_localities(watch):
     assert all(r["recompiles"] == 0 for r in rows)
 
 
+def test_localities_are_not_beside_those_of_text():
+    with pytest.raises(ValueError, match="localities are beside --locality, and --locality-of-text has another"):
+        decode.Options(localities=(0.5,), locality_of_text=True).check(("quest",))
+
+
 def test_a_context_at_which_nothing_dense_fits(watch):
     o = decode.Options(**SMALL, contexts=(320,), steps=2, hf_static=False, dense=(), ours=False)
     rows = decode.run(o)["rows"]

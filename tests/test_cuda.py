@@ -110,7 +110,7 @@ def test_ops_take_their_native_kernels():
 
 def test_why_there_are_none(monkeypatch):
     """On a GPU that is too old, and without NVRTC."""
-    load = _cuda._load.__wrapped__  # nothing is to be remembered
+    load = _cuda._load  # nothing is to be remembered
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     reasons = {object(): "compute capability 7.5 is below 8.0", None: "no NVRTC or no driver was found"}
     for libraries, reason in reasons.items():

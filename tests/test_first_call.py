@@ -16,7 +16,7 @@ from torchsparsekv.benchmarks.speed import first_call
 watch = on_a_cpu  # the fixture
 SMALL = first_call.Options(shape="tiny", context=60, tokens=4, methods=("quest",), step=("captured", "compiled"))
 WRONG = {
-    "--step=eager": "step must be of compiled, captured, got eager",
+    "--step=eager": "step must be of auto, captured, compiled, got eager",
     "--caches=kept,empty": "caches begin 'empty': there is none to keep before, got kept, empty",
     "--caches=warm": "caches must be of empty, kept, got warm", "--methods=nope": "unknown method 'nope'",
     "--tokens=1": "tokens must be at least 2, got 1", "--step=captured,captured": "step must be one or",

@@ -77,6 +77,8 @@ class Options(Setup):
         check_measured(self.also, methods, "also changes")
         if repeats(self.also):
             raise ValueError(f"also must be different values, got {','.join(self.also)}")
+        if self.localities and self.locality_of_text:
+            raise ValueError("localities are beside --locality, and --locality-of-text has another for each method")
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
             wrong = ",".join(map(str, self.localities))
             raise ValueError(f"localities must be between 0 and 1, none twice and none {self.locality}, got {wrong}")

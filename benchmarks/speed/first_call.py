@@ -33,7 +33,7 @@ class Options:
     context: int = 32768
     tokens: int = option(64, "Tokens of an answer.")
     methods: tuple[str, ...] = ("quest", "pariskv")
-    step: tuple[str, ...] = option(get_args(Step), "comma-separated: what patch() is told")
+    step: tuple[str, ...] = option(("auto", "compiled"), "comma-separated: what patch() is told")
     caches: tuple[str, ...] = option(CACHES, "comma-separated, in this order")
 
     @property
