@@ -4,9 +4,11 @@ import warnings
 
 import pytest
 import torch
+from families import FAMILIES
 from models import tiny
 from test_captured import IDS, MASK, NEW, SMALL, said
 from test_captured_refused import BREAKS
+from test_families import FULL, supported
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import CompileConfig
 from world import DEVICE
@@ -180,6 +182,19 @@ def test_code_of_yours_is_not_left_out(what, replays, compiled):
     with auto(model):
         said(model)
     assert sum(replays.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_every_family_can_be_captured(family, replays, monkeypatch):
+    """Beyond the windows of those that have some; experts are chosen without waiting."""
+    model = supported(family)
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: pytest.fail("compiled"))
+    want = said(model, disable_compile=True)
+    with torchsparsekv.patch(model, "quest", **FULL) as handle:
+        assert torch.equal(said(model), want)
+        assert torch.equal(said(model), want)
+        assert not handle.not_captured
+    assert replays == {0: 2 * (NEW - 1) - _captured.EAGER}
 
 
 def test_hooks_of_yours_run_at_every_step(replays, compiled):
