@@ -116,7 +116,7 @@ class Steps:
 
     def _look_again(self, cache: SparseCache) -> None:
         if self.auto and (found := code_of_yours(self.model)):
-            raise Refused(self.model, f"{found}, which a replay would leave out")
+            raise Refused(self.model, found)
         now = fixed(self.model, cache)
         if now != cache.fixed:
             cache.graphs, cache.fixed = [], now
@@ -204,14 +204,16 @@ class NoWaits(TorchDispatchMode):
 
 def code_of_yours(model) -> str:
     """Where Python code of the user's has to run at every step, as far as it can be told from the model's own."""
+    if model._compiled_call_impl is not None:
+        return "model.compile() was called, and may have graphs of its own"
     if GLOBAL._global_forward_hooks or GLOBAL._global_forward_pre_hooks:
-        return "there are hooks on all modules"
+        return "there are hooks on all modules, which a replay would leave out"
     for name, m in model.named_modules():
         if "forward" in vars(m):
-            return f"module {name!r} has a forward of its own"
+            return f"module {name!r} has a forward of its own, which a replay would leave out"
         hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
         if any(not (getattr(hook, "__module__", None) or "").startswith(OURS) for hook in hooks):
-            return f"module {name!r} has a hook"
+            return f"module {name!r} has a hook, which a replay would leave out"
     return ""
 
 

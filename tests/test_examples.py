@@ -1,5 +1,6 @@
 """Every example runs, at a tiny size, as a user starts it."""
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,16 +35,27 @@ def run(name: str, *args: str):
     )  # fmt: skip
 
 
-def test_a_method_that_is_named_is_the_one_that_is_compared():
-    done = run("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["quest"]
+@pytest.fixture
+def here(monkeypatch):
+    """The same in this process, which has imported all of it."""
+
+    def run(name: str, *args: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return run
+
+
+def test_a_method_that_is_named_is_the_one_that_is_compared(here, capsys):
+    here("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["quest"]
 
 
 @pytest.mark.parametrize("given", ["--chunk must be at least 2, got 1: one", "--words must be at least 1, got 0:"])
-def test_chunks_that_would_be_decode_steps_and_empty_texts_are_refused(given):
-    done = run("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(given)
+def test_chunks_that_would_be_decode_steps_and_empty_texts_are_refused(given, here):
+    with pytest.raises(SystemExit, match=given):
+        here("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
