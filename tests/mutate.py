@@ -164,6 +164,17 @@ MUTATIONS = (
              "(pos < tl.where(row < sink, tl.minimum(end, sink), end))",
              "(pos <= tl.where(row < sink, tl.minimum(end, sink), end))",
              "tests/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
+    # ---- what generate() does with a step
+    Mutation("a step that waits for the host is captured", "patches/_captured.py",
+             "        if waits:\n            self._compile_instead",
+             "        if not out:\n            self._compile_instead",
+             "tests/test_auto.py::test_what_waits_is_compiled"),
+    Mutation("hooks of transformers count as the user's", "patches/_captured.py",
+             'OURS = ("torchsparsekv.", "transformers.")', 'OURS = ("torchsparsekv.",)',
+             "tests/test_auto.py::test_hooks_of_transformers_are_none_of_yours"),
+    Mutation("the layer that chooses for others is not rehearsed", "patches/_ahead.py",
+             "layer.state.near.ring, layer.state.anchor is not None", "layer.state.near.ring, False",
+             "tests/test_ahead.py::test_all_that_has_cuda_kernels_is_compiled -k reuse"),
 )  # fmt: skip
 
 

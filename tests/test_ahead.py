@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from world import DEVICE
 
 import torchsparsekv
-from torchsparsekv.ops import _cuda
+from torchsparsekv.ops import _cuda, _lloyd_max
 from torchsparsekv.ops._registry import OPS
 from torchsparsekv.patches import _ahead
 
@@ -54,6 +54,8 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # not without CUDA, even of fake tensors
+    for table in (_lloyd_max.quantiser, _lloyd_max.polynomial):  # as in a process that has not made them yet
+        table.cache_clear()
     loaded = {}
     monkeypatch.setattr(_cuda, "load", lambda name, device, **defines: loaded.setdefault(name, "seen"))
     *_, stored = layers_of(method, **more)
