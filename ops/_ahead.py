@@ -1,6 +1,5 @@
 """The CUDA C++ of ops, compiled before the ops are called: by calling them with fake tensors."""
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsparsekv.ops._registry import OPS
@@ -14,8 +13,3 @@ class Ahead(TorchDispatchMode):
             with unset_fake_temporarily():  # tables that a kernel is compiled with are real
                 OPS[func.name().partition("::")[2]].choose(*args)
         return func(*args, **(kwargs or {}))
-
-
-def faked(mode: FakeTensorMode, x: object) -> object:
-    """A tensor's fake; of anything else itself."""
-    return mode.from_tensor(x) if isinstance(x, torch.Tensor) else x

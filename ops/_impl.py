@@ -141,11 +141,11 @@ class Chain:
                 "is being captured in a CUDA graph; decode eagerly (generate(..., disable_compile=True))"
             )
         (device,) = {t.device for t in tensors(things)}
-        copies = _mapped(things, lambda t: t.cpu())
+        copies = mapped(things, lambda t: t.cpu())
         found = self.reference(*copies)
         for t, copy in zip(tensors(things), tensors(copies)):
             t.copy_(copy)
-        return _mapped(found, lambda t: t.to(device))
+        return mapped(found, lambda t: t.to(device))
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -157,10 +157,11 @@ def tensors(x: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def _mapped(x: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def mapped(x: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples of tuples with other tensors."""
     if isinstance(x, Tensor):
         return fn(x)
     if isinstance(x, tuple):
-        parts = [_mapped(part, fn) for part in x]
+        parts = [mapped(part, fn) for part in x]
         return x._make(parts) if hasattr(x, "_make") else tuple(parts)
     return x

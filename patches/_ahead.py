@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchsparsekv.method import Method
-from torchsparsekv.ops._ahead import Ahead, faked
+from torchsparsekv.ops._ahead import Ahead
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SparseLayer
 from torchsparsekv.patches._family import Layer
@@ -28,7 +28,7 @@ def compile_ahead(layers: Iterable[SparseLayer]) -> threading.Thread | None:
     _begun.update(kinds)
     mode = FakeTensorMode()
     # No tensor of the store goes along: the thread must not keep the memory of a cache that is gone.
-    steps = [(layer.method, layer.shape, layer.state.mapped(lambda x: faked(mode, x))) for layer in new]
+    steps = [(layer.method, layer.shape, layer.state.mapped(mode.from_tensor)) for layer in new]
     thread = threading.Thread(target=_compile, args=(mode, steps), name=NAME)
     thread.start()
     return thread

@@ -67,14 +67,14 @@ def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
 
 
 def test_its_op_is_as_good_as_any(page):
-    from test_ops import clones, flat, mapped
+    from test_ops import clones, flat, on
     from world import DEVICE, World
 
     w = World(tokens=5, seed=3)
     entry = _registry.OPS["block_means"]
     means = torch.zeros(w.batch, w.heads, w.blocks, w.dim)
     things = (w.k, w.far(torch.maximum(w.begin, w.length)), means, w.lengths_view, w.block)
-    there = mapped(clones(things), lambda t: t.to(DEVICE))
+    there = on(DEVICE, clones(things))
     torch.library.opcheck(entry.op, tuple(flat(there)))
     entry.reference(*things)
     entry.run("triton", *there)

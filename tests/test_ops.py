@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from world import DEVICE, TOLERANCE, World, worlds
 
-from torchsparsekv.ops._impl import tensors
+from torchsparsekv.ops._impl import mapped, tensors
 from torchsparsekv.ops._registry import load_all
 
 ENTRIES = load_all()
@@ -24,16 +24,6 @@ def test_every_op_has_a_case():
 def test_an_op_takes_eight_things_at_most():
     wide = {name: len(e.signature.parameters) for name, e in ENTRIES.items() if len(e.signature.parameters) > 8}
     assert not wide
-
-
-def mapped(things, fn):
-    """The same views with other tensors."""
-    if isinstance(things, torch.Tensor):
-        return fn(things)
-    if isinstance(things, tuple):
-        parts = [mapped(x, fn) for x in things]
-        return things._make(parts) if hasattr(things, "_make") else tuple(parts)
-    return things
 
 
 def flat(things):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv import host
+from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
@@ -244,15 +245,14 @@ class LayerState:
             self._handed = None
         return order
 
-    def mapped(self, fn: Callable[[Any], Any]) -> "LayerState":
-        """The same layer, with `fn` of everything in its views and in those of the layer it follows."""
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LayerState":
+        """The same layer, with `fn` of the tensors in its views and in those of the layer it follows."""
         new = copy.copy(self)
         for name in self.buffers:
-            given = getattr(self, name)
-            setattr(new, name, type(given)(*map(fn, given)) if isinstance(given, tuple) else fn(given))
+            setattr(new, name, mapped(getattr(self, name), fn))
         new._store = Store(*new.near, *new.far)
         new.row_lengths = copy.copy(self.row_lengths)
-        new.row_lengths.view = Lengths._make(map(fn, self.row_lengths.view))
+        new.row_lengths.view = mapped(self.lengths, fn)
         new.anchor = self.anchor and self.anchor.mapped(fn)
         return new
 
