@@ -9,24 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_bench import watch as on_a_cpu
-from test_cli import refused
 
 from torchsparsekv.benchmarks.speed import first_call
 
 watch = on_a_cpu  # the fixture
 SMALL = first_call.Options(shape="tiny", context=60, tokens=4, methods=("quest",), step=("captured", "compiled"))
-WRONG = {
-    "--step=eager": "step must be of auto, captured, compiled, got eager",
-    "--caches=kept,empty": "caches begin 'empty': there is none to keep before, got kept, empty",
-    "--caches=warm": "caches must be of empty, kept, got warm", "--methods=nope": "unknown method 'nope'",
-    "--tokens=1": "tokens must be at least 2, got 1", "--step=captured,captured": "step must be one or",
-    "--shape=nope": "unknown shape 'nope'",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("arg", WRONG)
-def test_wrong_options_are_refused_before_anything_is_built(arg):
-    assert WRONG[arg] in refused("bench", "first-call", arg)
 
 
 def test_a_process_says_how_long_it_took(monkeypatch):

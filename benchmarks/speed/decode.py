@@ -258,13 +258,14 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         near = o.near(name)
         bank = bank_of(topics, near.get("locality", o.locality), device)
         steer(cache, bank)
+        others = o.localities if handle.plan.method.retrieves else ()
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
-        if o.localities and handle.plan.method.retrieves:
+        if others:
             row |= {"locality": o.locality}
         step = Step(model, cache, batch)
         step.warm_up(context)
         yield row | measured(step, handle, o.steps) | through_generate(model, cache, batch, o)
-        for locality in o.localities if handle.plan.method.retrieves else ():
+        for locality in others:
             bank.copy_(bank_of(topics, locality, device))
             step.warm_up(int(cache.get_seq_length()))
             yield row | {"locality": locality} | measured(step, handle, o.steps)

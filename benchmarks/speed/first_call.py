@@ -21,7 +21,7 @@ from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import at_least, different, option
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common
-from torchsparsekv.method import Step, make_method
+from torchsparsekv.method import Step
 
 CACHES = ("empty", "kept")
 LONGER = 3  # times as many tokens, for the time of one
@@ -43,8 +43,6 @@ class Options:
     def check(self, methods: tuple[str, ...]) -> None:
         different(self, "methods", "step", "caches")
         at_least(self, tokens=2)
-        for name in methods:
-            make_method(name)
         for field, known in (("step", get_args(Step)), ("caches", CACHES)):
             if wrong := sorted(set(getattr(self, field)) - set(known)):
                 raise ValueError(f"{field} must be of {', '.join(known)}, got {', '.join(wrong)}")

@@ -179,11 +179,8 @@ def run_method(model, chain: Chain, name: str, o: Options, context: int) -> dict
         step = Fed(model, cache, chain, o.locality)
         row = {"method": name, **o.told(name), "context": context, "found": right(said, chain)}
         row |= {"found_compiled": right(step.answers(), chain), "prompt_s": seconds}
-        before = decode.counts(handle.report())
-        row |= decode.timed(step, o.steps)
+        row |= decode.measured(step, handle, o.steps)
         multiply_experts(model, "grouped_mm")
-        report = handle.report()
-        row |= decode.rates(decode.counts(report) - before) | decode.memory_of(report)
         del cache, step
     decode.collect()
     return row
