@@ -155,10 +155,12 @@ def captures_steps(model, step: str) -> bool:
     """Whether generate() is to capture its steps: with "auto" where it can, and where it compiles if it cannot."""
     if step not in STEPS:
         raise ValueError(f"step must be one of {', '.join(STEPS)}, got {step!r}")
-    why_not = None if step == "compiled" else why_not_captured(model)
+    if step == "compiled":
+        return False
+    why_not = why_not_captured(model)
     if step == "captured" and why_not is not None:
         raise why_not
-    return step != "compiled" and why_not is None
+    return why_not is None
 
 
 def why_not_captured(model) -> Exception | None:
