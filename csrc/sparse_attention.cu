@@ -118,6 +118,13 @@ struct Tokens {
   }
 };
 
+// A warp asks for a tile of the ring.
+__device__ void ask_for(const char* ring, int tile, int ring_rows) {
+  const int row = tile * TILE + lane() % TILE;
+  if (row < ring_rows)
+    for (int at = lane() / TILE * 128; at < 4 * D; at += 256) ask(row_at<D>(ring, row) + at);
+}
+
 // What program number `rank` of the cluster has at a place of its shared memory.
 __device__ float load_from(int rank, const float* at) {
   float x;
@@ -194,11 +201,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-  chain();
   slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
+  ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
+  ask_for(ring, rank + CLUSTER * warp, ring_rows);
+  chain();
   const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
-  ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
   State s = {none()};
   for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
     const int row = tokens.row(tile);
