@@ -134,7 +134,7 @@ struct Sums {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
     const unsigned short* q, const unsigned char* centre, const unsigned char* spread, float* out, float* peaks,
-    const int* ring_begin, int q_b, int q_h, int heads, int blocks, int first, int block_size) {
+    const int* ring_begin, const int* pinned, int q_b, int q_h, int heads, int blocks, int first, int block_size) {
   const long long bh = blockIdx.x;
   const int b = blockIdx.x / heads, h = blockIdx.x % heads, warp = blockIdx.y * WARPS + threadIdx.x / 32;
   const int lane = threadIdx.x % 32, place = lane / 4 + lane % 2 * 8;  // in a tile
@@ -143,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
   chain();
   const int end = min(ring_begin[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
+  const int stay = pinned ? first + pinned[bh] / block_size : 0;
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};
   Tile ahead[AHEAD];
 #pragma unroll
@@ -164,6 +165,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
       const Sums sums(ahead[k], queries);
       if (next < stop) digests.load(next, ahead[k]);
       const float best = sums.best();
-      store(tile, row >= first && row < end ? best : none());
+      store(tile, row < first || row >= end ? none() : row < stay ? -none() : best);
     }
 }

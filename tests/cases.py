@@ -49,7 +49,10 @@ def _advance(w: World):
 
 
 def _append(w: World):
-    return (Token(w.k, w.v), _store(w, w.previous_begin), w.stats(), w.lengths_view)
+    """With a window of queries, of which the newest is still NaN, or without."""
+    observed = cases_static.observed(w, w.length - 1).queries if w.pick(False, True) else None
+    token = Token(w.k, w.v, w.q if observed is not None else None)
+    return (token, _store(w, w.previous_begin), w.stats(), w.lengths_view, observed)
 
 
 def _store(w: World, upto: torch.Tensor) -> Store:
@@ -315,7 +318,7 @@ OPS = {
     "store_prompt": _store_prompt,
     "forget": _forget,
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
-    "bound_scores": _bound_scores,
+    "bound_scores": lambda w: cases_static.bound_scores(w, _bound_scores(w)),
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
     "centroid_votes": _centroid_votes,
@@ -333,7 +336,6 @@ OPS = {
     "static_target": cases_static.static_target,
     "snap_tokens": cases_static.snap_tokens,
     "keep_leaving": cases_static.keep_leaving,
-    "pin_blocks": cases_static.pin_blocks,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "restructure": lambda w: cases_static.restructure(w, _fetch(w), _block_bounds),
     "plant_tree": cases_tree.plant_tree,

@@ -4,17 +4,16 @@ import dataclasses
 import torch
 from world import World
 
-from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select.snap_tokens import Pooling
 from torchsparsekv.ops.store.observe import NOT_YET
-from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Scored, Static, Store
+from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Static, Store
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
 
 
-def _observed(w: World, length: torch.Tensor) -> Observed:
+def observed(w: World, length: torch.Tensor) -> Observed:
     """The queries of the latest tokens of rows with so many, NaN where there was none yet."""
     window = w.pick(1, min(5, w.window), w.window)
     queries = torch.randn(w.batch, window, w.heads * w.group, w.dim, generator=w.g).to(w.dtype)
@@ -24,7 +23,7 @@ def _observed(w: World, length: torch.Tensor) -> Observed:
 
 
 def observe(w: World):
-    return (w.q, _observed(w, w.start), _static(w, 1).at, w.lengths_view)
+    return (w.q, observed(w, w.start), _static(w, 1).at, w.lengths_view)
 
 
 def _static(w: World, most: int) -> Static:
@@ -46,11 +45,11 @@ def _static(w: World, most: int) -> Static:
 
 
 def choose_static(w: World):
-    observed, static = _observed(w, w.length - 1), _static(w, w.pick(1, w.rows // 2 + 1, w.rows))
+    queries, static = observed(w, w.length), _static(w, w.pick(1, w.rows // 2 + 1, w.rows))
     store = Store(*w.near(w.length, w.begin), *w.far(w.begin))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
     coarse = store.pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (w.q[:, :, :1], observed, static, store, coarse, w.lengths_view, attention)
+    return (queries, static, store, coarse, w.lengths_view, attention)
 
 
 def _kept(w: World, frontier: torch.Tensor) -> Kept:
@@ -68,18 +67,18 @@ def _kept(w: World, frontier: torch.Tensor) -> Kept:
 
 def snap_tokens(w: World):
     """All sizes of the observation window, of the pooling, of past and prompt; what was kept before is forgotten."""
-    observed, kept = _observed(w, w.length), _kept(w, w.start.clamp(min=w.sink))
+    queries, kept = observed(w, w.length), _kept(w, w.start.clamp(min=w.sink))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
     pooling = Pooling(w.pick(5, 1, 7, 3), w.pick(False, True))
     spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
-    return (w.k, observed, kept, w.far(w.start), w.lengths_view, attention, pooling, spans)
+    return (w.k, queries, kept, w.far(w.start), w.lengths_view, attention, pooling, spans)
 
 
 def keep_leaving(w: World):
     """The ring counts from further on than it begins, from there, or from before: then tokens join."""
     away = torch.randint(-2 * w.interval, 4, (w.batch,), generator=w.g)
     kept = _kept(w, (w.begin + away).clamp(min=w.sink))
-    return (w.q[:, :, :1], _observed(w, w.start), kept, w.stats(), w.lengths_view)
+    return (kept, w.stats(), w.lengths_view)
 
 
 def copy_keys(w: World):
@@ -96,19 +95,20 @@ def block_bounds(w: World, things):
 def static_target(w: World):
     """Keys and queries are small integers: products are exact, and there are ties."""
     most = w.pick(1, w.rows // 2 + 1, w.rows)
-    observed, static = _observed(w, w.length - 1), _static(w, most)
+    queries, static = observed(w, w.length), _static(w, most)
     at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - w.pick(1, 90))
     static.at.copy_(at.expand_as(static.at))
-    observed, far = Observed(observed.queries.round()), Far(w.far(w.begin).rows.round())
+    queries, far = Observed(queries.queries.round()), Far(w.far(w.begin).rows.round())
     k = w.pick(most, 1 + w.seed % most)
     coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (w.q[:, :, :1].round(), observed, static, far, coarse, w.lengths_view, k, w.pick(False, True))
+    return (queries, static, far, coarse, w.lengths_view, k, w.pick(False, True))
 
 
-def pin_blocks(w: World):
-    scores = torch.randn(w.batch, w.heads, w.blocks, generator=w.g)
-    count = torch.randint(0, w.blocks - w.sink // w.block + 1, (w.batch, w.heads), generator=w.g, dtype=I32) * w.block
-    return (Scored(scores, peaks_of(scores)), count, w.sink, w.block)
+def bound_scores(w: World, things):
+    """With blocks that are pinned, up to all that can be retrieved, or without."""
+    live = (w.begin - w.sink).clamp(min=0)[:, None] // w.block
+    count = (torch.rand(w.batch, w.heads, generator=w.g) * (live + 1)).long().clamp(max=live).to(I32) * w.block
+    return (*things, w.pick(count, None))
 
 
 def relocate(w: World, fetching, bounding):
@@ -130,7 +130,7 @@ def relocate(w: World, fetching, bounding):
 
 def restructure(w: World, fetching, bounding):
     """Sets of any size, as `choose_static` has them; what was away at the last update, of what can be retrieved."""
-    q, observed, static, store, coarse, lengths, attention = choose_static(w)
+    queries, static, store, coarse, lengths, attention = choose_static(w)
     _, _, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
@@ -142,7 +142,7 @@ def restructure(w: World, fetching, bounding):
         front, behind = (torch.randperm(x, generator=w.g)[:pairs] for x in (n, live[b] - n))
         away[b, h, front] = (w.sink + n + behind).to(I32)
     store = CopiedStore(*store, coarse)
-    return (q, observed, static._replace(away=away), store, hot, digests, lengths, attention)
+    return (queries, static._replace(away=away), store, hot, digests, lengths, attention)
 
 
 def _away(w: World, most: int, rows: int):

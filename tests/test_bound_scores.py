@@ -29,7 +29,8 @@ def until(ends: list[int], sink: int) -> Lengths:
 
 
 def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, largest: float, seed: int):
-    """Digests that are NaN where nothing lives; of the spreads a share is so large that it counts as unbounded."""
+    """Digests that are NaN where nothing lives; of the spreads a share is so large that it counts as unbounded. With
+    two of three seeds some blocks are pinned."""
     g = torch.Generator().manual_seed(seed)
     heads, group, blocks, d = shape
     lead, random = (len(ends), heads, blocks), lambda *n: torch.randn(*n, generator=g)
@@ -43,7 +44,9 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
     centre = torch.where(live, centre.view(torch.uint8), NAN).view(FP8)
     spread = torch.where(live, spread.view(torch.uint8), NAN).view(FP8) if box else torch.where(live, spread, math.nan)
     digests = Digests(centre, spread, block, VOLUMES.index("box" if box else "ball"))
-    return q, digests, until([end * block + seed % block for end in ends], sink * block)
+    pinned = torch.tensor(ends)[:, None].sub(sink).clamp(min=0) * torch.rand(len(ends), heads, generator=g) * block
+    pinned = pinned.to(torch.int32) if seed % 3 else None
+    return q, digests, until([end * block + seed % block for end in ends], sink * block), pinned
 
 
 # ---------------------------------------------------------------- the CUDA kernel
@@ -74,6 +77,20 @@ def test_native(resident, d, group, blocks, share, sink, block, box, dtype, larg
         torch.testing.assert_close(got.cpu(), scores, rtol=2e-5, atol=1e-3)  # of sums of hundreds
         assert torch.equal(its_peaks, peaks_of(got))
     assert torch.equal(peaks.isinf(), results[0][1].isinf().cpu())
+
+
+@pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pinned_blocks_are_above_all_others(kind):
+    """Of three heads none, one and all that can be retrieved; counts say tokens."""
+    q, digests, lengths, _ = arguments((3, 2, 70, 64), [60], 16, 4, True, torch.bfloat16, 0.0, 0)
+    if kind == "triton" and DEVICE.type == "cpu":  # the interpreter cannot multiply these
+        q, digests = q.float(), digests._replace(centre=digests.centre.float(), spread=digests.spread.float())
+    things = (q, digests, lengths, torch.tensor([[0, 4, 44 * 4]], dtype=torch.int32))
+    scores, peaks = (x.cpu() for x in ENTRY.run(kind, *on(DEVICE, things)))
+    assert (scores == torch.inf).sum(-1).tolist() == [[0, 1, 44]]
+    assert scores[0, 1, 16] == torch.inf
+    torch.testing.assert_close(scores, ENTRY.reference(*things)[0], rtol=2e-5, atol=1e-3)
+    assert torch.equal(peaks, peaks_of(scores))
 
 
 HALVES = "queries in {} against centres in {}, not halves against fp8"

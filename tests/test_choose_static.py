@@ -40,8 +40,8 @@ def test_the_window_in_parts(seed, group, coarse, share, dtype):
     coarse |= dtype is torch.bfloat16 and DEVICE.type == "cpu"
     w = world(seed, group, coarse, dtype)
     things = OPS["choose_static"](w)
-    things[1].queries.mul_(8)  # so that the largest logit grows from tile to tile
-    assert things[1].queries.shape[1] * group > 16
+    things[0].queries.mul_(8)  # so that the largest logit grows from tile to tile
+    assert things[0].queries.shape[1] * group > 16
     want, got = clones(things), on(DEVICE, clones(things))
     ENTRY.reference(*want)
     with pytest.MonkeyPatch.context() as m:
@@ -50,10 +50,9 @@ def test_the_window_in_parts(seed, group, coarse, share, dtype):
         m.setattr(CHOOSE, "PAIRED", 16 * w.dtype.itemsize * (share == "PAIR"))
         m.setattr(CHOOSE, "TILE", 16)  # several for each program
         ENTRY.run("triton", *got)
-    assert int(want[2].updates.sum()), "nothing was due"
-    for a, b in zip(tensors(got[2]), tensors(want[2]), strict=True):
+    assert int(want[1].updates.sum()), "nothing was due"
+    for a, b in zip(tensors(got[1]), tensors(want[1]), strict=True):
         assert torch.equal(a.cpu(), b)
-    assert torch.equal(got[1].queries.cpu(), want[1].queries)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
@@ -70,20 +69,20 @@ def test_what_is_no_number_makes_no_hole_in_a_set(wrong, parts, coarse, monkeypa
     if parts == "parts":
         in_parts(monkeypatch, w)
     if wrong == "key":
-        things[3].pool[:, :, 70, 0] = float("nan")
+        things[2].pool[:, :, 70, 0] = float("nan")
         if coarse:
-            things[4][:, :, 70, 0] = NAN_E4M3
+            things[3][:, :, 70, 0] = NAN_E4M3
     else:
-        things[1].queries[:, 0, :, 0] = float("nan") if wrong == "query" else 1e6
-    things[2].at.fill_(CHOOSE.NOT_YET), things[2].target.fill_(8)
+        things[0].queries[:, 0, :, 0] = float("nan") if wrong == "query" else 1e6
+    things[1].at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(8)
     want, got = clones(tuple(things)), on(DEVICE, clones(tuple(things)))
     ENTRY.reference(*want)
     ENTRY.run("triton", *got)
-    count = want[2].count.flatten().tolist()
+    count = want[1].count.flatten().tolist()
     assert min(count) > 0
-    for n, ids in zip(count, got[2].ids.cpu().flatten(0, 1)):
+    for n, ids in zip(count, got[1].ids.cpu().flatten(0, 1)):
         assert len(set(ids[:n].tolist()) - {-1}) == n
-    assert torch.equal(got[2].ids.cpu(), want[2].ids)
+    assert torch.equal(got[1].ids.cpu(), want[1].ids)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,12 +91,43 @@ def test_sinks_of_several_tiles(seed, monkeypatch):
     w = world(seed, 2, 0, lengths=[128, 100], sink=40, window=20, interval=4, rows=128, block=4)
     *things, attention = OPS["choose_static"](w)
     things.append(attention._replace(softcap=0.0))
-    key = things[3].ring[0, 0, 30, 0].clone()
-    things[3].ring[:, :, 30, 0] = key
-    things[1].queries[:, ::2] = 6 * key
-    things[2].at.fill_(CHOOSE.NOT_YET), things[2].target.fill_(10)
+    key = things[2].ring[0, 0, 30, 0].clone()
+    things[2].ring[:, :, 30, 0] = key
+    things[0].queries[:, ::2] = 6 * key
+    things[1].at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(10)
     monkeypatch.setattr(CHOOSE, "TILE", 16)
     want, got = clones(tuple(things)), on(DEVICE, clones(tuple(things)))
     ENTRY.reference(*want)
     ENTRY.run("triton", *got)
-    assert torch.equal(got[2].ids.cpu(), want[2].ids)
+    assert torch.equal(got[1].ids.cpu(), want[1].ids)
+
+
+def test_a_turn_before_the_first_token_is_not_taken_for_never():
+    """Such a head chose when `at` was: not anew until `every` tokens after that."""
+    w = world(0, 2, 0, lengths=[30, 30], rows=64)
+    things = OPS["choose_static"](w)
+    static = things[1]
+    static.every.fill_(36), static.count.copy_(static.target.fill_(1)), static.updated.fill_(1)
+    static.at.copy_(torch.tensor([[-5, -6], [-7, CHOOSE.NOT_YET]]))
+    want, got = clones(things), on(DEVICE, clones(things))
+    ENTRY.reference(*want)
+    ENTRY.run("triton", *got)
+    assert want[1].updated.tolist() == got[1].updated.tolist() == [[0, 1], [1, 1]]
+    assert torch.equal(got[1].ids.cpu(), want[1].ids)
+
+
+@pytest.mark.parametrize("window", [1, 2, 6])
+@pytest.mark.parametrize("length", [1, 5, 60])
+def test_the_target_is_of_the_first_and_the_last_query(window, length):
+    """Of all windows, also those that are longer than the row, and at every place where the newest query can lie."""
+    entry = load_all()["static_target"]
+    for seed in range(6):
+        w = World(lengths=[length + seed], window=6, seed=seed, pick=lambda *options: options[-1])
+        queries, static, far, _, lengths, _, per_head = OPS["static_target"](w)
+        queries = type(queries)(torch.randn(1, window, 4, 16, generator=w.g).mul(3).round())
+        static.at.fill_(CHOOSE.NOT_YET), static.target.fill_(-1)
+        things = (queries, static, far, None, lengths, 12, per_head)
+        want, got = clones(things), on(DEVICE, clones(things))
+        entry.reference(*want)
+        entry.run("triton", *got)
+        assert torch.equal(got[1].target.cpu(), want[1].target)

@@ -144,6 +144,10 @@ class Method:
         `join`: see ops/_side.py.
         """
 
+    def observed_queries(self, s: LayerState) -> Tensor | None:
+        """Where the queries of the latest tokens are kept, if they are (ops/store/observe.py)."""
+        return None
+
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
         """Many tokens, of keys `k`, were taken in, a prompt or a chunk of one: choose what later steps are to see, if
         that is chosen here. The pool may not have these tokens yet."""
@@ -166,7 +170,8 @@ class Method:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.steer is not None:
             q = s.steer(s, q)
-        append(Token(k, v), s.store, s.stats, s.lengths)
+        observed = self.observed_queries(s)
+        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
         self.step(s, q, k)
         choice = None
         if self.dense:

@@ -30,7 +30,6 @@ from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
 from torchsparsekv.ops.index.relocate import gathered
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.ops.store.views import Attention, Choice, Token
@@ -47,7 +46,7 @@ class Literal(PRKV):
     """PRKV with algorithm 1 as it is written: the set in front, and behind it all others in their order."""
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        self.choose_static(s, q, a)
+        self.choose_static(s, a)
         sink = s.lengths.sink
         for b, h in s.static.updated.nonzero().tolist():
             ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
@@ -58,9 +57,7 @@ class Literal(PRKV):
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
                 to[b, h, : end // self.block_size] = new
             s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
-        scored = bound_scores(q, s.digests, s.lengths)
-        pin_blocks(scored, s.static.count, sink, self.block_size)
-        return self.best(*scored)
+        return self.best(*bound_scores(q, s.digests, s.lengths, s.static.count))
 
     def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
         """The order of the current layout: tokens that leave the set stay behind its front, side by side."""
@@ -106,7 +103,8 @@ class Fed:
         if tokens > 1:
             self.method.take_in(s, q, k, v, self.attention, join=True)
             return None
-        append(Token(k, v), s.store, s.stats, s.lengths)
+        observed = self.method.observed_queries(s)
+        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
         self.method.step(s, q, k)
         return self.method.choose(s, q, self.attention)
 

@@ -26,7 +26,6 @@ from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.centroid_votes import centroid_votes
 from torchsparsekv.ops.select.collide import collide
-from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
@@ -176,12 +175,10 @@ class PRKVStages(PageStages):
 
         def update(i, s):
             store = CopiedStore(s.store.ring, s.store.pool, b.method.coarse(s))
-            restructure(b.q[i], s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
+            restructure(s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
 
         def pages(i, s):
-            scored = bound_scores(b.q[i], s.digests, s.lengths)
-            pin_blocks(scored, s.static.count, s.lengths.sink, b.method.block_size)
-            return b.method.best(*scored)
+            return b.method.best(*bound_scores(b.q[i], s.digests, s.lengths, s.static.count))
 
         return [b.row("update of the static set (nothing due)", update), b.row("pages (beside)", pages)]
 

@@ -3,6 +3,9 @@
 For a box (spread per channel) |q| is taken per channel, for a ball (one spread) it is the norm of q. Written this way
 both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
 (the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/_top.py).
+
+The first retrievable blocks, those of `pinned` tokens of a (row, kv head), score +inf: they are chosen whatever their
+digests say (a static set stands there: ops/index/relocate.py).
 """
 from typing import Annotated
 
@@ -18,7 +21,7 @@ from torchsparsekv.ops._signature import FLOATS, Of
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
-from torchsparsekv.ops.store.views import Digests, Lengths
+from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
@@ -30,7 +33,7 @@ NATIVE_WARPS = 8  # per program, each with 16 blocks (a GROUP) at a time
 RESIDENT = 2  # programs per multiprocessor: with more of them they could not be launched early
 
 
-def check(q, digests, lengths) -> None:
+def check(q, digests, lengths, pinned=None) -> None:
     _check.heads(q, digests.centre)
     check_spread(digests)
 
@@ -48,11 +51,15 @@ def bound(q: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     return (x @ centre.float().transpose(-1, -2) + size @ _widths(spread).transpose(-1, -2)).amax(2)
 
 
-def reference(q: AnyQuery, digests: Digests, lengths: Lengths) -> tuple[Tensor, Tensor]:
+def reference(
+    q: AnyQuery, digests: Digests, lengths: Lengths, pinned: PerHead | None = None
+) -> tuple[Tensor, Tensor]:
     centre, spread, block_size, _ = digests
     scores = bound(q, centre, spread)
-    block = torch.arange(centre.shape[2], device=q.device)
-    live = (block >= lengths.sink // block_size) & (block < lengths.ring_begin[:, None] // block_size)
+    block, first = torch.arange(centre.shape[2], device=q.device), lengths.sink // block_size
+    if pinned is not None:
+        scores = scores.masked_fill(block < first + pinned[..., None] // block_size, torch.inf)
+    live = (block >= first) & (block < lengths.ring_begin[:, None] // block_size)
     scores = scores.masked_fill(~live[:, None], -torch.inf)
     return scores, peaks_of(scores)
 
@@ -86,9 +93,9 @@ def bounds_of(
 
 @triton.jit
 def _scores(
-    q, centre, spread, out, peaks, ring_begin, q_b, q_h, heads, blocks, groups, first,
-    BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
+    q, centre, spread, out, peaks, ring_begin, pinned, q_b, q_h, heads, blocks, groups, first,
+    PINNED: tl.constexpr, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    P: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
@@ -103,6 +110,9 @@ def _scores(
             UNBOUNDED,
         )  # fmt: skip
         best = tl.max(s, 1)
+        if PINNED:
+            stay = tl.minimum(first + tl.load(pinned + bh) // P, end)
+            best = tl.where((block >= first) & (block < stay), float("inf"), best)
     tl.store(out + bh * blocks + block, best, mask=block < blocks)
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, blocks, BLOCKS, GROUP)
 
@@ -114,7 +124,7 @@ def dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
-def _fits(q, digests, lengths) -> _cuda.Module | str:
+def _fits(q, digests, lengths, pinned=None) -> _cuda.Module | str:
     centre, spread = digests[:2]
     d, group, box = centre.shape[-1], q.shape[1] // centre.shape[1], spread.shape[-1] > 1
     if q.dtype not in (torch.float16, torch.bfloat16) or centre.dtype != FP8:
@@ -127,26 +137,27 @@ def _fits(q, digests, lengths) -> _cuda.Module | str:
     return _cuda.load("bound_scores", q.device, **shape)
 
 
-def _launch_cuda(kernels, q, digests, lengths) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
     """csrc/bound_scores.cu"""
     (centre, spread, block_size, _), (batch, heads, blocks, _) = digests, digests.centre.shape
     out, peaks = fake(q, digests)
     parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
         "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, out, peaks, lengths.ring_begin,
-        q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
+        pinned, q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
     )  # fmt: skip
     return out, peaks
 
 
-def _launch_triton(q, digests, lengths) -> tuple[Tensor, Tensor]:
+def _launch_triton(q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
     centre, spread, block_size, _ = digests
     batch, heads, blocks, d = centre.shape
     out, peaks = fake(q, digests)
     group = q.shape[1] // heads
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, out, peaks, lengths.ring_begin, q.stride(0), q.stride(1), heads, blocks, peaks.shape[2],
-        lengths.sink // block_size, BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        q, centre, spread, out, peaks, lengths.ring_begin, lengths.ring_begin if pinned is None else pinned,
+        q.stride(0), q.stride(1), heads, blocks, peaks.shape[2], lengths.sink // block_size, PINNED=pinned is not None,
+        BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=dot_type(q, centre),
         LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
         num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),

@@ -7,13 +7,13 @@ set (PRKV, algorithm 1; ties go to the lower row). Averaging the queries first w
 the model does not count. A score that is no number counts as 0, so that a set has as many tokens as it says.
 
 A head is due if it has not chosen since the last prompt, if it has not for `every` tokens, and when more tokens can be
-retrieved but the set is not full yet. On other steps nothing is read but that: the newest query is kept, and `updated`
-is 0. Rows that are past their capacity are left alone.
+retrieved but the set is not full yet. On other steps nothing is read but that, and `updated` is 0. Rows that are past
+their capacity are left alone.
 
 With a `coarse` copy of the keys (ops/index/copy_keys.py) that is read in place of the pool, which may be host memory.
 
-One launch for all of it (ops/_meet.py). In its phases a head's programs keep the query, find the logarithm of the sum
-of every softmax, then the scores, and one of them takes the best.
+One launch for all of it (ops/_meet.py). In its phases a head's programs find the logarithm of the sum of every softmax,
+then the scores, and one of them takes the best.
 """
 from typing import Any, NamedTuple
 
@@ -40,9 +40,9 @@ from torchsparsekv.ops._triton import (
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
-from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET, keep_newest
+from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET
 from torchsparsekv.ops.store.rows import keys_of, row_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Query, Static, Store
+from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Static, Store
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
@@ -50,7 +50,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # One instruction. Without flushing what is below 2 ** -126, as `tl.exp2` does not, it takes three more.
 EXP2 = "ex2.approx.ftz.f32 $0, $1;"
 FP16_MAX = tl.constexpr(65504.0)
-PHASES = 4
+PHASES = 3
 READ = ("ids", "count", "target", "updated", "at", "lead", "every", "updates", "arrived", "gone")  # of Static
 MOST = LANES // GROUP  # tokens of a set: a program looks at as many groups of scores
 
@@ -72,8 +72,8 @@ PAIR, PAIRED = Share(32768, 49152, 4, 2), 256
 ROOMY = 200_000  # bytes of shared memory of a GPU that has more than SMALL
 
 
-def check(q, observed, static, store, coarse, lengths, attention) -> None:
-    _check.heads(q, store.pool)
+def check(observed, static, store, coarse, lengths, attention) -> None:
+    _check.heads(observed.queries.transpose(1, 2), store.pool)
     if static.ids.shape[2] > MOST:
         raise ValueError(f"a static set has at most {MOST} tokens, got room for {static.ids.shape[2]}")
 
@@ -85,22 +85,21 @@ def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor
 
 
 def reference(
-    q: Query, observed: Changed[Observed], static: Changed[Static], store: Store, coarse: Coarse | None,
-    lengths: Lengths, attention: Attention,
+    observed: Observed, static: Changed[Static], store: Store, coarse: Coarse | None, lengths: Lengths,
+    attention: Attention,
 ) -> None:  # fmt: skip
     (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         static.updated[b] = 0
         if n <= 0:
             continue
-        observed.queries[b, (n - 1) % window] = q[b, :, 0]
         seen = observed.queries[b, : min(n, window)].unflatten(1, (heads, -1))
         for h in range(heads):
             count, target, _, at, lead, every = (int(t[b, h]) for t in static[1:7])
             if not (at == NOT_YET or n - at >= every or count < min(target, end - sink)):
                 continue
             held = min(n, sink)
-            behind = keys_in(pool, coarse, b, h, slice(sink, end)).to(q.dtype)
+            behind = keys_in(pool, coarse, b, h, slice(sink, end)).to(seen.dtype)
             keys = torch.cat([keys_of(ring[b, h, :held]).float(), behind.float()])
             scores = window_scores(seen[:, h], keys, attention)[held:]
             best = scores.argsort(descending=True, stable=True)[:target].sort().values
@@ -246,40 +245,35 @@ def _score(
 
 @triton.jit
 def choose_anew(
-    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
-    tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
-    most, FIRST: tl.constexpr, LAST: tl.constexpr, STAY: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
+    queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin, tops,
+    totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most,
+    FIRST: tl.constexpr, LAST: tl.constexpr, STAY: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All phases of a head. Whether it is due; with STAY its programs are to meet again then."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
-    n, end = tl.load(length + b), tl.load(ring_begin + b)
-    last, want = tl.load(at + bh), tl.load(target + bh)
-    due = (last == NOT_SINCE) | (n - last >= tl.load(every + bh)) | (tl.load(count + bh) < tl.minimum(want, end - sink))
-    due = due & (n > 0)
-    if (FIRST == 0) & (part == 0):
-        if tl.load(updated + bh) != due.to(tl.int32):  # at most steps nothing is stored but the query
-            tl.store(updated + bh, due.to(tl.int32))
-        keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
+    n, end, have = tl.load(length + b), tl.load(ring_begin + b), tl.load(count + bh)
+    last, want, interval, told = tl.load(at + bh), tl.load(target + bh), tl.load(every + bh), tl.load(updated + bh)
+    due = (n > 0) & ((last == NOT_SINCE) | (n - last >= interval) | (have < tl.minimum(want, end - sink)))
+    if (FIRST == 0) & (part == 0) & (told != due.to(tl.int32)):
+        tl.store(updated + bh, due.to(tl.int32))
     if due:
-        if (FIRST <= 1) & (LAST > 1):
-            if FIRST < 1:
-                meet(arrived + bh, parts)
+        if FIRST == 0:
             _sum_up(
                 queries, ring, keys, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
                 scale, softcap, padded, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, ASM,
             )  # fmt: skip
-        if (FIRST <= 2) & (LAST > 2):
-            if FIRST < 2:
+        if (FIRST <= 1) & (LAST > 1):
+            if FIRST < 1:
                 meet(arrived + bh, parts)
             _score(
                 queries, keys, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
                 scale, softcap, padded, groups, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, ASM,
             )  # fmt: skip
-        if (FIRST <= 3) & (LAST > 3):
-            if FIRST < 3:
+        if (FIRST <= 2) & (LAST > 2):
+            if FIRST < 2:
                 meet(arrived + bh, parts)
                 if not STAY:
                     leave(arrived + bh, gone + bh, parts)
@@ -296,17 +290,17 @@ def choose_anew(
 
 @triton.jit
 def _choose(
-    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
-    tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
-    most, FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
+    queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin, tops,
+    totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     choose_anew(
-        q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
-        ring_begin, tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap,
-        padded, groups, most, FIRST, LAST, False, CAPPED, COARSE, G, GP, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
+        queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
+        ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap,
+        padded, groups, most, FIRST, LAST, False, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
     )  # fmt: skip
 
 
@@ -316,12 +310,12 @@ def _share(device: torch.device, row_bytes: int) -> Share:
     return PAIR if row_bytes == PAIRED else LARGE
 
 
-def arguments(q, observed, static, store, coarse, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
+def arguments(observed, static, store, coarse, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and what `choose_anew` takes by name, but for its phases."""
     (queries,), (ring, pool) = observed, store
-    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
-    window, group, most = queries.shape[1], q.shape[1] // heads, static.ids.shape[2]
-    row_bytes = next_power_of_2(d) * q.element_size()
+    (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
+    window, group, most = queries.shape[1], queries.shape[2] // heads, static.ids.shape[2]
+    row_bytes = next_power_of_2(d) * queries.element_size()
     query_bytes, key_bytes, warps, beside = _share(pool.device, row_bytes)
     parts = parts_of(pool.device, batch * heads, cdiv(rows, TILE), beside)
     width = max(16, min(query_bytes // row_bytes, next_power_of_2(window * group)))
@@ -329,12 +323,12 @@ def arguments(q, observed, static, store, coarse, lengths, attention) -> tuple[t
     padded, groups, lanes = cdiv(window * group, width) * width, cdiv(rows, GROUP), next_power_of_2(most)
     new = lambda *shape, dtype=torch.float32: torch.empty((batch * heads, *shape), dtype=dtype, device=pool.device)  # noqa: E731
     return (batch * heads, parts), dict(
-        q=q, queries=queries, **{name: getattr(static, name) for name in READ}, ring=ring, keys=copied(pool, coarse),
+        queries=queries, **{name: getattr(static, name) for name in READ}, ring=ring, keys=copied(pool, coarse),
         length=lengths.length, ring_begin=lengths.ring_begin, tops=new(parts, padded), totals=new(parts, padded),
-        scores=new(rows), peaks=new(groups), listed=new(lanes, dtype=torch.int32), q_b=q.stride(0), q_h=q.stride(1),
+        scores=new(rows), peaks=new(groups), listed=new(lanes, dtype=torch.int32),
         heads=heads, sink=lengths.sink, window=window, ring_rows=ring.shape[2], rows=rows, scale=attention.scale,
         softcap=attention.softcap, padded=padded, groups=groups, most=most, CAPPED=attention.softcap > 0,
-        COARSE=coarse is not None, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), TILE=TILE, Q=width,
+        COARSE=coarse is not None, G=group, D=d, DP=next_power_of_2(d), TILE=TILE, Q=width,
         STAGES=stages, GROUP=GROUP, N=next_power_of_2(groups), L=lanes, ASM=EXP2 if compiles(pool.device) else "",
         num_warps=warps,
     )  # fmt: skip
@@ -342,7 +336,7 @@ def arguments(q, observed, static, store, coarse, lengths, attention) -> tuple[t
 
 def launch(*things) -> None:
     grid, given = arguments(*things)
-    device = given["q"].device
+    device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
         _choose[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
 

@@ -1,36 +1,27 @@
-"""What leaves the ring joins the tokens that are kept of a prompt, as long as there is room. The newest query is kept.
+"""What leaves the ring joins the tokens that are kept of a prompt, as long as there is room.
 
 `kept.frontier`, from which on the ring counts, goes with where the ring begins, once that has reached it: until then
 tokens of the prompt that lie in the ring and were not chosen (ops/select/snap_tokens.py) are not attended to. `updated`
 says whether there is something to fetch: tokens that joined, or all of them at the first step after a prompt. Tokens
-that find no room are counted as `lost`. The next prompt may be shorter than its observation window (`observed`,
-ops/store/observe.py).
+that find no room are counted as `lost`.
 """
 import torch
 
-from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET, keep_newest
+from torchsparsekv.ops._triton import chain, chained, tl, triton
+from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET
 from torchsparsekv.ops.store.rows import NEAR, add_count, count
-from torchsparsekv.ops.store.views import Kept, Lengths, Observed, Query, Stats
+from torchsparsekv.ops.store.views import Kept, Lengths, Stats
 
 
-def check(q, observed, kept, stats, lengths) -> None:
-    _check.heads(q, kept.ids)
-
-
-def reference(
-    q: Query, observed: Changed[Observed], kept: Changed[Kept], stats: Changed[Stats], lengths: Lengths
-) -> None:
+def reference(kept: Changed[Kept], stats: Changed[Stats], lengths: Lengths) -> None:
     heads, most = kept.ids.shape[1:]
     for b, (n, begin) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         kept.updated[b] = 0
         if n <= 0:
             continue
-        observed.queries[b, (n - 1) % observed.queries.shape[1]] = q[b, :, 0]
         for h in range(heads):
             held, frontier, at = (int(t[b, h]) for t in (kept.count, kept.frontier, kept.at))
             leaving = max(begin - frontier, 0)
@@ -46,14 +37,11 @@ def reference(
 
 @triton.jit
 def _join(
-    q, queries, ids, held, frontier, at, updated, updates, lost, counts, length, ring_begin, q_b, q_h, heads, window,
-    most, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    ids, held, frontier, at, updated, updates, lost, counts, length, ring_begin, heads, most, PDL: tl.constexpr
+):
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    n, begin = tl.load(length + b), tl.load(ring_begin + b)
-    keep_newest(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
+    n, begin = tl.load(length + bh // heads), tl.load(ring_begin + bh // heads)
     new = tl.full((), 0, tl.int32)
     if n > 0:
         first, old = tl.load(held + bh), tl.load(frontier + bh)
@@ -71,14 +59,12 @@ def _join(
     tl.store(updated + bh, new)
 
 
-def launch(q, observed, kept, stats, lengths) -> None:
-    (batch, heads, most), (queries,) = kept.ids.shape, observed
-    group, d = q.shape[1] // heads, q.shape[3]
+def launch(kept, stats, lengths) -> None:
+    batch, heads, most = kept.ids.shape
     _join[(batch * heads,)](
-        q, queries, *kept, stats.counts, lengths.length, lengths.ring_begin, q.stride(0), q.stride(1), heads,
-        queries.shape[1], most, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d), num_warps=1,
-        **chained(q.device, batch * heads),
+        *kept, stats.counts, lengths.length, lengths.ring_begin, heads, most, num_warps=1,
+        **chained(kept.ids.device, batch * heads),
     )  # fmt: skip
 
 
-keep_leaving = register("keep_leaving", reference, impls=(by_triton(launch),), check=check)
+keep_leaving = register("keep_leaving", reference, impls=(by_triton(launch),))

@@ -17,19 +17,18 @@ from torchsparsekv.ops.store.views import (
     Hot,
     Lengths,
     Observed,
-    Query,
     Static,
     Store,
 )
 
-PHASES = 8
-MOVING = tl.constexpr(4)  # the first phase of what comes second
+PHASES = choosing.PHASES + moving.PHASES
+MOVING = tl.constexpr(choosing.PHASES)  # the first phase of what comes second
 
 
-def apart(q, observed, static, store, hot, digests, lengths, attention) -> tuple[tuple, tuple]:
+def apart(observed, static, store, hot, digests, lengths, attention) -> tuple[tuple, tuple]:
     """What the one op takes, and what the other does."""
     ring, pool, coarse = store
-    first = (q, observed, static, Store(ring, pool), coarse, lengths, attention)
+    first = (observed, static, Store(ring, pool), coarse, lengths, attention)
     return first, (static, Far(pool), coarse, hot, digests, lengths.sink)
 
 
@@ -40,20 +39,20 @@ def check(*things) -> None:
 
 
 def reference(
-    q: Query, observed: Changed[Observed], static: Changed[Static], store: Changed[CopiedStore], hot: Changed[Hot],
+    observed: Observed, static: Changed[Static], store: Changed[CopiedStore], hot: Changed[Hot],
     digests: Changed[Digests], lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    first, second = apart(q, observed, static, store, hot, digests, lengths, attention)
+    first, second = apart(observed, static, store, hot, digests, lengths, attention)
     choosing.reference(*first)
     moving.reference(*second)
 
 
 @triton.jit
 def _restructure(
-    q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
-    tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
+    queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin,
+    tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups,
     most, away, pool, hot, coarse, centre, spread, slot_of, block_of, plan, blocks, slots, FIRST: tl.constexpr,
-    LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, ASM: tl.constexpr, SAME: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr,
     LIMIT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
@@ -62,9 +61,9 @@ def _restructure(
     chain(PDL)
     if FIRST < MOVING:
         due = choosing.choose_anew(
-            q, queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
-            ring_begin, tops, totals, scores, peaks, listed, q_b, q_h, heads, sink, window, ring_rows, rows, scale,
-            softcap, padded, groups, most, FIRST, LAST, True, CAPPED, COARSE, G, GP, D, DP, TILE, Q, STAGES, GROUP, N,
+            queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
+            ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale,
+            softcap, padded, groups, most, FIRST, LAST, True, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N,
             L, ASM,
         )  # fmt: skip
     else:  # what was due has been chosen, in a launch before
@@ -82,7 +81,7 @@ def launch(*things) -> None:
     first, second = apart(*things)
     grid, given = choosing.arguments(*first)
     given |= moving.arguments(grid[1], *second)
-    device = given["q"].device
+    device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
         _restructure[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
 

@@ -21,15 +21,15 @@ from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl,
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
 from torchsparsekv.ops.store.observe import NOT_SINCE, NOT_YET
-from torchsparsekv.ops.store.views import Far, Lengths, Observed, Query, Static
+from torchsparsekv.ops.store.views import Far, Lengths, Observed, Static
 
 TILE = 64  # keys at a time
 MATCHED = 16  # tokens of one of two lists that are looked for in the other at a time
 PHASES = 2
 
 
-def check(q, observed, static, far, coarse, lengths, k, per_head) -> None:
-    _check.heads(q, far.rows)
+def check(observed, static, far, coarse, lengths, k, per_head) -> None:
+    _check.heads(observed.queries.transpose(1, 2), far.rows)
     if not 0 < k <= static.ids.shape[2]:
         raise ValueError(f"k must be from 1 to the {static.ids.shape[2]} tokens that there is room for, got {k}")
 
@@ -41,36 +41,34 @@ def agreed(first: Tensor, last: Tensor, keys: Tensor, k: int) -> int:
 
 
 def reference(
-    q: Query, observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
+    observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
     per_head: bool,
 ) -> None:  # fmt: skip
-    heads = far.rows.shape[1]
-    window, group = observed.queries.shape[1], q.shape[1] // heads
+    (queries,), heads = observed, far.rows.shape[1]
+    window, group = queries.shape[1], queries.shape[2] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         if n <= 0 or static.at[b, 0] != NOT_YET:
             continue
-        first = q[b, :, 0] if window == 1 or n == 1 else observed.queries[b, max(n - window, 0) % window]
-        behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(q.dtype)
+        first, last = queries[b, max(n - window, 0) % window], queries[b, (n - 1) % window]
+        behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(queries.dtype)
         keys = behind.float().repeat_interleave(group, 0)
-        both = [agreed(*x, k) for x in zip(first, q[b, :, 0], keys)]
+        both = [agreed(*x, k) for x in zip(first, last, keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
         static.target[b] = (both.sum(1) // (both.shape[1] * lengths.interval) * lengths.interval).to(torch.int32)
 
 
 @triton.jit
 def _products(
-    q, queries, pool, scores, peaks, bh, h, part, parts, n, end, sink, window, rows, groups, q_h, queries_h,
+    queries, pool, scores, peaks, bh, h, part, parts, n, end, sink, window, rows, groups, queries_h,
     COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Of all keys with the first query of the window (rows 0 to G of `scores`) and the last, of each query head."""
     g, d, i = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, TILE)
     m = (g < 2 * G)[:, None] & (d < D)[None, :]
-    head = h * G + g % G
-    new = g >= tl.where((window == 1) | (n == 1), 0, G)  # of a window of one token it is the first query too
-    x = tl.load(q + head[:, None] * q_h + d[None, :], mask=m & new[:, None], other=0.0)
-    kept = (tl.maximum(n - window, 0) % window) * queries_h + head * D
-    x = tl.where(new[:, None], x, tl.load(queries + kept[:, None] + d[None, :], mask=m & ~new[:, None], other=0.0))
+    token = tl.where(g < G, tl.maximum(n - window, 0), n - 1)
+    kept = (token % window) * queries_h + (h * G + g % G) * D
+    x = tl.load(queries + kept[:, None] + d[None, :], mask=m, other=0.0)
     for tile in range(part, tl.cdiv(rows, TILE), parts):
         pos = tile * TILE + i
         live = (pos >= sink) & (pos < end)
@@ -105,8 +103,8 @@ def _agree(
 
 @triton.jit
 def _target(
-    q, queries, target, last, done, arrived, gone, pool, length, ring_begin, scores, peaks, lists, scratch, both, q_b,
-    q_h, heads, sink, window, rows, groups, k, FIRST: tl.constexpr, LAST: tl.constexpr, PER_HEAD: tl.constexpr,
+    queries, target, last, done, arrived, gone, pool, length, ring_begin, scores, peaks, lists, scratch, both, heads,
+    sink, window, rows, groups, k, FIRST: tl.constexpr, LAST: tl.constexpr, PER_HEAD: tl.constexpr,
     COARSE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HG: tl.constexpr, MATCHED: tl.constexpr,
     PDL: tl.constexpr,
@@ -118,8 +116,8 @@ def _target(
     if (n > 0) & (tl.load(last + bh) == NOT_SINCE):
         if FIRST == 0:
             _products(
-                q + b * q_b, queries + b * window * heads * G * D, pool, scores, peaks, bh, h, part, parts, n, end,
-                sink, window, rows, groups, q_h, heads * G * D, COARSE, G, GP, D, DP, TILE, GROUP,
+                queries + b * window * heads * G * D, pool, scores, peaks, bh, h, part, parts, n, end, sink, window,
+                rows, groups, heads * G * D, COARSE, G, GP, D, DP, TILE, GROUP,
             )  # fmt: skip
         if LAST > 1:
             if FIRST < 1:
@@ -145,10 +143,10 @@ def _target(
                 tl.store(done + first, 0)
 
 
-def launch(q, observed, static, far, coarse, lengths, k, per_head) -> None:
+def launch(observed, static, far, coarse, lengths, k, per_head) -> None:
     (queries,), (pool,) = observed, far
-    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
-    group, all_heads = q.shape[1] // heads, batch * heads
+    (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
+    group, all_heads = queries.shape[2] // heads, batch * heads
     parts = parts_of(pool.device, all_heads, cdiv(rows, TILE))
     groups, lanes = cdiv(rows, GROUP), max(MATCHED, next_power_of_2(k))
     new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=pool.device)  # noqa: E731
@@ -156,11 +154,11 @@ def launch(q, observed, static, far, coarse, lengths, k, per_head) -> None:
     lists, scratch, both = new(all_heads, parts, 2, lanes), new(all_heads, parts, lanes), new(all_heads, group)
     for phase in phases(pool.device, parts, PHASES):
         _target[(all_heads, parts)](
-            q, queries, static.target, static.at, static.done, static.arrived, static.gone,
-            copied(pool, coarse), lengths.length, lengths.ring_begin, scores, peaks, lists,
-            scratch, both, q.stride(0), q.stride(1), heads, lengths.sink, queries.shape[1], rows, groups, k, **phase,
-            PER_HEAD=per_head, COARSE=coarse is not None, G=group, GP=max(16, next_power_of_2(2 * group)),
-            P=lengths.interval, D=d, DP=next_power_of_2(d), TILE=TILE, GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
+            queries, static.target, static.at, static.done, static.arrived, static.gone, copied(pool, coarse),
+            lengths.length, lengths.ring_begin, scores, peaks, lists, scratch, both, heads, lengths.sink,
+            queries.shape[1], rows, groups, k, **phase, PER_HEAD=per_head, COARSE=coarse is not None, G=group,
+            GP=max(16, next_power_of_2(2 * group)), P=lengths.interval, D=d, DP=next_power_of_2(d), TILE=TILE,
+            GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
             HG=next_power_of_2(heads * group), MATCHED=MATCHED, num_warps=8, num_stages=1,
             **chained(pool.device, all_heads * parts),
         )  # fmt: skip

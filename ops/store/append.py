@@ -1,10 +1,12 @@
 """Write the newest token of every row into the ring, and move the tokens that leave the ring into the pool.
 
 On most steps nothing leaves and the copy returns at once; on the others it writes `interval` rows to the pool, which
-may be host memory. A layer whose pool has no rows forgets them.
+may be host memory. A layer whose pool has no rows forgets them. Where there is an observation window (observe.py), the
+query of the token becomes its newest.
 """
 import torch
 
+from torchsparsekv.ops import _check
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
@@ -25,21 +27,28 @@ from torchsparsekv.ops.store.rows import (
     rows_of,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Lengths, Stats, Store, Token
+from torchsparsekv.ops.store.views import Lengths, ObservedQueries, Stats, Store, Token
 
 TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
 
 
-def check(token, store, stats, lengths) -> None:
+def check(token, store, stats, lengths, observed=None) -> None:
     if store.ring.shape[2] < lengths.sink + lengths.interval:
         raise ValueError(
             f"a ring of {store.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
             "at once"
         )
+    if (token.q is None) != (observed is None):
+        raise ValueError("token.q is kept in observed: both are given, or neither")
+    if token.q is not None:
+        _check.heads(token.q, store.ring)
 
 
-def reference(token: Token, store: Changed[Store], stats: Changed[Stats], lengths: Lengths) -> None:
-    (k, v), (ring, pool), sink = token, store, lengths.sink
+def reference(
+    token: Token, store: Changed[Store], stats: Changed[Stats], lengths: Lengths,
+    observed: Changed[ObservedQueries | None] = None,
+) -> None:  # fmt: skip
+    (k, v, q), (ring, pool), sink = token, store, lengths.sink
     for b in range(k.shape[0]):
         n, old, new = (int(t[b]) for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
         if n <= 0:
@@ -49,13 +58,29 @@ def reference(token: Token, store: Changed[Store], stats: Changed[Stats], length
         if new > old and pool.shape[2]:
             leaving = ring[b, :, ring_row(torch.arange(old, new), sink, ring.shape[2])]
             pool[b, :, old:new] = as_stored(leaving, pool)
+        if q is not None and observed is not None:
+            observed[b, (n - 1) % observed.shape[1]] = q[b, :, 0]
         count(stats.counts[b], steps=1, context=n, near=min(n, sink) + max(n - new, 0))
+
+
+@triton.jit
+def _keep(
+    q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
+    """Of a single token, by a program of its head: the queries of the group. They are read before it is known that the
+    row has a token, to wait for both at once."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    there = (d < D)[None, :]
+    x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & there, other=0.0)
+    kept = (b * window + (n - 1) % window) * heads * G + h * G + g
+    tl.store(queries + kept[:, None] * D + d[None, :], x, mask=(g < tl.where(n > 0, G, 0))[:, None] & there)
 
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def _append(
-    k, v, ring, pool, counts, length, previous_ring_begin, ring_begin, k_b, k_h, v_b, v_h, heads, ring_rows, pool_rows,
-    sink, D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    k, v, q, ring, pool, counts, queries, length, previous_ring_begin, ring_begin, k_b, k_h, v_b, v_h, q_b, q_h, heads,
+    ring_rows, pool_rows, sink, window, KEEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -63,6 +88,9 @@ def _append(
     b, h = bh // heads, bh % heads
     n = tl.load(length + b)
     old, new = tl.load(previous_ring_begin + b), tl.load(ring_begin + b)
+    if KEEP:  # noqa: SIM102 (one is known when it is compiled)
+        if part == 0:
+            _keep(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
     if n > 0:
         span = ring_rows - sink
         c = tl.arange(0, ROW)
@@ -85,13 +113,16 @@ def _append(
             store_row(to, c[None, :], rows, (pos < new)[:, None], live[None, :], D)
 
 
-def launch(token, store, stats, lengths) -> None:
-    (k, v), (ring, pool) = token, store
+def launch(token, store, stats, lengths, observed=None) -> None:
+    (k, v, q), (ring, pool) = token, store
     batch, heads, ring_rows, _, d = ring.shape
-    parts = cdiv(lengths.interval, TILE)
+    parts, keep = cdiv(lengths.interval, TILE), q is not None
+    q, queries = (q, observed) if keep else (k, k)  # which are not looked at
+    group = q.shape[1] // heads
     _append[(batch * heads, parts)](
-        k, v, ring, pool, stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), heads, ring_rows, pool.shape[2], lengths.sink, D=d,
+        k, v, q, ring, pool, stats.counts, queries, lengths.length, lengths.previous_ring_begin, lengths.ring_begin,
+        *k.stride()[:2], *v.stride()[:2], *q.stride()[:2], heads, ring_rows, pool.shape[2], lengths.sink,
+        queries.shape[1], KEEP=keep, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
         ROW=next_power_of_2(row_width(d)), TILE=TILE, **chained(ring.device, batch * heads * parts),
     )  # fmt: skip
 

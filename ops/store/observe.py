@@ -1,7 +1,7 @@
 """Keep the queries of the last tokens of a prompt: they are the observation window of what is chosen by it, anew.
 
 `at`, the length at which something was last chosen by them, becomes NOT_YET: not since this prompt. Of a single token
-the ops of the decode step keep the query, in a launch that they take anyway.
+`append` keeps the query.
 """
 import torch
 
@@ -38,19 +38,6 @@ def _observe(
         column = (tokens - n + position).to(tl.int64)
         x = tl.load(q + b * q_b + h * q_h + column * q_s + d, mask=d < D)
         tl.store(queries + ((b * window + position % window) * q_heads + h) * D + d, x, mask=d < D)
-
-
-@triton.jit
-def keep_newest(
-    q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):
-    """Of a single token, by a program of its head: the queries of the group. They are read before it is known that the
-    row has a token, to wait for both at once."""
-    g, d = tl.arange(0, GP), tl.arange(0, DP)
-    there = (d < D)[None, :]
-    x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & there, other=0.0)
-    kept = (b * window + (n - 1) % window) * heads * G + h * G + g
-    tl.store(queries + kept[:, None] * D + d[None, :], x, mask=(g < tl.where(n > 0, G, 0))[:, None] & there)
 
 
 def launch(q, observed, at, lengths) -> None:

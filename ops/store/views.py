@@ -18,6 +18,7 @@ Query: TypeAlias = Annotated[Tensor, Of("batch q_heads 1 dim", "kv", strided=Tru
 Queries: TypeAlias = Annotated[Tensor, Of("batch q_heads tokens dim", "kv", strided=True)]
 NewKeys: TypeAlias = Annotated[Tensor, Of("batch heads tokens dim", "kv", strided=True)]
 NewToken: TypeAlias = Annotated[Tensor, Of("batch heads 1 dim", "kv", strided=True)]
+ObservedQueries: TypeAlias = Annotated[Tensor, Of("batch observed q_heads dim", "kv")]
 PerRow: TypeAlias = Annotated[Tensor, Of("batch", I32)]
 # Of new tokens of any requests: keys or values, and the row of the pool that each has, -1 for none.
 FlatTokens: TypeAlias = Annotated[Tensor, Of("tokens heads dim", "kv", strided=True)]
@@ -48,10 +49,11 @@ class Lengths(NamedTuple):
 
 
 class Token(NamedTuple):
-    """Key and value of the newest token."""
+    """Key and value of the newest token, and its query where that is kept."""
 
     k: NewToken
     v: NewToken
+    q: Query | None = None
 
 
 class Near(NamedTuple):
@@ -198,7 +200,7 @@ class Codes(NamedTuple):
 class Observed(NamedTuple):
     """The latest queries: the observation window. That of the token at a position is at `position % observed`."""
 
-    queries: Annotated[Tensor, Of("batch observed q_heads dim", "kv")]
+    queries: ObservedQueries
 
 
 class Static(NamedTuple):

@@ -44,6 +44,9 @@ class ObservingMethod(Method):
     def effective(self) -> dict[str, object]:
         return super().effective() | {"observe": self.observed}
 
+    def observed_queries(self, s: LayerState) -> Tensor | None:
+        return s.observed.queries
+
     def observed_buffer(self, g: Geometry) -> Observed:
         return Observed(Buffer((g.batch, self.observed, g.kv_heads * g.group, g.head_dim), g.dtype))
 
@@ -109,7 +112,6 @@ class StaticMethod(ObservingMethod):
         self.copy(s, k)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        """The newest query is kept where it is also seen whether the set is due."""
         self.copy(s, k)
 
     def copy(self, s: LayerState, k: Tensor) -> None:
@@ -119,5 +121,5 @@ class StaticMethod(ObservingMethod):
     def coarse(self, s: LayerState) -> Tensor | None:
         return s.coarse if self.copies else None
 
-    def choose_static(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        choose_static(q, s.observed, s.static, s.store, self.coarse(s), s.lengths, a)
+    def choose_static(self, s: LayerState, a: Attention) -> None:
+        choose_static(s.observed, s.static, s.store, self.coarse(s), s.lengths, a)

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from torchsparsekv.ops.index.block_bounds import block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.select.pin_blocks import pin_blocks
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.static_target import static_target
 from torchsparsekv.ops.store.observe import observe
@@ -65,6 +64,9 @@ class PRKV(StaticMethod, PageMethod):
             return super().buffers(g)
         return super().buffers(g) | self.static_buffers(g, most, most, moves=True)
 
+    def observed_queries(self, s: LayerState) -> Tensor | None:
+        return super().observed_queries(s) if self.static else None
+
     @property
     def copies(self) -> bool:
         return bool(self.static) and self.source == "codes"
@@ -84,8 +86,6 @@ class PRKV(StaticMethod, PageMethod):
         coarse = self.coarse(s)
         if self.static_ratio == "auto":
             most = min(self.budget, s.static.ids.shape[2])
-            static_target(q, s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
-        restructure(q, s.observed, s.static, CopiedStore(*s.store, coarse), s.hot, s.digests, s.lengths, a)
-        scored = bound_scores(q, s.digests, s.lengths)
-        pin_blocks(scored, s.static.count, s.lengths.sink, self.block_size)
-        return self.best(*scored)
+            static_target(s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
+        restructure(s.observed, s.static, CopiedStore(*s.store, coarse), s.hot, s.digests, s.lengths, a)
+        return self.best(*bound_scores(q, s.digests, s.lengths, s.static.count))

@@ -27,5 +27,5 @@ class PRKVStatic(StaticMethod):
         return super().buffers(g) | self.static_buffers(g, most, most) | {"hot": hot_buffer(g, 1, most, most)}
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        self.choose_static(s, q, a)
+        self.choose_static(s, a)
         return Choice(s.static.ids, s.static.updated)

@@ -76,7 +76,7 @@ class SnapKV(ObservingMethod):
         snap_tokens(k, s.observed, s.kept, s.far, s.lengths, a, pooling, spans)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        keep_leaving(q, s.observed, s.kept, s.stats, s.lengths)
+        keep_leaving(s.kept, s.stats, s.lengths)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         return Choice(s.kept.ids, s.kept.updated, s.kept.frontier)
