@@ -122,7 +122,7 @@ struct Tokens {
 __device__ void ask_for(const char* ring, int tile, int ring_rows) {
   const int row = tile * TILE + lane() % TILE;
   if (row < ring_rows)
-    for (int at = lane() / TILE * 128; at < 4 * D; at += 256) ask(row_at<D>(ring, row) + at);
+    for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row_at<D>(ring, row) + at);
 }
 
 // What program number `rank` of the cluster has at a place of its shared memory.

@@ -18,6 +18,7 @@ template <int CHANNELS> __device__ inline const char* head_of(const char* store,
 template <int CHANNELS> __device__ inline const char* row_at(const char* rows, int row) {
   return rows + row * (4ll * CHANNELS);
 }
+template <int CHANNELS> constexpr int row_bytes = 4 * CHANNELS;
 template <int CHANNELS> __device__ inline const char* value_of(const char* row) { return row + 2 * CHANNELS; }
 
 // Packed rows of a pool, of so many CHANNELS, in words of 16 bytes: the 8-bit numbers of the key, those of the value, and

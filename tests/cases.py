@@ -26,7 +26,6 @@ from torchsparsekv.ops.store.views import (
     Scored,
     Segments,
     Store,
-    Token,
     Trigger,
     Units,
 )  # fmt: skip
@@ -46,13 +45,6 @@ def _advance(w: World):
     zeros = torch.zeros_like(before)
     lengths = Lengths(zeros, before, zeros.clone(), w.begins(before), w.sink, w.interval)
     return (seq_len, left_pad, lengths, pad, w.tokens, w.rows - w.pick(0, 1, 2), w.window)
-
-
-def _append(w: World):
-    """With a window of queries, of which the newest is still NaN, or without."""
-    observed = cases_static.observed(w, w.length - 1).queries if w.pick(False, True) else None
-    token = Token(w.k, w.v, w.q if observed is not None else None)
-    return (token, _store(w, w.previous_begin), w.stats(), w.lengths_view, observed)
 
 
 def _store(w: World, upto: torch.Tensor) -> Store:
@@ -313,7 +305,7 @@ def _window_attention(w: World):
 
 OPS = {
     "advance": _advance,
-    "append": _append,
+    "append": lambda w: cases_static.append(w, _store(w, w.previous_begin)),
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
     "forget": _forget,

@@ -7,7 +7,7 @@ from world import World
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select.snap_tokens import Pooling
 from torchsparsekv.ops.store.observe import NOT_YET
-from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Static, Store
+from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Static, Store, Token
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -20,6 +20,12 @@ def observed(w: World, length: torch.Tensor) -> Observed:
     for b, n in enumerate(length.tolist()):
         queries[b, max(n, 0) :] = torch.nan
     return Observed(queries)
+
+
+def append(w: World, store: Store):
+    """With a window of queries, of which the newest is still NaN, or without."""
+    queries = observed(w, w.length - 1).queries if w.pick(False, True) else None
+    return (Token(w.k, w.v, None if queries is None else w.q), store, w.stats(), w.lengths_view, queries)
 
 
 def observe(w: World):

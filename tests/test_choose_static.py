@@ -116,12 +116,11 @@ def test_a_turn_before_the_first_token_is_not_taken_for_never():
     assert torch.equal(got[1].ids.cpu(), want[1].ids)
 
 
-@pytest.mark.parametrize("window", [1, 2, 6])
-@pytest.mark.parametrize("length", [1, 5, 60])
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (1, 6), (3, 6), (60, 2)])
 def test_the_target_is_of_the_first_and_the_last_query(window, length):
     """Of all windows, also those that are longer than the row, and at every place where the newest query can lie."""
     entry = load_all()["static_target"]
-    for seed in range(6):
+    for seed in range(3):
         w = World(lengths=[length + seed], window=6, seed=seed, pick=lambda *options: options[-1])
         queries, static, far, _, lengths, _, per_head = OPS["static_target"](w)
         queries = type(queries)(torch.randn(1, window, 4, 16, generator=w.g).mul(3).round())
