@@ -170,9 +170,7 @@ class Method:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.steer is not None:
             q = s.steer(s, q)
-        observed = self.observed_queries(s)
-        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
-        self.step(s, q, k)
+        self.take_token(s, q, k, v)
         choice = None
         if self.dense:
             out = dense_attention(q, s.far, s.lengths, a)
@@ -184,6 +182,13 @@ class Method:
         if s.tap is not None:
             s.tap(s, q, a, choice, out)
         return out
+
+    @final
+    def take_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """One new token into the store and the index."""
+        observed = self.observed_queries(s)
+        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
+        self.step(s, q, k)
 
     @final
     def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:

@@ -30,9 +30,8 @@ from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
 from torchsparsekv.ops.index.relocate import gathered
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import keys_of, values_of
-from torchsparsekv.ops.store.views import Attention, Choice, Token
+from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv.zoo.prkv import PRKV
 
@@ -103,9 +102,7 @@ class Fed:
         if tokens > 1:
             self.method.take_in(s, q, k, v, self.attention, join=True)
             return None
-        observed = self.method.observed_queries(s)
-        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
-        self.method.step(s, q, k)
+        self.method.take_token(s, q, k, v)
         return self.method.choose(s, q, self.attention)
 
     def kept(self, choice: Choice | None) -> Tensor:
