@@ -1,4 +1,6 @@
 """`bench throughput`: the largest batch that fits, and what it is held against."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_bench import refused, watch  # noqa: F401
@@ -26,7 +28,8 @@ def test_wrong_options_are_refused(arg):
 def small(watch, monkeypatch):  # noqa: F811
     """A device of any size, and dense attention of others that takes twice as long as ours."""
     monkeypatch.setattr(throughput, "SPARE_GIB", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("", (), {"total_memory": 2**40}))
+    device = SimpleNamespace(name="any", multi_processor_count=1, total_memory=2**40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda _: None)
     monkeypatch.setattr(throughput._dense, "try_out", lambda *_: None)
     static = lambda model, batch, context, d, name: {"method": name, "batch": batch, "tpot_ms": context / 500}  # noqa: E731
