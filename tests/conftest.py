@@ -2,6 +2,8 @@
 import gc
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below
+
 import torch
 
 if not torch.cuda.is_available():

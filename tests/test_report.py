@@ -13,7 +13,7 @@ from cases import METHODS
 from hypothesis import given
 from hypothesis import strategies as st
 from standin import source
-from test_cli import ROOT, cli, refused
+from test_cli import ROOT, answered, refused
 from test_eval import SMALL
 
 from torchsparsekv.benchmarks.quality import run as quality
@@ -323,9 +323,8 @@ def test_a_file_of_bytes_is_named(tmp_path):
 
 def test_the_command(tmp_path):
     shutil.copy(RESULTS / "h200_prefill.json", tmp_path)
-    done = cli("report", str(tmp_path / "h200_prefill.json"), "-o", str(tmp_path / "a.html"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / "a.html"), str(tmp_path / "a_prefill.png")]
+    told = answered("report", str(tmp_path / "h200_prefill.json"), "-o", str(tmp_path / "a.html"))
+    assert told.split() == [str(tmp_path / "a.html"), str(tmp_path / "a_prefill.png")]
 
 
 @pytest.mark.parametrize(
