@@ -345,3 +345,35 @@ def test_the_clusters_of_clusterkv():
     of = lambda size: [mass[f"clusters of {size} by {how}"] for how in ("distance", "cosine")]  # noqa: E731
     want = "clusters of 16 keep {} by distance and {} by cosine, clusters of 80 {} and {}"
     assert want.format(*of(16), *of(80)) in said
+
+
+def test_throughput_with_the_whole_gpu():
+    """A file's first row names it; what a method takes is beside the best dense of the same run."""
+    found = []
+    for name in ("32k", "32k_int8", "128k", "128k_int8", "pariskv_int8"):
+        head = json.loads((RESULTS / f"h200_throughput_{name}.json").read_text())
+        o, link = head["options"], f"[{name}](../benchmarks/results/h200_throughput_{name}.json)"
+        best = max(r["tokens_per_s"] for r in head["rows"] if r["method"] in ("full", "sdpa-cudnn"))
+        for r in head["rows"]:
+            dense = {"full": "dense: ours", "sdpa-cudnn": "dense: cuDNN"}.get(r["method"])
+            pool = "16 bits" if dense or o["pool_dtype"] == "auto" else o["pool_dtype"]
+            what = dense or (f"`{r['method']}`" if o["budget"] == 1024 else f"`{r['method']}`, budget {o['budget']}")
+            found.append([
+                f"{r['context'] // 1024}K", what.strip("`"), pool, str(r["batch"]), f"{r['tpot_ms']:.2f}",
+                f"{r['tokens_per_s']:.0f}", f"{r['tokens_per_s'] / best:.2f}x", link,
+            ])  # fmt: skip
+            link = ""
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_a_pool_in_8_bits_by_what_is_found():
+    floor, *rows = rows_of("h200_decode_int8_localities.json")
+    rows.sort(key=lambda r: -r["locality"])
+    found = [
+        [
+            f"{r['locality']:g}", f"{r['hit_rate']:.3f}", f"{r['host_MB_per_step']:.1f}", f"{r['tpot_ms']:.2f}",
+            f"{r['tpot_ms'] / floor['tpot_ms']:.2f}", f"{r['tpot_ms'] / rows[0]['tpot_ms']:.2f}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    assert found in tables(ROOT / "docs/results.md")

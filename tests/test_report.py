@@ -186,6 +186,10 @@ def test_throughput_and_memory(plt):
     assert line(found.figure.axes[0], style.colour("quest"), 2) == sorted(want)
     several = speed.throughput(plt, load(sorted(RESULTS.glob("h200_throughput*.json"))))
     assert [{r["cap_GiB"] for s in d.sources for r in s.rows} for d in several] == [{48, 24}, {136}, {136}]
+    drawn = [t.get_text() for d in several[1:] for t in d.figure.axes[0].get_yticklabels()]
+    assert drawn.count("cuDNN, batch 29") == 2, "a method's pool is none of dense attention"
+    assert {"arkvale, pool in int8, batch 51", "quest, batch 7"} < set(drawn)
+    assert "pariskv, budget 100, pool in int8, batch 8" in drawn
     gpu, host = speed.memory(plt, load([RESULTS / "h200_decode.json"]))[0].figure.axes
     of = [r for r in rows("h200_decode.json") if r["method"] == "quest"]
     assert line(gpu, style.colour("quest"), 3) == [(r["context"], r["device_GiB"]) for r in of]

@@ -237,7 +237,7 @@ EXTRA = ("flashinfer", "torchsparsekv")
 CELLS = {
     "decode": (("method", "context", "batch"), lambda o: {
         *product(("hf-static",), (256, *(n for n in o.contexts if o.hf_static and n <= 131072)), o.batches),
-        *product(("full", *o.dense, *o.methods), o.contexts, o.batches),
+        *product((*("full",) * o.ours, *o.dense, *o.methods), o.contexts, o.batches),
     }),
     "parallel": (("method", "context", "batch"), lambda o: {
         *product(("hf-static",), (256,), o.batches), *product(("full", *o.dense, *o.methods), o.contexts, o.batches),

@@ -151,13 +151,15 @@ def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside:
                 continue
             own = {"locality": r["locality"]} if "locality" in r else {}  # of the text that its method was measured on
             said = {k: v for k, v in (BEFORE | s.options | own).items() if k not in aside}
-            other = "" if r["method"] in NAMES else _difference(first, said)
-            out.setdefault((named(r) + other, r["method"]), {}).setdefault(r["context"], r[column])
+            label = called(r, first, said)
+            out.setdefault((label, r["method"]), {}).setdefault(r["context"], r[column])
     return [(label, method, sorted(points.items())) for (label, method), points in out.items()]
 
 
-def _difference(first: dict, options: dict) -> str:
-    return "".join(f", {words}" for words in setup({k: v for k, v in options.items() if v != first.get(k)}))
+def called(row: dict, first: dict, options: dict) -> str:
+    """A row's method, and what its options have else than the first ones; these do not act on dense attention."""
+    other = setup({k: v for k, v in options.items() if v != first.get(k)} if row["method"] not in NAMES else {})
+    return ", ".join([named(row), *other])
 
 
 def setup(options: dict) -> list[str]:
@@ -203,7 +205,9 @@ def _throughput_of(plt, sources: list[Result]) -> Drawn:
     if len(caps) > 1:
         _against_batch(axes, rows)
     else:
-        shown = [(f"{named(r)}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for r in rows]
+        first = BEFORE | sources[0].options
+        each = [(called(r, first, BEFORE | s.options), r) for s in sources for r in s.rows if r["batch"]]
+        shown = [(f"{x}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for x, r in each]
         style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
     o = sources[0].options
     host = f", and 0.85 of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
