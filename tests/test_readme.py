@@ -124,6 +124,13 @@ def test_what_stands_on_the_first_screen():
     assert f"at 512K with pariskv, {short['pariskv']['speedup']:.2f} at 128K" in said
     both = [x for f in RESULTS.glob("h200_decode*.json") for x in ratios(f.stem)]
     assert f"cuDNN's takes {min(both):.2f} to {max(both):.2f} of the time of ours" in said
+    for context, method in ((32, "arkvale"), (128, "quest")):
+        file = RESULTS / f"h200_throughput_{context}k_int8.json"
+        rows = {r["method"]: r for r in json.loads(file.read_text())["rows"]}
+        best, mine = max((rows["full"], rows["sdpa-cudnn"]), key=lambda r: r["tokens_per_s"]), rows[method]
+        assert best["method"] == "sdpa-cudnn"
+        assert f"{mine['tokens_per_s'] / best['tokens_per_s']:.1f} times" in said.replace("*", "")
+        assert re.search(rf"\b{mine['batch']} by `{method}` (where|and) {best['batch']}\b", said)
     gib = long["pariskv"]["device_GiB"], long["full"]["device_GiB"], long["pariskv"]["host_GiB"]
     assert "**{:.1f} GiB of GPU memory instead of {:.1f}**".format(*gib[:2]) in said
     assert f"with {gib[2]:.1f} GiB in host memory" in said
