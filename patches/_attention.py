@@ -71,10 +71,10 @@ def enter_model(model, args, kwargs):
 
 
 def leave_model(model, args, kwargs, output):
-    """Forward hook of the whole model: it got this far."""
+    """Forward hook of the whole model: it got this far, or, without an output, broke off."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        cache.use.end_of_model()
+        cache.use.end_of_model(whole=output is not None)
 
 
 def attention(

@@ -41,7 +41,7 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
         m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
     _set_implementation(model, register_over(base))
     model.register_forward_pre_hook(enter_model, with_kwargs=True)
-    model.register_forward_hook(leave_model, with_kwargs=True)
+    model.register_forward_hook(leave_model, with_kwargs=True, always_call=True)
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
     if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
         model.generate = types.MethodType(generate, model)
@@ -89,6 +89,7 @@ def _remove_hook(module, hook: Callable) -> None:
         hooks = getattr(module, name)
         for key in [key for key, fn in hooks.items() if fn is hook]:
             del hooks[key], getattr(module, f"{name}_with_kwargs")[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 class _RecompileLimit:

@@ -35,8 +35,10 @@ class Use:
         if self.open == "layers":
             self.open = ""
 
-    def end_of_model(self) -> None:
-        if self.open:
+    def end_of_model(self, whole: bool = True) -> None:
+        if self.called:  # it was refused before it began
+            self.called = False
+        if self.open and whole:
             self.open = ""
 
 

@@ -222,6 +222,8 @@ def test_the_inner_model_alone_comes_to_its_end():
     model = tiny()
     with patch(model) as handle, torch.no_grad():
         cache = handle.make_cache(2)
+        with pytest.raises(ValueError, match="overrun"):  # said it was of the whole model, and never began
+            model(IDS.repeat(1, 99), past_key_values=cache)
         for _ in range(2):
             model.model(IDS[:, :5], past_key_values=cache)
         model(IDS[:, :5], None, None, cache)
