@@ -12,7 +12,8 @@ from torchsparsekv import method
 from torchsparsekv.ops import _registry
 from torchsparsekv.ops.store.views import NewKeys
 from torchsparsekv.patches import _family, all_families
-from torchsparsekv.state import Buffer
+from torchsparsekv.state import OF_STATE, Buffer
+from torchsparsekv.zoo.streaming import Streaming
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/extending.md"
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
@@ -137,16 +138,49 @@ def test_a_method_that_does_not_choose_is_named(unnamed):
         Idle().choose(None, None, None)
 
 
-@pytest.mark.parametrize("without", ["the store", "Buffer"])
-def test_buffers_that_are_none_are_refused(unnamed, without):
+BUFFERS = {
+    "missing: far, near, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
+    "index must be a Buffer or a view of some, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
+    "LayerState has lengths, tap itself": lambda g, store: store | dict.fromkeys(("tap", "lengths"), store["far"]),
+}
+
+
+@pytest.mark.parametrize("says", BUFFERS)
+def test_buffers_that_cannot_be_are_refused(unnamed, says):
     class Bare(method.Method):
         name = "bare"
 
         def buffers(self, g):
-            if without == "the store":
-                return {"index": Buffer((*g.lead, 3), torch.float32)}
-            return super().buffers(g) | {"index": torch.zeros(3)}
+            return BUFFERS[says](g, super().buffers(g))
 
-    says = {"the store": "missing: far, near, stats", "Buffer": "index must be a Buffer or a view of some, got tensor"}
-    with pytest.raises(TypeError, match=says[without]):
+    with pytest.raises(TypeError, match=says):
         torchsparsekv.patch(tiny(), "bare", budget=128, max_length=128)
+
+
+def test_no_buffer_can_take_a_name_of_the_state():
+    """Whatever a state is given beside its buffers."""
+    with torchsparsekv.patch(tiny(), "quest", budget=16, sink=8, window=6, max_length=64, block_size=4) as handle:
+        state = handle.make_cache(1).layers[-1].state
+        assert vars(state).keys() - state.buffers.keys() == OF_STATE
+
+
+FILLED = {"filled": (torch.float32, "device"), "small": (torch.float8_e4m3fn, "device"), "bulk": (torch.int32, "pool")}
+
+
+def test_every_buffer_is_filled_when_a_cache_begins_and_copied_by_fork(unnamed):
+    class Filled(Streaming):
+        name = "filled"
+
+        def buffers(self, g):
+            return super().buffers(g) | {n: Buffer(g.lead, of, home, fill=3) for n, (of, home) in FILLED.items()}
+
+    with torchsparsekv.patch(tiny(), "filled", **SIZES) as handle:
+        cache = handle.make_cache(1)
+        state = cache.layers[-1].state
+        held = lambda s: {n: set(getattr(s, n).float().flatten().tolist()) for n in FILLED}  # noqa: E731
+        assert held(state) == {n: {3.0} for n in FILLED}
+        for name in FILLED:
+            getattr(state, name).copy_(torch.tensor(5.0))
+        assert held(handle.fork(cache).layers[-1].state) == {n: {5.0} for n in FILLED}
+        cache.reset()
+        assert held(state) == {n: {3.0} for n in FILLED}

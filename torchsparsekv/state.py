@@ -86,10 +86,18 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
     return found
 
 
+# What a LayerState has beside its buffers and what its class has.
+OF_STATE = {
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "tap", "steer", "_store", "_takers", "_handed",
+}  # fmt: skip
+
+
 def checked(buffers: Buffers) -> Buffers:
     """What buffers() of a method returned, if it can be."""
     if missing := [name for name in ("far", "near", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
+    if taken := sorted(buffers.keys() & (OF_STATE | set(dir(LayerState)))):
+        raise TypeError(f"buffers() of a method: LayerState has {', '.join(taken)} itself; choose another name")
     for name, given in buffers.items():
         view = hasattr(given, "_asdict")
         if not all(isinstance(b, (Buffer, int, type(None)) if view else Buffer) for b in (given if view else (given,))):
@@ -266,8 +274,8 @@ class LayerState:
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
         """All of it, of the pool no more than `rows` rows, if a number is given. One row there may become many
         here."""
-        for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
-            if b.home == "pool":
+        for (_, to), (_, source) in zip(self.tensors(), other.tensors()):
+            if to is self.far.rows:
                 to, source = to[:, :, :rows], source[:, :, :rows]
             to.copy_(source)
 
@@ -275,14 +283,14 @@ class LayerState:
         """Forget the index and the hot buffer. Rows of the pool need no clearing: no length reaches them."""
         self._handed = None
         for b, t in self.tensors():
-            if b.home != "pool":
+            if t is not self.far.rows:
                 _fill(t, b.fill)
 
 
 def _fill(t: Tensor, value: float) -> None:
     """`fill_`, also for fp8, where it is not implemented on every device."""
     if t.dtype.itemsize == 1 and t.dtype.is_floating_point:
-        t.view(torch.uint8).zero_()
+        t.copy_(torch.full((), value, device=t.device))
     else:
         t.fill_(value)
 
