@@ -14,7 +14,7 @@ def requests(w: World) -> Requests:
     ids = torch.randperm(w.batch * w.blocks + 3, generator=w.g)[: w.batch * w.blocks].view(w.batch, -1).to(I32)
     shared = w.pick(0, 1, w.blocks // 2)
     ids[:, :shared] = ids[:1, :shared]
-    length = w.length.clone()
+    length = w.length.clamp(min=0)  # what has no tokens is padding
     length[-1] = w.pick(int(length[-1]), 0)
     return Requests(length, ids.contiguous(), w.sink, w.window)
 
@@ -98,9 +98,10 @@ def fetch_shared(w: World):
 
 
 def listed_attention(w: World):
-    ids = _listed(w)
+    its = requests(w)
+    ids = torch.where(its.length[:, None, None] > 0, _listed(w), -1)
     fill = torch.randint(0, w.block + 1, ids.shape, generator=w.g, dtype=I32)
-    its = Requests(w.length, torch.zeros(w.batch, 1, dtype=I32), w.sink, w.window)
+    its = Requests(its.length, torch.zeros(w.batch, 1, dtype=I32), w.sink, w.window)
     return (w.q[:, :, :1], pool(w), ids, fill, its, w.block, _attention(w))
 
 

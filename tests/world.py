@@ -39,6 +39,7 @@ class World:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     pick: Callable = first  # which of several options: the first one, or what hypothesis draws
+    past: frozenset[int] = frozenset()  # rows that this call would have put past their capacity
 
     def __post_init__(self):
         g = self.g = torch.Generator().manual_seed(self.seed)
@@ -54,6 +55,8 @@ class World:
         for b, n in enumerate(self.lengths):
             new = n - int(self.start[b])
             self.truth[b, :, n - new : n] = torch.stack([self.k, self.v], 3)[b, :, self.tokens - new :]
+        for b in self.past:  # as advance leaves them
+            self.length[b], self.begin[b] = -1, self.previous_begin[b]
 
     def heads_last(self, heads: int, tokens: int) -> torch.Tensor:
         """[batch, heads, tokens, dim] with the strides transformers gives."""
@@ -119,8 +122,9 @@ def worlds(draw, tokens=st.just(1), **fixed):
     rows = block * draw(st.integers(-(-(sink + window + interval) // block), 24))
     edges = [0, 1, block - 1, block, block + 1, sink, sink + window, sink + window + interval, rows - 1, rows]
     some = st.one_of(st.sampled_from(edges), st.integers(0, rows)).map(lambda n: min(max(n, 1), rows))
+    lengths = draw(st.lists(some, min_size=1, max_size=3))
     options = dict(
-        lengths=draw(st.lists(some, min_size=1, max_size=3)), tokens=draw(tokens),
+        lengths=lengths, past=draw(st.frozensets(st.integers(0, len(lengths) - 1), max_size=1)), tokens=draw(tokens),
         heads=draw(st.sampled_from([1, 2, 3])), group=draw(st.sampled_from([1, 2, 3, 4, 7])),
         dim=draw(st.sampled_from(DIMS)),
         block=block, sink=sink, window=window, interval=interval, rows=rows,

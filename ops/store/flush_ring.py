@@ -26,15 +26,17 @@ def reference(store: Changed[Store], lengths: Lengths) -> None:
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def _flush(
-    ring, pool, start, previous_ring_begin, heads, ring_rows, pool_rows, sink,
+    ring, pool, start, length, previous_ring_begin, heads, ring_rows, pool_rows, sink,
     D: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
-    n0, old = tl.load(start + bh // heads), tl.load(previous_ring_begin + bh // heads)
+    b = bh // heads
+    old = tl.load(previous_ring_begin + b)
+    kept = tl.where(tl.load(length + b) > 0, tl.load(start + b), 0)  # nothing of a row past its capacity
     r = tl.program_id(0) * TILE + tl.arange(0, TILE)  # in the dimension that may exceed 65,535
     pos = ring_position_of(r, old, sink, ring_rows - sink)
     source, target = row_at(ring, bh, r, ring_rows, D), row_at(pool, bh, pos, pool_rows, D)
-    copy_rows(source, target, (pos < n0) & (r < ring_rows), D, ROW)
+    copy_rows(source, target, (pos < kept) & (r < ring_rows), D, ROW)
 
 
 def launch(store, lengths) -> None:
@@ -43,8 +45,8 @@ def launch(store, lengths) -> None:
     if not pool.shape[2]:
         return
     _flush[(cdiv(ring_rows, TILE), batch * heads)](
-        ring, pool, lengths.start, lengths.previous_ring_begin, heads, ring_rows, pool.shape[2], lengths.sink, D=d,
-        ROW=next_power_of_2(row_width(d)), TILE=TILE,
+        ring, pool, *lengths[:3], heads, ring_rows, pool.shape[2], lengths.sink, D=d, ROW=next_power_of_2(row_width(d)),
+        TILE=TILE,
     )  # fmt: skip
 
 
