@@ -1,4 +1,6 @@
-"""The one hash: the 32-bit finaliser of MurmurHash3, in torch and in Triton.
+"""The hash of what is drawn, but for the first centroids of clusters, which have their own (ops/index/_kmeans.py).
+
+The 32-bit finaliser of MurmurHash3, in torch and in Triton.
 
 What is drawn is a function of a seed and of indices, so no table and no state of a generator exists anywhere, and a run
 draws the same on every device.

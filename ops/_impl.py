@@ -1,9 +1,9 @@
 """Which implementation of an op runs: a chain, the first that fits, with the reasons of those that do not.
 
-On a CUDA device the chain of an op is CUDA C++ (where there is some), Triton, the reference; on a CPU it is the
-reference. Where torch has a kernel for all of an op, that runs on both. `use_kernels` forces one kind for everything:
-what cannot run as it is asked to is refused with its reason. An op for which no CUDA C++ was written goes on along its
-chain where "cuda" is asked for, and torch's kernels count as of either kind.
+On a CUDA device the chain of an op is CUDA C++ (where there is some), then Triton, and an op without kernels is
+refused; on a CPU the reference runs. Where torch has a kernel for all of an op, that runs on both. `use_kernels` forces
+one kind for everything: what cannot run as it is asked to is refused with its reason. An op for which no CUDA C++ was
+written goes on along its chain where "cuda" is asked for, and torch's kernels count as of either kind.
 """
 import contextlib
 import os
@@ -91,26 +91,27 @@ class Chain:
 
     def run(self, things: tuple, kind: str | None) -> Any:
         """On a CUDA device, or interpreted: the first that fits of what is forced, or of all."""
-        reasons = []
-        for one in self.candidates(kind):
-            if one.fits is None:
-                return one.launch(*things)
-            found = one.fits(*things)
-            if not isinstance(found, str):
-                return one.launch(found, *things)
-            reasons.append(f"{one.kind}: {found}")
-        none = "there is none" if self.chain else "only a reference is registered, which kernels='reference' runs"
-        raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {'; '.join(reasons) or none}")
+        one, found, _ = self._first(things, kind)
+        return one.launch(found, *things) if one.fits else one.launch(*things)
 
     def chosen(self, *things: Any) -> tuple[str, dict[str, str]]:
         """Which kind would run on a CUDA device, and why those before it would not."""
+        if _forced == "reference":
+            return _forced, {}
+        one, _, reasons = self._first(things, _forced)
+        return one.kind, reasons
+
+    def _first(self, things: tuple, kind: str | None) -> tuple[Implementation, Any, dict[str, str]]:
+        """The first that fits, what it is to be given, and why those before it do not."""
         reasons: dict[str, str] = {}
-        for one in self.candidates(_forced):
+        for one in self.candidates(kind):
             found = one.fits(*things) if one.fits else None
             if not isinstance(found, str):
-                return one.kind, reasons
+                return one, found, reasons
             reasons[one.kind] = found
-        return "reference", reasons
+        why = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
+        none = "there is none" if self.chain else "only a reference is registered, which kernels='reference' runs"
+        raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {why or none}")
 
     # ---- what the dispatcher calls
 

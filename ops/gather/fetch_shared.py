@@ -14,20 +14,20 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, sm_count, tl, triton
-from torchsparsekv.ops.gather.fetch import OLDEST, ROWS, bring, move
+from torchsparsekv.ops.gather.fetch import OLDEST, ROWS, bring, check_slots, move
+from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import row_at, row_width
 from torchsparsekv.ops.store.tables import check_one
 from torchsparsekv.ops.store.views import Far, Listed, SharedHot
 
 CLAIM = 1 << 30  # what is missing has in `slot_of`, until it has a slot, which of those who ask speaks for all
-LANES = 512  # slots or ids that a warp has at most, where there are as many warps as a program may have
+PER_WARP = 512  # slots or ids that a warp has at most, where there are as many warps as a program may have
 
 
 def check(ids, far, hot) -> None:
     check_one(far.rows)
-    rows, blocks, block_size = far.rows.shape[2], hot.slot_of.shape[2], hot.rows.shape[3]
-    if rows != blocks * block_size:
-        raise ValueError(f"{rows} rows are not {blocks} blocks of {block_size}")
+    check_slots(hot.rows.shape[2])
+    check_blocks(far.rows, hot)
     if ids.shape[0] * ids.shape[2] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[0]} x {ids.shape[2]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
 
@@ -98,7 +98,7 @@ def launch(ids, far, hot) -> Tensor:
     victims, missing, misses = (ids.new_empty((heads, size)) for size in (wide_c, wide_n, 1))
     _plan[(heads,)](
         ids, out, hot.slot_of, hot.block_of, hot.age, victims, missing, misses, heads, n, count * n, slots, blocks,
-        OLDEST=OLDEST, CLAIM=CLAIM, N=wide_n, C=wide_c, num_warps=min(32, max(4, max(wide_n, wide_c) // LANES)),
+        OLDEST=OLDEST, CLAIM=CLAIM, N=wide_n, C=wide_c, num_warps=min(32, max(4, max(wide_n, wide_c) // PER_WARP)),
     )  # fmt: skip
     _bring[(heads, cdiv(2 * sm_count(ids.device), heads))](
         far.rows, hot.rows, victims, missing, misses, slots, blocks, N=wide_n, C=wide_c, P=p, D=d,

@@ -27,7 +27,7 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be from 0 to {SEEDS - 1}, got {seed}")
 
 
-def mixed(i: Tensor, seed: int) -> Tensor:
+def seeded_hash(i: Tensor, seed: int) -> Tensor:
     """An integer hash below 2^31 of each of the integers and the seed."""
     x = ((i + 1) * 2654435761 + seed * 9973) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 73244475) & 0xFFFFFFFF
@@ -43,7 +43,7 @@ def drawn(keys: int, count: int, seed: int) -> Tensor:
     """The keys of the first draw: one of each of as many parts of the stretch."""
     c = torch.arange(count)
     begin, end = c * keys // count, (c + 1) * keys // count
-    return begin + mixed(c, seed) % (end - begin)
+    return begin + seeded_hash(c, seed) % (end - begin)
 
 
 def spread(far: Tensor, count: int, draw: int, seed: int) -> Tensor:
@@ -52,7 +52,7 @@ def spread(far: Tensor, count: int, draw: int, seed: int) -> Tensor:
     Those with the largest ratios of distance and a number from (0, 1], which is a hash: drawn without replacement, with
     chances close to proportional to the distance.
     """
-    hashes = mixed(draw * WIDEST + torch.arange(far.shape[1]), seed)
+    hashes = seeded_hash(draw * WIDEST + torch.arange(far.shape[1]), seed)
     chance = ((hashes >> 15) + 1).to(far.device) / 65536
     return (far / chance).argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
 

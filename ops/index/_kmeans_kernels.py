@@ -29,8 +29,8 @@ def span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S
 
 
 @triton.jit
-def mix(i, seed):
-    """`mixed`."""
+def seeded_hash(i, seed):
+    """`seeded_hash` of _kmeans.py."""
     x = (i + 1).to(tl.uint32) * 2654435761 + seed * 9973
     x = (x ^ (x >> 15)) * 73244475
     return ((x ^ (x >> 16)) & 0x7FFFFFFF).to(tl.int32)
@@ -98,7 +98,7 @@ def _begin(
         far, square, place = far + slot.to(tl.int64) * S, square + slot.to(tl.int64) * S, place + slot.to(tl.int64) * S
         have = _reached(clusters, 0, DRAWS)
         begin, end = i * keys // have, (i + 1) * keys // have
-        tl.store(place + i, begin + mix(i, seed) % tl.maximum(end - begin, 1), mask=i < have)
+        tl.store(place + i, begin + seeded_hash(i, seed) % tl.maximum(end - begin, 1), mask=i < have)
         tl.debug_barrier()
         best = tl.full((S,), float("-inf"), tl.float32)
         best = _seat(
@@ -108,7 +108,7 @@ def _begin(
         for draw in range(1, DRAWS):
             count = _reached(clusters, draw, DRAWS) - have
             if count > 0:
-                chance = ((mix(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
+                chance = ((seeded_hash(draw * WIDEST + i, seed) >> 15) + 1).to(tl.float32) / 65536
                 away = tl.maximum(tl.load(square + i, mask=i < keys, other=0.0) - 2 * best, 0.0)
                 weight = tl.div_rn(away, chance)
                 taken = take_top(tl.where(i < keys, weight.to(tl.uint32, bitcast=True) + 1, 0).to(tl.uint32), count)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._kmeans import Kmeans
-from torchsparsekv.ops.index._kmeans_kernels import Run, halve, mix, span_of
+from torchsparsekv.ops.index._kmeans_kernels import Run, halve, seeded_hash, span_of
 from torchsparsekv.ops.store.views import Lengths, Units
 
 
@@ -38,7 +38,7 @@ def _sow(
         c, d = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES), tl.arange(0, DP)
         live = c < clusters
         low, high = c.to(tl.int64) * keys // clusters, (c.to(tl.int64) + 1) * keys // clusters
-        at = column + low + mix(c, seed) % tl.maximum(high - low, 1)
+        at = column + low + seeded_hash(c, seed) % tl.maximum(high - low, 1)
         m = live[:, None] & (d < D)[None, :]
         k += bh // heads * k_b + bh % heads * k_h
         x = tl.load(k + at[:, None] * k_s + d[None, :], mask=m, other=0.0)

@@ -20,7 +20,7 @@ from torchsparsekv.ops._top import take_top
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index import _kmeans
 from torchsparsekv.ops.index._kmeans import Kmeans
-from torchsparsekv.ops.index._kmeans_kernels import mix
+from torchsparsekv.ops.index._kmeans_kernels import seeded_hash
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, keys_of, ring_row, row_at, row_width, turn_of
 from torchsparsekv.ops.store.views import Lengths, Store, Units
 
@@ -83,7 +83,7 @@ def _lloyd(
     """The cluster of every key of a stretch after so many rounds, and how far it is from the centroid before."""
     j, t = tl.arange(0, C), tl.arange(0, TILE)
     low, high = j * keys // clusters, (j + 1) * keys // clusters
-    c = _keys(ring, begin + low + mix(j, seed) % tl.maximum(high - low, 1), j < clusters, sink, span, D, DP)
+    c = _keys(ring, begin + low + seeded_hash(j, seed) % tl.maximum(high - low, 1), j < clusters, sink, span, D, DP)
     if COSINE:
         c = _unit(c)
     left = rounds

@@ -25,7 +25,7 @@ from torchsparsekv.ops.store.views import I32
 PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
 PageIds = Annotated[Tensor, Of("batch q_heads n", I32)]
 WIDE, PART = 256, 64  # entries compared with others, and how many others, at a time
-LANES = 65536  # comparisons at a time, at most
+COMPARED = 65536  # pairs at a time, at most
 NATIVE_ENTRIES = 1024  # that csrc/union_pages.cu is for, a thread each
 
 
@@ -123,7 +123,7 @@ def _launch_triton(scores, ids, heads) -> Tensor:
     out, turns, worth = fake(scores, ids, heads), torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
     _union[(batch * heads,)](
         scores, ids, worth, turns, out, scores.shape[2], n, G=group, N=wide,
-        WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, LANES // wide)),
+        WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, COMPARED // wide)),
         num_warps=8, **chained(ids.device, batch * heads),
     )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_numbers, copy_rows, row_at, row_width
-from torchsparsekv.ops.store.views import I32, Far, Hot
+from torchsparsekv.ops.store.views import I32, Far, Hot, SharedHot
 
 Blocks = Annotated[Tensor, Of("batch heads changed", I32)]
 ROWS = 16  # of a block, copied at a time
@@ -23,7 +23,7 @@ def check(ids, far, hot, write_through) -> None:
     check_blocks(far.rows, hot)
 
 
-def check_blocks(pool: Tensor, hot: Hot) -> None:
+def check_blocks(pool: Tensor, hot: Hot | SharedHot) -> None:
     """The pool is made of the blocks that the hot buffer knows."""
     blocks, block_size = hot.slot_of.shape[2], hot.rows.shape[3]
     if pool.shape[2] != blocks * block_size:

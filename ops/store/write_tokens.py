@@ -38,7 +38,7 @@ def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, far: Changed[Far], c
         copies.rows[0, h, slot[held], row[held] % block_size] = new[h, held]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write(
     k, v, to, pool, hot, slot_of, k_t, k_h, v_t, v_h, tokens, pool_rows, slots, blocks, COPIES: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr,
