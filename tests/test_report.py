@@ -197,6 +197,15 @@ def test_throughput_and_memory(plt):
     assert not [x for x in host.lines if x.get_color() == style.colour("full")], "dense has nothing on the host"
 
 
+def test_throughput_of_several_caps_says_whose_pool_is_in_which_type(plt, tmp_path):
+    for name, pool in (("h200_throughput", "auto"), ("h200_throughput_24gib", "int8")):
+        head = json.loads((RESULTS / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(head | {"options": head["options"] | {"pool_dtype": pool}}))
+    (found,) = speed.throughput(plt, load(sorted(tmp_path.glob("*.json"))))
+    assert {"dense", "quest", "quest, pool in int8"} <= (named := set(texts(found.figure)))
+    assert "dense, pool in int8" not in named
+
+
 def test_accuracy_is_that_of_the_table(plt, evaluated):
     results = load([evaluated])
     table = summarize(results[0].rows, "dense")

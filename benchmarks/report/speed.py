@@ -181,11 +181,11 @@ def throughput(plt, results: list[Result]) -> list[Drawn]:
     return [_throughput_of(plt, sources) for sources in groups.values()]
 
 
-def _against_batch(axes, rows: list[dict]) -> None:
+def _against_batch(axes, each: list[tuple[str, dict]]) -> None:
     ends = []
-    for method, label in dict.fromkeys((r["method"], named(r)) for r in rows):
+    for method, label in dict.fromkeys((r["method"], label) for label, r in each):
         shade = style.colour(method)
-        points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for r in rows if named(r) == label)
+        points = sorted((r["batch"], r["tokens_per_s"], r["cap_GiB"]) for its, r in each if its == label)
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", color=shade)
         for x, y, cap in points:
             axes.annotate(f"{y:.0f} in {cap:g} GiB", (x, y), (7, -13), textcoords="offset points", fontsize=8,
@@ -194,20 +194,19 @@ def _against_batch(axes, rows: list[dict]) -> None:
     axes.set_xlabel("batch: the largest that fits")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(0, 1.12 * max(r["batch"] for r in rows))
+    axes.set_xlim(0, 1.12 * max(r["batch"] for _, r in each))
     style.name_lines(axes, ends)
 
 
 def _throughput_of(plt, sources: list[Result]) -> Drawn:
-    rows = [r for s in sources for r in s.rows if r["batch"]]
-    caps = {r["cap_GiB"] for r in rows}
-    figure, axes = plt.subplots(figsize=(8, 3.8 if len(caps) > 1 else 0.9 + 0.35 * len(rows)))
+    first = BEFORE | sources[0].options
+    each = [(called(r, first, BEFORE | s.options), r) for s in sources for r in s.rows if r["batch"]]
+    caps = {r["cap_GiB"] for _, r in each}
+    figure, axes = plt.subplots(figsize=(8, 3.8 if len(caps) > 1 else 0.9 + 0.35 * len(each)))
     if len(caps) > 1:
-        _against_batch(axes, rows)
+        _against_batch(axes, each)
     else:
-        first = BEFORE | sources[0].options
-        each = [(called(r, first, BEFORE | s.options), r) for s in sources for r in s.rows if r["batch"]]
-        shown = [(f"{x}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for x, r in each]
+        shown = [(f"{label}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for label, r in each]
         style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
     o = sources[0].options
     host = f", and 0.85 of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
