@@ -1,5 +1,7 @@
 """The statistics of the evaluation, against known values."""
 import math
+import random
+import statistics
 
 import pytest
 
@@ -29,6 +31,9 @@ def test_bootstrap_covers_the_mean():
     half = 1.96 * math.sqrt(0.25 * 0.75 / 40)
     assert (high - low) / 2 == pytest.approx(half, rel=0.15)
     assert summary.bootstrap([0.5] * 5) == (0.5, 0.5)
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(values, k=40)) for _ in range(2000))
+    assert (low, high) == (means[50], means[1949]), "as many as there are, with replacement"
 
 
 def test_losses_are_paired():

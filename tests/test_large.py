@@ -3,9 +3,11 @@ import os
 
 import pytest
 import torch
-from world import DEVICE
+from cases import OPS
+from world import DEVICE, World
 
 from torchsparsekv.method import make_method
+from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token
 from torchsparsekv.state import Geometry
@@ -126,3 +128,15 @@ def test_budgets_beyond_what_a_program_has_room_for(name, most, said):
     make_method(name, budget=most).buffers(geometry)
     with pytest.raises(ValueError, match=said):
         make_method(name, budget=most + 1).buffers(geometry)
+
+
+@pytest.mark.parametrize("name", ["fetch", "fetch_shared"])
+def test_ops_refuse_more_slots_than_a_program_has_room_for(name, monkeypatch):
+    """With room for few: a hot buffer of a million slots is no test."""
+    things = mapped(OPS[name](World()), lambda t: t.to(DEVICE))
+    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith("Hot")}
+    monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots)
+    ENTRIES[name].call(*things)
+    monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots - 1)
+    with pytest.raises(ValueError, match=f"a hot buffer has at most {slots - 1} slots a kv head, got {slots}"):
+        ENTRIES[name].call(*things)

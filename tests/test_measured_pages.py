@@ -364,6 +364,9 @@ def test_throughput_with_the_whole_gpu():
             ])  # fmt: skip
             link = ""
     assert found in tables(ROOT / "docs/results.md")
+    p99 = {r["method"]: r["p99_ms"] for r in rows_of("h200_throughput_32k_int8.json")}
+    words = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert "{quest:.1f} ms for `quest` and {arkvale:.1f} for `arkvale`".format(**p99) in words
 
 
 def test_a_pool_in_8_bits_by_what_is_found():
@@ -377,3 +380,7 @@ def test_a_pool_in_8_bits_by_what_is_found():
         for r in rows
     ]  # fmt: skip
     assert found in tables(ROOT / "docs/results.md")
+    half, whole = rows[2], rows[0]["tpot_ms"]
+    link = half["host_MB_per_step"] / 55  # GB/s
+    words = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"needs {link:.2f} ms ({half['host_MB_per_step']:.1f} MB at 55 GB/s), so {1 + link / whole:.2f} is" in words

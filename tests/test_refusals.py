@@ -353,6 +353,7 @@ ROWS = [
     Row("top_blocks: a tensor for a view", lambda _: top_blocks(torch.zeros(2, 2, 64, device=DEVICE), 2), ValueError, r"^scored.scores must have shape \(batch, heads, n\), got \(2, 64\)$"),
     Row("fetch: ids in int64", op("fetch", asked_ids=torch.Tensor.long), TypeError, r"^asked.ids must be torch.int32, got torch.int64$"),
     Row("fetch: more than fit", op("fetch", asked_ids=nine_times, hot_chosen=nine_times), ValueError, r"^45 blocks do not fit a hot buffer of 5$"),
+    Row("fetch_shared: slot_of cut", op("fetch_shared", hot_slot_of=cut), ValueError, r"^\d+ pool rows are not \d+ blocks of 4$"),
     Row("fetch: slot_of cut", op("fetch", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
     Row("fetch: slot_of of fewer rows", op("fetch", hot_slot_of=lambda t: t[:1].contiguous()), ValueError, r"^hot.slot_of must have shape \(2, 2, 16\), got \(1, 2, 16\)$"),
     Row("fetch: chosen of fewer", op("fetch", hot_chosen=cut), ValueError, r"^hot.chosen must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
