@@ -101,7 +101,6 @@ def listed_attention(w: World):
     its = requests(w)
     ids = torch.where(its.length[:, None, None] > 0, _listed(w), -1)
     fill = torch.randint(0, w.block + 1, ids.shape, generator=w.g, dtype=I32)
-    its = Requests(its.length, torch.zeros(w.batch, 1, dtype=I32), w.sink, w.window)
     return (w.q[:, :, :1], pool(w), ids, fill, its, w.block, _attention(w))
 
 

@@ -121,7 +121,7 @@ def worlds(draw, tokens=st.just(1), **fixed):
     interval = block * draw(st.integers(1, 2))
     rows = block * draw(st.integers(-(-(sink + window + interval) // block), 24))
     edges = [0, 1, block - 1, block, block + 1, sink, sink + window, sink + window + interval, rows - 1, rows]
-    some = st.one_of(st.sampled_from(edges), st.integers(0, rows)).map(lambda n: min(max(n, 0), rows))
+    some = st.one_of(st.sampled_from(edges), st.integers(0, rows)).map(lambda n: min(n, rows))
     lengths = draw(st.lists(some, min_size=1, max_size=3))
     options = dict(
         lengths=lengths, past=draw(st.frozensets(st.integers(0, len(lengths) - 1), max_size=1)), tokens=draw(tokens),

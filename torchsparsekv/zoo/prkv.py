@@ -69,7 +69,7 @@ class PRKV(StaticMethod, PageMethod):
 
     @property
     def copies(self) -> bool:
-        return bool(self.static) and self.source == "codes"
+        return bool(self.static) and super().copies
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
         if self.static:
