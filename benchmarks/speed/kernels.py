@@ -88,7 +88,6 @@ class Bench(Layers):
         self.still()
         return [
             self.row("append", lambda i, s: append(Token(self.k, self.k), s.store, s.stats, s.lengths)),
-            self.row("index update (nothing leaves)", lambda i, s: m.step(s, q[i], self.k)),
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),

@@ -127,6 +127,21 @@ def store_digest(
         _store(spread + at * D, s, d, D, not MEAN, LIMIT > 0)
 
 
+@triton.jit
+def digest_block(
+    k, pool, centre, spread, coarse, block, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks,
+    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr, MAX: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """One block that leaves: its volume, and the copy of its keys."""
+    pos = block * P + tl.arange(0, P)
+    every = tl.full((P,), True, tl.int1)
+    x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
+    store_digest(x, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
+    if COPY:
+        keep_copy(x, coarse, bh * pool_rows + pos, every, MAX, D, DP)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _bounds(
     k, pool, centre, spread, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
@@ -139,12 +154,10 @@ def _bounds(
     n0, n = tl.load(start + b), tl.load(length + b)
     block = tl.load(previous_ring_begin + b) // P + tl.program_id(0)  # in the dimension that may exceed 65,535
     if (n > 0) & (block * P < tl.load(ring_begin + b)):
-        pos = block * P + tl.arange(0, P)
-        every = tl.full((P,), True, tl.int1)
-        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
-        store_digest(x, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
-        if COPY:
-            keep_copy(x, coarse, bh * pool_rows + pos, every, MAX, D, DP)
+        digest_block(
+            k, pool, centre, spread, coarse, block, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks, BALL,
+            MEAN, LIMIT, COPY, MAX, P, D, DP,
+        )  # fmt: skip
 
 
 def volume_of(digests: Digests) -> dict[str, object]:

@@ -251,16 +251,19 @@ def choose_anew(
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """All phases of a head. Whether it is due; with STAY its programs are to meet again then."""
+    """All phases of a head. Whether it is due; with STAY its programs are to meet again then. Phases before the first
+    are what else the launch does."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, end, have = tl.load(length + b), tl.load(ring_begin + b), tl.load(count + bh)
     last, want, interval, told = tl.load(at + bh), tl.load(target + bh), tl.load(every + bh), tl.load(updated + bh)
     due = (n > 0) & ((last == NOT_SINCE) | (n - last >= interval) | (have < tl.minimum(want, end - sink)))
-    if (FIRST == 0) & (part == 0) & (told != due.to(tl.int32)):
+    if (FIRST <= 0) & (part == 0) & (told != due.to(tl.int32)):
         tl.store(updated + bh, due.to(tl.int32))
     if due:
-        if FIRST == 0:
+        if FIRST < 0:
+            meet(arrived + bh, parts)
+        if FIRST <= 0:
             _sum_up(
                 queries, ring, keys, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
                 scale, softcap, padded, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, ASM,

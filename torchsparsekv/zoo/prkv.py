@@ -69,14 +69,19 @@ class PRKV(StaticMethod, PageMethod):
 
     @property
     def copies(self) -> bool:
-        return bool(self.static) and super().copies
+        return bool(self.static) and self.source == "codes"  # torch 2.11 cannot trace a property of super()
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
         if self.static:
             observe(q, s.observed, s.static.at, s.lengths)
-        self.step(s, q, k)
+        self.summarise(s, k)
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        """What left is summarised by the launch that sees to the static set, but where `static_target` comes before."""
+        if not self.static or self.static_ratio == "auto":
+            self.summarise(s, k)
+
+    def summarise(self, s: LayerState, k: Tensor) -> None:
         """The copy of keys is made where their digests are, in one launch."""
         block_bounds(k, s.far, s.digests, s.lengths, self.coarse(s))
 
