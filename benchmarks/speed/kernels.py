@@ -88,12 +88,18 @@ class Bench(Layers):
         self.still()
         return [
             self.row("append", lambda i, s: append(Token(self.k, self.k), s.store, s.stats, s.lengths)),
+            *self.index_update(),
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
             self.row("attention", attend, self.near * token),
             self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
         ]
+
+    def index_update(self) -> list[dict]:
+        """But of prkv, where it is in one launch with that of the static set."""
+        step = lambda i, s: self.method.step(s, self.q[i], self.k)  # noqa: E731
+        return [] if self.method.name == "prkv" else [self.row("index update (nothing leaves)", step)]
 
     @property
     def near(self) -> int:
