@@ -68,22 +68,30 @@ struct Source {
   const int* node;
   int nodes, rows;
 
-  // The product of a query head with a node, -inf for none.
-  __device__ float of(int h, int u) const { return u >= 0 && h < G ? visited[h * nodes + u] : none(); }
+  // Whether some query head sees a token of this node.
+  __device__ bool sees(int u) const {
+    bool any = false;
+    for (int h = 0; h < G; h++) any |= (visited + (long long)h * nodes)[(unsigned)max(u, 0)] > none();
+    return any & u >= 0;
+  }
 
-  __device__ int node_of(int row) const { return row < rows ? node[row] : -1; }
-
+  // Behind the last token it comes again: nobody looks at the pages there.
   __device__ void load(Tile& x, int first) const {
-    const int g = lane() / 4, t = lane() % 4;
+    const int g = lane() / 4, t = lane() % 4, last = rows - 1;
+    const float* own = visited + (long long)(2 * t < G ? 2 * t : 0) * nodes;
+    const float* next = 2 * t + 1 < G ? own + nodes : own;
     int u[2];
     for (int r = 0; r < 2; r++) {
-      const long long at = min(first + g + 8 * r, rows - 1);  // behind the last page nobody sees them
-      u[r] = node_of(first + g + 8 * r);
+      const long long at = min(first + g + 8 * r, last);
+      u[r] = node[at];
       x.word[r] = ::load<2 * WORDS>(codes + at * (D / 2) + t * (D / 8));
       for (int i = 0; i < SCALES; i++) x.scale[r][i] = scales[at * (D / CHANNELS) + t * SCALES + i];
     }
-    for (int r = 0; r < 2; r++)
-      for (int c = 0; c < 2; c++) x.node[r][c] = of(2 * t + c, u[r]);
+    for (int r = 0; r < 2; r++) {
+      const unsigned at = max(u[r], 0);
+      const float a = own[at], b = next[at];
+      x.node[r][0] = u[r] >= 0 ? a : none(), x.node[r][1] = u[r] >= 0 ? b : none();
+    }
   }
 };
 
@@ -130,14 +138,12 @@ __device__ void look(Shared& s, const Source& from, const Groups& groups) {
   const int count = groups.count * LOOKS;
   for (int begin = warp(); begin < count; begin += WARPS * LOOKS_TOGETHER) {
     int2 node[LOOKS_TOGETHER];
-    bool sees[LOOKS_TOGETHER] = {};
+    bool sees[LOOKS_TOGETHER];
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
       const int at = begin + i * WARPS, row = groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64 + 2 * lane();
       node[i] = at < count && row < from.rows ? *reinterpret_cast<const int2*>(from.node + row) : int2{-1, -1};
     }
-    for (int i = 0; i < LOOKS_TOGETHER; i++)
-      for (int h = 0; h < G; h++)
-        sees[i] |= (from.of(h, node[i].x) > none()) | (from.of(h, node[i].y) > none());
+    for (int i = 0; i < LOOKS_TOGETHER; i++) sees[i] = from.sees(node[i].x) | from.sees(node[i].y);
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
       const unsigned tokens = __ballot_sync(ALL, sees[i]);
       const int tile = 4 * (begin + i * WARPS) + lane();
@@ -179,14 +185,14 @@ __device__ void multiply_all(Shared& s, const Source& from, const Groups& groups
 
 // Of all pages, and of all groups.
 __device__ void write_all(const Shared& s, const Groups& groups, float* out, float* peaks, int pages) {
-  const int count = groups.count * GROUP, all = (pages + GROUP - 1) / GROUP;
-  for (int i = threadIdx.x; i - lane() < G * count; i += 32 * WARPS) {  // whole warps
-    const int head = i / count, at = i % count, group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
-    const bool live = head < G && page < pages;
+  const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count + 1) / 2;  // of 32 pages: two groups
+  for (int i = warp(); i < G * runs; i += WARPS) {
+    const int head = i % G, at = i / G * 32 + lane(), group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
+    const bool mine = at / GROUP < groups.count, live = mine & page < pages;
     float best = live ? s.peaks[head][at] : none();
     if (live) out[(long long)head * pages + page] = best;
     for (int d = 1; d < GROUP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
-    if (head < G && i % GROUP == 0) peaks[(long long)head * all + group] = best;
+    if (mine & lane() % GROUP == 0) peaks[(long long)head * all + group] = best;
   }
 }
 
