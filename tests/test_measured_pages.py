@@ -126,6 +126,23 @@ def test_what_updates_of_prkv_cost():
     assert f"over which {both[0]:.2f} is {both[0] / floor['tpot_ms']:.2f})" in page
     assert "99th percentile {:.2f} and {:.2f}".format(*(r["p99_ms"] for r in (often, once))) in said["docs/results.md"]
     assert f"is {both[0] / floor['tpot_ms']:.2f}, and our dense {dense['tpot_ms']:.2f}" in said["docs/results.md"]
+    before, (floor, often, once) = both[0], rows_of("h200_decode_prkv_launch.json")
+    now = often["tpot_ms"]
+    text = f"it took {now:.2f} ms and {once['tpot_ms']:.2f}, {now / floor['tpot_ms']:.2f} of that run's floor"
+    assert f"{text}, the 99th percentile {often['p99_ms']:.2f} and {once['p99_ms']:.2f}" in said["docs/results.md"]
+    assert f"the step at 128K {before:.2f} ms instead of {now:.2f}" in page
+
+
+def test_two_million_tokens():
+    floor, quest = rows_of("h200_decode_2m.json")
+    text = " ".join((ROOT / "docs/results.md").read_text().split())
+    ms, least = quest["tpot_ms"], floor["tpot_ms"]
+    assert f"takes {ms:.2f} ms, {ms / least:.2f} of the {least:.2f} that a step over 256 tokens takes" in text
+    assert f"{quest['host_GiB']:.1f} GiB are on the host and {quest['device_GiB']:.1f} on the GPU" in text
+    dense, digests = (2 * 2 * 4 * 128 * 2 * quest["context"], 26 * 4 * quest["context"] // 16 * 2 * 128)  # bytes
+    assert f"have {dense / 1e9:.1f} GB of keys and values, the digests of the 26 others {digests / 1e9:.1f} GB" in text
+    assert f"together {(dense + digests) / 4.2e9:.1f} ms at 4.2 TB/s" in text
+    assert f"it would be {ms - dense / 4.2e9:.1f} ms, {(ms - dense / 4.2e9) / least:.2f}; that has not been run" in text
 
 
 def test_at_the_hit_rates_of_a_text():
@@ -186,15 +203,6 @@ def test_fetch_and_attention_in_one():
         both = [us[f"fetch and attention, {what}"] for what in ("all hits", "nearly all misses")]
         found.append([m, *(f"{x:.1f}" for pair in zip(apart, both) for x in pair)])
     assert found in tables(ROOT / "docs/results.md")
-
-
-def test_what_an_idle_update_of_prkv_costs():
-    us = {k: r["us"] for k, r in stages_of("earlier/h200_kernels_brings.json", "prkv", 131072).items()}
-    alone, whole, pages = (us[x] for x in (
-        "update of the static set (nothing due)", "select, all of it (beside)", "pages (beside)",
-    ))  # fmt: skip
-    words = " ".join((PAGES / "prkv.md").read_text().split())
-    assert f"{alone:.2f} by itself, all of select {whole:.1f} with it and {pages:.1f} without" in words
 
 
 def test_families_with_experts_windows_and_linear_layers():

@@ -110,7 +110,8 @@ def test_time_per_token(plt):
     found = speed.tpot(plt, load([p for p in MEASURED if "decode" in p.name]))
     assert [f.tag for f in found] == [
         "llama-3.1-8b", "llama-3.1-8b, 128K", "llama-3.1-8b, 512K", "llama-3.1-8b, batch 4, 128K",
-        "llama-3.1-8b, batch 8", "llama-3.1-8b, batch 8, 32K", "qwen2.5-7b-1m, 1M", "qwen3-8b, 128K",
+        "llama-3.1-8b, batch 8", "llama-3.1-8b, batch 8, 32K", "qwen2.5-7b-1m, 1M", "qwen2.5-7b-1m, 2M",
+            "qwen3-8b, 128K",
     ], "lines, and bars where something has one context only"  # fmt: skip
     axes = found[0].figure.axes[0]
     both = [r for name in ("h200_decode_short.json", "h200_decode.json") for r in rows(name) if r["batch"] == 1]
