@@ -353,6 +353,19 @@ def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget
             )
 
 
+def test_a_block_that_leaves_at_the_first_step_counts_for_the_share():
+    """It is in the copy of the keys by then: all queries look at its tokens alone."""
+    story = Story(66, pads=(0,))
+    old, new = frontier(65), frontier(66)
+    assert new == old + BLOCK
+    story.q, story.k[:, :, old:new] = story.q.abs(), 8
+    layer = story.layer(small("prkv", budget=BLOCK, static_ratio="auto", update_from="codes"))
+    story.feed(layer, 0, 65, whole=True)
+    story.feed(layer, 65, 66)
+    assert (layer.state.static.target == BLOCK).all()
+    assert all(static_of(layer, b, h) == list(range(old, new)) for b, h in story.heads())
+
+
 def test_a_row_past_its_capacity_is_nan_and_nothing_moves():
     story = Story(80, pads=(0,))
     layer = Layer(small("prkv", budget=8, update_every=1), heads=HEADS, group=2, dim=DIM, rows=64, device=DEVICE)
