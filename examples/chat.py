@@ -22,7 +22,7 @@ questions = [tokenizer(q, return_tensors="pt", add_special_tokens=False).input_i
 longest = text.shape[1] + max(q.shape[1] for q in questions) + o.new_tokens
 
 with torchsparsekv.patch(model, o.method, max_length=longest, budget=o.budget) as handle:
-    print(handle.memory())
+    print(handle.plan())
     begin = time.perf_counter()
     read = handle.make_cache()
     with torch.inference_mode():

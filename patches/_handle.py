@@ -21,7 +21,7 @@ class Handle:
     def __init__(
         self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str, captures: bool
     ):
-        self.model, self.plan, self.max_length, self.limit = model, plan, max_length, limit
+        self.model, self.planned, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.step, self.captures = offload, step, captures
         self.not_captured = ""  # why generate() compiles its steps all the same
         self._owner, self._base = _switch.Owner(), ""
@@ -41,21 +41,21 @@ class Handle:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
         Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
-        warns, and says what that takes, as memory() does.
+        warns, and says what that takes, as plan() does.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
-        on_host = pool_on_host(self.plan, self.offload, batch, length)
+        on_host = pool_on_host(self.planned, self.offload, batch, length)
         if max_length is None and self.max_length is None:
             self._say_how_much(batch, length)
-        check_memory(self.plan, batch, length, pool_on_host=on_host)
-        cache = SparseCache(self.plan, batch, length, self._owner, pool_on_host=on_host)
+        check_memory(self.planned, batch, length, pool_on_host=on_host)
+        cache = SparseCache(self.planned, batch, length, self._owner, pool_on_host=on_host)
         compile_ahead(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
 
     def _say_how_much(self, batch: int, length: int) -> None:
-        memory = self.memory(batch, length)
+        memory = self.plan(batch, length)
         host_mib, device_mib = memory.host_bytes / 2**20, memory.device_bytes / 2**20
         warnings.warn(
             f"make_cache() without max_length has room for {length} tokens, all that the model's positions allow: "
@@ -76,11 +76,11 @@ class Handle:
             raise ValueError(f"max_length {length} is above the limit of this patch, {self.limit}")
         return batch, length
 
-    def memory(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
+    def plan(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
         """What make_cache() would take with the same arguments, by buffer; nothing is allocated."""
         batch, length = self._sizes(batch_size, max_length)
-        on_host = pool_on_host(self.plan, self.offload, batch, length) and self.plan.device.type == "cuda"
-        return self.plan.memory(batch, length, pool_on_host=on_host)
+        on_host = pool_on_host(self.planned, self.offload, batch, length) and self.planned.device.type == "cuda"
+        return self.planned.memory(batch, length, pool_on_host=on_host)
 
     def fork(self, cache: SparseCache, batch_size: int | None = None) -> SparseCache:
         """A copy of what a cache holds, to go on with while the original stays as it is: a system prompt used again.
@@ -108,12 +108,12 @@ class Handle:
             return self._last_report
         cache = self._latest() if self._latest else None
         if cache is None:
-            return Report(self.plan.method.name, (), 0, 0, self._notes())
+            return Report(self.planned.method.name, (), 0, 0, self._notes())
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
         host_bytes, device_bytes = cache_bytes([layer.state for layer in cache.stored.values()])
         rest = sum(x.nbytes for x in cache.row_lengths.values()) + cache.own_bytes()
         notes = (*self._notes(), *self._whole(rows), *self._lost(rows))
-        return Report(self.plan.method.name, rows, host_bytes, device_bytes + rest, notes)
+        return Report(self.planned.method.name, rows, host_bytes, device_bytes + rest, notes)
 
     def unpatch(self) -> None:
         """Leave the model exactly as it was found."""
@@ -134,25 +134,26 @@ class Handle:
     def __repr__(self) -> str:
         state = "active" if self.active else "unpatched"
         length = self.max_length or f"grows to {self.limit}"
-        exceptions = self.plan.exceptions()
+        planned = self.planned
+        exceptions = planned.exceptions()
         layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
-        notes = "".join(f"; {note}" for note in self.plan.notes)
-        pool = f", pool_dtype={str(self.plan.pool_dtype).removeprefix('torch.')!r}" if self.plan.pool_dtype else ""
+        notes = "".join(f"; {note}" for note in planned.notes)
+        pool = f", pool_dtype={str(planned.pool_dtype).removeprefix('torch.')!r}" if planned.pool_dtype else ""
         step = f", step={self.step!r}" if self.step != "auto" else ""
         return (
-            f"<torchsparsekv {state} on {type(self.model).__name__}: {self.plan.method}, {layers}max_length={length}, "
-            f"skip_layers={self.plan.skip_layers}, offload={self.offload!r}{pool}{step}{notes}>"
+            f"<torchsparsekv {state} on {type(self.model).__name__}: {planned.method}, {layers}max_length={length}, "
+            f"skip_layers={planned.skip_layers}, offload={self.offload!r}{pool}{step}{notes}>"
         )
 
     def _notes(self) -> tuple[str, ...]:
         """What a report says beside its table."""
-        exceptions = (f"layer {x}" for x in self.plan.exceptions())
+        exceptions = (f"layer {x}" for x in self.planned.exceptions())
         compiled = (f"decode steps are compiled, not captured: {self.not_captured}",) if self.not_captured else ()
-        return (*exceptions, *self.plan.pool_said(), *self.plan.notes, *self.plan.reused(), *compiled)
+        return (*exceptions, *self.planned.pool_said(), *self.planned.notes, *self.planned.reused(), *compiled)
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
-        found = [(self.plan.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
+        found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
         methods = [m for m, n in found if m is not None and not m.dense and not (m.part_empty and n > m.whole_up_to)]
         return [
             f"density 1.000: {m.name} attends to all of rows of up to {m.whole_up_to} tokens, so nothing was saved here"
@@ -163,7 +164,7 @@ class Handle:
         """A line for each method that was to keep more than its window holds."""
         most: dict[Method, int] = {}
         for r in rows:
-            method = self.plan.methods[r.layer]
+            method = self.planned.methods[r.layer]
             if method is not None and r.lost:
                 most[method] = max(most.get(method, 0), r.lost)
         return [
@@ -226,7 +227,7 @@ class Handle:
     def __deepcopy__(self, memo):
         """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
         copy of which is still without modules: nothing here may look at them."""
-        twin = Handle(None, self.plan, self.max_length, self.limit, self.offload, self.step, self.captures)
+        twin = Handle(None, self.planned, self.max_length, self.limit, self.offload, self.step, self.captures)
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True

@@ -20,17 +20,17 @@ def patch(model, method="quest", **changes):
 def test_integers_of_numpy_and_torch(kind):
     hyper = {name: kind(value) for name, value in SMALL.items()}
     with patch(tiny(), **hyper, layers={kind(2): dict(budget=kind(16))}) as handle, patch(tiny()) as plain:
-        assert handle.plan.method == plain.plan.method
-        assert [m.budget for m in handle.plan.methods[1:]] == [8, 16]
-        assert type(handle.plan.methods[2].budget) is int
+        assert handle.planned.method == plain.planned.method
+        assert [m.budget for m in handle.planned.methods[1:]] == [8, 16]
+        assert type(handle.planned.methods[2].budget) is int
         cache = handle.make_cache(kind(2), kind(48))
         assert (cache.batch, cache.max_length) == (2, 48)
 
 
 def test_a_default_that_does_not_fit_is_lowered_and_said():
     with torchsparsekv.patch(tiny(), "quest", max_length=100) as handle:
-        assert [m.name for m in handle.plan.methods] == ["full", "full", "quest"]
-        assert handle.plan.method.budget == 96, "whole blocks of 16"
+        assert [m.name for m in handle.planned.methods] == ["full", "full", "quest"]
+        assert handle.planned.method.budget == 96, "whole blocks of 16"
         said = "quest has budget 96: the default of 1024 is above the 100 of a cache"
         assert said in repr(handle)
         assert said in str(handle.report())
@@ -44,13 +44,13 @@ def test_a_default_that_does_not_fit_is_lowered_and_said():
 def test_the_method_that_is_not_named_is_the_one_that_is_recommended():
     """README: which method should I take. It has to be one that the demo finds right."""
     with torchsparsekv.patch(tiny()) as handle:
-        assert handle.plan.method.name == "pariskv"
+        assert handle.planned.method.name == "pariskv"
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_models_of_few_layers_keep_one_sparse(layers):
     with patch(tiny(num_hidden_layers=layers), skip_layers=None) as handle:
-        assert [m.name for m in handle.plan.methods] == ["full"] * (layers - 1) + ["quest"]
+        assert [m.name for m in handle.planned.methods] == ["full"] * (layers - 1) + ["quest"]
         assert f"skip_layers {layers - 1}: the default of 2 leaves none of {layers} layers" in repr(handle)
         assert f"skip_layers={layers - 1}" in repr(handle)
 

@@ -133,7 +133,7 @@ def test_rows_that_are_said_to_be_attended_to_whole_are(method):
     """As many tokens as the report names: logits of the dense model, and with 600 more other ones."""
     model, small = tiny(max_position_embeddings=2048), dict(budget=32, sink=32, window=16, skip_layers=0)
     with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:
-        whole, differ = handle.plan.method.whole_up_to, []
+        whole, differ = handle.planned.method.whole_up_to, []
     for tokens in (whole, whole + 600):
         ids, mask = prompts(1, tokens - 8, ragged=False)
         want = dense_logits(model, ids, mask, 8)

@@ -315,7 +315,7 @@ def test_memory_is_the_sum_of_the_tensors(method, offload):
         cache = handle.make_cache(3)
         report = handle.report()
         found = tensors(cache)
-        promised = sum(handle.plan.bytes(3, 64, pool_on_host=offload == "host"))
+        promised = sum(handle.planned.bytes(3, 64, pool_on_host=offload == "host"))
         lengths = sum(x.nbytes for x in cache.row_lengths.values())
     assert len({t.data_ptr() for t in found if t.numel()}) == len([t for t in found if t.numel()]), "counted twice"
     assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + lengths
@@ -364,8 +364,8 @@ def test_methods_lists_every_hyper_parameter_and_default():
 
 def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
     with patch(tiny(), offload="auto") as handle:
-        needed = handle.plan.bytes(1, 64, pool_on_host=False)[1]
-        handle.plan.device = torch.device("cuda")
+        needed = handle.planned.bytes(1, 64, pool_on_host=False)[1]
+        handle.planned.device = torch.device("cuda")
         for free, on_host in ((2 * needed, False), (2 * needed - 1, True)):
             monkeypatch.setattr(_memory, "free_device_bytes", lambda device, free=free: free)
-            assert _memory.pool_on_host(handle.plan, "auto", 1, 64) == on_host
+            assert _memory.pool_on_host(handle.planned, "auto", 1, 64) == on_host

@@ -79,8 +79,8 @@ def make_cache(monkeypatch):
 
     def make(wanted: int = WANTED) -> int:
         with torchsparsekv.patch(tiny(), "quest", max_length=64, budget=16, sink=4, block_size=4) as handle:
-            handle.offload, handle.plan.device = "host", CUDA
-            handle.plan.bytes = lambda *_, **__: (wanted, 0)
+            handle.offload, handle.planned.device = "host", CUDA
+            handle.planned.bytes = lambda *_, **__: (wanted, 0)
             handle.make_cache(2)
         return len(made)
 

@@ -95,7 +95,7 @@ def test_followers_attend_to_the_ids_of_their_anchor(layers):
     model, (ids, mask) = tiny(num_hidden_layers=8), prompts(2, 67)
     anchors = {2: 1, 3: 1, 5: 4, 6: 4} if layers is None else {2: 1, 3: 1, 6: 5, 7: 5}
     with torchsparsekv.patch(model, "icecache", **SMALL, layers=layers) as handle:
-        assert handle.plan.anchors == anchors
+        assert handle.planned.anchors == anchors
         cache, chosen = handle.make_cache(2), [[] for _ in range(8)]
         taps = [lambda s, q, a, choice, out, i=i: chosen[i].append(choice and choice.ids.clone()) for i in range(8)]
         with tapped(cache, taps):
@@ -143,7 +143,7 @@ def test_memory_is_that_of_the_anchors():
     sizes = {}
     for every in (1, 3):
         with torchsparsekv.patch(model, "icecache", **{**SMALL, "reuse_every": every}) as handle:
-            memory = handle.memory(1)
+            memory = handle.plan(1)
             sizes[every] = {r.name: r for r in memory.rows}
             cache = handle.make_cache(1)
             assert handle.report().device_bytes == memory.device_bytes

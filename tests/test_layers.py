@@ -77,7 +77,7 @@ def test_each_layer_attends_to_its_own_budget():
 
 def names(**options):
     with torchsparsekv.patch(tiny(num_hidden_layers=4), "quest", **{**FULL, **options}) as handle:
-        return [m.name for m in handle.plan.methods], handle.plan.exceptions()
+        return [m.name for m in handle.planned.methods], handle.planned.exceptions()
 
 
 def test_what_is_given_for_a_layer_wins_over_skip_layers():
@@ -95,7 +95,7 @@ def test_a_budget_is_handed_on_where_it_means_something():
     """100 is no multiple of a block of 16, and streaming has no use for it."""
     told = dict(method="pariskv", budget=100, sink=16, window=16, max_length=512)
     with torchsparsekv.patch(tiny(), **told, layers={1: "streaming"}) as handle:
-        assert handle.plan.methods[1].name == "streaming"
+        assert handle.planned.methods[1].name == "streaming"
     with pytest.raises(ValueError, match=r"layers\[1\]: quest: sink must .*; that is the sink of patch\(\), give this"):
         torchsparsekv.patch(tiny(), "oracle", sink=3, budget=32, window=6, layers={1: "quest"})
     with pytest.raises(ValueError, match=r"layers\[1\]: quest: budget must .* give this layer one of its own"):
@@ -106,7 +106,7 @@ def test_a_budget_is_handed_on_where_it_means_something():
 def test_bytes_are_known_layer_by_layer(offload):
     on_host = offload == "host"
     with torchsparsekv.patch(tiny(num_hidden_layers=6), "quest", **FULL, layers=MIXED, offload=offload) as handle:
-        plan, cache = handle.plan, handle.make_cache(3, 100)
+        plan, cache = handle.planned, handle.make_cache(3, 100)
         each = [plan.layer_bytes(i, 3, 100, pool_on_host=on_host) for i in range(6)]
         assert plan.bytes(3, 100, pool_on_host=on_host) == tuple(map(sum, zip(*each)))
     for i, (layer, (host, device)) in enumerate(zip(cache.layers, each)):

@@ -335,9 +335,9 @@ def test_compiled_step_is_the_eager_one_on_both_sides_of_full_threshold():
 def test_defaults_are_the_papers_and_not_those_of_patch():
     model = tiny()
     with torchsparsekv.patch(model, "pariskv", max_length=512, skip_layers=1) as handle:
-        assert handle.plan.method.budget == 100
+        assert handle.planned.method.budget == 100
     with torchsparsekv.patch(model, "quest", max_length=512, skip_layers=1, budget=512) as handle:
-        assert (handle.plan.method.sink, handle.plan.method.window) == (64, 256)
+        assert (handle.planned.method.sink, handle.planned.method.window) == (64, 256)
 
 
 # ---------------------------------------------------------------- recall

@@ -32,7 +32,7 @@ def allocated(cache):
 def test_memory_is_what_is_then_allocated(method):
     with torchsparsekv.patch(tiny(), method, **hyper_of(method, **SMALL)) as handle:
         for batch, length in ((1, None), (3, 48)):
-            memory = handle.memory(batch, length)
+            memory = handle.plan(batch, length)
             cache = handle.make_cache(batch, length)
             got = {}
             for row in memory.rows:
@@ -54,8 +54,8 @@ def test_memory_within_a_hundredth_of_what_the_device_gives(method):
         before = torch.cuda.memory_allocated()
         cache = handle.make_cache()
         taken = torch.cuda.memory_allocated() - before
-        assert taken == pytest.approx(handle.memory().device_bytes, rel=0.01, abs=1 << 14)  # of 512 bytes at a time
-        assert handle.memory().host_bytes == handle.report().host_bytes
+        assert taken == pytest.approx(handle.plan().device_bytes, rel=0.01, abs=1 << 14)  # of 512 bytes at a time
+        assert handle.plan().host_bytes == handle.report().host_bytes
         del cache
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_allocated(monkeypatch):
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
         monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("allocated"))
         monkeypatch.setattr(host, "pinned", lambda *a, **k: pytest.fail("allocated"))
-        assert handle.memory(1000).device_bytes > 1000 * 64 * 2 * 2 * 16 * 4
+        assert handle.plan(1000).device_bytes > 1000 * 64 * 2 * 2 * 16 * 4
 
 
 # ---------------------------------------------------------------- commands
@@ -90,7 +90,7 @@ def test_the_command_says_what_a_patched_model_would_take(folder):
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
     ))  # fmt: skip
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
-        memory = handle.memory(3)
+        memory = handle.plan(3)
     said = {}
     for name, _, mib, _ in (x for x in map(str.split, told.splitlines()) if len(x) == 4 and x[1].isdigit()):
         said[name] = said.get(name, 0) + float(mib)

@@ -153,7 +153,7 @@ def test_a_probe_is_of_what_the_pool_holds():
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_what_is_then_allocated(method):
     with patched(tiny(), method) as handle, torch.no_grad():
-        memory, cache = handle.memory(3, 48), handle.make_cache(3, 48)
+        memory, cache = handle.plan(3, 48), handle.make_cache(3, 48)
         assert sum(r.nbytes for r in memory.rows) == sum(allocated(cache).values())
         for i, layer in cache.stored.items():
             own = method != "full" and i < SMALL["skip_layers"]
@@ -169,7 +169,7 @@ def test_the_pool_takes_about_half(head_dim, share):
     for pool_dtype in (None, "int8"):
         model = tiny(dtype=torch.bfloat16, head_dim=head_dim)
         with torchsparsekv.patch(model, "quest", pool_dtype=pool_dtype, **SMALL | {"skip_layers": 0}) as handle:
-            rows = handle.memory(2).rows
+            rows = handle.plan(2).rows
             pools.append(sum(r.nbytes for r in rows if r.name == "far.rows"))
             others.append({r.name: r.nbytes for r in rows if r.name != "far.rows"})
     assert pools[1] == pools[0] * share

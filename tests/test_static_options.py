@@ -40,7 +40,7 @@ def test_several_ranks_cannot_average_over_all_heads():
     with pytest.raises(NotImplementedError, match="pass per_head=True"):
         torchsparsekv.patch(model, "prkv", static_ratio="auto", max_length=64)
     with torchsparsekv.patch(model, "prkv", static_ratio="auto", per_head=True, max_length=64) as handle:
-        assert handle.plan.method.per_head
+        assert handle.planned.method.per_head
 
 
 def test_shares_are_whole_pages_and_said():

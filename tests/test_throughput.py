@@ -47,7 +47,7 @@ def model_gib() -> float:
 def bytes_of(o, name: str, rows: int, on_host: bool) -> tuple[int, int]:
     model, length = _common.build("tiny", torch.device("cpu")), o.context + o.grows
     with torchsparsekv.patch(model, name, max_length=length, **o.patch(name) | {"offload": "device"}) as handle:
-        return handle.plan.bytes(rows, length, pool_on_host=on_host)
+        return handle.planned.bytes(rows, length, pool_on_host=on_host)
 
 
 def test_the_largest_batch_that_fits_against_the_best_dense(small):

@@ -86,7 +86,7 @@ def test_steps_compile_without_copies_and_prompts_compile():
 @pytest.mark.parametrize("length", [MAX_LENGTH, 9])
 def test_a_window_keeps_a_ring_and_no_pool(length):
     with torchsparsekv.patch(tiny("gemma2"), "quest", **{**FULL, "offload": "host"}) as handle:
-        cache, plan = handle.make_cache(2, length), handle.plan
+        cache, plan = handle.make_cache(2, length), handle.planned
         assert [m.name for m in plan.methods] == PATTERN
         assert len(cache.row_lengths) == 2, "layers of one window share lengths"
         for i in (0, 2):
@@ -100,9 +100,9 @@ def test_a_window_keeps_a_ring_and_no_pool(length):
 def test_a_cache_as_long_as_the_window_is_sparse_in_all_layers():
     model = tiny("gemma2")
     with torchsparsekv.patch(model, "quest", **{**FULL, "max_length": WINDOW, "budget": 8}) as handle:
-        assert [m.name for m in handle.plan.methods] == ["quest"] * 4
+        assert [m.name for m in handle.planned.methods] == ["quest"] * 4
     with torchsparsekv.patch(model, "quest", **{**FULL, "max_length": WINDOW + 1, "budget": 8}) as handle:
-        assert [m.name for m in handle.plan.methods] == PATTERN
+        assert [m.name for m in handle.planned.methods] == PATTERN
 
 
 @torch.no_grad()

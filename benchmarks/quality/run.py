@@ -134,7 +134,7 @@ def check_setting(model, setting: Setting, length: int, o: Compared) -> None:
     """Raises where a method refuses the length, and says which at what budget: there are many of both."""
     try:
         with patched(model, setting, length, o) as handle:
-            handle.plan.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
+            handle.planned.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
     except ValueError as e:
         raise ValueError(f"{setting.label} at a length of {length}: {e}") from e
 

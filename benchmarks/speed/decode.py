@@ -258,7 +258,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         near = o.near(name)
         bank = bank_of(topics, near.get("locality", o.locality), device)
         steer(cache, bank)
-        others = o.localities if handle.plan.method.retrieves else ()
+        others = o.localities if handle.planned.method.retrieves else ()
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
         if others:
             row |= {"locality": o.locality}

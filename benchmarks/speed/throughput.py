@@ -53,7 +53,7 @@ class Options(Setup):
 def largest_batch(model, name: str, length: int, cap: float, setup: Setup, host_gib: float = 0) -> int:
     """From the plan alone: how many rows fit into the cap, in GiB of GPU memory, and into host memory."""
     with torchsparsekv.patch(model, name, max_length=length, **setup.patch(name)) as handle:
-        on_host, on_device = handle.plan.bytes(1, length, pool_on_host=handle.offload == "host")
+        on_host, on_device = handle.planned.bytes(1, length, pool_on_host=handle.offload == "host")
     weights = sum(p.nbytes for p in model.parameters())
     fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
     room = HOST_SHARE * min(host.available(), host_gib * 2**30 or float("inf"))

@@ -45,7 +45,7 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
     with Progress(len(tried) * (ids.shape[1] - prompt), "step") as progress:
         for tau in tried:
             with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
-                method = handle.plan.method
+                method = handle.planned.method
                 if ids.shape[1] <= method.whole_up_to:
                     raise ValueError(
                         f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.whole_up_to} all is "

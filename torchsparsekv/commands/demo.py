@@ -103,7 +103,7 @@ def _memory(source: Source, s: Setting, o: Options) -> tuple[int, int]:
     (length,) = o.lengths
     dense = Setting("full", None, {"skip_layers": 0})
     with run.patched(source.model, s if s.patch else dense, length, o) as handle:
-        return handle.plan.bytes(1, length, pool_on_host=s.patch is not None)
+        return handle.planned.bytes(1, length, pool_on_host=s.patch is not None)
 
 
 def _answer(source: Source, s: Setting, o: Options, asked: Passkeys, memory: tuple[int, int]) -> Answered:
