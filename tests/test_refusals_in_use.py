@@ -117,8 +117,8 @@ ROWS = [
     Row("attention in chunks", patch(), NotImplementedError, r"model_type 'llama4' is not supported: some of its layers attend within chunks", called("llama4")),
     Row("a state space", patch(), NotImplementedError, r"model_type 'jamba' is not supported: its state spaces", called("jamba")),
     # what a cache would take
-    Row("memory of no rows", used(lambda m, h: h.memory(0)), ValueError, r"batch_size must be at least 1, got 0"),
-    Row("memory above the limit", used(lambda m, h: h.memory(1, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
+    Row("plan of no rows", used(lambda m, h: h.plan(0)), ValueError, r"batch_size must be at least 1, got 0"),
+    Row("plan above the limit", used(lambda m, h: h.plan(1, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
     # generate() and calls
     Row("assistant", used(assisting), ValueError, r"a patched model cannot assist another.*unpatch it"),
     Row("attentions from generate", generate(output_attentions=True, return_dict_in_generate=True), ValueError, r"no attention weights to return"),

@@ -53,7 +53,7 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor a layer needs. `home="pool"` is where the cache keeps its bulk: host memory unless offload="device"."""
+    """A tensor a layer needs. `home="pool"` is where the cache keeps its bulk, in host memory or not (`offload`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
