@@ -185,7 +185,7 @@ __device__ void multiply_all(Shared& s, const Source& from, const Groups& groups
 
 // Of all pages, and of all groups.
 __device__ void write_all(const Shared& s, const Groups& groups, float* out, float* peaks, int pages) {
-  const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count + 1) / 2;  // of 32 pages: two groups
+  const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP + 31) / 32;  // a lane a page
   for (int i = warp(); i < G * runs; i += WARPS) {
     const int head = i % G, at = i / G * 32 + lane(), group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
     const bool mine = at / GROUP < groups.count, live = mine & page < pages;
