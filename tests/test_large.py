@@ -1,4 +1,5 @@
 """Shapes of 2M tokens: offsets above 2^31, of which no other test has any, and what CUDA and Triton refuse."""
+import importlib
 import os
 
 import pytest
@@ -9,7 +10,7 @@ from world import DEVICE, World
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token
+from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token, Units
 from torchsparsekv.state import Geometry
 
 ENTRIES = load_all()
@@ -114,6 +115,19 @@ def test_grids(name, monkeypatch):
     entry.run("triton", *things())
     assert recorded.grid[0] >= 65_536
     assert max(recorded.grid[1:]) <= 65_535
+
+
+def test_grids_of_clusters(monkeypatch):
+    """In fp32 with 256 channels a program has 32 keys, or 16 clusters: then there are as many tiles of a head."""
+    kernels, recorded = importlib.import_module("torchsparsekv.ops.index._kmeans_kernels"), {}
+    for name in ("_assign", "_means"):
+        monkeypatch.setattr(kernels, name, recorded.setdefault(name, Recorded()))
+    f32, i32 = torch.float32, torch.int32
+    units = Units(like(i32, 1, 1, 9), like(f32, 1, 1, 8, 256), like(i32, 1, 1))
+    run = kernels.Run(like(f32, 1, 1, TOKENS, 256), units, times()[:3], 0, 2, TOKENS, False)
+    run.assign(False)
+    run.update(False)
+    assert [x.grid for x in recorded.values()] == [(65_536,), (65_536,)]
 
 
 @pytest.mark.parametrize(

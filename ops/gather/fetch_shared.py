@@ -80,7 +80,7 @@ def _plan(
     tl.store(out + at, tl.load(slot_of + want, mask=want >= 0, other=-1), mask=e < asked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])  # a pool of one block would be a constant, which has no type
 def _bring(
     pool, hot, victims, missing, misses, slots, blocks, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,

@@ -131,6 +131,12 @@ def halve(half, slot, c, live, row, clusters):
 
 
 @triton.jit
+def slot_and_part(parts):
+    """Of programs that are `parts` for each slot, in one dimension: the others may not exceed 65,535."""
+    return tl.program_id(0) // parts, tl.program_id(0) % parts
+
+
+@triton.jit
 def _assign(
     k, units, centroid, half, name, far, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most, sink, size,
     S: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CENTRES: tl.constexpr,
@@ -139,10 +145,10 @@ def _assign(
 
     Best scores are kept per column of the tile and compared once, at the end.
     """
-    slot = tl.program_id(0)
+    slot, part = slot_and_part(tl.cdiv(S, TILE))
     bh, column, keys, _, unit, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
-    if tl.program_id(1) * TILE < keys:
-        i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if part * TILE < keys:
+        i = part * TILE + tl.arange(0, TILE)
         d, j = tl.arange(0, DP), tl.arange(0, CENTRES)
         m = (i < keys)[:, None] & (d < D)[None, :]
         k += bh // heads * k_b + bh % heads * k_h
@@ -175,10 +181,10 @@ def _means(
 ):  # fmt: skip
     """The mean of every cluster, where it is `stale`, with UNIT made as long as 1. With RANK also how many keys it has,
     and of every key how many of it come before."""
-    slot = tl.program_id(0)
+    slot, part = slot_and_part(tl.cdiv(S // size, CENTRES))
     bh, column, keys, _, unit, clusters = span_of(start, length, ring_begin, units, heads, tokens, sink, size, slot, S)
-    c = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES)
-    if (keys > 0) & (tl.program_id(1) * CENTRES < clusters) & (tl.load(stale + slot) != 0):
+    c = part * CENTRES + tl.arange(0, CENTRES)
+    if (keys > 0) & (part * CENTRES < clusters) & (tl.load(stale + slot) != 0):
         i, d = tl.arange(0, TILE), tl.arange(0, DP)
         k += bh // heads * k_b + bh % heads * k_h
         total, members = tl.zeros((CENTRES, DP), tl.float32), tl.zeros((CENTRES,), tl.int32)
@@ -307,7 +313,7 @@ class Run:
         )  # fmt: skip
 
     def assign(self, far: bool) -> None:
-        _assign[(self.slots, cdiv(self.shape["S"], self.keys))](
+        _assign[(self.slots * cdiv(self.shape["S"], self.keys),)](
             *self.seen, self.name, self.far, *self.now_seen, FAR=far, TILE=self.keys, CENTRES=self.centres,
             **self.shape, num_warps=8,
         )  # fmt: skip
@@ -316,7 +322,7 @@ class Run:
         """With `cosine` centroids have length 1 until they are needed no more, so the `last` time all are made anew."""
         if last and self.cosine:
             self.stale.fill_(1)
-        _means[(self.slots, cdiv(self.clusters, self.centres))](
+        _means[(self.slots * cdiv(self.clusters, self.centres),)](
             *self.mean_of, self.name, self.place, self.count, self.stale, *self.now, RANK=rank,
             UNIT=self.cosine and not last, TILE=self.centres, CENTRES=self.centres, **self.shape,
         )  # fmt: skip

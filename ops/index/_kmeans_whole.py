@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._kmeans import Kmeans
-from torchsparsekv.ops.index._kmeans_kernels import Run, halve, seeded_hash, span_of
+from torchsparsekv.ops.index._kmeans_kernels import Run, halve, seeded_hash, slot_and_part, span_of
 from torchsparsekv.ops.store.views import Lengths, Units
 
 
@@ -30,12 +30,12 @@ def _sow(
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
     """The first centroids: a key of each of as many parts."""
-    slot = tl.program_id(0)
+    slot, part = slot_and_part(tl.cdiv(S // size, CENTRES))
     bh, column, keys, _, unit, clusters = span_of(
         start, length, ring_begin, units, heads, tokens, sink, size, slot, S
     )
-    if (keys > 0) & (tl.program_id(1) * CENTRES < clusters):
-        c, d = tl.program_id(1) * CENTRES + tl.arange(0, CENTRES), tl.arange(0, DP)
+    if (keys > 0) & (part * CENTRES < clusters):
+        c, d = part * CENTRES + tl.arange(0, CENTRES), tl.arange(0, DP)
         live = c < clusters
         low, high = c.to(tl.int64) * keys // clusters, (c.to(tl.int64) + 1) * keys // clusters
         at = column + low + seeded_hash(c, seed) % tl.maximum(high - low, 1)
@@ -94,7 +94,7 @@ def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
     size, _, rounds, seed, cosine = kmeans
     times, sink = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink
     run = Run(k, units, times, sink, size, next_power_of_2(max(tokens, size)), cosine)
-    _sow[(run.slots, cdiv(run.clusters, run.centres))](
+    _sow[(run.slots * cdiv(run.clusters, run.centres),)](
         *run.seen, *run.now_seen, seed, CENTRES=run.centres, **run.shape
     )
     for i in range(rounds):

@@ -108,6 +108,7 @@ def _boundary(
         alike = _likeness(new, past, mine, PER_HEAD, G, Q)
         old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
         found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
+        tl.debug_barrier()  # all warps have read what is written below
         # The programs of a row's heads write rows of their own here, each those of its group, into the half that no
         # program of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums above, at shapes
         # with few query heads, is none of this: it watches shared memory alone. There are fewer query heads than the
@@ -127,6 +128,7 @@ def _boundary(
                 row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (most + 1), centroid + bh * most * D, old, end,
                 tl.load(unit_count + bh), sink, span, False, P, LONGEST, D, DP,
             )  # fmt: skip
+            tl.debug_barrier()  # and how many units there were
             tl.store(unit_count + bh, unit)
             tl.store(frontier + bh, old)
             tl.store(retrievals + bh, tl.load(retrievals + bh) + 1)

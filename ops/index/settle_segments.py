@@ -50,8 +50,8 @@ def _settle(
             row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (most + 1), centroid + bh * most * D,
             tl.load(frontier + bh), tl.minimum(n0, end), tl.load(unit_count + bh), sink, span, True, P, LONGEST, D, DP,
         )  # fmt: skip
+        tl.debug_barrier()  # all warps have read what is written below
         tl.store(unit_count + bh, unit)
-        tl.debug_barrier()
         at = tl.arange(0, P)
         mark = ((at + sink - end) % span + span) % span % longest == 0
         tl.store(cuts + at, mark.to(tl.int32), mask=at < span)
