@@ -88,7 +88,6 @@ class Bench(Layers):
         self.still()
         return [
             self.row("append", lambda i, s: append(Token(self.k, self.k), s.store, s.stats, s.lengths)),
-            *self.index_update(),
             *STAGES[m.name].select(self),
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
@@ -96,10 +95,8 @@ class Bench(Layers):
             self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
         ]
 
-    def index_update(self) -> list[dict]:
-        """But of prkv, where it is in one launch with that of the static set."""
-        step = lambda i, s: self.method.step(s, self.q[i], self.k)  # noqa: E731
-        return [] if self.method.name == "prkv" else [self.row("index update (nothing leaves)", step)]
+    def index_update(self) -> dict:
+        return self.row("index update (nothing leaves)", lambda i, s: self.method.step(s, self.q[i], self.k))
 
     @property
     def near(self) -> int:
@@ -131,6 +128,7 @@ class PageStages:
         score = lambda i, s: bound_scores(b.q[i], s.digests, s.lengths)  # noqa: E731
         scored = [score(i, s) for i, s in enumerate(b.states)]
         return [
+            b.index_update(),
             b.row("scores", score, sum(t.nbytes for t in b.states[0].digests[:2])),
             b.row("top blocks", lambda i, s: top_blocks(scored[i], n)),
             b.row("torch.topk (beside)", lambda i, s: scored[i][0].topk(n)),
@@ -163,6 +161,7 @@ class ParisKVStages:
         scored = [stage_2(i, s) for i, s in enumerate(b.states)]
         found, codes = int((candidates[0] >= 0).sum()), b.states[0].codes
         return [
+            b.index_update(),
             b.row("votes", vote),
             b.row("collide", stage_1, codes.ids.nbytes),
             b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * codes.weights.shape[-1])),
@@ -172,7 +171,7 @@ class ParisKVStages:
 
 
 class PRKVStages(PageStages):
-    """Of a step at which the static set stays as it is: what is asked for that is one launch."""
+    """Of a step at which nothing leaves and the static set stays as it is: what is asked for both is one launch."""
 
     @staticmethod
     def select(b: Bench) -> list[dict]:

@@ -108,10 +108,10 @@ def _restructure(
 
 
 def launch(*things) -> None:
-    _, first, second = apart(*things)
+    (*_, lengths, _), first, second = apart(*things)
     grid, given = choosing.arguments(*first)
     given |= moving.arguments(grid[1], *second)
-    given |= dict(previous_ring_begin=things[5].previous_ring_begin, MAX=FP8_MAX)
+    given |= dict(previous_ring_begin=lengths.previous_ring_begin, MAX=FP8_MAX)
     device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
         _restructure[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
