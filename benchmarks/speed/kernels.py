@@ -184,7 +184,15 @@ class PRKVStages(PageStages):
         def pages(i, s):
             return b.method.best(*bound_scores(b.q[i], s.digests, s.lengths, s.static.count))
 
-        return [b.row("update of the static set (nothing due)", update), b.row("pages (beside)", pages)]
+        def without(i, s):
+            b.method.summarise(s, b.k)
+            return pages(i, s)
+
+        return [
+            b.row("update of the static set (nothing due)", update),
+            b.row("pages (beside)", pages),
+            b.row("digests and pages, no static set (beside)", without),
+        ]
 
 
 STAGES: dict[str, Any] = {
