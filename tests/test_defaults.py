@@ -17,12 +17,12 @@ def acting(method) -> dict[str, object]:
     return method.effective()
 
 
-NEAR = dict(sink=64, window=256)
+NEAR = dict(sink=64, window=256, hot_budgets=2)
 CLUSTERED = dict(**NEAR, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**NEAR, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),
     "clusterkv": dict(
-        sink=16, window=256, budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
+        **NEAR | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
         new_clusters=4, run=None,
     ),
     "full": dict(**NEAR, budget=1024),
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "random": dict(**NEAR, budget=1024, block_size=16, seed=0),
     "prkv_static": dict(**NEAR, budget=1024, observe=64, update_every=None, update_from="keys"),
     "snapkv": dict(
-        sink=0, window=256, budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
+        **NEAR | dict(sink=0), budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
     ),
     "streaming": dict(**NEAR, budget=1024, block_size=16),
 }  # fmt: skip

@@ -38,11 +38,14 @@ class Method:
     is the same for all.
 
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
+    hot_budgets: room for so many times the budget in the hot buffer, on the device: blocks that were chosen before and
+        may be again. More of them cross the link less often.
     """
 
     budget: int = 1024
     sink: int = 64
     window: int = 256
+    hot_budgets: int = 2  # with just one it would thrash
 
     if TYPE_CHECKING:  # these are fields where they can be chosen
 
@@ -79,7 +82,7 @@ class Method:
 
     def __post_init__(self) -> None:
         self.check_int("block_size", power=True)
-        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
+        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1), ("hot_budgets", 1)):
             self.check_int(field, least)
         for field in ("budget", "sink"):
             value = getattr(self, field)
@@ -130,9 +133,12 @@ class Method:
         """The oldest CUDA compute capability its kernels compile for."""
         return (8, 0)
 
+    def hot_rows(self, g: Geometry) -> int:
+        return min(self.hot_budgets * self.budget, g.rows)
+
     def buffers(self, g: Geometry) -> Buffers:
         """Everything one layer keeps. Extend what this returns with the index."""
-        slots = min(2 * self.budget, g.rows) // self.block_size  # a buffer of just the budget would thrash
+        slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
         return store_buffers(g, self.ring_plan) | {"hot": hot_buffer(g, self.block_size, slots, chosen)}
 

@@ -131,7 +131,7 @@ class ParisKV(Method):
     def buffers(self, g: Geometry) -> Buffers:
         self._check_size(g)
         spaces, u8 = next_power_of_2(g.head_dim) // self.m, torch.uint8
-        slots, chosen = min(2 * self.budget, g.rows), self.sizes(g.rows)[1]
+        slots, chosen = self.hot_rows(g), self.sizes(g.rows)[1]
         return super().buffers(g) | {
             "hot": hot_buffer(g, 1, max(slots, chosen), chosen),  # room for a context below `full_threshold`, whole
             "codes": Codes(
