@@ -30,6 +30,9 @@ WRONG_ELSEWHERE = {
     "decode --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest",
     "decode --also=quest.block_size=3": "block_size must be", "decode --also=quest": "hyper must be METHOD.NAME=VALUE",
     "decode --also=quest.block_size=8,quest.block_size=8": "also must be different values, got quest",
+    "decode --inductor=nope=1": "inductor must be NAME=VALUE of torch._inductor.config, got 'nope=1'",
+    "decode --inductor=combo_kernels=2": "inductor: combo_kernels is False by default, got '2'",
+    "decode --inductor=combo_kernels=true,combo_kernels=true": "inductor sets combo_kernels twice",
     "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
@@ -116,6 +119,13 @@ def test_rows_at_other_localities(watch):
 def test_localities_are_not_beside_those_of_text():
     with pytest.raises(ValueError, match="localities are beside --locality, and --locality-of-text has another"):
         decode.Options(localities=(0.5,), locality_of_text=True).check(("quest",))
+
+
+def test_what_the_compiler_is_told_is_for_all_rows_and_no_longer(monkeypatch):
+    tuned = lambda *_: torch._inductor.config.coordinate_descent_tuning  # noqa: E731
+    monkeypatch.setattr(decode, "_run", tuned)
+    assert decode.run(decode.Options(inductor=("coordinate_descent_tuning=true",))) is True
+    assert tuned() is False
 
 
 def test_a_context_at_which_nothing_dense_fits(watch):

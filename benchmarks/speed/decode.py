@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -16,7 +17,7 @@ import torchsparsekv
 from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks._options import Setup, at_least, check_measured, different, option, parse, repeats
 from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common, _dense
+from torchsparsekv.benchmarks.speed import _common, _dense, _inductor
 from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.benchmarks.speed._text_rates import nearest
 from torchsparsekv.method import all_methods
@@ -60,6 +61,9 @@ class Options(Setup):
     ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
     dense: tuple[str, ...] = option(("sdpa-cudnn",), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
     through_generate: bool = False
+    inductor: tuple[str, ...] = option(
+        (), "comma-separated NAME=VALUE of torch._inductor.config, for all rows: methods, dense and the floor"
+    )
 
     @property
     def grows(self) -> int:
@@ -72,6 +76,7 @@ class Options(Setup):
         different(self, "contexts", "batches")
         at_least(self, batches=1)
         _dense.check(self.dense, self.contexts)
+        _inductor.settings(self.inductor)
         for name in methods:
             self.near(name)
         check_measured(self.also, methods, "also changes")
@@ -354,6 +359,11 @@ def collect() -> None:
 def run(o: Options, out: Path | None = None) -> dict:
     """Saved whenever a row is done, so that one too many does not cost the others; but not gone on with, since the
     ratios are of one run."""
+    with torch._inductor.config.patch(_inductor.settings(o.inductor)):
+        return _run(o, out)
+
+
+def _run(o: Options, out: Path | None) -> dict:
     device, options = _common.prepare(o.methods, o), o.recorded(o.methods)
     _dense.try_out(o.dense, device)
     model = _common.build(o.shape, device)
