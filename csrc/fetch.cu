@@ -19,7 +19,11 @@ constexpr unsigned NEVER = 0x7FFFFFFF;  // younger than any slot
 
 static_assert(OLDEST < BINS * BINS && WARPS <= 32);
 
+using Row = Packed<UNPACK ? UNPACK : 16>;
+constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // of a block; that a warp moves
+
 struct __align__(16) Shared {
+  uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
   int bins[ROUNDS * BINS];
   int missing[IDS * THREADS], ids[WARPS], slots[WARPS];  // of the last two: what each warp counts
   unsigned oldest[WARPS];
@@ -148,66 +152,94 @@ __device__ void commit(
   }
 }
 
-// 16 bytes of a block of the pool, as they are.
-struct Plain {
-  static constexpr int PARTS = QUADS, WORDS = QUADS;  // what is moved at a time, of a block; words of 16 bytes in it
-  uint4 quad;
-
-  __device__ void load(const uint4* block, int part) { quad = block[part]; }
-  __device__ void store(uint4* block, int part) const { block[part] = quad; }
-};
-
-// 16 numbers of a block of packed rows, which become 32 bytes.
-struct Unpacked {
-  using Row = Packed<UNPACK ? UNPACK : 16>;
-  static constexpr int PARTS = QUADS / 2, WORDS = PARTS / Row::NUMBERS * Row::WORDS;
-  uint4 quad;
-  float scale;
-
-  __device__ void load(const uint4* block, int part) {
-    const uint4* row = block + part / Row::NUMBERS * Row::WORDS;
-    quad = row[part % Row::NUMBERS], scale = Row::scale(row, part % Row::NUMBERS);
-  }
-
-  __device__ unsigned two(unsigned four, int i) const {
-    return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
-  }
-
-  __device__ void store(uint4* block, int part) const {
-    block[2 * part] = {two(quad.x, 0), two(quad.x, 2), two(quad.y, 0), two(quad.y, 2)};
-    block[2 * part + 1] = {two(quad.z, 0), two(quad.z, 2), two(quad.w, 0), two(quad.w, 2)};
-  }
-};
-
-template <bool> struct Which { using Part = Plain; };
-template <> struct Which<true> { using Part = Unpacked; };
-using Part = Which<(UNPACK > 0)>::Part;
-
-// The missing blocks, 512 bytes at a time per warp; to programs first, so that a few are spread over all of them. This
-// thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they come.
-struct Move {
+// The missing blocks as they are, 512 bytes at a time per warp; to programs first, so that a few are spread over all of
+// them. This thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they
+// come.
+struct MoveAsTheyAre {
   const int count, stride = gridDim.y * THREADS;
   int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane();
-  Part part[STEPS];
+  uint4 quad[STEPS];
 
-  __device__ Move(int misses) : count(misses * Part::PARTS) {}
+  __device__ MoveAsTheyAre(int misses) : count(misses * QUADS) {}
+  __device__ bool next() { return (at += STEPS * stride) < count; }
 
   __device__ void load(const uint4* pool, const Shared& s) {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
       if (q >= count) break;  // mostly after the first
-      part[i].load(pool + (long long)s.missing[q / Part::PARTS] * Part::WORDS, q % Part::PARTS);
+      quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
     }
   }
 
-  __device__ void store(uint4* hot, const Shared& s) const {
+  __device__ void store(uint4* hot, Shared& s) const {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
       if (q >= count) break;
-      part[i].store(hot + (long long)s.victims[q / Part::PARTS] * QUADS, q % Part::PARTS);
+      hot[(long long)s.victims[q / QUADS] * QUADS + q % QUADS] = quad[i];
     }
   }
 };
+
+// The missing blocks of packed rows, RUN rows at a time per warp. A row has its scales behind it, so lines of 128 bytes
+// begin and end anywhere in it; whole lines are what the link is fast at. So a warp asks for all words of its rows in
+// order, and tells itself the scales when they are here.
+struct MoveUnpacked {
+  static constexpr int RUNS = ROWS / RUN, WORDS = RUN * Row::WORDS, LOADS = (WORDS + 31) / 32;  // of a block; of a run
+  static constexpr int TOGETHER = LOADS > 6 ? 1 : LOADS > 1 ? 12 / LOADS : STEPS;  // runs that a warp has on their way
+  const int count, stride = gridDim.y * WARPS;
+  int at = warp() * gridDim.y + blockIdx.y;
+  uint4 quad[TOGETHER][LOADS];
+
+  __device__ MoveUnpacked(int misses) : count(misses * RUNS) {}
+  __device__ bool next() { return (at += TOGETHER * stride) < count; }
+
+  __device__ void load(const uint4* pool, const Shared& s) {
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      const int run = at + r * stride;
+      if (run >= count) break;
+      const uint4* words = pool + ((long long)s.missing[run / RUNS] * RUNS + run % RUNS) * WORDS;
+#pragma unroll
+      for (int i = 0; i < LOADS; i++)
+        if (32 * i + lane() < WORDS) quad[r][i] = words[32 * i + lane()];
+    }
+  }
+
+  __device__ void store(uint4* hot, Shared& s) const {
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      const int run = at + r * stride;
+      if (run >= count) break;
+      __syncwarp();  // the scales of the run before are read
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) {
+        const int word = 32 * i + lane(), in_row = word % Row::WORDS - Row::NUMBERS;
+        if (word < WORDS && in_row >= 0) s.scales[warp()][word / Row::WORDS][in_row] = quad[r][i];
+      }
+      __syncwarp();
+      uint4* rows = hot + (long long)s.victims[run / RUNS] * QUADS + run % RUNS * RUN * 2 * Row::NUMBERS;
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) {
+        const int word = 32 * i + lane(), row = word / Row::WORDS, in_row = word % Row::WORDS;
+        if (word < WORDS && in_row < Row::NUMBERS)
+          unpack(rows + 2 * (row * Row::NUMBERS + in_row), quad[r][i], Row::scale(s.scales[warp()][row], in_row));
+      }
+    }
+  }
+
+  // 16 numbers, which become 32 bytes.
+  __device__ static void unpack(uint4* to, uint4 from, float scale) {
+    const auto two = [=](unsigned four, int i) {
+      return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
+    };
+    to[0] = {two(from.x, 0), two(from.x, 2), two(from.y, 0), two(from.y, 2)};
+    to[1] = {two(from.z, 0), two(from.z, 2), two(from.w, 0), two(from.w, 2)};
+  }
+};
+
+template <bool> struct Which { using Move = MoveAsTheyAre; };
+template <> struct Which<true> { using Move = MoveUnpacked; };
+using Move = Which<(UNPACK > 0)>::Move;
 
 // A head that keeps its slots: they are attended to.
 __device__ void keep(const int* out, unsigned long long* counts, int n) {
@@ -243,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   const Counts count = look_up(x, y, slot_of, s);
   bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
   Move m(count.misses);
-  pool += bh * total * Part::WORDS, hot += bh * slots * QUADS;
+  pool += bh * total * (UNPACK ? ROWS * Row::WORDS : QUADS), hot += bh * slots * QUADS;
   if (count.misses > 0) {
     // Its loads are done, as they were used: this program has read the state.
     const int before = threadIdx.x == 0 ? atomicAdd(done_count + bh, 1) : 0;
@@ -260,5 +292,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   }
   if (m.at >= m.count) return;
   m.store(hot, s);
-  for (m.at += STEPS * m.stride; m.at < m.count; m.at += STEPS * m.stride) m.load(pool, s), m.store(hot, s);
+  while (m.next()) m.load(pool, s), m.store(hot, s);
 }

@@ -26,10 +26,10 @@ template <int CHANNELS> __device__ inline const char* value_of(const char* row) 
 template <int CHANNELS> struct Packed {
   static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
 
-  // The scale of the 16 numbers in word `at` of a row.
-  __device__ static float scale(const uint4* row, int at) {
+  // Of the 16 numbers in word `at` of a row, from the scales behind its numbers.
+  __device__ static float scale(const uint4* scales, int at) {
     const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;
-    return reinterpret_cast<const float*>(row + NUMBERS)[half * GROUPS + group];
+    return reinterpret_cast<const float*>(scales)[half * GROUPS + group];
   }
 
   // Of the four numbers in 32 bits of such a word, one, without its scale.
