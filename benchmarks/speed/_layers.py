@@ -18,7 +18,8 @@ class Layers:
         self.method: Any = method
         self.lengths = RowLengths(method.ring_plan, g.batch, g.rows, device)
         buffers = method.buffers(g)
-        buffers["far"] = Far(host.pinned(buffers["far"].rows.shape, g.dtype, device))  # one for all of them
+        rows = buffers["far"].rows
+        buffers["far"] = Far(host.pinned(rows.shape, rows.dtype, device))  # one for all of them
         self.states = [LayerState(buffers, self.lengths, device, pool_on_host=False) for _ in range(calls)]
         new = lambda heads: torch.randn(1, 1, heads, g.head_dim, device=device, dtype=g.dtype).transpose(1, 2)  # noqa: E731
         self.q, self.k = [new(q_heads) for _ in range(calls)], new(g.kv_heads)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import check_measured, option, parse
+from torchsparsekv.benchmarks._options import PoolChoice, check_measured, option, parse, pool_told
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
@@ -30,7 +30,9 @@ from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
+from torchsparsekv.ops.store.rows import stored_width
 from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Token
+from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.state import Geometry, LayerState
 
 READ, LINK = "read in HBM", "read of pinned host memory"
@@ -49,6 +51,7 @@ class Options:
     budget: int = 1024
     tokens: int = option(100, "The budget of methods that retrieve single tokens.")
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+    pool_dtype: PoolChoice = "auto"
 
     def method(self, name: str) -> Method:
         budget = self.tokens if name == "pariskv" else self.budget
@@ -60,7 +63,8 @@ class Bench(Layers):
 
     def __init__(self, name: str, o: Options, context: int, device):
         self.o, self.device, self.context = o, device, context
-        geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16, o.q_heads // o.kv_heads)
+        pool, group = check_pool_dtype(pool_told(o.pool_dtype).get("pool_dtype")), o.q_heads // o.kv_heads
+        geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16, group, pool_dtype=pool)
         super().__init__(o.method(name), geometry, o.q_heads, CALLS, device)
         self.lengths.advance(context - 100)
         for s in self.states:
@@ -72,6 +76,8 @@ class Bench(Layers):
         n, token, scale = m.budget // m.block_size, o.kv_heads * o.head_dim * 4, Attention(o.head_dim**-0.5)
         chosen = [m.choose(s, q[i], scale).ids for i, s in enumerate(states)]
         new = [self.random_blocks(n, chosen[0].shape[-1]) for _ in states]
+        pool = states[0].far.rows
+        moved = m.budget * o.kv_heads * stored_width(pool) * pool.itemsize
 
         def draw():
             for x in new:
@@ -92,7 +98,7 @@ class Bench(Layers):
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
             self.row("attention", attend, self.near * token),
-            self.row("fetch, nearly all misses", get(new), m.budget * token, draw),
+            self.row("fetch, nearly all misses", get(new), moved, draw),
         ]
 
     def index_update(self) -> dict:
