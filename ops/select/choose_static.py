@@ -245,8 +245,8 @@ def _score(
 
 @triton.jit
 def look_up(count, target, updated, at, every, length, ring_begin, heads, sink):
-    """What a head's programs choose by: its tokens, where its ring begins, when it chose last, how many it wants, whether
-    its set is said to be new, and whether it is due."""
+    """What a head's programs choose by: its tokens, where its ring begins, when it chose last, how many it wants,
+    whether its set is said to be new, and whether it is due."""
     bh = tl.program_id(0).to(tl.int64)
     n, end, have = tl.load(length + bh // heads), tl.load(ring_begin + bh // heads), tl.load(count + bh)
     last, want, interval, told = tl.load(at + bh), tl.load(target + bh), tl.load(every + bh), tl.load(updated + bh)
