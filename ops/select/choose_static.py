@@ -244,29 +244,20 @@ def _score(
 
 
 @triton.jit
-def look_up(count, target, updated, at, every, length, ring_begin, heads, sink):
-    """What a head's programs choose by: its tokens, where its ring begins, when it chose last, how many it wants,
-    whether its set is said to be new, and whether it is due."""
-    bh = tl.program_id(0).to(tl.int64)
-    n, end, have = tl.load(length + bh // heads), tl.load(ring_begin + bh // heads), tl.load(count + bh)
-    last, want, interval, told = tl.load(at + bh), tl.load(target + bh), tl.load(every + bh), tl.load(updated + bh)
-    due = (n > 0) & ((last == NOT_SINCE) | (n - last >= interval) | (have < tl.minimum(want, end - sink)))
-    return n, end, last, want, told, due
-
-
-@triton.jit
 def choose_anew(
-    found, queries, ids, count, updated, at, lead, updates, arrived, gone, ring, keys, tops, totals, scores, peaks,
-    listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most,
+    queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length, ring_begin, tops,
+    totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most,
     FIRST: tl.constexpr, LAST: tl.constexpr, STAY: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """All phases of a head, where what `look_up` found says that it is due; with STAY its programs are to meet again
-    then. Phases before the first are what else the launch does."""
+    """All phases of a head. Whether it is due; with STAY its programs are to meet again then. Phases before the first
+    are what else the launch does."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
-    n, end, last, want, told, due = found
+    n, end, have = tl.load(length + b), tl.load(ring_begin + b), tl.load(count + bh)
+    last, want, interval, told = tl.load(at + bh), tl.load(target + bh), tl.load(every + bh), tl.load(updated + bh)
+    due = (n > 0) & ((last == NOT_SINCE) | (n - last >= interval) | (have < tl.minimum(want, end - sink)))
     if (FIRST <= 0) & (part == 0) & (told != due.to(tl.int32)):
         tl.store(updated + bh, due.to(tl.int32))
     if due:
@@ -297,6 +288,7 @@ def choose_anew(
                 tl.store(count + bh, tl.minimum(want, end - sink))
                 tl.store(at + bh, tl.where(last == NOT_SINCE, n - tl.load(lead + bh), n))
                 tl.store(updates + bh, tl.load(updates + bh) + 1)
+    return due
 
 
 @triton.jit
@@ -308,11 +300,10 @@ def _choose(
     GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    found = look_up(count, target, updated, at, every, length, ring_begin, heads, sink)
     choose_anew(
-        found, queries, ids, count, updated, at, lead, updates, arrived, gone, ring, keys, tops, totals, scores, peaks,
-        listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most, FIRST, LAST, False, CAPPED,
-        COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
+        queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
+        ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap,
+        padded, groups, most, FIRST, LAST, False, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
     )  # fmt: skip
 
 

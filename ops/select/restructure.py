@@ -83,8 +83,6 @@ def _restructure(
     BITS: tl.constexpr, LOOKED: tl.constexpr, MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
-    # Ahead of what it is for: on most steps a launch waits for what it asks for, once, and is done.
-    found = choosing.look_up(count, target, updated, at, every, length, ring_begin, heads, sink)
     if FIRST < 1:
         _summarise(
             queries, pool, centre, spread, coarse, length, previous_ring_begin, ring_begin, heads, rows, blocks, COARSE,
@@ -92,12 +90,12 @@ def _restructure(
         )  # fmt: skip
     due = False
     if (FIRST < MOVING) & (LAST > 1):
-        choosing.choose_anew(
-            found, queries, ids, count, updated, at, lead, updates, arrived, gone, ring, keys, tops, totals, scores,
-            peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap, padded, groups, most, FIRST - 1,
-            LAST - 1, True, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L, ASM,
+        due = choosing.choose_anew(
+            queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
+            ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap,
+            padded, groups, most, FIRST - 1, LAST - 1, True, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L,
+            ASM,
         )  # fmt: skip
-        due = found[5]
     elif FIRST >= MOVING:  # what was due has been chosen, in a launch before
         due = tl.load(updated + tl.program_id(0)) != 0
     if LAST > MOVING:  # noqa: SIM102 (one is known when it is compiled)
