@@ -30,6 +30,8 @@ WRONG_ELSEWHERE = {
     "decode --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest",
     "decode --also=quest.block_size=3": "block_size must be", "decode --also=quest": "hyper must be METHOD.NAME=VALUE",
     "decode --also=quest.block_size=8,quest.block_size=8": "also must be different values, got quest",
+    "decode --layers=33": "layers must be from 1 to 32 (llama-3.1-8b), or 0 for all of them, got 33",
+    "decode --layers=2": "skip_layers must be from 0 to 1, got 2",
     "decode --inductor=nope=1": "inductor must be NAME=VALUE of torch._inductor.config, got 'nope=1'",
     "decode --inductor=combo_kernels=2": "inductor: combo_kernels is False by default, got '2'",
     "decode --inductor=combo_kernels=true,combo_kernels=true": "inductor sets combo_kernels twice",
@@ -126,6 +128,12 @@ def test_what_the_compiler_is_told_is_for_all_rows_and_no_longer(monkeypatch):
     monkeypatch.setattr(decode, "_run", tuned)
     assert decode.run(decode.Options(inductor=("coordinate_descent_tuning=true",))) is True
     assert tuned() is False
+
+
+def test_a_model_of_fewer_layers(watch):
+    o = decode.Options(**SMALL, contexts=(320,), steps=2, hf_static=False, dense=(), layers=2)
+    assert [r["method"] for r in decode.run(o)["rows"]] == ["hf-static", "full", "quest"]
+    assert _common.build("tiny", torch.device("cpu"), layers=2).config.num_hidden_layers == 2
 
 
 def test_a_context_at_which_nothing_dense_fits(watch):

@@ -71,7 +71,10 @@ def check(methods: Sequence[str], options: object = None) -> None:
 def _check_shape(name: str, options: Any) -> None:
     """Raises where a model of this shape has too few layers or positions."""
     shape = SHAPES[name]
-    check_skip_layers(getattr(options, "skip_layers", 0), shape["num_hidden_layers"])
+    all_of_it, layers = shape["num_hidden_layers"], getattr(options, "layers", 0)
+    if not 0 <= layers <= all_of_it:
+        raise ValueError(f"layers must be from 1 to {all_of_it} ({name}), or 0 for all of them, got {layers}")
+    check_skip_layers(getattr(options, "skip_layers", 0), layers or all_of_it)
     if not hasattr(options, "grows"):
         return
     longest = max(options.contexts) if hasattr(options, "contexts") else options.context
@@ -83,11 +86,11 @@ def _check_shape(name: str, options: Any) -> None:
         )
 
 
-def build(shape: str, device: torch.device, shapes: Mapping[str, dict] = SHAPES):
-    """A model of that shape with random weights, made on the device."""
+def build(shape: str, device: torch.device, shapes: Mapping[str, dict] = SHAPES, layers: int = 0):
+    """A model of that shape with random weights, made on the device, or of only so many layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(shapes[shape])
+    fields = dict(shapes[shape]) | ({"num_hidden_layers": layers} if layers else {})
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
     torch.manual_seed(0)
     with torch.device(device):

@@ -45,6 +45,7 @@ class Options(Setup):
     louiskv retrieves at nearly every step, which `--hyper louiskv.tau=1` asks for."""
 
     shape: str = "llama-3.1-8b"
+    layers: int = option(0, "Only so many layers of the shape; 0: all.")
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
@@ -366,7 +367,7 @@ def run(o: Options, out: Path | None = None) -> dict:
 def _run(o: Options, out: Path | None) -> dict:
     device, options = _common.prepare(o.methods, o), o.recorded(o.methods)
     _dense.try_out(o.dense, device)
-    model = _common.build(o.shape, device)
+    model = _common.build(o.shape, device, layers=o.layers)
     rows: list[dict] = []
     for batch in o.batches:
         floor = run_static(model, batch, FLOOR_CONTEXT, o)
