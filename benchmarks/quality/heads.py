@@ -17,19 +17,22 @@ from torchsparsekv.benchmarks.quality.pretrained import pretrained
 from torchsparsekv.benchmarks.recall_model import journal, vocabulary
 
 NAME = "torchsparsekv_heads"
+GUESS = torch.zeros(0)  # a mask that says that attention itself is not asked for
 
 
 @dataclass(frozen=True, eq=False)
 class Heads:
     """Of some layers of a model over one text; layers are stacked as rows of a batch.
 
-    queries [layers, query heads, tokens, dim] and keys [layers, kv heads, tokens, dim] in float32.
+    queries [layers, query heads, tokens, dim] and keys [layers, kv heads, tokens, dim] in float32. `below`, where it was
+    asked for, are the queries that a layer would have by what the layer below it was given.
     """
 
     queries: Tensor = field(repr=False)
     keys: Tensor = field(repr=False)
     scale: float
     layers: tuple[int, ...]
+    below: Tensor | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -47,17 +50,21 @@ class Heads:
 
 
 @torch.no_grad()
-def heads_of(model: Any, ids: Tensor, layers: Sequence[int]) -> Heads:
+def heads_of(model: Any, ids: Tensor, layers: Sequence[int], *, below: bool = False) -> Heads:
     """`ids` [tokens]. The model must be one whose attention transformers dispatches by name, as of all it has now."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     found: dict[int, tuple[Tensor, Tensor]] = {}
+    guessed: dict[int, Tensor] = {}
     scales: set[float] = set()
     before = model.config._attn_implementation
     sdpa = AttentionInterface()["sdpa"]
 
     def taking(module, q, k, v, mask, **more):
+        if mask is GUESS:
+            guessed[module.layer_idx] = q[0].float()
+            return torch.zeros_like(q).transpose(1, 2), None
         if module.layer_idx in layers:
             found[module.layer_idx] = q[0].float(), k[0].float()
             scales.add(float(more.get("scaling") or q.shape[-1] ** -0.5))
@@ -65,14 +72,33 @@ def heads_of(model: Any, ids: Tensor, layers: Sequence[int]) -> Heads:
 
     AttentionInterface.register(NAME, taking)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    hooks = _asked_ahead(model, layers) if below else []
     try:
         model.set_attn_implementation(NAME)
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
     (scale,) = scales
     q, k = (torch.stack([found[i][j] for i in layers]).cpu() for j in (0, 1))
-    return Heads(q, k, scale, tuple(layers))
+    return Heads(q, k, scale, tuple(layers), torch.stack([guessed[i] for i in layers]).cpu() if below else None)
+
+
+def _asked_ahead(model: Any, layers: Sequence[int]) -> list[Any]:
+    """Hooks by which each of the layers first asks by what the layer below it was given; GUESS is then its mask."""
+    if 0 in layers:
+        raise ValueError("there is no layer below the first one")
+    given: list[Tensor] = []
+
+    def ask(layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if layer.self_attn.layer_idx in layers:
+            ahead = layer.input_layernorm(given[-1])
+            layer.self_attn(ahead, position_embeddings=kwargs["position_embeddings"], attention_mask=GUESS)
+        given[:] = [hidden]
+
+    return [x.register_forward_pre_hook(ask, with_kwargs=True) for x in model.get_decoder().layers]
 
 
 @dataclass(eq=False)
@@ -156,11 +182,13 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--keep", type=Path, help="a file for what was computed, read next time")
 
 
-def read(o: argparse.Namespace) -> Heads:
+def read(o: argparse.Namespace, *, below: bool = False) -> Heads:
     """What these options ask for, in float32 on the CPU. Kept queries are halves."""
     about = {name: getattr(o, name) for name in ("model", "text", "length", "own", "skip_layers")}
     if o.keep is None:
-        return _computed(o, o.layer_stride)
+        return _computed(o, o.layer_stride, below=below)
+    if below:
+        raise ValueError(f"queries by the layer below are not kept: --keep {o.keep} is not for this")
     if not o.keep.is_file():
         every = _computed(o, 1)
         torch.save((about, every.queries.half(), every.keys, every.scale, every.layers), o.keep)
@@ -171,7 +199,7 @@ def read(o: argparse.Namespace) -> Heads:
     return Heads(queries[wanted].float(), keys[wanted], scale, layers[wanted])
 
 
-def _computed(o: argparse.Namespace, stride: int) -> Heads:
+def _computed(o: argparse.Namespace, stride: int, *, below: bool = False) -> Heads:
     if o.model == RECALL:
         from torchsparsekv.benchmarks.recall_model.model import load
 
@@ -183,4 +211,4 @@ def _computed(o: argparse.Namespace, stride: int) -> Heads:
     if o.own:
         ids = continued(net, ids, o.own)
     layers = range(o.skip_layers, net.config.get_text_config(decoder=True).num_hidden_layers, stride)
-    return heads_of(net, ids, layers)
+    return heads_of(net, ids, layers, below=below)

@@ -1,0 +1,112 @@
+"""How often what a query chooses is on the device already, and what guessing it ahead would find, of a real model.
+
+    python benchmarks/quality/misses.py --model smollm2 --method quest --budgets 256 1024 --hot-budgets 1 2 4 8
+
+Queries and keys are those of a model over one text, by a dense forward (heads.py). First --prompt tokens at once, then
+--steps one by one; the first --settle of these do not count. Every step chooses and fetches by the ops that decoding
+has, of every layer and kv head. Of every size of the hot buffer:
+- hits: share of the chosen blocks that were in it.
+- fetched: blocks that crossed the link, guessed or missed, for every one that was chosen.
+
+And with guesses, which are fetched before they are known to be right, into a buffer of --guessed budgets:
+- `runners up`: behind what the step before chose, the next best of it, half as many.
+- `layer below`: what the layer would choose by what the layer below was given: its own norm, projection and rotary
+  positions on it, and its own index. In a step that would be a second projection and a second choice.
+"""
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks.quality import heads as model_heads
+from torchsparsekv.benchmarks.quality.heads import Heads
+from torchsparsekv.benchmarks.quality.static_mass import Fed
+from torchsparsekv.method import make_method
+from torchsparsekv.ops.gather.fetch import fetch
+from torchsparsekv.ops.store.rows import STATS
+from torchsparsekv.ops.store.views import Asked
+
+RUNNERS_UP, BELOW = "runners up", "layer below"
+COUNTED = [STATS.index(name) for name in ("selected", "missed")]
+
+
+class Guessing(Fed):
+    """Fetches what is chosen, and before or behind it what is guessed."""
+
+    def __init__(self, name: str, heads: Heads, guess: str | None, **hyper):
+        super().__init__(make_method(name, **hyper), heads)
+        self.guess = guess
+
+    def step(self) -> Tensor:
+        """Blocks that were chosen, those of them that were missing, and those that were guessed and missing."""
+        guessed = 0
+        at = self.at
+        choice: Any = self.take(1)
+        if self.guess == BELOW:
+            asked = self.heads.below[:, :, at : at + 1]
+            guessed = self.fetch(self.method.choose(self.state, asked, self.attention).ids)[1]
+        selected, missed = self.fetch(choice.ids)
+        if self.guess == RUNNERS_UP:
+            more = dataclasses.replace(self.method, budget=self.method.budget * 3 // 2)
+            ids = more.choose(self.state, self.heads.queries[:, :, at : at + 1], self.attention).ids
+            guessed = self.fetch(ids)[1]
+        return torch.tensor([selected, missed, guessed], dtype=torch.float64)
+
+    def fetch(self, ids: Tensor) -> tuple[int, int]:
+        """Blocks that were asked for, and those of them that were missing."""
+        s = self.state
+        room = torch.nn.functional.pad(s.hot.chosen, (0, ids.shape[-1] - s.hot.chosen.shape[-1]))
+        before = s.stats.counts.sum((0, 1))
+        fetch(Asked(ids), s.far, s.hot._replace(chosen=room), s.stats)
+        selected, missed = (s.stats.counts.sum((0, 1)) - before)[COUNTED].tolist()
+        return selected, missed
+
+
+def measured(heads: Heads, o: argparse.Namespace, budget: int, hot_budgets: int, guess: str | None) -> dict[str, Any]:
+    hyper = dict(budget=budget, hot_budgets=hot_budgets, sink=o.sink, window=o.window)
+    fed = Guessing(o.method, heads, guess, **hyper)
+    fed.take(o.prompt)
+    each = torch.stack([fed.step() for _ in range(o.steps)])
+    selected, missed, guessed = each[o.settle :].sum(0).tolist()
+    told = {} if guess is None else {"guess": guess}
+    return {
+        "budget": budget, "hot_budgets": hot_budgets, **told, "hits": round(1 - missed / selected, 4),
+        "fetched": round((missed + guessed) / selected, 4),
+    }  # fmt: skip
+
+
+def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    heads = model_heads.read(o, below=True)
+    for budget in o.budgets:
+        ways = [(hot, None) for hot in o.hot_budgets] + [(o.guessed, guess) for guess in (RUNNERS_UP, BELOW)]
+        for hot, guess in ways:
+            row = measured(heads, o, budget, hot, guess)
+            print(row, flush=True)
+            yield row
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--method", default="quest")
+    p.add_argument("--prompt", type=int, default=7936)
+    p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--settle", type=int, default=30)
+    p.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
+    p.add_argument("--hot-budgets", type=int, nargs="+", default=[1, 2, 4, 8])
+    p.add_argument("--guessed", type=int, default=2)
+    p.add_argument("--sink", type=int, default=32)
+    p.add_argument("--window", type=int, default=64)
+    p.add_argument("--out", type=Path)
+    model_heads.options(p)
+    o = p.parse_args()
+    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
+    _results.finish("misses", list(rows(o)), given, o.out)
+
+
+if __name__ == "__main__":
+    main()
