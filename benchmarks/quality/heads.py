@@ -24,8 +24,8 @@ GUESS = torch.zeros(0)  # a mask that says that attention itself is not asked fo
 class Heads:
     """Of some layers of a model over one text; layers are stacked as rows of a batch.
 
-    queries [layers, query heads, tokens, dim] and keys [layers, kv heads, tokens, dim] in float32. `below`, where it was
-    asked for, are the queries that a layer would have by what the layer below it was given.
+    queries [layers, query heads, tokens, dim] and keys [layers, kv heads, tokens, dim] in float32. `below`, where asked
+    for, are the queries that a layer would have by what the layer below it was given.
     """
 
     queries: Tensor = field(repr=False)

@@ -1,0 +1,77 @@
+"""What a hot buffer of some size finds, and what guesses would, as benchmarks/quality/misses.py counts them."""
+import argparse
+import dataclasses
+
+import pytest
+import torch
+from models import tiny
+from test_static_mass import some
+
+from torchsparsekv.benchmarks.quality.heads import heads_of
+from torchsparsekv.benchmarks.quality.misses import BELOW, RUNNERS_UP, Guessing, measured
+
+O = argparse.Namespace(method="oracle", prompt=60, steps=50, settle=0, sink=4, window=8)
+BUDGET = 8
+
+
+def told(heads, hot_budgets, guess=None):
+    return measured(heads, O, BUDGET, hot_budgets, guess)
+
+
+def test_a_buffer_with_room_for_all_misses_what_is_chosen_for_the_first_time():
+    heads = some()
+    fed = Guessing("oracle", heads, None, budget=BUDGET, hot_budgets=99, sink=4, window=8)
+    fed.take(O.prompt)
+    choices = [fed.take(1).ids for _ in range(O.steps)]
+    seen = {(i, h): set() for i in range(2) for h in range(2)}
+    for ids in choices:
+        for (i, h), known in seen.items():
+            known |= set(ids[i, h].tolist())
+    first = sum(len(x - {-1}) for x in seen.values())
+    selected = sum(int((ids >= 0).sum()) for ids in choices)
+    row = told(heads, 99)
+    assert row == {"budget": BUDGET, "hot_budgets": 99, "hits": round(1 - first / selected, 4), "fetched": round(first / selected, 4)}  # fmt: skip
+
+
+def test_a_larger_one_finds_more():
+    hits = [told(some(), size)["hits"] for size in (1, 2, 4)]
+    assert 0 < hits[0] < hits[1] < hits[2] < 1
+
+
+def test_a_guess_that_is_always_right_leaves_nothing_to_miss():
+    heads = some()
+    right = told(dataclasses.replace(heads, below=heads.queries), 2, BELOW)
+    assert right["hits"] == 1 and right["fetched"] == told(heads, 2)["fetched"]
+
+
+def test_a_guess_that_is_never_right_costs_the_link_twice():
+    heads = some()
+    wrong = told(dataclasses.replace(heads, below=-heads.queries), 2, BELOW)
+    plain = told(heads, 2)
+    assert wrong["hits"] < plain["hits"] and wrong["fetched"] > 1.5 * plain["fetched"]
+
+
+def test_runners_up_are_fetched_behind_what_was_chosen():
+    plain, more = told(some(), 2), told(some(), 2, RUNNERS_UP)
+    assert more["fetched"] > plain["fetched"] and more["guess"] == RUNNERS_UP
+
+
+@torch.no_grad()
+def test_the_query_that_the_layer_below_gives():
+    model = tiny().eval().cpu()
+    ids = torch.randint(0, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    heads, plain = heads_of(model, ids, [1], below=True), heads_of(model, ids, [1])
+    assert torch.equal(heads.queries, plain.queries) and plain.below is None
+    layer, first = model.model.layers[1], model.model.layers[0]
+    given = model.model.embed_tokens(ids[None])
+    # Without its attention and its MLP the first layer hands on what it was given: then there is nothing to guess.
+    for part in (first.self_attn.o_proj, first.mlp.down_proj):
+        part.weight.zero_()
+    torch.testing.assert_close(heads.below, heads_of(model, ids, [1]).queries)
+    q = layer.self_attn.q_proj(layer.input_layernorm(given))[0, 0].unflatten(0, (-1, heads.queries.shape[-1]))
+    torch.testing.assert_close(heads.below[0, :, 0], q, msg="at position 0 nothing is rotated")
+
+
+def test_the_first_layer_has_none_below():
+    with pytest.raises(ValueError, match="no layer below the first one"):
+        heads_of(tiny().cpu(), torch.arange(8), [0], below=True)
