@@ -44,18 +44,19 @@ class Guessing(Fed):
 
     def step(self) -> Tensor:
         """Blocks that were chosen, those of them that were missing, and those that were guessed and missing."""
-        guessed = 0
-        at = self.at
-        choice: Any = self.take(1)
+        at, guessed = self.at, 0
+        chosen: Any = self.take(1)
         if self.guess == BELOW:
-            asked = self.heads.below[:, :, at : at + 1]
-            guessed = self.fetch(self.method.choose(self.state, asked, self.attention).ids)[1]
-        selected, missed = self.fetch(choice.ids)
+            guessed = self.fetch(self.ids(self.method, self.heads.below, at))[1]
+        selected, missed = self.fetch(chosen.ids)
         if self.guess == RUNNERS_UP:
             more = dataclasses.replace(self.method, budget=self.method.budget * 3 // 2)
-            ids = more.choose(self.state, self.heads.queries[:, :, at : at + 1], self.attention).ids
-            guessed = self.fetch(ids)[1]
+            guessed = self.fetch(self.ids(more, self.heads.queries, at))[1]
         return torch.tensor([selected, missed, guessed], dtype=torch.float64)
+
+    def ids(self, method: Any, queries: Any, at: int) -> Tensor:
+        """What a method chooses by the query of token `at`."""
+        return method.choose(self.state, queries[:, :, at : at + 1], self.attention).ids
 
     def fetch(self, ids: Tensor) -> tuple[int, int]:
         """Blocks that were asked for, and those of them that were missing."""
