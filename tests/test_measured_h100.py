@@ -27,3 +27,19 @@ def test_what_a_static_set_costs_where_nothing_is_due():
     alone = stages_of("h100/kernels_prkv.json", "arkvale", 131072)["index update (nothing leaves)"]["us"]
     launch = ours["update of the static set (nothing due)"]
     assert f"takes {launch:.2f} us by itself; `arkvale`'s, which has digests alone to look for, {alone:.2f}." in page
+
+
+def test_packed_rows_in_whole_lines():
+    text, told = said("docs/results.md"), []
+    for name in ("kernels_int8", "kernels_int8_before"):
+        rows = stages_of(f"h100/{name}.json", "quest", 32768)
+        link = stages_of(f"h100/{name}.json", "torchsparsekv", 32768) | stages_of(f"h100/{name}.json", "torch", 32768)
+        fetch = rows["fetch, nearly all misses"]
+        told += [fetch["us"], fetch["GB_per_s"] / link["read of pinned host memory"]["GB_per_s"]]
+    one = "nearly all new: {:.1f} us, {:.2f} of the rate that its process measured of the link, instead of {:.1f} and {:.2f} "
+    assert one.format(*told) in text
+    floor, dense, _, there, half, new = rows_of("h100/decode_int8.json")
+    assert [r["locality"] for r in (there, half, new)] == [1, 0.5, 0]
+    ms = [r["tpot_ms"] for r in (floor, dense, there, half, new)]
+    step = "floor {:.2f} ms, our dense {:.2f}: {:.2f} ms where all is there, {:.2f} at hits of one half, {:.2f} where all is new, "
+    assert step.format(*ms) + f"{ms[4] / ms[0]:.2f} of the floor" in text
