@@ -11,10 +11,13 @@ HYPER = dict(budget=8, sink=4, window=8, max_length=256)
 SIZES = (1, 2, 4)
 
 
-@pytest.mark.parametrize("name", ["quest", "pariskv"])
+@pytest.mark.parametrize("name", ["quest", "pariskv", "icecache"])
 @torch.no_grad()
 def test_a_larger_one_fetches_less_of_the_same(name):
-    more = dict(block_size=4) if name == "quest" else dict(update_interval=4, full_threshold=0)
+    more = {
+        "quest": dict(block_size=4), "icecache": dict(page_size=2),
+        "pariskv": dict(update_interval=4, full_threshold=0),
+    }[name]  # fmt: skip
     ids, mask = prompts(2, 120, ragged=False)
     told, fetched = [], []
     for size in SIZES:

@@ -1,10 +1,14 @@
 """What a hot buffer of some size finds, and what guesses would, as benchmarks/quality/misses.py counts them."""
 import argparse
 import dataclasses
+import json
+import statistics
 
 import pytest
 import torch
 from models import tiny
+from test_cli import ROOT
+from test_results import QUALITY, rows_of, tables
 from test_static_mass import some
 
 from torchsparsekv.benchmarks.quality.heads import heads_of
@@ -81,3 +85,30 @@ def test_the_query_that_the_layer_below_gives():
 def test_the_first_layer_has_none_below():
     with pytest.raises(ValueError, match="no layer below the first one"):
         heads_of(tiny().cpu(), torch.arange(8), [0], below=True)
+
+
+def test_the_tables_are_those_of_the_files():
+    found = []
+    for method in ("quest", "arkvale"):
+        rows = rows_of(f"quality/hot/misses_{method}.json")
+        for budget in (64, 256, 1024):
+            mine = [r for r in rows if r["budget"] == budget]
+            assert [(r["hot_budgets"], r.get("guess")) for r in mine] == [
+                (1, None), (2, None), (4, None), (8, None), (2, RUNNERS_UP), (2, BELOW),
+            ]  # fmt: skip
+            found.append([method, str(budget), *(f"{r['hits']:.2f} ({r['fetched']:.2f})" for r in mine)])
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_the_same_is_read_through_a_larger_one():
+    read = {}
+    for size in (2, 4):
+        for line in (QUALITY / f"hot/text_8192_hot{size}.jsonl").read_text().splitlines():
+            r = json.loads(line)
+            if r.get("hit_rate") is not None:
+                read.setdefault((r["method"], r["budget"]), {}).setdefault(size, []).append(r)
+    kl = {at: {size: [r["kl"] for r in rows] for size, rows in by.items()} for at, by in read.items()}
+    assert all(by[2] == by[4] for by in kl.values())
+    mean = lambda rows: f"{statistics.fmean(r['hit_rate'] for r in rows):.3f}"  # noqa: E731
+    found = [[method, str(budget), mean(by[2]), mean(by[4])] for (method, budget), by in read.items()]
+    assert sorted(found) in [sorted(t) for t in tables(ROOT / "docs/results.md")]

@@ -30,7 +30,7 @@ PACKAGE = Path(torchsparsekv.__file__).resolve().parent
 SCRIPTS = tuple(
     f"benchmarks/quality/{name}.py"
     for name in (
-        "ablate_pariskv", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
+        "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
         "static_mass", "turn_mass", "turns", "units",
     )
 )  # fmt: skip

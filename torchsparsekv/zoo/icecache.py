@@ -126,7 +126,7 @@ class IceCache(Method):
         grown = replace(g, rows=(pages + int(pages * self.growth)) * page)
         # A budget of everything is every page, full or not.
         chosen = (grown.rows if self.budget >= g.rows else self.budget) // page
-        hot = hot_buffer(grown, page, min(2 * chosen, grown.rows // page), chosen)
+        hot = hot_buffer(grown, page, min(self.hot_budgets * chosen, grown.rows // page), chosen)
         store = super().buffers(grown) | {"hot": hot}
         if g.follows:
             return store
