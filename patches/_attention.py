@@ -54,9 +54,34 @@ def hand_over_layer(module, args, kwargs):
         kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
         if module.layer_idx == owner.first:
             check_implementation(module.config)
-            cache.use.check()
-            cache.check_room(kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1])
+            if not owner.mixed:
+                _check_entry(cache, args, kwargs)
     return args, kwargs
+
+
+def _check_entry(cache: SparseCache, args, kwargs) -> None:
+    """What can be refused of a forward before anything of the cache has changed."""
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    cache.use.check()
+    cache.check_room(hidden.shape[1])
+    if hidden.shape[0] != cache.batch:
+        raise ValueError(f"this cache was made for batch size {cache.batch}, got {hidden.shape[0]}")
+
+
+def enter_layers(layer, args, kwargs):
+    """Forward pre-hook of the first layer, where layers without attention keep something in the cache too: what follows
+    changes it, and these layers tell nobody."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, SparseCache):
+        _check_entry(cache, args, kwargs)
+        cache.use.begin()
+
+
+def leave_layers(layer, args, kwargs, output):
+    """Forward hook of the last layer there."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, SparseCache):
+        cache.use.end_of_layers()
 
 
 def enter_model(model, args, kwargs):
@@ -90,8 +115,8 @@ def attention(
     a = Attention(scale, kwargs.get("softcap") or 0.0, kwargs.get("s_aux"))
     _refuse(module, query, key, value, attention_mask, sparse_layer)
     _refuse_shape(module, query, key, a, sparse_layer.shape)
-    layer, tokens = sparse_layer, query.shape[2]
-    if layer.first:
+    layer, tokens, alone = sparse_layer, query.shape[2], not module._torchsparsekv_owner.mixed
+    if layer.first and alone:
         layer.use.begin()
     if layer.advances:
         layer.state.row_lengths.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
@@ -99,7 +124,7 @@ def attention(
         out = layer.method.decode(layer.state, query, key, value, a)
     else:
         out = layer.method.prefill(layer.state, query, key, value, a, last=layer.last)
-    if layer.last:
+    if layer.last and alone:
         layer.use.end_of_layers()
     return out.transpose(1, 2).contiguous(), None
 

@@ -207,9 +207,10 @@ class Handle:
             c = self._recycled
             busy = c is not None and c.use.generating
             if c is not None and not keep and not busy and (c.batch, c.max_length) == (batch, length):
-                c.reset()
-                self.hold(c, chunked=chunked)
-                return c
+                held = self.hold(c, chunked=chunked)
+                if held:  # or nobody would tell the end, and the next call would take it from this one
+                    c.reset()
+                    return c
             if not busy:
                 c = self._recycled = None  # free the old one before the new one is made
             c = self.make_cache(batch, length)

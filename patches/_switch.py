@@ -6,7 +6,14 @@ from collections.abc import Callable
 import torch
 
 from torchsparsekv.patches import all_families
-from torchsparsekv.patches._attention import enter_model, hand_over_layer, leave_model, register_over
+from torchsparsekv.patches._attention import (
+    enter_layers,
+    enter_model,
+    hand_over_layer,
+    leave_layers,
+    leave_model,
+    register_over,
+)
 from torchsparsekv.patches._captured import Steps
 from torchsparsekv.patches._family import decoder_type
 from torchsparsekv.patches._generate import forget_compiled, generate, prepare_cache
@@ -19,6 +26,7 @@ class Owner:
 
     active = False
     first = 0  # the first layer with keys and values
+    mixed = False  # other layers keep something in the cache too, ahead of the first one or behind the last
 
 
 def on(model, handle, owner: Owner) -> str:
@@ -39,6 +47,12 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     for m in modules:
         m._torchsparsekv_owner = owner
         m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
+    layers = _layers_of(model, modules[0])
+    owner.mixed = len(layers) > len(modules)
+    if owner.mixed:
+        layers[0]._torchsparsekv_owner = layers[-1]._torchsparsekv_owner = owner
+        layers[0].register_forward_pre_hook(enter_layers, with_kwargs=True)
+        layers[-1].register_forward_hook(leave_layers, with_kwargs=True)
     _set_implementation(model, register_over(base))
     model.register_forward_pre_hook(enter_model, with_kwargs=True)
     model.register_forward_hook(leave_model, with_kwargs=True, always_call=True)
@@ -52,11 +66,18 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     forget_compiled(model)
 
 
+def _layers_of(model, attention: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of the decoder that this attention is in."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return next(m for m in lists if any(attention is part for layer in m for part in layer.modules()))
+
+
 def off(model, owner: Owner, base: str) -> None:
     """Leave the instance as `on` found it, or would have, where it did not come to its end."""
     for m in model.modules():
         if getattr(m, "_torchsparsekv_owner", None) is owner:
-            _remove_hook(m, hand_over_layer)
+            for hook in (hand_over_layer, enter_layers, leave_layers):
+                _remove_hook(m, hook)
             del m._torchsparsekv_owner
     for hook in (enter_model, leave_model):
         _remove_hook(model, hook)

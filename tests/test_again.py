@@ -104,7 +104,8 @@ def test_the_committed_files_are_each_told_once(capsys):
     before = sorted(RESULTS.rglob("*"))
     again.run(RESULTS, dry_run=True)
     told = [line.split(":")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
-    files = [*RESULTS.glob("*.json"), *RESULTS.glob("quality/**/*.json"), *RESULTS.glob("quality/**/*.jsonl")]
+    kinds = ("*.json", "h100/*.json", "quality/**/*.json", "quality/**/*.jsonl")
+    files = [path for kind in kinds for path in RESULTS.glob(kind)]
     assert len(files) > 40
     assert sorted(told) == sorted(p.relative_to(RESULTS).as_posix() for p in files)
     assert sorted(RESULTS.rglob("*")) == before

@@ -1,0 +1,96 @@
+"""Forwards that break off or are refused, where layers without attention keep something in the cache too."""
+import pytest
+import torch
+from models import greedy_logits, prompts, tiny
+
+import torchsparsekv
+
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe")
+IDS, MASK = prompts(1, 40, ragged=False)
+STEP = IDS[:, :1]
+WHERE = ("model.layers.0.mlp", "model.layers.3.self_attn", "lm_head")
+
+
+class Break(Exception):
+    pass
+
+
+def patched(family: str):
+    model = tiny(family)
+    if family.startswith("lfm2"):  # what the others call mlp
+        for layer in model.model.layers:
+            layer.mlp = layer.feed_forward
+    return model, torchsparsekv.patch(model, "full", max_length=128, skip_layers=0)
+
+
+def broken_off(model, where: str, call) -> None:
+    hook = model.get_submodule(where).register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Break()))
+    with pytest.raises(Break):
+        call()
+    hook.remove()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("where", WHERE)
+@torch.no_grad()
+def test_a_broken_forward_cannot_be_gone_on_with(family, where):
+    model, handle = patched(family)
+    with handle:
+        cache = handle.make_cache(1)
+        want = greedy_logits(model, IDS, MASK, 2, cache)
+        for ids in (IDS, STEP):
+            cache.reset()
+            if ids is STEP:
+                model(IDS, past_key_values=cache)
+            broken_off(model, where, lambda ids=ids: model(ids, past_key_values=cache))
+            with pytest.raises(RuntimeError, match=r"did not come to its end.*Call reset\(\) on it"):
+                model(ids, past_key_values=cache)
+        cache.reset()
+        assert torch.equal(greedy_logits(model, IDS, MASK, 2, cache), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_layers_alone_tell_it_too(family):
+    model, handle = patched(family)
+    with handle:
+        cache = handle.make_cache(1)
+        for _ in range(2):
+            model.model(IDS[:, :5], past_key_values=cache)
+        model(IDS[:, :5], past_key_values=cache)
+        broken_off(model, WHERE[0], lambda: model.model(STEP, past_key_values=cache))
+        with pytest.raises(RuntimeError, match="did not come to its end"):
+            model(STEP, past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_refused_forward_leaves_the_cache_as_it_was(family):
+    model, handle = patched(family)
+    with handle:
+        cache = handle.make_cache(1, 64)
+        want = greedy_logits(model, IDS, MASK, 3, cache)
+        cache.reset()
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="40 tokens after 40 overrun this cache of max_length 64"):
+            model(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="made for batch size 1, got 2"):
+            model(STEP.expand(2, -1), past_key_values=cache)
+        cache.reset()
+        assert torch.equal(greedy_logits(model, IDS, MASK, 3, cache), want)
+        cache.reset()
+        model(IDS, past_key_values=cache)
+        first = model(STEP, past_key_values=cache).logits
+        cache.reset()
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="overrun"):
+            model(IDS, past_key_values=cache)
+        assert torch.equal(model(STEP, past_key_values=cache).logits, first)
+
+
+@torch.no_grad()
+def test_unpatching_leaves_no_hook():
+    model, handle = patched("qwen3_next")
+    handle.unpatch()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not any(hasattr(m, "_torchsparsekv_owner") for m in model.modules())

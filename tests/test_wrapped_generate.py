@@ -1,0 +1,23 @@
+"""Calls of generate() that do not come in by what a patch puts on the instance."""
+import torch
+from models import tiny
+from test_generate import GREEDY
+from test_use import IDS, OTHER, at_each, generate, patch
+
+
+def past_the_patch(model, ids, **more):
+    return type(model).generate(model, ids, attention_mask=torch.ones_like(ids), **GREEDY, **more)
+
+
+def test_the_classes_own_takes_nobodys_cache():
+    """Nobody tells its end, so it shares no cache."""
+    model = tiny()
+    with patch(model):
+        want, other = generate(model), generate(model, OTHER)
+        for inside in (generate, past_the_patch):
+            found = []
+            ask = at_each(lambda found=found, inside=inside: found.append(inside(model, OTHER)))
+            assert torch.equal(past_the_patch(model, IDS, **ask), want)
+            assert found
+            assert all(torch.equal(x, other) for x in found)
+        assert torch.equal(generate(model), want)
