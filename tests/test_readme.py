@@ -145,6 +145,13 @@ def answered(files: str = "*_32768_*.jsonl") -> list[dict]:
     return [r for f in found for r in f.rows if r["task"] not in scores.APART]
 
 
+def attended(text, method: str, budget: int) -> int:
+    """Tokens that a scored step reads, in the mean over steps and samples."""
+    mine = [r for r in text.rows if (r["method"], r["budget"], r["length"]) == (method, budget, 2048)]
+    of = {r["index"]: r["density"] for r in mine}
+    return round(statistics.fmean(of.values()) * (2048 - (text.options["steps"] - 1) / 2))
+
+
 def test_the_table_of_what_to_take():
     text = load([RESULTS / "quality/text/text_2048_h200.jsonl"])
     kl = {(r["method"], r["budget"]): r["kl"] for r in text_summary.summarize(text[0].rows) if r.get("kl") is not None}
@@ -153,11 +160,16 @@ def test_the_table_of_what_to_take():
         every = answered() if samples == 80 else answered("clusterkv/recall_32768.jsonl")
         of = {(r["task"], r["index"]): r["score"] for r in every if (r["method"], r["budget"]) == (method, 64)}
         assert len(of) == samples
-        cells = [f"{statistics.fmean(of.values()):.2f}", f"{kl[method, 64]:.3f}" if reads else "-"]
+        told = f"{kl[method, 64]:.3f} ({attended(text[0], method, 64)})" if reads else "-"
+        cells = [f"{statistics.fmean(of.values()):.2f}", told]
         row = decode(file, 131072)[method] if file else None
         cells += [f"{row['tpot_ms']:.2f}", f"{row['speedup']:.2f}x", f"{row['device_GiB']:.1f}"] if row else ["-"] * 3
         want.append(f"| `{method}`{said} | {' | '.join(cells)} |")
     assert "\n".join(want) in TEXT
+    read = [attended(text[0], name, 64) for name in ("oracle", "pariskv")]
+    assert "read {} a step, where `pariskv` reads {})".format(*read) in " ".join(TEXT.split())
+    assert attended(text[0], "clusterkv", 64) == attended(text[0], "quest", 256)
+    assert f"reads at 256, where its KL is {kl['quest', 256]:.3f}." in " ".join(TEXT.split())
 
 
 def test_its_figure_has_the_points_of_the_files():
@@ -194,6 +206,8 @@ def test_the_table_of_text_is_that_of_the_file():
         columns = (("kl", 4), ("kl_p95", 3), ("agrees", 3))
         cells = [f"{found[method, b][k]:.{digits}f}" for b in (64, 256, 1024) for k, digits in columns]
         assert f"| `{method}` | {' | '.join(cells)} |" in page
+        if method not in ("oracle", "random"):
+            assert f"`{method}` {attended(text, method, 64)}" in page
     assert f"a perplexity of {found['dense', None]['perplexity']:.1f}." in page
     assert f"retrieved at {found['louiskv', 64]['retrieval_rate']:.0%}".replace("%", " %") in page
 
