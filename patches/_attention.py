@@ -86,13 +86,17 @@ def leave_layers(layer, args, kwargs, output):
 
 def enter_model(model, args, kwargs):
     """Forward pre-hook of the whole model: what nobody further in can refuse, or tell the end of."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, SparseCache):
+    enter_decoder(model, args, kwargs)
+    if isinstance(cache := kwargs.get("past_key_values"), SparseCache) and not torch.compiler.is_compiling():
+        cache.use.called = True
+
+
+def enter_decoder(model, args, kwargs):
+    """Forward pre-hook of the decoder, which may be called without its head."""
+    if isinstance(kwargs.get("past_key_values"), SparseCache):
         wanted = kwargs.get("output_attentions")
         if model.config.get_text_config(decoder=True).output_attentions if wanted is None else wanted:
             raise ValueError(NO_ATTENTIONS)
-        if not torch.compiler.is_compiling():
-            cache.use.called = True
 
 
 def leave_model(model, args, kwargs, output):

@@ -145,13 +145,17 @@ class SparseCache(Cache):
                 "patch or make_cache with a larger one"
             )
 
-    def copy_from(self, other: "SparseCache") -> None:
-        """All that the other one holds, into this one of the same sizes; one row there may become many here."""
+    def check_copied(self) -> None:
+        """Raise where this one cannot be copied, or not now."""
         if len(self.stored) < len(self.layers):
             raise NotImplementedError("the state of linear-attention layers is transformers' own and is not copied")
-        other.use.check()
-        if other.use.generating:
+        self.use.check()
+        if self.use.generating:
             raise RuntimeError("a generate() is running on the cache that is to be copied: wait for its end")
+
+    def copy_from(self, other: "SparseCache") -> None:
+        """All that the other one holds, into this one of the same sizes; one row there may become many here."""
+        other.check_copied()
         rows = 0
         for ring, lengths in self.row_lengths.items():
             lengths.copy_from(other.row_lengths[ring])

@@ -93,7 +93,7 @@ class Handle:
         batch, length = self._sizes(cache.batch if batch_size is None else batch_size, cache.max_length)
         if cache.batch not in (1, batch):
             raise ValueError(f"a cache of {cache.batch} rows cannot be forked into {batch}; one row can, into any")
-        cache.use.check()
+        cache.check_copied()
         twin = self.make_cache(batch, length)
         twin.copy_from(cache)
         return twin

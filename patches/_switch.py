@@ -7,6 +7,7 @@ import torch
 
 from torchsparsekv.patches import all_families
 from torchsparsekv.patches._attention import (
+    enter_decoder,
     enter_layers,
     enter_model,
     hand_over_layer,
@@ -55,6 +56,8 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
         layers[-1].register_forward_hook(leave_layers, with_kwargs=True)
     _set_implementation(model, register_over(base))
     model.register_forward_pre_hook(enter_model, with_kwargs=True)
+    if (decoder := model.get_decoder()) is not model:
+        decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
     model.register_forward_hook(leave_model, with_kwargs=True, always_call=True)
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
     if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
@@ -81,6 +84,7 @@ def off(model, owner: Owner, base: str) -> None:
             del m._torchsparsekv_owner
     for hook in (enter_model, leave_model):
         _remove_hook(model, hook)
+    _remove_hook(model.get_decoder(), enter_decoder)
     _set_implementation(model, base)
     for name, ours in (("generate", generate), ("get_compiled_call", Steps)):
         if getattr(vars(model).get(name), "__func__", None) is ours:

@@ -122,6 +122,7 @@ ROWS = [
     # generate() and calls
     Row("assistant", used(assisting), ValueError, r"a patched model cannot assist another.*unpatch it"),
     Row("attentions from generate", generate(output_attentions=True, return_dict_in_generate=True), ValueError, r"no attention weights to return"),
+    Row("attentions from a call without the head", used(lambda m, h: m.model(IDS, past_key_values=h.make_cache(2), output_attentions=True)), ValueError, r"no attention weights to return"),
     Row("attentions from a call", used(lambda m, h: m(IDS, past_key_values=h.make_cache(2), output_attentions=True)), ValueError, r"no attention weights to return"),
     Row("a row of padding, in chunks", generate(mask=MASK * MASK.new_tensor([[0], [1]]), prefill_chunk_size=6), ValueError, r"a row of the batch is nothing but padding"),
     Row("two calls on one cache", used(two_at_once), RuntimeError, r"another generate\(\) is running on this SparseCache: give each call a cache of its own"),

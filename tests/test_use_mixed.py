@@ -94,3 +94,16 @@ def test_unpatching_leaves_no_hook():
     handle.unpatch()
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert not any(hasattr(m, "_torchsparsekv_owner") for m in model.modules())
+
+
+@torch.no_grad()
+def test_a_refused_fork_makes_nothing():
+    model, handle = patched("qwen3_next")
+    with handle:
+        cache = handle.make_cache(1)
+        model(IDS, past_key_values=cache)
+        model(STEP, past_key_values=cache)
+        said = str(handle.report())
+        with pytest.raises(NotImplementedError, match="transformers' own and is not copied"):
+            handle.fork(cache)
+        assert str(handle.report()) == said
