@@ -3,8 +3,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 
 FAMILIES: dict[str, "Family"] = {}
@@ -21,6 +22,7 @@ SHARDS: dict[str, Shard] = {
     "colwise": "heads", "colwise_gather_output": "replicated", "colwise_rep": "replicated",
 }  # fmt: skip
 KINDS = ("full_attention", "sliding_attention")
+Kept: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 OWN_KINDS = ("linear_attention", "conv")  # whose state is not keys and values: transformers keeps it
 
 
@@ -118,6 +120,7 @@ class Family:
     since: the first transformers in which they work, where that is not the oldest that is supported.
     layer: what the layer of this index is, from the text config; None where it keeps no keys and values.
     is_attention: which modules are the attention of those layers; each has its index as `layer_idx`.
+    kept: what transformers keeps of a row in every other layer, by name: its shape and type, None for the model's.
     """
 
     model_types: tuple[str, ...]
@@ -125,6 +128,7 @@ class Family:
     since: str = ""
     layer: Callable[[object, int], Layer | None] = layer_of
     is_attention: Callable[[nn.Module], bool] = is_self_attention
+    kept: Callable[[Any], Kept] = lambda config: {}
 
     def __post_init__(self) -> None:
         for t in self.model_types:

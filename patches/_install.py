@@ -62,7 +62,8 @@ def planned(
     for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run what was asked for
         if m is not None:
             check_device(device, m)
-    plan = Plan(shapes, assignment, model.dtype, device, getattr(model, "_tp_size", None) or 1, config, pool)
+    ranks, kept = getattr(model, "_tp_size", None) or 1, family.kept(config)
+    plan = Plan(shapes, assignment, model.dtype, device, ranks, config, pool, kept)
     return plan, max_length, limit
 
 

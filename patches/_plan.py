@@ -1,11 +1,12 @@
 """Which method each layer of a model runs, on which heads, and the memory that takes."""
+import math
 from typing import NamedTuple
 
 import torch
 
 from torchsparsekv.method import Method
 from torchsparsekv.patches._assignment import Assignment, described
-from torchsparsekv.patches._family import Layer
+from torchsparsekv.patches._family import Kept, Layer
 from torchsparsekv.state import Buffers, Geometry, RowLengths, checked, named, total_bytes
 
 
@@ -35,9 +36,9 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         lines = [f"a cache of {self.max_length} tokens x batch {self.batch}"]
-        lines.append(f"{'buffer':<24} {'layers':>6} {'MiB':>12}")
+        lines.append(f"{'buffer':<32} {'layers':>6} {'MiB':>12}")
         for r in self.rows:
-            lines.append(f"{r.name:<24} {r.layers:>6} {r.nbytes / 2**20:>12.3f} {'host' if r.on_host else 'device'}")
+            lines.append(f"{r.name:<32} {r.layers:>6} {r.nbytes / 2**20:>12.3f} {'host' if r.on_host else 'device'}")
         total = f"{self.host_bytes / 2**20:.2f} MiB host, {self.device_bytes / 2**20:.2f} MiB device"
         return "\n".join([*lines, f"in all: {total}"])
 
@@ -50,7 +51,7 @@ class Plan:
 
     def __init__(
         self, layers: tuple[Layer | None, ...], assignment: Assignment, dtype: torch.dtype, device: torch.device,
-        ranks: int, config, pool_dtype: torch.dtype | None = None,
+        ranks: int, config, pool_dtype: torch.dtype | None = None, kept: Kept | None = None,
     ):  # fmt: skip
         self.layers = tuple(layer and layer.on_rank(ranks) for layer in layers)
         for here, whole, method in zip(self.layers, layers, assignment.methods):
@@ -63,6 +64,7 @@ class Plan:
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype
         self.config = config  # of the text model: by it transformers makes the layers that it keeps
+        self.kept = kept or {}  # what transformers keeps of a row in each layer that has no keys and values
         self.anchors = self._anchors()
 
     @property
@@ -123,8 +125,14 @@ class Plan:
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""
+        if self.methods[i] is None:
+            return 0, batch * sum(self._kept_bytes().values())
         on_host = pool_on_host and self.may_offload(i)
         return total_bytes(self.buffers(i, batch, max_length), pool_on_host=on_host)
+
+    def _kept_bytes(self) -> dict[str, int]:
+        """Of a row in one layer; transformers makes it when a prompt comes."""
+        return {name: math.prod(shape) * (dtype or self.dtype).itemsize for name, (shape, dtype) in self.kept.items()}
 
     def bytes(self, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """The same of all layers."""
@@ -141,6 +149,9 @@ class Plan:
                 layers, size = found.get(key, (0, 0))
                 found[key] = layers + 1, size + b.nbytes
         rows = [MemoryRow(name, host, layers, size) for (name, host), (layers, size) in found.items()]
+        if others := len(self.methods) - len(self.attending):
+            for name, nbytes in self._kept_bytes().items():
+                rows.append(MemoryRow(f"{name} (transformers)", False, others, others * batch * nbytes))
         rings = {m.ring_plan for m in self.methods if m is not None}
         rows.append(MemoryRow("row lengths", False, len(self.attending), len(rings) * RowLengths.bytes_for(batch)))
         return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)))

@@ -1,8 +1,26 @@
 """Models that have linear attention or convolutions between their attention layers: transformers keeps that state."""
-from torchsparsekv.patches._family import Family
+import torch
 
-Family(model_types=("lfm2", "lfm2_moe"), about="convolutions and full attention in turn", since="5.13")
+from torchsparsekv.patches._family import Family, Kept
+
+
+def convolution(config) -> Kept:
+    return {"convolution": ((config.hidden_size, config.conv_L_cache), None)}
+
+
+def delta_rule(config) -> Kept:
+    heads, k, v = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * k + heads * v
+    return {
+        "convolution": ((channels, config.linear_conv_kernel_dim), None),
+        "linear attention": ((heads, k, v), torch.float32),
+    }
+
+
+Family(
+    model_types=("lfm2", "lfm2_moe"), about="convolutions and full attention in turn", since="5.13", kept=convolution
+)
 Family(
     model_types=("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), since="5.13",
-    about="linear and full attention in turn",
+    about="linear and full attention in turn", kept=delta_rule,
 )  # fmt: skip

@@ -107,3 +107,20 @@ def test_a_refused_fork_makes_nothing():
         with pytest.raises(NotImplementedError, match="transformers' own and is not copied"):
             handle.fork(cache)
         assert str(handle.report()) == said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_plan_has_what_transformers_keeps(family, dtype):
+    """Which it makes when a prompt comes; where nothing keeps anything but attention, there is no such line."""
+    model = tiny(family, dtype=dtype)
+    ids, _ = prompts(3, 9, ragged=False)
+    with torchsparsekv.patch(model, "full", max_length=64, skip_layers=0) as handle:
+        planned, cache = handle.plan(3, 64), handle.make_cache(3)
+        model(ids, past_key_values=cache)
+        assert handle.report().device_bytes == planned.device_bytes
+        own = sum(r.nbytes for r in planned.rows if r.name.endswith("(transformers)"))
+        assert own == cache.own_bytes() > 0
+    with torchsparsekv.patch(tiny(), "full", max_length=64) as handle:
+        assert "transformers" not in str(handle.plan(1, 64))
