@@ -3,8 +3,8 @@
     python examples/compare_methods.py --model MODEL --document FILE --methods quest,pariskv,clusterkv --budget 256
 
 Every method decodes the same tokens, those that the dense model says. `same` is how many of them it would have said
-itself, `kept` the share of the attention weight that it attended to (`worst` of any head), `error` how far the outputs
-of its heads are off.
+itself, `read` how many tokens it attended to, which at the same budget is not the same for all, `kept` the share of the
+attention weight that these have (`worst` of any head), `error` how far the outputs of its heads are off.
 """
 import torch
 from common import document, load, options
@@ -22,7 +22,8 @@ length = ids.shape[1] + o.new_tokens
 dense = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=o.new_tokens, do_sample=False)
 said = dense[0, ids.shape[1] :].tolist()
 
-print(f"{ids.shape[1]} tokens, budget {o.budget}\n{'method':<12} {'same':>7} {'kept':>7} {'worst':>7} {'error':>7}")
+print(f"{ids.shape[1]} tokens, budget {o.budget}")
+print(f"{'method':<12} {'same':>7} {'read':>7} {'kept':>7} {'worst':>7} {'error':>7}")
 for method in o.methods.split(","):
     with torchsparsekv.patch(model, method, max_length=length, budget=o.budget) as handle, torch.inference_mode():
         cache = handle.make_cache()
@@ -34,4 +35,6 @@ for method in o.methods.split(","):
         sparse = seen.sparse()
         kept, error = seen.mass()[sparse], seen.error()[sparse]
         worst = kept.mean((1, 2)).min()
-    print(f"{method:<12} {same:>3}/{len(said):<3} {kept.mean():>7.3f} {worst:>7.3f} {error.mean():>7.3f}")
+        read = [r.attended_per_step for r in handle.report().layers if r.method == method]
+    shares = f"{kept.mean():>7.3f} {worst:>7.3f} {error.mean():>7.3f}"
+    print(f"{method:<12} {same:>3}/{len(said):<3} {sum(read) / len(read):>7.0f} {shares}")
