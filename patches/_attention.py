@@ -48,51 +48,43 @@ def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        owner = module._torchsparsekv_owner
-        if cache.owner is not owner:
-            raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
-        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
-        if module.layer_idx == owner.first:
+        if module.layer_idx == module._torchsparsekv_owner.first:
             check_implementation(module.config)
-            if not owner.mixed:
-                _check_entry(cache, args, kwargs)
+        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
     return args, kwargs
 
 
-def _check_entry(cache: SparseCache, args, kwargs) -> None:
-    """What can be refused of a forward before anything of the cache has changed."""
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    cache.use.check()
-    cache.check_room(hidden.shape[1])
-    if hidden.shape[0] != cache.batch:
-        raise ValueError(f"this cache was made for batch size {cache.batch}, got {hidden.shape[0]}")
-
-
 def enter_layers(layer, args, kwargs):
-    """Forward pre-hook of the first layer, where layers without attention keep something in the cache too: what follows
-    changes it, and these layers tell nobody."""
+    """Forward pre-hook of the first layer, of whatever kind: nothing of the cache has changed yet. If it keeps
+    something other than keys and values there, nobody else tells that a forward begins."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        _check_entry(cache, args, kwargs)
-        cache.use.begin()
+        owner, hidden = layer._torchsparsekv_owner, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if cache.owner is not owner:
+            raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
+        cache.use.check()
+        cache.check_room(hidden.shape[1])
+        if hidden.shape[0] != cache.batch:
+            raise ValueError(f"this cache was made for batch size {cache.batch}, got {hidden.shape[0]}")
+        if owner.first > 0:
+            cache.use.begin()
 
 
 def leave_layers(layer, args, kwargs, output):
-    """Forward hook of the last layer there."""
+    """Forward hook of the last layer, of whatever kind."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         cache.use.end_of_layers()
 
 
 def enter_model(model, args, kwargs):
-    """Forward pre-hook of the whole model: what nobody further in can refuse, or tell the end of."""
-    enter_decoder(model, args, kwargs)
+    """Forward pre-hook of the whole model, which tells of its end."""
     if isinstance(cache := kwargs.get("past_key_values"), SparseCache) and not torch.compiler.is_compiling():
         cache.use.called = True
 
 
 def enter_decoder(model, args, kwargs):
-    """Forward pre-hook of the decoder, which may be called without its head."""
+    """Forward pre-hook of the decoder, which may be called without its head: what nobody further in can refuse."""
     if isinstance(kwargs.get("past_key_values"), SparseCache):
         wanted = kwargs.get("output_attentions")
         if model.config.get_text_config(decoder=True).output_attentions if wanted is None else wanted:
@@ -119,8 +111,8 @@ def attention(
     a = Attention(scale, kwargs.get("softcap") or 0.0, kwargs.get("s_aux"))
     _refuse(module, query, key, value, attention_mask, sparse_layer)
     _refuse_shape(module, query, key, a, sparse_layer.shape)
-    layer, tokens, alone = sparse_layer, query.shape[2], not module._torchsparsekv_owner.mixed
-    if layer.first and alone:
+    layer, tokens = sparse_layer, query.shape[2]
+    if layer.first and not layer.use.open:  # or layers before it have begun
         layer.use.begin()
     if layer.advances:
         layer.state.row_lengths.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
@@ -128,8 +120,6 @@ def attention(
         out = layer.method.decode(layer.state, query, key, value, a)
     else:
         out = layer.method.prefill(layer.state, query, key, value, a, last=layer.last)
-    if layer.last and alone:
-        layer.use.end_of_layers()
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -151,8 +141,6 @@ def _refuse(module, query, key, value, attention_mask, layer) -> None:
         raise RuntimeError("torchsparsekv is for inference: run under torch.no_grad() or torch.inference_mode()")
     if module.training:
         raise RuntimeError("torchsparsekv is for inference: call model.eval()")
-    if key.shape[0] != layer.batch_size:
-        raise ValueError(f"this cache was made for batch size {layer.batch_size}, got {key.shape[0]}")
     ring, given = layer.state.near.ring, (query, key, value)
     other = [x for x in given if (x.dtype, x.device) != (ring.dtype, ring.device)]
     if other:

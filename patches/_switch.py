@@ -27,7 +27,6 @@ class Owner:
 
     active = False
     first = 0  # the first layer with keys and values
-    mixed = False  # other layers keep something in the cache too, ahead of the first one or behind the last
 
 
 def on(model, handle, owner: Owner) -> str:
@@ -48,16 +47,13 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     for m in modules:
         m._torchsparsekv_owner = owner
         m.register_forward_pre_hook(hand_over_layer, with_kwargs=True)
-    layers = _layers_of(model, modules[0])
-    owner.mixed = len(layers) > len(modules)
-    if owner.mixed:
-        layers[0]._torchsparsekv_owner = layers[-1]._torchsparsekv_owner = owner
-        layers[0].register_forward_pre_hook(enter_layers, with_kwargs=True)
-        layers[-1].register_forward_hook(leave_layers, with_kwargs=True)
+    decoder = model.get_decoder()
+    decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
+    decoder.layers[0]._torchsparsekv_owner = decoder.layers[-1]._torchsparsekv_owner = owner
+    decoder.layers[0].register_forward_pre_hook(enter_layers, with_kwargs=True)
+    decoder.layers[-1].register_forward_hook(leave_layers, with_kwargs=True)
     _set_implementation(model, register_over(base))
     model.register_forward_pre_hook(enter_model, with_kwargs=True)
-    if (decoder := model.get_decoder()) is not model:
-        decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
     model.register_forward_hook(leave_model, with_kwargs=True, always_call=True)
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
     if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
@@ -67,12 +63,6 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     model._torchsparsekv = handle
     activate(owner)
     forget_compiled(model)
-
-
-def _layers_of(model, attention: torch.nn.Module) -> torch.nn.ModuleList:
-    """The layers of the decoder that this attention is in."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return next(m for m in lists if any(attention is part for layer in m for part in layer.modules()))
 
 
 def off(model, owner: Owner, base: str) -> None:

@@ -57,6 +57,28 @@ def test_full_budget_is_dense_and_generates_the_same(family):
     assert (few - want).abs().max() > 10 * 1e-4 * (1 + want.abs().max()), "a small budget changes nothing"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_what_is_refused_changes_nothing(family):
+    """The checks are ahead of the first layer, of whatever kind."""
+    model = supported(family)
+    ids, _ = prompts(2, 41)
+    first, step = ids[:1], ids[1:, :1]
+    with torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 64}) as handle:
+        cache, spoilt = handle.make_cache(1), handle.make_cache(1)
+        model(first, past_key_values=cache)
+        want = model(step, past_key_values=cache).logits
+        model(first, past_key_values=spoilt)
+        with pytest.raises(ValueError, match="41 tokens after 41 overrun this cache of max_length 64"):
+            model(first, past_key_values=spoilt)
+        with pytest.raises(ValueError, match="made for batch size 1, got 2"):
+            model(ids[:, :1], past_key_values=spoilt)
+        other = torchsparsekv.patch(tiny(family), "quest", **SMALL).make_cache(1)
+        with pytest.raises(ValueError, match="made by another patch"):
+            model(step, past_key_values=other)
+        assert torch.equal(model(step, past_key_values=spoilt).logits, want)
+
+
 # One of each that differs at the seam: the others differ in what torch.compile sees no more of than of llama.
 AT_THE_SEAM = (
     "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "lfm2", "olmo2", "olmo3", "phi3", "qwen3_moe",
