@@ -43,3 +43,23 @@ def test_packed_rows_in_whole_lines():
     ms = [r["tpot_ms"] for r in (floor, dense, there, half, new)]
     step = "floor {:.2f} ms, our dense {:.2f}: {:.2f} ms where all is there, {:.2f} at hits of one half, "
     assert step.format(*ms[:4]) + f"{ms[4]:.2f} where all is new, {ms[4] / ms[0]:.2f} of the floor" in text
+
+
+def test_what_an_option_of_the_compiler_saves():
+    page, ms = said("docs/results.md"), {}
+    for option, name in (
+        ("as it is", "untuned"), ("`coordinate_descent_tuning`", "tuned"), ("`max_autotune_gemm`", "max_autotune"),
+    ):  # fmt: skip
+        floor, *dense, quest = rows_of(f"h100/decode_{name}.json")
+        assert quest["method"] == "quest"
+        assert all(r["method"] == "full" for r in dense)
+        told = [f"{floor['tpot_ms']:.2f}", *(f"{r['tpot_ms']:.2f}" for r in dense), f"{quest['tpot_ms']:.2f}"]
+        told.append(f"{quest['tpot_ms'] / floor['tpot_ms']:.2f}")
+        ms[name] = [r["tpot_ms"] for r in (quest, *dense, floor)]
+        if dense:
+            told.append(f"{dense[0]['tpot_ms'] / quest['tpot_ms']:.2f}x")
+            assert f"| {option} | {' | '.join(told)} |" in page
+        else:
+            assert f"| {option} | {told[0]} | | {told[1]} | {told[2]} | |" in page
+    less = [a - b for a, b in zip(ms["untuned"], ms["tuned"])]
+    assert "`quest` takes {:.2f} ms less and dense attention {:.2f}, the floor {:.2f}".format(*less) in page
