@@ -3,7 +3,7 @@
 Taken where transformers hands them to attention, so rotary positions and norms of heads are in them.
 """
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality import texts
 from torchsparsekv.benchmarks.quality.options import RECALL
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
@@ -172,7 +173,8 @@ def continued(model: Any, ids: Tensor, tokens: int, steered: Sequence[Any] = ())
     return out[0].cpu()
 
 
-def options(p: argparse.ArgumentParser) -> None:
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default=RECALL, help="recall, smollm2, or a Hugging Face path or name")
     p.add_argument("--text", default="moby-dick", help="what other models than recall read")
     p.add_argument("--length", type=int, default=8192, help="tokens")
@@ -180,6 +182,17 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--skip-layers", type=int, default=2)
     p.add_argument("--layer-stride", type=int, default=1, help="3: every third layer after those")
     p.add_argument("--keep", type=Path, help="a file for what was computed, read next time")
+    p.add_argument("--sink", type=int, default=32)
+    p.add_argument("--window", type=int, default=64)
+    p.add_argument("--out", type=Path)
+    return p
+
+
+def run(name: str, rows: Callable[[argparse.Namespace], Iterable[dict[str, Any]]], p: argparse.ArgumentParser) -> None:
+    """What the command line asks for, printed and saved."""
+    o = p.parse_args()
+    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
+    _results.finish(name, list(rows(o)), given, o.out)
 
 
 def read(o: argparse.Namespace, *, below: bool = False) -> Heads:

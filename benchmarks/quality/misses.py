@@ -16,23 +16,20 @@ And with guesses, which are fetched before they are known to be right, into a bu
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality import heads as model_heads
 from torchsparsekv.benchmarks.quality.heads import Heads
 from torchsparsekv.benchmarks.quality.static_mass import Fed
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.store.rows import STATS
+from torchsparsekv.ops.store.rows import counted
 from torchsparsekv.ops.store.views import Asked
 
 RUNNERS_UP, BELOW = "runners up", "layer below"
-COUNTED = [STATS.index(name) for name in ("selected", "missed")]
 
 
 class Guessing(Fed):
@@ -62,10 +59,10 @@ class Guessing(Fed):
         """Blocks that were asked for, and those of them that were missing."""
         s = self.state
         room = torch.nn.functional.pad(s.hot.chosen, (0, ids.shape[-1] - s.hot.chosen.shape[-1]))
-        before = s.stats.counts.sum((0, 1))
+        before = s.stats.counts.clone()
         fetch(Asked(ids), s.far, s.hot._replace(chosen=room), s.stats)
-        selected, missed = (s.stats.counts.sum((0, 1)) - before)[COUNTED].tolist()
-        return selected, missed
+        new = s.stats.counts - before
+        return int(counted(new, "selected").sum()), int(counted(new, "missed").sum())
 
 
 def measured(heads: Heads, o: argparse.Namespace, budget: int, hot_budgets: int, guess: str | None) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = model_heads.parser(__doc__)
     p.add_argument("--method", default="quest")
     p.add_argument("--prompt", type=int, default=7936)
     p.add_argument("--steps", type=int, default=200)
@@ -100,13 +97,7 @@ def main() -> None:
     p.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
     p.add_argument("--hot-budgets", type=int, nargs="+", default=[1, 2, 4, 8])
     p.add_argument("--guessed", type=int, default=2)
-    p.add_argument("--sink", type=int, default=32)
-    p.add_argument("--window", type=int, default=64)
-    p.add_argument("--out", type=Path)
-    model_heads.options(p)
-    o = p.parse_args()
-    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
-    _results.finish("misses", list(rows(o)), given, o.out)
+    model_heads.run("misses", rows, p)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ Queries and keys are those of a model over one text, by a dense forward (heads.p
   score is the attention weight by which sets are chosen, exact.
 """
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality import heads as model_heads
 from torchsparsekv.benchmarks.quality.heads import Heads
 from torchsparsekv.benchmarks.quality.static_mass import Fed
@@ -61,16 +59,10 @@ def rows(o: argparse.Namespace):
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = model_heads.parser(__doc__)
     p.add_argument("--at", type=int, nargs="+", default=[8191])
     p.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024])
-    p.add_argument("--sink", type=int, default=32)
-    p.add_argument("--window", type=int, default=64)
-    p.add_argument("--out", type=Path)
-    model_heads.options(p)
-    o = p.parse_args()
-    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
-    _results.finish("static_codes", list(rows(o)), given, o.out)
+    model_heads.run("static_codes", rows, p)
 
 
 if __name__ == "__main__":

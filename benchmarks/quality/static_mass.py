@@ -17,13 +17,11 @@ every --every th step, of the softmax weight on what was attended to.
 import argparse
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
 from torchsparsekv.benchmarks.quality import heads as model_heads
 from torchsparsekv.benchmarks.quality.heads import Heads
 from torchsparsekv.method import Method, make_method
@@ -208,21 +206,15 @@ def rows(o: argparse.Namespace):
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = model_heads.parser(__doc__)
     p.add_argument("--parts", nargs="+", default=["7680:448"], metavar="PROMPT:STEPS")
     p.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048])
     p.add_argument("--every", type=int, default=7, help="steps from one that is looked at to the next")
     p.add_argument("--block-size", type=int, default=32)
     p.add_argument("--update-every", type=int, default=128)
-    p.add_argument("--sink", type=int, default=32)
-    p.add_argument("--window", type=int, default=64)
     p.add_argument("--literal", type=float, nargs="*", default=[], help="shares to measure in the paper's order too")
     p.add_argument("--only", nargs="*", default=[], help="labels of settings, as 'prkv 0.25'; all by default")
-    p.add_argument("--out", type=Path)
-    model_heads.options(p)
-    o = p.parse_args()
-    given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
-    _results.finish("static_mass", list(rows(o)), given, o.out)
+    model_heads.run("static_mass", rows, p)
 
 
 if __name__ == "__main__":
