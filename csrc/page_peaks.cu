@@ -7,7 +7,8 @@
 // registers that the tensor cores read.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
-// share a scale, GROUP pages that share a peak, WARPS of a program and programs RESIDENT on a multiprocessor.
+// share a scale, GROUP pages that share a peak, WARPS of a program, programs RESIDENT on a multiprocessor and
+// WORDS_OF_MARKS for all nodes.
 
 #include "common.cuh"
 #include "tensor.cuh"
@@ -68,11 +69,14 @@ struct Source {
   const int* node;
   int nodes, rows;
 
-  // Whether some query head sees a token of this node.
-  __device__ bool sees(int u) const {
-    bool any = false;
-    for (int h = 0; h < G; h++) any |= (visited + (long long)h * nodes)[(unsigned)max(u, 0)] > none();
-    return any & u >= 0;
+  // Asks for tiles from `first` on: those that have a token among the 64 of `tokens`, two of which share a bit.
+  __device__ void ask_for(int first, unsigned tokens) const {
+    constexpr int LINE = 128, CODES = TILE * D / 2, ALL_SCALES = TILE * D / CHANNELS * 2;  // bytes of a tile
+    if (!(tokens >> lane() / 8 * 8 & 0xFF)) return;
+    const long long at = min(first + lane() / 8 * TILE, rows - 1);
+    for (int i = lane() % 8 * LINE; i < CODES; i += 8 * LINE) ask(codes + at * (D / 2) + i);
+    for (int i = lane() % 8 * LINE; i < ALL_SCALES; i += 8 * LINE)
+      ask(reinterpret_cast<const unsigned char*>(scales + at * (D / CHANNELS)) + i);
   }
 
   // Behind the last token it comes again: nobody looks at the pages there.
@@ -122,10 +126,23 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
 // What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head sees.
 struct Shared {
   Query query;
+  unsigned marks[WORDS_OF_MARKS];  // of what some query head sees
   float peaks[G][TURN * GROUP];
   unsigned short tiles[TURN * TILES];
   int count;
 };
+
+// Of all query heads.
+__device__ void load_marks(Shared& s, const unsigned* marks, int words) {
+  for (int i = threadIdx.x; i < words; i += 32 * WARPS) {
+    unsigned any = 0;
+    for (int h = 0; h < G; h++) any |= marks[h * words + i];
+    s.marks[i] = any;
+  }
+}
+
+// Whether some query head sees a token of this node.
+__device__ bool seen(const Shared& s, int u) { return u >= 0 && s.marks[u >> 5] >> (u & 31) & 1; }
 
 // The groups of a turn: the first, how far they are apart, and how many.
 struct Groups {
@@ -143,10 +160,11 @@ __device__ void look(Shared& s, const Source& from, const Groups& groups) {
       const int at = begin + i * WARPS, row = groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64 + 2 * lane();
       node[i] = at < count && row < from.rows ? *reinterpret_cast<const int2*>(from.node + row) : int2{-1, -1};
     }
-    for (int i = 0; i < LOOKS_TOGETHER; i++) sees[i] = from.sees(node[i].x) | from.sees(node[i].y);
+    for (int i = 0; i < LOOKS_TOGETHER; i++) sees[i] = seen(s, node[i].x) | seen(s, node[i].y);
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
       const unsigned tokens = __ballot_sync(ALL, sees[i]);
-      const int tile = 4 * (begin + i * WARPS) + lane();
+      const int at = begin + i * WARPS, tile = 4 * at + lane();
+      from.ask_for(groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64, tokens);
       if (lane() < 4 && tokens >> 8 * lane() & 0xFF) s.tiles[atomicAdd(&s.count, 1)] = tile;
     }
   }
@@ -197,14 +215,15 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
-    const unsigned short* q, const float* visited, const unsigned char* codes, const unsigned short* scales,
-    const int* node, float* out, float* peaks, int q_b, int q_h, int heads, int nodes, int rows, int pages) {
+    const unsigned short* q, const float* visited, const unsigned* marks, const unsigned char* codes,
+    const unsigned short* scales, const int* node, float* out, float* peaks, int q_b, int q_h, int heads, int nodes, int rows, int pages) {
   __shared__ Shared s;
-  const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y;
+  const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y, words = (nodes + 31) / 32;
   const long long bh = blockIdx.x;
   const Source from = {visited + bh * G * nodes, codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS),
                        node + bh * rows, nodes, rows};
   chain();
+  load_marks(s, marks + bh * G * words, words);
   if (warp() == 0) load_query(s.query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
   for (int first = blockIdx.y; first < all; first += TURN * step) {
     const Groups groups = {first, step, min(TURN, (all - first + step - 1) / step)};

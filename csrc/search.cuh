@@ -36,11 +36,12 @@ __device__ void prepare(Search& s) {
 // Groups of so many threads: of these there are twice as many as `k`, if possible.
 __device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
 
-// The places that a warp has of `count`: one after the other, so that the order of places is that of warps, steps, lanes.
+// The places that a warp has of `count`: one after the other, so that the order of places is that of warps, steps, lanes;
+// a multiple of `unit`.
 struct Span {
   int first, stop;
-  __device__ explicit Span(int count) {
-    const int each = (count + WARPS - 1) / WARPS;
+  __device__ explicit Span(int count, int unit = 1) {
+    const int each = (count + WARPS * unit - 1) / (WARPS * unit) * unit;
     first = warp() * each, stop = min(first + each, count);
   }
   __device__ int place(int step) const { return first + step * 32 + lane(); }
@@ -138,4 +139,22 @@ template <int N, class Put> __device__ int compact(const unsigned (&key)[N], uns
     at += __popc(taken[i]);
   }
   return __reduce_add_sync(ALL, total);
+}
+
+template <int N> __device__ void keys_of(unsigned (&key)[N], const float (&x)[N]) {
+  for (int i = 0; i < N; i++) key[i] = ordered(x[i]);
+}
+
+template <int MOST> struct Grouped : Search {
+  unsigned short group[MOST];  // that are looked into
+};
+
+// The groups of the highest peaks, at least k; how many they are. Leaves the range in which the k-th best score lies.
+template <int N, int MOST> __device__ int choose(
+    const float (&peak)[N], const Span& span, int groups, int k, int lanes, Range& r, Grouped<MOST>& s) {
+  unsigned key[N];
+  keys_of(key, peak);
+  r = range_of(key, k, lanes, s);
+  r.from = cut(key, span, groups, r, MOST - k, 0, s.bins, s);
+  return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }

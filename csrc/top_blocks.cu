@@ -7,10 +7,7 @@
 #include "search.cuh"
 
 constexpr int MOST = THREADS * SCORES / GROUP;  // groups that can be looked into
-
-struct Shared : Search {
-  unsigned short group[MOST];
-};
+using Shared = Grouped<MOST>;
 
 // What a program reads and writes of its row.
 struct Row {
@@ -24,20 +21,6 @@ __device__ bool whole(const Row& row, const int* counter, int counted, int few) 
   if (counter == nullptr || counted > few) return false;
   for (int i = threadIdx.x; i < row.width; i += THREADS) row.out[i] = i < row.n ? row.ids[i] : -1;
   return true;
-}
-
-template <int N> __device__ void keys_of(unsigned (&key)[N], const float (&x)[N]) {
-  for (int i = 0; i < N; i++) key[i] = ordered(x[i]);
-}
-
-// The groups of the highest peaks, at least k; how many they are. Leaves the range in which the k-th best score lies.
-template <int N> __device__ int choose(
-    const float (&peak)[N], const Span& span, int groups, int k, int lanes, Range& r, Shared& s) {
-  unsigned key[N];
-  keys_of(key, peak);
-  r = range_of(key, k, lanes, s);
-  r.from = cut(key, span, groups, r, MOST - k, 0, s.bins, s);
-  return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }
 
 // The k best of the first `count` places, which are scores of the groups chosen, or of the row.

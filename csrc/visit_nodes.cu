@@ -1,11 +1,33 @@
 // Which nodes of a level a query head expands, as ops/select/visit_nodes.py specifies it: a program for each query head,
-// which makes the products of the others -inf (search.cuh says why not Triton).
+// which makes the products of the others -inf, and marks those by a bit each (search.cuh says why not Triton).
 //
-// Set by the compilation: THREADS; NODES nodes that a thread looks at; G query heads of a kv head; MILLION, a share of 1.
+// Set by the compilation: THREADS; NODES nodes that a thread looks at, or, of a tree of two levels that has many, PEAKS that
+// it looks at before and SCORES of the groups that have these (PEAKS 0: all nodes are looked at); GROUP scores that share a
+// peak; WORDS of marks; G query heads of a kv head; MILLION, a share of 1.
 
 #include "search.cuh"
 
 static_assert(NODES <= 64, "a bit each");
+constexpr int MOST = PEAKS ? THREADS * SCORES / GROUP : 1;
+
+struct Shared : Grouped<MOST> {
+  unsigned taken[PEAKS ? WORDS : 1];
+};
+
+// How many of so many nodes are expanded.
+struct View {
+  int share, least, most;
+  __device__ int room(int all) const {
+    return min(max((int)(((long long)all * share + MILLION - 1) / MILLION), least), most);
+  }
+};
+
+// The nodes of a query head.
+struct Row {
+  float* visited;
+  unsigned* marks;
+  int nodes;
+};
 
 // The sum over the threads of a program.
 __device__ int total_of(int mine, Search& s) {
@@ -15,29 +37,75 @@ __device__ int total_of(int mine, Search& s) {
   return __reduce_add_sync(ALL, lane() < WARPS ? s.totals[0][lane()] : 0);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
-    const int* level, const int* node_count, float* visited, int nodes, int share, int least, int at) {
-  __shared__ Search s;
-  const long long row = blockIdx.x, bh = row / G;
-  const Span span(nodes);
-  level += bh * nodes, visited += row * nodes;
-  prepare(s);
-  chain();
-  const int known = node_count[bh];
+// Of level `at`, all of them looked at; the marks of higher levels are kept.
+__device__ void expand_level(const Row& row, const int* level, int known, const View& view, int at, bool top, Search& s) {
+  const Span span(row.nodes, 32);  // a warp has whole words of marks
   unsigned long long there = 0;  // nodes of this level
   unsigned key[NODES];
   for (int i = 0; i < NODES; i++) {
-    const int u = min(span.place(i), nodes - 1);  // both loads at once
+    const int u = min(span.place(i), row.nodes - 1);  // both loads at once
     const int its = level[u];
-    const float score = visited[u];
+    const float score = row.visited[u];
     const bool mine = span.place(i) < span.stop && u < known && its == at;
     there |= (unsigned long long)mine << i;
     key[i] = mine ? ordered(score) : 0;
   }
-  const long long all = total_of(__popcll(there), s);
-  const int room = max((int)((all * share + MILLION - 1) / MILLION), least);
+  const int room = view.room(total_of(__popcll(there), s));
   const Range range = range_of(key, room, lanes_of(room), s);
-  const unsigned last = cut(key, span, nodes, range, 0, FEW, s.bins, s);
-  for (int i = 0; i < NODES; i++)
-    if (there >> i & 1 && key[i] < max(last, LEAST)) visited[span.place(i)] = none();
+  const unsigned last = cut(key, span, row.nodes, range, 0, FEW, s.bins, s);
+  for (int i = 0; i < NODES; i++) {
+    const int u = span.place(i);
+    const bool mine = there >> i & 1, taken = mine && key[i] >= max(last, LEAST);
+    if (mine && !taken) row.visited[u] = none();
+    const unsigned bits = __ballot_sync(ALL, taken || top && u == 0);  // the root too
+    if (lane() == 0 && u < span.stop) row.marks[u / 32] = top ? bits : row.marks[u / 32] | bits;
+  }
+}
+
+// Of the one level of a tree of two, by its peaks. The root has no part in these, nor is it looked at.
+__device__ void expand_few(const Row& row, const float* peaks, int room, Shared& s) {
+  const int groups = (row.nodes + GROUP - 1) / GROUP;
+  const Span of_peaks(groups);
+  float peak[PEAKS ? PEAKS : 1], score[PEAKS ? SCORES : 1];
+  for (int i = 0; i < PEAKS; i++) peak[i] = of_peaks.place(i) < of_peaks.stop ? peaks[of_peaks.place(i)] : none();
+  Range range;
+  const int count = GROUP * choose(peak, of_peaks, groups, room, lanes_of(room), range, s);
+  __syncthreads();
+  const Span span(count);
+  int node[PEAKS ? SCORES : 1];
+  for (int i = 0; i < SCORES; i++) {
+    const unsigned place = min(span.place(i), THREADS * SCORES - 1);
+    node[i] = s.group[place / GROUP] * GROUP + place % GROUP;
+    const bool live = span.place(i) < span.stop && node[i] > 0 && node[i] < row.nodes;
+    score[i] = live ? row.visited[node[i]] : none();
+  }
+  unsigned key[PEAKS ? SCORES : 1];
+  keys_of(key, score);
+  const unsigned last = cut(key, span, count, range, 0, FEW, s.bins + ROUNDS / 2, s);
+  for (int i = 0; i < SCORES; i++)
+    if (key[i] >= max(last, LEAST)) atomicOr(&s.taken[node[i] / 32], 1u << node[i] % 32);
+  __syncthreads();
+  for (int w = warp(); w < (row.nodes + 31) / 32; w += WARPS) {
+    const unsigned bits = s.taken[w] | (w == 0);
+    const int u = 32 * w + lane();
+    if (u < row.nodes && !(bits >> lane() & 1)) row.visited[u] = none();
+    if (lane() == 0) row.marks[w] = bits;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
+    const int* level, const int* node_count, float* visited, const float* peaks, unsigned* marks, int nodes, int share,
+    int least, int most, int at, int top) {
+  __shared__ Shared s;
+  const long long head = blockIdx.x, bh = head / G;
+  const Row row = {visited + head * nodes, marks + head * ((nodes + 31) / 32), nodes};
+  const View view = {share, least, most};
+  prepare(s);
+  for (int i = threadIdx.x; PEAKS > 0 && i < WORDS; i += THREADS) s.taken[i] = 0;
+  chain();
+  const int known = node_count[bh];
+  if constexpr (PEAKS > 0)
+    expand_few(row, peaks + head * ((nodes + GROUP - 1) / GROUP), view.room(known - 1), s);
+  else
+    expand_level(row, level + bh * nodes, known, view, at, top, s);
 }

@@ -3,7 +3,8 @@ import torch
 from world import World, integers
 
 from torchsparsekv.ops.index._residual import coded, widths
-from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Store, Tree, View
+from torchsparsekv.ops.select.visit_nodes import marks_of
+from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Store, Tree, View, Visited
 
 I32 = torch.int32
 
@@ -82,7 +83,8 @@ def _distinct(tree: Tree, free: torch.Tensor) -> Tree:
 
 
 def visit_nodes(w: World):
-    view = View(w.pick(300_000, 0, 1_000_000), w.pick(1, 2, 9), w.pick(2, 3, 4))
+    least = w.pick(1, 2, 9)
+    view = View(w.pick(300_000, 0, 1_000_000), least, least + w.pick(0, 3, 1000), w.pick(2, 3, 4))
     return (integers(w.q[:, :, :1]), _tree(w, view.levels)[0], view)
 
 
@@ -91,7 +93,7 @@ def page_peaks(w: World):
     shape = (w.batch, w.heads * w.group, tree.key.shape[2])
     visited = torch.randint(-9, 10, shape, generator=w.g).float()
     visited = visited.masked_fill(torch.rand(shape, generator=w.g) < 0.5, -torch.inf)
-    return (integers(w.q[:, :, :1]), visited, leaves)
+    return (integers(w.q[:, :, :1]), Visited(visited, marks_of(visited)), leaves)
 
 
 def union_pages(w: World):

@@ -19,6 +19,7 @@ import torchsparsekv
 from torchsparsekv.ops import _cuda, _impl
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
+from torchsparsekv.ops.store.views import View
 
 BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
@@ -59,10 +60,13 @@ VARIANTS = {
                      (131072, 800), (262144, 800))
     ],
     "page_peaks": [
-        dict(D=d, G=g, P=p, BF16=bf16, CHANNELS=16, GROUP=GROUP, WARPS=PEAKS.NATIVE_WARPS, RESIDENT=PEAKS.RESIDENT)
+        dict(D=d, G=g, P=p, BF16=bf16, **PEAKS.NATIVE, RESIDENT=PEAKS.RESIDENT)
         for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
     ],
-    "visit_nodes": [dict(G=4, **NODES.native(n)) for n in (100, 2050, 4096, 8194, 32770, NODES.MOST_NODES)],
+    "visit_nodes": [
+        dict(G=4, **NODES.native(n, View(share, 32, 512, 2)))
+        for n in (100, 2050, 4096, 8194, 32770, NODES.MOST_NODES) for share in (100_000, 1_000_000)
+    ] + [dict(G=4, **NODES.native(n, View(1_000_000, 1, n, 2))) for n in (32770, NODES.MOST_NODES)],
     "union_pages": [UNION.native(g, n) for g, n in ((1, 1), (4, 64), (8, 128))],
 }  # fmt: skip
 

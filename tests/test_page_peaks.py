@@ -13,7 +13,8 @@ from world import DEVICE, TOLERANCE, World
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index._residual import coded
-from torchsparsekv.ops.store.views import Leaves
+from torchsparsekv.ops.select.visit_nodes import marks_of
+from torchsparsekv.ops.store.views import Leaves, Visited
 
 PEAKS = importlib.import_module("torchsparsekv.ops.select.page_peaks")
 ENTRY = load_all()["page_peaks"]
@@ -48,7 +49,8 @@ def many(shape, page: int, dtype, share: float, seed: int):
     visited = torch.randn(2, heads * group, nodes, generator=g)
     visited[torch.rand(visited.shape, generator=g) >= share] = -torch.inf
     q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
-    return q, visited, Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32))
+    leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32))
+    return q, Visited(visited, marks_of(visited)), leaves
 
 
 @pytest.mark.gpu

@@ -27,8 +27,8 @@ from torchsparsekv.benchmarks.quality.options import Options
 from torchsparsekv.benchmarks.quality.sources import load
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.index._tree import levels_of
-from torchsparsekv.ops.select.visit_nodes import MILLION, visit_nodes
-from torchsparsekv.ops.store.views import Attention, View
+from torchsparsekv.ops.select.visit_nodes import visit_nodes
+from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 KINDS = ("structured", "recall", "smollm2")
@@ -64,8 +64,8 @@ class Planted:
         return method.choose(self.state, self._query(q), Attention(1.0)).ids[0].long().cpu()
 
     def visited(self, q: Tensor, share: float) -> float:
-        view = View(round(share * MILLION), self.method.least_view, self.method.levels)
-        seen = visit_nodes(self._query(q), self.state.tree, view) > -torch.inf
+        view = dataclasses.replace(self.method, field_of_view=share).view
+        seen = visit_nodes(self._query(q), self.state.tree, view)[0] > -torch.inf
         node = self.state.leaves.node[..., : self.end].long()
         return float(seen.gather(2, node.repeat_interleave(seen.shape[1] // node.shape[1], 1)).float().mean())
 

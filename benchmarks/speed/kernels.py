@@ -19,6 +19,7 @@ from torchsparsekv.benchmarks._options import PoolChoice, check_measured, option
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _flashinfer
 from torchsparsekv.benchmarks.speed._layers import Layers
+from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
@@ -26,18 +27,22 @@ from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.centroid_votes import centroid_votes
 from torchsparsekv.ops.select.collide import collide
+from torchsparsekv.ops.select.page_peaks import page_peaks
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
+from torchsparsekv.ops.select.union_pages import union_pages
+from torchsparsekv.ops.select.visit_nodes import visit_nodes
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import stored_width
-from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Token
+from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Scored, Token
 from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.state import Geometry, LayerState
 
 READ, LINK = "read in HBM", "read of pinned host memory"
 PINNED_GIB = 16  # to be pinned for their time, a quarter of the free host memory at most; torch is slow and gets less
 TORCH_GIB = 4
+LOCALITY = 0.9  # of queries that ask for topics
 CALLS = 48  # inputs of a replay: several times the L2 even where one call's are small
 
 
@@ -67,6 +72,7 @@ class Bench(Layers):
         geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16, group, pool_dtype=pool)
         super().__init__(o.method(name), geometry, o.q_heads, CALLS, device)
         self.lengths.advance(context - 100)
+        self.topics = Topics(o.kv_heads, o.head_dim, max(2, context // o.budget), group)
         for s in self.states:
             STAGES[name].fill(s, self)
 
@@ -201,8 +207,34 @@ class PRKVStages(PageStages):
         ]
 
 
+class IceCacheStages:
+    """Over the tree of tokens that belong to topics, and by queries that ask for one."""
+
+    @staticmethod
+    def fill(s: LayerState, b: Bench) -> None:
+        b.q = list(b.topics.queries(CALLS, LOCALITY, b.device, torch.bfloat16)[:, None, :, None])
+        b.method.prompt(s, b.q[0], b.topics.keys(1, 0, b.context - 100, b.device, torch.bfloat16), join=True)
+
+    @staticmethod
+    def select(b: Bench) -> list[dict]:
+        m, heads, pages = b.method, b.o.kv_heads, b.method.budget // b.method.block_size
+        visit = lambda i, s: visit_nodes(b.q[i], s.tree, m.view)  # noqa: E731
+        visited = [visit(i, s) for i, s in enumerate(b.states)]
+        rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves)  # noqa: E731
+        ranked = [rank(i, s) for i, s in enumerate(b.states)]
+        best = [top_blocks(Scored(*x), pages) for x in ranked]
+        return [
+            b.index_update(),
+            b.row("expanding nodes", visit, b.states[0].tree.key.nbytes),
+            b.row("ranking pages", rank),
+            b.row("top pages", lambda i, s: top_blocks(Scored(*ranked[i]), pages)),
+            b.row("their union", lambda i, s: union_pages(ranked[i][0], best[i], heads)),
+        ]
+
+
 STAGES: dict[str, Any] = {
     "quest": PageStages, "arkvale": PageStages, "pariskv": ParisKVStages, "prkv": PRKVStages,
+    "icecache": IceCacheStages,
 }  # fmt: skip
 
 

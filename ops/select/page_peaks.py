@@ -1,17 +1,15 @@
 """The largest q.k of every page's tokens, of those that a query sees: the children of the nodes it expands.
 
 Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it pages come as they do when tokens are
-taken from the best down and each brings its page. `visited` has the product of every node that is expanded
-(visit_nodes.py): where leaves are codes, a token's is that of its node and that of what it differs by from it. The
-second result are the peaks of these (ops/_top.py). What is behind codes is taken in fp16, also for queries in bf16,
-which are exact in fp16 up to 65504.
+taken from the best down and each brings its page. `visited` has the product of every node that is expanded, and marks
+by which csrc/page_peaks.cu finds what is seen (visit_nodes.py): where leaves are codes, a token's product is that of
+its node and that of what it differs by from it. The second result are the peaks of these (ops/_top.py). What is behind
+codes is taken in fp16, also for queries in bf16, which are exact in fp16 up to 65504.
 
 With a tenth of the nodes expanded a seventh of the rows is read, once for all query heads of the group. In Triton a
 program has LOOKED rows of a kv head: first it finds the pages of which some query head sees a token, then it goes
 through these alone. csrc/page_peaks.cu shares out what it finds among the warps of a program.
 """
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
@@ -19,25 +17,28 @@ from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Of
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
-from torchsparsekv.ops.store.views import Leaves, Query
+from torchsparsekv.ops.select.visit_nodes import MOST_NODES, WORD
+from torchsparsekv.ops.store.views import Leaves, Query, Visited
 
-Visited = Annotated[Tensor, Of("batch q_heads nodes", torch.float32)]
 LOOKED = 1024  # rows of a program
 TILE = 64  # rows that are multiplied at a time, at least a page
 # What csrc/page_peaks.cu is for; other shapes and types are left to Triton. Warps of a program, and programs on a
 # multiprocessor: with more of them they could not be launched early.
 NATIVE_DIMS, NATIVE_PAGES, NATIVE_GROUP = (64, 128, 256), (4, 8, 16), 8
 NATIVE_WARPS, RESIDENT = 16, 2
+NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, WORDS_OF_MARKS=MOST_NODES // WORD)
 
 
 def check(q, visited, leaves) -> None:
     _check.heads(q, leaves.key)
     _residual.check_leaves(leaves, q.shape[3], q.dtype)
+    nodes, words = visited.product.shape[2], visited.marks.shape[2]
+    if words != (wanted := cdiv(nodes, WORD)) or nodes > MOST_NODES:
+        raise ValueError(f"{nodes} nodes, of {MOST_NODES} at most, have {wanted} words of marks, got {words}")
     if leaves.node.shape[2] % leaves.fill.shape[2]:
         raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
 
@@ -47,7 +48,7 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
     page = leaves.node.shape[2] // leaves.fill.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
     node = each(leaves.node)
-    seen = visited.gather(2, node.clamp(min=0).long()).masked_fill(node < 0, -torch.inf)
+    seen = visited.product.gather(2, node.clamp(min=0).long()).masked_fill(node < 0, -torch.inf)
     codes, keys = leaves.scale.shape[3] > 0, leaves.key
     if codes:
         keys = _residual.difference(keys, leaves.scale, q.shape[3])
@@ -147,8 +148,9 @@ def _fits(q, visited, leaves) -> _cuda.Module | str:
         return f"queries in {q.dtype}"
     if not _cuda.aligned(q, leaves.key, leaves.scale) or any(x % 4 for x in q.stride()[:2]):
         return "tensors are not aligned"
-    sizes = dict(D=d, G=group, P=page, CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, RESIDENT=RESIDENT)
-    return _cuda.load("page_peaks", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+    return _cuda.load(
+        "page_peaks", q.device, D=d, G=group, P=page, BF16=int(q.dtype == torch.bfloat16), **NATIVE, RESIDENT=RESIDENT
+    )
 
 
 def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
@@ -156,8 +158,9 @@ def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
     (batch, heads, rows), (out, peaks) = leaves.node.shape, fake(q, visited, leaves)
     parts = max(1, min(peaks.shape[2], RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
-        "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, visited, leaves.key, leaves.scale, leaves.node,
-        out, peaks, q.stride(0), q.stride(1), heads, visited.shape[2], rows, out.shape[2],
+        "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, visited.product, visited.marks, leaves.key,
+        leaves.scale, leaves.node, out, peaks, q.stride(0), q.stride(1), heads, visited.product.shape[2], rows,
+        out.shape[2],
     )  # fmt: skip
     return out, peaks
 
@@ -170,8 +173,8 @@ def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
     parts = cdiv(rows, looked)
     found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
     _peaks[(batch * heads, parts)](
-        q, visited, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0), q.stride(1), heads,
-        visited.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page,
+        q, visited.product, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0), q.stride(1), heads,
+        visited.product.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page,
         LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP, num_stages=1,
         **chained(q.device, batch * heads * parts),
     )  # fmt: skip

@@ -3,15 +3,14 @@
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
 their key, and the best of them are expanded, as many as `view` says of the nodes of that level; ties go to the lower
 node. The root is always expanded. Returns the products of those that are, fp32 [batch, q_heads, nodes], that of the
-root being 0, and -inf for the others: every query head for itself.
+root being 0, and -inf for the others: every query head for itself. The second result says by bits which these are: bit
+u % 32 of word u / 32.
 
 On an H200: scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K
 tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where
 a program holds all scores of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by
 histograms, Triton by counts (ops/_top.py).
 """
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._top import ordered, take_top
+from torchsparsekv.ops._top import GROUP, ordered, take_top
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index._tree import ROOT, SALTS
@@ -28,19 +27,29 @@ from torchsparsekv.ops.store.views import Query, Tree, View
 MILLION = 1_000_000
 MOST_NODES = 1 << 16  # that a program can choose among
 TILE = 64  # nodes of a program
+WORD = 32
 # Of csrc/visit_nodes.cu: up to so many nodes a program has the fewer threads.
 NATIVE_FEW, NATIVE_THREADS = 4096, (256, 1024)
-
+# Of a tree of two levels with more nodes it looks at their peaks first, and at so many of the scores that share these.
+NATIVE_ALL, NATIVE_SCORES = 16384, 12
 
 def check(q, tree, view) -> None:
     _check.heads(q, tree.key)
-    if not 0 <= view.share <= MILLION or view.least < 1 or not 2 <= view.levels < SALTS:
-        raise ValueError(f"need share from 0 to {MILLION}, least >= 1 and levels from 2 to {SALTS - 1}, got {view}")
+    if not (0 <= view.share <= MILLION and 1 <= view.least <= view.most and 2 <= view.levels < SALTS):
+        raise ValueError(
+            f"need share from 0 to {MILLION}, 1 <= least <= most and levels from 2 to {SALTS - 1}, got {view}"
+        )
     if tree.key.shape[2] > MOST_NODES:
         raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
 
 
-def reference(q: Query, tree: Tree, view: View) -> Tensor:
+def marks_of(visited: Tensor) -> Tensor:
+    """Which nodes are expanded, a bit each."""
+    seen = torch.nn.functional.pad(visited > -torch.inf, (0, -visited.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
+    return (seen.long() << torch.arange(WORD, device=visited.device)).sum(-1).to(torch.int32)
+
+
+def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
     group, nodes = q.shape[1] // tree.key.shape[1], tree.key.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
     scores = (each(tree.key).float() @ q.float().transpose(-1, -2))[..., 0]
@@ -50,19 +59,21 @@ def reference(q: Query, tree: Tree, view: View) -> Tensor:
     visited[..., ROOT] = 0
     for at in range(view.levels, 1, -1):
         there = level == at
-        room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(min=view.least)
+        room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(view.least, view.most)
         reached = there & (visited.gather(2, parent) > -torch.inf)
         rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         visited = torch.where(reached & (rank < room), scores, visited)
-    return visited
+    return visited, marks_of(visited)
 
 
 @triton.jit
 def _scores(
-    q, key, parent, level, node_count, visited, q_b, q_h, heads, nodes, AT: tl.constexpr, TOP: tl.constexpr,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    q, key, parent, level, node_count, visited, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr, TOP: tl.constexpr,
+    PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels."""
+    """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels.
+    With PEAKS their peaks (ops/_top.py), in which the root has no part."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -82,6 +93,11 @@ def _scores(
         )
         score = tl.where(m, tl.dot(x, tl.trans(y), input_precision="ieee"), float("-inf"))
     write = u < nodes
+    if PEAKS:
+        group, groups = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), tl.cdiv(nodes, GROUP)
+        best = tl.max(tl.reshape(tl.where(score == score, score, float("-inf")), (GP, TILE // GROUP, GROUP)), 2)
+        at = ((bh * G + g) * groups)[:, None] + group[None, :]
+        tl.store(peaks + at, best, mask=(g < G)[:, None] & (group < groups)[None, :])
     if not TOP:
         write = there
     else:
@@ -91,67 +107,92 @@ def _scores(
 
 @triton.jit
 def _expand(
-    level, node_count, visited, nodes, share, least, AT: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    MILLION: tl.constexpr, PDL: tl.constexpr,
+    level, node_count, visited, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
+    N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query head leaves the best nodes of level AT."""
+    """One query head leaves the best nodes of level AT, and marks them."""
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     bh, u = row // G, tl.arange(0, N)
     known = u < tl.load(node_count + bh)
     there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
     room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
-    room = tl.maximum(room, least).to(tl.int32)
-    take = take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))), room)
+    room = tl.minimum(tl.maximum(room, least), most).to(tl.int32)
+    take = there & take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))), room)
     tl.store(visited + row * nodes + u, tl.full((N,), float("-inf"), tl.float32), mask=there & ~take)
+    word, words = tl.arange(0, N // 32), tl.cdiv(nodes, 32)
+    bits = (take | (TOP & (u == 0))).to(tl.int32) << (u % 32)
+    bits = tl.sum(tl.reshape(bits, (N // 32, 32)), 1)
+    if not TOP:
+        bits = bits | tl.load(marks + row * words + word, mask=word < words, other=0)
+    tl.store(marks + row * words + word, bits, mask=word < words)
 
 
-def native(nodes: int) -> dict[str, int]:
+def room_of(view: View, nodes: int) -> int:
+    """How many of so many nodes are expanded."""
+    return min(max(cdiv(nodes * view.share, MILLION), view.least), view.most)
+
+
+def native(nodes: int, view: View) -> dict[str, int]:
     """How csrc/visit_nodes.cu is compiled for so many."""
-    threads = NATIVE_THREADS[nodes > NATIVE_FEW]
-    return dict(THREADS=threads, NODES=cdiv(cdiv(nodes, threads // 32), 32), MILLION=MILLION)
+    threads, room = NATIVE_THREADS[nodes > NATIVE_FEW], room_of(view, nodes)
+    shape = dict(THREADS=threads, MILLION=MILLION, GROUP=GROUP, WORDS=cdiv(nodes, WORD), SCORES=NATIVE_SCORES)
+    if nodes > NATIVE_ALL and view.levels == 2 and room * 5 // 4 <= threads * NATIVE_SCORES // GROUP:
+        return shape | dict(NODES=1, PEAKS=next_power_of_2(cdiv(cdiv(nodes, GROUP), threads)))
+    return shape | dict(NODES=cdiv(cdiv(nodes, threads // 32), 32), PEAKS=0, WORDS=1)
 
 
-def _fits(q, tree, view) -> tuple[_cuda.Module, int] | str:
-    shape = native(tree.key.shape[2])
+def _fits(q, tree, view) -> tuple[_cuda.Module, dict[str, int]] | str:
+    shape = native(tree.key.shape[2], view)
     kernels = _cuda.load("visit_nodes", q.device, G=q.shape[1] // tree.key.shape[1], **shape)
-    return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
+    return kernels if isinstance(kernels, str) else (kernels, shape)
 
 
-def _launch_cuda(fitting, q, tree, view) -> Tensor:
+def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
     """csrc/visit_nodes.cu, for the choice"""
-    kernels, threads = fitting
+    (kernels, shape), (out, marks) = fitting, fake(q, tree)
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
-    return _descend(q, tree, view, lambda out, at: kernels.launch(
-        "expand", (rows, 1, 1), threads, tree.level, tree.node_count, out, nodes, view.share, view.least, at,
-    ))  # fmt: skip
-
-
-def _launch_triton(q, tree, view) -> Tensor:
-    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
-    wide = next_power_of_2(nodes)
-    return _descend(q, tree, view, lambda out, at: _expand[(rows,)](
-        tree.level, tree.node_count, out, nodes, view.share, view.least, AT=at, G=q.shape[1] // tree.key.shape[1],
-        N=wide, MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
-    ))  # fmt: skip
-
-
-def _descend(q, tree, view, expand: Callable) -> Tensor:
-    """Level by level: all products of those reached, and `expand` leaves the best."""
-    batch, heads, nodes, d = tree.key.shape
-    out, group, tiles = fake(q, tree), q.shape[1] // heads, cdiv(nodes, TILE)
+    peaks = q.new_empty((rows, cdiv(nodes, GROUP)), dtype=torch.float32) if shape["PEAKS"] else None
     for at in range(view.levels, 1, -1):
-        _scores[(batch * heads, tiles)](
-            q, tree.key, tree.parent, tree.level, tree.node_count, out, q.stride(0), q.stride(1), heads, nodes, AT=at,
-            TOP=at == view.levels, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
-            **chained(q.device, batch * heads * tiles),
+        top = at == view.levels
+        _score(q, tree, out, peaks, at, top)
+        kernels.launch(
+            "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, out, peaks, marks, nodes, view.share,
+            view.least, view.most, at, int(top),
         )  # fmt: skip
-        expand(out, at)
-    return out
+    return out, marks
 
 
-def fake(q, tree, *_) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], tree.key.shape[2]), dtype=torch.float32)
+def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
+    rows, nodes, (out, marks) = q.shape[0] * q.shape[1], tree.key.shape[2], fake(q, tree)
+    wide = max(WORD, next_power_of_2(nodes))
+    for at in range(view.levels, 1, -1):
+        top = at == view.levels
+        _score(q, tree, out, None, at, top)
+        _expand[(rows,)](
+            tree.level, tree.node_count, out, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
+            G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
+            num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
+        )  # fmt: skip
+    return out, marks
+
+
+def _score(q, tree, out, peaks: Tensor | None, at: int, top: bool) -> None:
+    batch, heads, nodes, d = tree.key.shape
+    group, tiles = q.shape[1] // heads, cdiv(nodes, TILE)
+    _scores[(batch * heads, tiles)](
+        q, tree.key, tree.parent, tree.level, tree.node_count, out, out if peaks is None else peaks, q.stride(0),
+        q.stride(1), heads, nodes, AT=at, TOP=top, PEAKS=peaks is not None, GROUP=GROUP, G=group,
+        GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
+        **chained(q.device, batch * heads * tiles),
+    )  # fmt: skip
+
+
+def fake(q, tree, *_) -> tuple[Tensor, Tensor]:
+    lead, nodes = q.shape[:2], tree.key.shape[2]
+    return (
+        q.new_empty((*lead, nodes), dtype=torch.float32), q.new_empty((*lead, cdiv(nodes, WORD)), dtype=torch.int32)
+    )  # fmt: skip
 
 
 visit_nodes = register(

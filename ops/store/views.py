@@ -293,11 +293,21 @@ class Promotion(NamedTuple):
 
 
 class View(NamedTuple):
-    """How many nodes of a level a query expands: `share` millionths of those there are, and `least` at least."""
+    """How many nodes of a level a query expands: `share` millionths of those there are, but `least` at least and `most`
+    at most."""
 
     share: int
     least: int
+    most: int
     levels: int
+
+
+class Visited(NamedTuple):
+    """The nodes that a query head expands: their products with it, -inf for the others; and a bit each in words of 32.
+    What visit_nodes returns stands for one."""
+
+    product: Annotated[Tensor, Of("batch q_heads nodes", torch.float32)]
+    marks: Annotated[Tensor, Of("batch q_heads words", I32)]
 
 
 class Scored(NamedTuple):

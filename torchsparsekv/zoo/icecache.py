@@ -1,5 +1,6 @@
 """IceCache: pages of tokens with similar keys, found by descending a tree that grows while decoding (ICLR 2026)."""
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffe
 
 PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
+VIEWED, VIEWED_SHARE = 8, 0.1  # what a query expands by default: times the budget in children, share of the nodes
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
 RANKS = ("codes", "keys")
@@ -35,9 +37,10 @@ class IceCache(Method):
         it (its code has a quota).
     page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
         pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
-    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. At 1.0 the
-        choice is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes
-        to fill the budget with their pages.
+    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. None: a
+        tenth, but no more nodes than have eight times the budget as children in the mean. At 1.0 the choice is exact,
+        and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill the
+        budget with their pages.
     growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
         node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
         counts as `page_size` tokens of the budget.
@@ -59,7 +62,7 @@ class IceCache(Method):
     levels: int = 2
     promotion: str = "quota"
     page_size: int | None = None
-    field_of_view: float = 0.1
+    field_of_view: float | None = None
     least_view: int = 32
     growth: float = 0.25
     rank_from: str = "codes"
@@ -74,6 +77,8 @@ class IceCache(Method):
             raise ValueError(f"{self.name}: r must be between 0 and 1, both excluded, got {self.r!r}")
         for field in ("field_of_view", "growth"):
             value = getattr(self, field)
+            if value is None and field == "field_of_view":
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"{self.name}: {field} must be from 0 to 1, got {value!r}")
         self.check_one_of("promotion", PROMOTIONS)
@@ -106,6 +111,14 @@ class IceCache(Method):
             return Promotion(0, max(1, int(self.r * DRAWS)), self.levels, self.seed)
         every = max(2, round(1 / max(self.r, 1 / (DRAWS - 1))))  # a 32-bit number, and beyond every pool
         return Promotion(every, 0, self.levels, self.seed)
+
+    @property
+    def view(self) -> View:
+        least = min(self.least_view, MOST_NODES)
+        if self.field_of_view is not None:
+            return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
+        most = min(ceil(VIEWED * self.budget * self.r), MOST_NODES)
+        return View(round(VIEWED_SHARE * MILLION), least, max(least, most), self.levels)
 
     # ---- what it declares
 
@@ -169,8 +182,7 @@ class IceCache(Method):
         if s.anchor is not None:
             return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
-        share = MILLION if whole else round(self.field_of_view * MILLION)
-        view = View(share, min(self.least_view, MOST_NODES), self.levels)
+        view = View(MILLION, MOST_NODES, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         ids = top_blocks(Scored(scores, peaks), s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:
