@@ -69,16 +69,6 @@ struct Source {
   const int* node;
   int nodes, rows;
 
-  // Asks for tiles from `first` on: those that have a token among the 64 of `tokens`, two of which share a bit.
-  __device__ void ask_for(int first, unsigned tokens) const {
-    constexpr int LINE = 128, CODES = TILE * D / 2, ALL_SCALES = TILE * D / CHANNELS * 2;  // bytes of a tile
-    if (!(tokens >> lane() / 8 * 8 & 0xFF)) return;
-    const long long at = min(first + lane() / 8 * TILE, rows - 1);
-    for (int i = lane() % 8 * LINE; i < CODES; i += 8 * LINE) ask(codes + at * (D / 2) + i);
-    for (int i = lane() % 8 * LINE; i < ALL_SCALES; i += 8 * LINE)
-      ask(reinterpret_cast<const unsigned char*>(scales + at * (D / CHANNELS)) + i);
-  }
-
   // Behind the last token it comes again: nobody looks at the pages there.
   __device__ void load(Tile& x, int first) const {
     const int g = lane() / 4, t = lane() % 4, last = rows - 1;
@@ -163,8 +153,7 @@ __device__ void look(Shared& s, const Source& from, const Groups& groups) {
     for (int i = 0; i < LOOKS_TOGETHER; i++) sees[i] = seen(s, node[i].x) | seen(s, node[i].y);
     for (int i = 0; i < LOOKS_TOGETHER; i++) {
       const unsigned tokens = __ballot_sync(ALL, sees[i]);
-      const int at = begin + i * WARPS, tile = 4 * at + lane();
-      from.ask_for(groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64, tokens);
+      const int tile = 4 * (begin + i * WARPS) + lane();
       if (lane() < 4 && tokens >> 8 * lane() & 0xFF) s.tiles[atomicAdd(&s.count, 1)] = tile;
     }
   }
