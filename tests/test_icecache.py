@@ -15,8 +15,9 @@ from torchsparsekv.ops._impl import use_kernels
 from torchsparsekv.ops.index._residual import difference
 from torchsparsekv.ops.index._tree import levels_of
 from torchsparsekv.ops.index.insert_page import insert_page
+from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.rows import keys_of, ring_row, rows_of, values_of
-from torchsparsekv.ops.store.views import Promotion
+from torchsparsekv.ops.store.views import Promotion, View
 
 SINK, WINDOW, PAGE, DIM = 8, 6, 4, 16
 SIZES = dict(sink=SINK, window=WINDOW, page_size=PAGE, budget=32, r=0.25, least_view=2, rank_from="keys")
@@ -347,3 +348,13 @@ def test_a_short_prompt_is_dense():
 def test_pages_follow_the_budget():
     found = {b: make_method("icecache", budget=b).block_size for b in (16, 32, 64, 128, 256, 512, 1024)}
     assert found == {16: 1, 32: 2, 64: 4, 128: 4, 256: 8, 512: 16, 1024: 16}
+
+
+def test_what_a_query_expands_is_pinned():
+    """A tenth of the nodes; where that is more than 512 these, or those with eight times the budget in children."""
+    for budget, most in ((64, 512), (256, 512), (1024, 512), (4096, 2048)):
+        assert make_method("icecache", budget=budget).view == View(100_000, 32, most, 2)
+    assert make_method("icecache", budget=1024, r=0.25).view.most == 2048
+    assert make_method("icecache", least_view=600).view == View(100_000, 600, 600, 2)
+    assert make_method("icecache", field_of_view=0.1).view == View(100_000, 32, MOST_NODES, 2), "as it was given"
+    assert make_method("icecache", field_of_view=1.0, least_view=1).view == View(1_000_000, 1, MOST_NODES, 2)

@@ -63,3 +63,32 @@ def test_what_an_option_of_the_compiler_saves():
             assert f"| {option} | {told[0]} | | {told[1]} | {told[2]} | |" in page
     less = [a - b for a, b in zip(ms["untuned"], ms["tuned"])]
     assert "`quest` takes {:.2f} ms less and dense attention {:.2f}, the floor {:.2f}".format(*less) in page
+
+
+def test_icecache_and_2m():
+    floor, dense, now, tenth = rows_of("h100/decode_icecache.json")
+    told = (now["tpot_ms"], now["over_floor"], floor["tpot_ms"], now["speedup"], dense["tpot_ms"], tenth["tpot_ms"])
+    text = "took {:.2f} ms, {:.2f} of what a step over 256 tokens takes ({:.2f}) and {:.2f} times as fast as our dense "
+    text += "attention in the same run ({:.2f}); with a tenth of the nodes expanded, as it was before, {:.2f}"
+    assert text.format(*told) in said("docs/methods/icecache.md")
+    assert f"a step at 128K now takes {now['over_floor']:.2f} of the floor" in said("docs/results.md")
+    floor, quest = rows_of("h100/decode_2m.json")
+    told = quest["tpot_ms"], quest["over_floor"], floor["tpot_ms"], quest["host_GiB"], quest["device_GiB"]
+    text = "{:.2f} ms, {:.2f} of its {:.2f}, with {:.1f} GiB on the host and {:.1f} on the GPU"
+    assert text.format(*told) in said("docs/results.md")
+
+
+def test_what_choosing_takes_icecache():
+    page, choosing = said("docs/methods/icecache.md"), "select, all of it (beside)"
+    told = []
+    for name in ("kernels_icecache", "kernels_icecache_tenth"):
+        near, far = (stages_of(f"h100/{name}.json", "icecache", n) for n in (131072, 524288))
+        told += [near[choosing]["us"], far[choosing]["us"]]
+    text = "takes {:.1f} us a layer at 128K and {:.0f} at 512K, or with a tenth of the nodes {:.1f} and {:.0f} "
+    assert text.format(*told) in page
+    near, far = (stages_of("h100/kernels_icecache.json", "icecache", n) for n in (131072, 524288))
+    for kernel, words in (
+        ("expanding nodes", "expanding nodes"), ("ranking pages", "ranking pages"), ("top pages", "the best of these"),
+        ("their union", "their union"),
+    ):  # fmt: skip
+        assert f"{words} {near[kernel]['us']:.1f} and {far[kernel]['us']:.1f}" in page

@@ -25,6 +25,7 @@ from torchsparsekv.benchmarks.recall_model.tasks import TASKS
 from torchsparsekv.benchmarks.report import scores
 from torchsparsekv.benchmarks.report.load import load
 from torchsparsekv.commands._options import made
+from torchsparsekv.zoo.icecache import MANY
 from torchsparsekv.zoo.louiskv import LouisKV
 
 QUALITY = ROOT / "benchmarks/results/quality"
@@ -271,10 +272,12 @@ def test_the_command_of_a_benchmark_asks_for_what_the_file_holds(path):
     assert found == asked(o)
 
 
+FAR = ("recall_64k", "structured_128k", "structured_512k")
 RECALL = {
     "cpu_drift": (recall_pariskv, "drift"), "cpu_lengths": (recall_pariskv, "lengths"),
     "cpu_lengths_authors": (recall_pariskv, "lengths"), "cpu_digests": (recall_digests, "digests"),
     **{f"cpu_icecache_{keys}": (recall_icecache, "icecache") for keys in recall_icecache.KINDS},
+    **{f"quality/icecache/{name}": (recall_icecache, "icecache") for name in FAR},
 }  # fmt: skip
 
 
@@ -297,6 +300,20 @@ def test_the_command_of_a_recall_asks_for_what_the_file_holds(monkeypatch, file)
         assert (min(steps), max(steps), len(steps)) == (options["first"], options["steps"], options["points"])
     else:
         assert [*dict.fromkeys(r["context"] for r in result["rows"])] == options["contexts"]
+
+
+def test_the_table_of_far_views_is_that_of_the_files():
+    page = " ".join((QUALITY.parent / "README.md").read_text().split())
+    for name in FAR:
+        result = json.loads((QUALITY / f"icecache/{name}.json").read_text())
+        for budget in result["options"]["budgets"]:
+            rows = [r for r in result["rows"] if r["budget"] == budget and r["choice"] == "codes"]
+            context, at = rows[0]["context"], {r["field_of_view"]: r for r in rows}
+            few = next((r for view, r in at.items() if abs(view * context / 16 - MANY) < 3), None)
+            each = [f"{r['recall']:.3f} | {r['mass']:.3f}" if r else "- | -" for r in (few, at[0.1], at.get(1.0))]
+            if few is None:
+                each[0] = "(fewer: a tenth) |"
+            assert f"| {result['options']['keys']}, {context // 1024}K, {budget} | {' | '.join(each)} |" in page
 
 
 def test_the_table_of_icecache_is_that_of_the_files():

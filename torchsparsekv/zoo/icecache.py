@@ -21,7 +21,9 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffe
 
 PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
-VIEWED, VIEWED_SHARE = 8, 0.1  # what a query expands by default: times the budget in children, share of the nodes
+# What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
+# children.
+VIEWED, MANY, TIMES = 0.1, 512, 8
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
 RANKS = ("codes", "keys")
@@ -38,9 +40,9 @@ class IceCache(Method):
     page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
         pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
     field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. None: a
-        tenth, but no more nodes than have eight times the budget as children in the mean. At 1.0 the choice is exact,
-        and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill the
-        budget with their pages.
+        tenth, but no more than 512 or, if these are more, than have eight times the budget as children in the mean.
+        At 1.0 the choice is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens
+        as it takes to fill the budget with their pages.
     growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
         node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
         counts as `page_size` tokens of the budget.
@@ -117,8 +119,8 @@ class IceCache(Method):
         least = min(self.least_view, MOST_NODES)
         if self.field_of_view is not None:
             return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
-        most = min(ceil(VIEWED * self.budget * self.r), MOST_NODES)
-        return View(round(VIEWED_SHARE * MILLION), least, max(least, most), self.levels)
+        most = max(MANY, min(ceil(TIMES * self.budget * self.r), MOST_NODES), least)
+        return View(round(VIEWED * MILLION), least, most, self.levels)
 
     # ---- what it declares
 
