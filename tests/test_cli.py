@@ -78,8 +78,8 @@ def test_every_file_holds_the_command_of_its_name():
         "again", "bench", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan", "report",
     )  # fmt: skip
     speed = (
-        "clusters", "decode", "first-call", "kernels", "parallel", "patterns", "prefill", "serve", "shapes",
-        "throughput",
+        "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
+        "shapes", "throughput",
     )  # fmt: skip
     for app, load_one, wanted in ((load(), load, names), (bench.bench, bench.load, speed)):
         assert (*commands_of(app),) == wanted

@@ -133,6 +133,13 @@ def test_what_updates_of_prkv_cost():
     assert f"the step at 128K {before:.2f} ms instead of {now:.2f}" in page
 
 
+def test_the_loop_of_the_host():
+    us = {r["cache"]: r["us"] for r in rows_of("cpu_host_loop.json")}
+    text = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"{us['dynamic']:.0f} us with transformers' dynamic cache, {us['static']:.0f} with its static one" in text
+    assert f"and {us['captured']:.0f} with a captured step" in text
+
+
 def test_two_million_tokens():
     floor, quest = rows_of("h200_decode_2m.json")
     text = " ".join((ROOT / "docs/results.md").read_text().split())

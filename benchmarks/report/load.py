@@ -11,8 +11,8 @@ EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels",
 TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
 SEGMENTS, UNITS = "segments", "units"
 NO_FIGURE = (  # in docs
-    CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "lengths", "digests", "static_codes", "ablate",
-    UNITS, "misses",
+    CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "lengths", "digests",
+    "static_codes", "ablate", UNITS, "misses",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, SEGMENTS, *NO_FIGURE)

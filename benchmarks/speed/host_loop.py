@@ -1,0 +1,98 @@
+"""What generate() takes for a token beside the model: the time of the host, of its loop and of what a patch adds.
+
+The forward of the model in this package returns at once, with the same logits each time. Microseconds a token, each the
+difference of a long answer and a short one:
+- dynamic and static: unpatched, with transformers' cache of that name. For a static one it makes masks.
+- captured: patched, by all that a captured step does but its graph: inputs are copied, outputs cloned.
+
+No GPU is asked for. On one, launching the loop's own kernels and waiting for each token's end come on top.
+"""
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import torchsparsekv
+from torchsparsekv.benchmarks import _results
+from torchsparsekv.benchmarks.recall_model.model import load
+from torchsparsekv.patches import _attention, _captured
+from torchsparsekv.patches._cache import SparseCache
+
+PROMPT, SHORT, TOKEN, REPEATS = 64, 100, 5, 5
+
+
+@dataclass(frozen=True)
+class Options:
+    tokens: int = 1000
+
+
+class Replayed(_captured.Step):
+    """A step that is captured at once; its graph is empty."""
+
+    def run(self, model, forward, leaves, cache, tell):
+        if self.graph is None:
+            self.eager, self.graph = 0, SimpleNamespace(replay=lambda: None)
+            self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+            outputs, self.spec = pytree.tree_flatten(forward(leaves))
+            self.outputs = [SparseCache if x is cache else x for x in outputs]
+        return super().run(model, forward, leaves, cache, tell)
+
+
+def quick() -> Any:
+    """The model, whose forward returns at once, but for prompts."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    model, _ = load(dtype=torch.float32)
+    logits = torch.nn.functional.one_hot(torch.tensor([[TOKEN]]), model.config.vocab_size).float()
+    real = model.forward
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        if input_ids.shape[1] > 1:
+            return real(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+    model.forward = MethodType(forward, model)
+    return model
+
+
+def per_token(model: Any, tokens: int, **asked: Any) -> float:
+    ids = torch.full((1, PROMPT), TOKEN)
+    given: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), do_sample=False, **asked)
+
+    def took(new: int) -> float:
+        begin = time.perf_counter()
+        out = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **given)
+        assert out.shape[1] == PROMPT + new
+        return time.perf_counter() - begin
+
+    took(SHORT)
+    short, long = (min(took(new) for _ in range(REPEATS)) for new in (SHORT, SHORT + tokens))
+    return (long - short) / tokens * 1e6
+
+
+def rows(tokens: int) -> Iterator[dict[str, Any]]:
+    model = quick()
+    yield {"cache": "dynamic", "us": per_token(model, tokens)}
+    yield {"cache": "static", "us": per_token(model, tokens, cache_implementation="static", disable_compile=True)}
+    with (
+        torchsparsekv.patch(model, "quest", max_length=PROMPT + SHORT + tokens + 1),
+        mock.patch.object(_captured, "Step", Replayed), mock.patch.object(_captured, "code_of_yours", return_value=""),
+        mock.patch.object(_attention, "_check_mask"),  # of one token a GPU's is not looked at
+        mock.patch.object(type(model), "_valid_auto_compile_criteria", return_value=True),
+        mock.patch.object(model, "get_compiled_call", MethodType(_captured.Steps, model)),
+    ):
+        yield {"cache": "captured", "us": per_token(model, tokens)}
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    if o.tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {o.tokens}")
+    return _results.finish("host_loop", list(rows(o.tokens)), dataclasses.asdict(o), out)
