@@ -133,6 +133,16 @@ def test_what_updates_of_prkv_cost():
     assert f"the step at 128K {before:.2f} ms instead of {now:.2f}" in page
 
 
+def test_how_long_two_million_tokens_would_take_to_fill():
+    """Of 28 layers, 28 heads and 6.5 billion parameters in layers, from 32 of 32 and 7.0."""
+    seconds = {r["context"]: r["ttft_ms"] / 1e3 for r in rows_of("h200_prefill_pages.json") if r["method"] == "quest"}
+    linear = 2 * seconds[32768] - seconds[65536] / 2  # of 32K; what is left grows with the square
+    (chunked,) = (r["ttft_ms"] / 1e3 for r in rows_of("h200_prefill_chunks.json") if r["method"] == "quest")
+    square = (chunked - 4 * linear) / 4**2
+    minutes = (64 * linear * 6.5 / 7.0 + 64**2 * square * (28 * 28) / (32 * 32)) / 60
+    assert f"would take an H200 some {minutes:.0f} minutes" in " ".join((ROOT / "docs/results.md").read_text().split())
+
+
 def test_the_loop_of_the_host():
     us = {r["cache"]: r["us"] for r in rows_of("cpu_host_loop.json")}
     text = " ".join((ROOT / "docs/results.md").read_text().split())
