@@ -205,7 +205,8 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
     const unsigned short* q, const float* visited, const unsigned* marks, const unsigned char* codes,
-    const unsigned short* scales, const int* node, float* out, float* peaks, int q_b, int q_h, int heads, int nodes, int rows, int pages) {
+    const unsigned short* scales, const int* node, float* out, float* peaks, int q_b, int q_h, int heads, int nodes,
+    int rows, int pages) {
   __shared__ Shared s;
   const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y, words = (nodes + 31) / 32;
   const long long bh = blockIdx.x;

@@ -48,8 +48,6 @@ def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        if module.layer_idx == module._torchsparsekv_owner.first:
-            check_implementation(module.config)
         kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
     return args, kwargs
 
@@ -59,9 +57,11 @@ def enter_layers(layer, args, kwargs):
     something other than keys and values there, nobody else tells that a forward begins."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
-        owner, hidden = layer._torchsparsekv_owner, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        owner = layer._torchsparsekv_owner
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if cache.owner is not owner:
             raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
+        _refuse_training(layer, hidden)
         cache.use.check()
         cache.check_room(hidden.shape[1])
         if hidden.shape[0] != cache.batch:
@@ -86,8 +86,9 @@ def enter_model(model, args, kwargs):
 def enter_decoder(model, args, kwargs):
     """Forward pre-hook of the decoder, which may be called without its head: what nobody further in can refuse."""
     if isinstance(kwargs.get("past_key_values"), SparseCache):
-        wanted = kwargs.get("output_attentions")
-        if model.config.get_text_config(decoder=True).output_attentions if wanted is None else wanted:
+        config, wanted = model.config.get_text_config(decoder=True), kwargs.get("output_attentions")
+        check_implementation(config)
+        if config.output_attentions if wanted is None else wanted:
             raise ValueError(NO_ATTENTIONS)
 
 
@@ -135,12 +136,16 @@ def _warn_dense(module) -> None:
     )
 
 
-def _refuse(module, query, key, value, attention_mask, layer) -> None:
-    """All of it is static: nothing is left of these checks in a compiled step."""
-    if torch.is_grad_enabled() and query.requires_grad:
+def _refuse_training(module, x) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("torchsparsekv is for inference: run under torch.no_grad() or torch.inference_mode()")
     if module.training:
         raise RuntimeError("torchsparsekv is for inference: call model.eval()")
+
+
+def _refuse(module, query, key, value, attention_mask, layer) -> None:
+    """All of it is static: nothing is left of these checks in a compiled step."""
+    _refuse_training(module, query)  # an adapter may want gradients where the embedding does not
     ring, given = layer.state.near.ring, (query, key, value)
     other = [x for x in given if (x.dtype, x.device) != (ring.dtype, ring.device)]
     if other:

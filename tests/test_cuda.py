@@ -64,9 +64,10 @@ VARIANTS = {
         for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
     ],
     "visit_nodes": [
-        dict(G=4, **NODES.native(n, View(share, 32, 512, 2)))
-        for n in (100, 2050, 4096, 8194, 32770, NODES.MOST_NODES) for share in (100_000, 1_000_000)
-    ] + [dict(G=4, **NODES.native(n, View(1_000_000, 1, n, 2))) for n in (32770, NODES.MOST_NODES)],
+        dict(G=4, **NODES.native(n, View(1_000_000, 1, most, 2)))
+        for n, most in ((2050, 512), (32770, 512), (100, 512), (4096, 512), (8194, 512), (16386, 512), (32770, 32770),
+                        (NODES.MOST_NODES, 512), (NODES.MOST_NODES, NODES.MOST_NODES))
+    ],
     "union_pages": [UNION.native(g, n) for g, n in ((1, 1), (4, 64), (8, 128))],
 }  # fmt: skip
 

@@ -73,9 +73,30 @@ def test_what_is_refused_changes_nothing(family):
             model(first, past_key_values=spoilt)
         with pytest.raises(ValueError, match="made for batch size 1, got 2"):
             model(ids[:, :1], past_key_values=spoilt)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="run under torch"):
+            model(step, past_key_values=spoilt)
+        with pytest.raises(RuntimeError, match="torchsparsekv is for inference: call"):
+            model.train()(step, past_key_values=spoilt)
+        model.eval()
         other = torchsparsekv.patch(tiny(family), "quest", **SMALL).make_cache(1)
         with pytest.raises(ValueError, match="made by another patch"):
             model(step, past_key_values=other)
+        assert torch.equal(model(step, past_key_values=spoilt).logits, want)
+
+
+@torch.no_grad()
+def test_what_attention_refuses_changes_nothing_where_it_comes_first():
+    """What only it can tell: a forward has not begun before."""
+    model = tiny()
+    ids, _ = prompts(2, 41)
+    first, step = ids[:1], ids[1:, :1]
+    with torchsparsekv.patch(model, "quest", **SMALL) as handle:
+        cache, spoilt = handle.make_cache(1), handle.make_cache(1)
+        for c in (cache, spoilt):
+            model(first, past_key_values=c)
+        want = model(step, past_key_values=cache).logits
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="the model computes in"):
+            model(step, past_key_values=spoilt)
         assert torch.equal(model(step, past_key_values=spoilt).logits, want)
 
 

@@ -358,3 +358,6 @@ def test_what_a_query_expands_is_pinned():
     assert make_method("icecache", least_view=600).view == View(100_000, 600, 600, 2)
     assert make_method("icecache", field_of_view=0.1).view == View(100_000, 32, MOST_NODES, 2), "as it was given"
     assert make_method("icecache", field_of_view=1.0, least_view=1).view == View(1_000_000, 1, MOST_NODES, 2)
+    beyond = View(100_000, MOST_NODES, MOST_NODES, 2)
+    assert make_method("icecache", field_of_view=0.1, least_view=2 * MOST_NODES).view == beyond
+    assert make_method("icecache", budget=MOST_NODES * 16).view.most == MOST_NODES

@@ -17,6 +17,7 @@ from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Leaves, Visited
 
 PEAKS = importlib.import_module("torchsparsekv.ops.select.page_peaks")
+VISIT = importlib.import_module("torchsparsekv.ops.select.visit_nodes")
 ENTRY = load_all()["page_peaks"]
 
 
@@ -95,6 +96,14 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
         keys = torch.randn(*leaves.node.shape, dim).to(dtype)
         leaves = leaves._replace(key=keys, scale=leaves.scale[..., :0].contiguous())
     assert ENTRY.chain.chosen(*on(DEVICE, (q, visited, leaves))) == ("triton", {"cuda": ODD[odd]})
+
+
+def test_there_are_marks_for_all_nodes_that_are_allowed():
+    assert PEAKS.NATIVE["WORDS_OF_MARKS"] * 32 == VISIT.MOST_NODES
+    q, visited, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
+    more = torch.nn.functional.pad(visited.marks, (0, 1))
+    with pytest.raises(ValueError, match="4 nodes, of 65536 at most, have 1 words of marks, got 2"):
+        PEAKS.page_peaks(q, visited._replace(marks=more), leaves)
 
 
 def test_what_the_native_kernel_is_for():

@@ -72,7 +72,6 @@ class Bench(Layers):
         geometry = Geometry(1, o.kv_heads, o.head_dim, context, torch.bfloat16, group, pool_dtype=pool)
         super().__init__(o.method(name), geometry, o.q_heads, CALLS, device)
         self.lengths.advance(context - 100)
-        self.topics = Topics(o.kv_heads, o.head_dim, max(2, context // o.budget), group)
         for s in self.states:
             STAGES[name].fill(s, self)
 
@@ -212,8 +211,10 @@ class IceCacheStages:
 
     @staticmethod
     def fill(s: LayerState, b: Bench) -> None:
-        b.q = list(b.topics.queries(CALLS, LOCALITY, b.device, torch.bfloat16)[:, None, :, None])
-        b.method.prompt(s, b.q[0], b.topics.keys(1, 0, b.context - 100, b.device, torch.bfloat16), join=True)
+        o, many = b.o, b.context - 100
+        topics = Topics(o.kv_heads, o.head_dim, max(2, b.context // o.budget), o.q_heads // o.kv_heads)
+        b.q = list(topics.queries(CALLS, LOCALITY, b.device, torch.bfloat16)[:, None, :, None])
+        b.method.prompt(s, b.q[0], topics.keys(1, 0, many, b.device, torch.bfloat16), join=True)
 
     @staticmethod
     def select(b: Bench) -> list[dict]:

@@ -6,10 +6,11 @@ node. The root is always expanded. Returns the products of those that are, fp32 
 root being 0, and -inf for the others: every query head for itself. The second result says by bits which these are: bit
 u % 32 of word u / 32.
 
-On an H200: scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K
-tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where
-a program holds all scores of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by
-histograms, Triton by counts (ops/_top.py).
+Scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K tokens,
+r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where a program
+holds all scores of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by histograms,
+Triton by counts (ops/_top.py). Where few of many nodes are wanted csrc/visit_nodes.cu holds their peaks first, and then
+the scores of the groups that have the best of these.
 """
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ WORD = 32
 NATIVE_FEW, NATIVE_THREADS = 4096, (256, 1024)
 # Of a tree of two levels with more nodes it looks at their peaks first, and at so many of the scores that share these.
 NATIVE_ALL, NATIVE_SCORES = 16384, 12
+
 
 def check(q, tree, view) -> None:
     _check.heads(q, tree.key)
@@ -60,7 +62,7 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
     for at in range(view.levels, 1, -1):
         there = level == at
         room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(view.least, view.most)
-        reached = there & (visited.gather(2, parent) > -torch.inf)
+        reached = there & (visited.gather(2, parent) > -torch.inf) & ~scores.isnan()  # NaN is nobody's best
         rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         visited = torch.where(reached & (rank < room), scores, visited)
     return visited, marks_of(visited)
@@ -136,7 +138,7 @@ def room_of(view: View, nodes: int) -> int:
 def native(nodes: int, view: View) -> dict[str, int]:
     """How csrc/visit_nodes.cu is compiled for so many."""
     threads, room = NATIVE_THREADS[nodes > NATIVE_FEW], room_of(view, nodes)
-    shape = dict(THREADS=threads, MILLION=MILLION, GROUP=GROUP, WORDS=cdiv(nodes, WORD), SCORES=NATIVE_SCORES)
+    shape = dict(THREADS=threads, MILLION=MILLION, GROUP=GROUP, WORDS=MOST_NODES // WORD, SCORES=NATIVE_SCORES)
     if nodes > NATIVE_ALL and view.levels == 2 and room * 5 // 4 <= threads * NATIVE_SCORES // GROUP:
         return shape | dict(NODES=1, PEAKS=next_power_of_2(cdiv(cdiv(nodes, GROUP), threads)))
     return shape | dict(NODES=cdiv(cdiv(nodes, threads // 32), 32), PEAKS=0, WORDS=1)

@@ -23,7 +23,7 @@ PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens i
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
 # What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
 # children.
-VIEWED, MANY, TIMES = 0.1, 512, 8
+VIEWED, MANY_NODES, BUDGETS = 0.1, 512, 8
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
 RANKS = ("codes", "keys")
@@ -119,7 +119,7 @@ class IceCache(Method):
         least = min(self.least_view, MOST_NODES)
         if self.field_of_view is not None:
             return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
-        most = max(MANY, min(ceil(TIMES * self.budget * self.r), MOST_NODES), least)
+        most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.r), MOST_NODES), least)
         return View(round(VIEWED * MILLION), least, most, self.levels)
 
     # ---- what it declares
@@ -184,7 +184,7 @@ class IceCache(Method):
         if s.anchor is not None:
             return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
-        view = View(MILLION, MOST_NODES, MOST_NODES, self.levels) if whole else self.view
+        view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         ids = top_blocks(Scored(scores, peaks), s.hot.chosen.shape[2])
         if q.shape[1] != s.leaves.key.shape[1]:
