@@ -67,6 +67,8 @@ def _refuse(model, generation_config, generation_mode) -> None:
             f"generation mode {generation_mode.value!r} reorders or forks the cache, which torchsparsekv does not "
             f"support; supported: {', '.join(m.value for m in MODES)}"
         )
+    if generation_config.is_assistant:  # first: by some versions of transformers it has a cache_implementation too
+        raise ValueError("a patched model cannot assist another: that takes tokens back out of the cache; unpatch it")
     if generation_config.use_cache is False:
         raise ValueError("use_cache=False would bypass torchsparsekv silently; unpatch the model instead")
     if generation_config.cache_implementation is not None:
@@ -75,8 +77,6 @@ def _refuse(model, generation_config, generation_mode) -> None:
             "unpatch the model, or pass past_key_values"
         )
     check_implementation(model.config.get_text_config(decoder=True))
-    if generation_config.is_assistant:
-        raise ValueError("a patched model cannot assist another: that takes tokens back out of the cache; unpatch it")
     if generation_config.output_attentions:
         raise ValueError(NO_ATTENTIONS)
 

@@ -1,7 +1,8 @@
 """Forwards that break off or are refused, where layers without attention keep something in the cache too."""
 import pytest
 import torch
-from models import greedy_logits, prompts, tiny
+from models import greedy_logits, prompts
+from test_families import supported
 
 import torchsparsekv
 
@@ -16,7 +17,7 @@ class Break(Exception):
 
 
 def patched(family: str):
-    model = tiny(family)
+    model = supported(family)
     if family.startswith("lfm2"):  # what the others call mlp
         for layer in model.model.layers:
             layer.mlp = layer.feed_forward
@@ -89,7 +90,7 @@ def test_a_refused_fork_makes_nothing():
 @torch.no_grad()
 def test_the_plan_has_what_transformers_keeps(family, dtype):
     """Which it makes when a prompt comes; where nothing keeps anything but attention, there is no such line."""
-    model = tiny(family, dtype=dtype)
+    model = supported(family, dtype=dtype)
     ids, _ = prompts(3, 9, ragged=False)
     with torchsparsekv.patch(model, "full", max_length=64, skip_layers=0) as handle:
         planned, cache = handle.plan(3, 64), handle.make_cache(3)
@@ -97,5 +98,5 @@ def test_the_plan_has_what_transformers_keeps(family, dtype):
         assert handle.report().device_bytes == planned.device_bytes
         own = sum(r.nbytes for r in planned.rows if r.name.endswith("(transformers)"))
         assert own == cache.own_bytes() > 0
-    with torchsparsekv.patch(tiny(), "full", max_length=64) as handle:
+    with torchsparsekv.patch(supported("llama"), "full", max_length=64) as handle:
         assert "transformers" not in str(handle.plan(1, 64))
