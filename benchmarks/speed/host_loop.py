@@ -1,6 +1,6 @@
 """What generate() takes for a token beside the model: the time of the host, of its loop and of what a patch adds.
 
-The forward of the model in this package returns at once, with the same logits each time. Microseconds a token, each the
+The forward of a small model returns at once, with the same logits each time. Microseconds a token, each the
 difference of a long answer and a short one:
 - dynamic and static: unpatched, with transformers' cache of that name. For a static one it makes masks.
 - captured: patched, by all that a captured step does but its graph: inputs are copied, outputs cloned.
@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.recall_model.model import load
 from torchsparsekv.patches import _attention, _captured
 from torchsparsekv.patches._cache import SparseCache
 
@@ -47,10 +46,15 @@ class Replayed(_captured.Step):
 
 
 def quick() -> Any:
-    """The model, whose forward returns at once, but for prompts."""
+    """A small model, whose forward returns at once, but for prompts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    model, _ = load(dtype=torch.float32)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
     logits = torch.nn.functional.one_hot(torch.tensor([[TOKEN]]), model.config.vocab_size).float()
     real = model.forward
 
