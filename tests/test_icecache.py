@@ -7,9 +7,11 @@ from dci_tree import ROOT, DciTree, page_select
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from models import tiny
 from test_methods import Layer
 from world import DEVICE
 
+import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._impl import use_kernels
 from torchsparsekv.ops.index._residual import difference
@@ -361,3 +363,21 @@ def test_what_a_query_expands_is_pinned():
     beyond = View(100_000, MOST_NODES, MOST_NODES, 2)
     assert make_method("icecache", field_of_view=0.1, least_view=2 * MOST_NODES).view == beyond
     assert make_method("icecache", budget=MOST_NODES * 16).view.most == MOST_NODES
+
+
+@pytest.mark.parametrize("length", [1000, 1007, 1008])
+@torch.no_grad()
+def test_a_budget_for_all_is_exact_at_any_length(length):
+    """The default one is lowered to whole pages of what the cache holds, and is enough still."""
+    model = tiny(max_position_embeddings=2048)
+    for name, p in model.named_parameters():
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            p.mul_(6)  # attention that is not flat
+    ids = torch.randint(3, 97, (1, 740), generator=torch.Generator().manual_seed(1))
+    want = model(ids, use_cache=False).logits[:, 700:]
+    few = dict(field_of_view=0.0, least_view=1)
+    with torchsparsekv.patch(model, "icecache", max_length=length, skip_layers=0, **few) as handle:
+        cache = handle.make_cache(1)
+        model(ids[:, :700], past_key_values=cache)
+        steps = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(700, 740)]
+    torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-4, rtol=1e-4)

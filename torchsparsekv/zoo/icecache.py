@@ -139,8 +139,9 @@ class IceCache(Method):
         page = self.block_size
         pages = g.rows // page
         grown = replace(g, rows=(pages + int(pages * self.growth)) * page)
-        # A budget of everything is every page, full or not.
-        chosen = (grown.rows if self.budget >= g.rows else self.budget) // page
+        # A budget of everything that is not attended to anyway is every page, full or not.
+        everything = self.budget >= g.rows - self.sink - self.window
+        chosen = (grown.rows if everything else self.budget) // page
         hot = hot_buffer(grown, page, min(self.hot_budgets * chosen, grown.rows // page), chosen)
         store = super().buffers(grown) | {"hot": hot}
         if g.follows:
