@@ -12,6 +12,8 @@ holds all scores of one query head in registers and searches for the threshold: 
 Triton by counts (ops/_top.py). Where few of many nodes are wanted csrc/visit_nodes.cu holds their peaks first, and then
 the scores of the groups that have the best of these.
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -152,30 +154,33 @@ def _fits(q, tree, view) -> tuple[_cuda.Module, dict[str, int]] | str:
 
 def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
     """csrc/visit_nodes.cu, for the choice"""
-    (kernels, shape), (out, marks) = fitting, fake(q, tree)
+    kernels, shape = fitting
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     peaks = q.new_empty((rows, cdiv(nodes, GROUP)), dtype=torch.float32) if shape["PEAKS"] else None
-    for at in range(view.levels, 1, -1):
-        top = at == view.levels
-        _score(q, tree, out, peaks, at, top)
-        kernels.launch(
-            "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, out, peaks, marks, nodes, view.share,
-            view.least, view.most, at, int(top),
-        )  # fmt: skip
-    return out, marks
+    return _descend(q, tree, view, peaks, lambda out, marks, at, top: kernels.launch(
+        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, out, peaks, marks, nodes, view.share,
+        view.least, view.most, at, int(top),
+    ))  # fmt: skip
 
 
 def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
-    rows, nodes, (out, marks) = q.shape[0] * q.shape[1], tree.key.shape[2], fake(q, tree)
+    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     wide = max(WORD, next_power_of_2(nodes))
+    return _descend(q, tree, view, None, lambda out, marks, at, top: _expand[(rows,)](
+        tree.level, tree.node_count, out, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
+        G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
+        num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
+    ))  # fmt: skip
+
+
+def _descend(q, tree, view, peaks: Tensor | None, expand: Callable) -> tuple[Tensor, Tensor]:
+    """Level by level: all products of those reached, with their peaks if wanted; `expand` leaves the best and marks
+    them."""
+    out, marks = fake(q, tree)
     for at in range(view.levels, 1, -1):
         top = at == view.levels
-        _score(q, tree, out, None, at, top)
-        _expand[(rows,)](
-            tree.level, tree.node_count, out, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
-            G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
-            num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
-        )  # fmt: skip
+        _score(q, tree, out, peaks, at, top)
+        expand(out, marks, at, top)
     return out, marks
 
 
