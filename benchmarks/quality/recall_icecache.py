@@ -59,13 +59,15 @@ class Planted:
     def _query(self, q: Tensor) -> Tensor:
         return q.to(self.lengths.seq_len.device, self.state.far.rows.dtype)[None, :, None]
 
+    def seeing(self, share: float) -> Any:
+        """The method with this field of view."""
+        return dataclasses.replace(self.method, field_of_view=share)
+
     def choose(self, q: Tensor, share: float) -> Tensor:
-        method = dataclasses.replace(self.method, field_of_view=share)
-        return method.choose(self.state, self._query(q), Attention(1.0)).ids[0].long().cpu()
+        return self.seeing(share).choose(self.state, self._query(q), Attention(1.0)).ids[0].long().cpu()
 
     def visited(self, q: Tensor, share: float) -> float:
-        view = dataclasses.replace(self.method, field_of_view=share).view
-        seen = visit_nodes(self._query(q), self.state.tree, view)[0] > -torch.inf
+        seen = visit_nodes(self._query(q), self.state.tree, self.seeing(share).view)[0] > -torch.inf
         node = self.state.leaves.node[..., : self.end].long()
         return float(seen.gather(2, node.repeat_interleave(seen.shape[1] // node.shape[1], 1)).float().mean())
 
