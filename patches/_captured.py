@@ -149,6 +149,13 @@ class Step:
     def _capture(self, model, forward, leaves: list, cache: SparseCache) -> torch.cuda.CUDAGraph:
         with torch.inference_mode(False):  # else no one outside inference mode could write to them
             self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        self.graph, out = self._recorded(model, forward)
+        outputs, self.spec = pytree.tree_flatten(out)
+        self.outputs = [SparseCache if x is cache else x for x in outputs]
+        return self.graph
+
+    def _recorded(self, model, forward):
+        """A graph of the step on `inputs`, and what it puts out."""
         graph, side, broken = torch.cuda.CUDAGraph(), _stream(model.device), None
         # The outer stream too: where a capture fails, torch's own `with` does not go back to the stream before.
         with _one_at_a_time, torch.cuda.stream(side):
@@ -167,9 +174,7 @@ class Step:
                 raise Refused(model, str(cause).partition("\n")[0]) from e
             finally:
                 torch._C._cuda_clearCublasWorkspaces()
-        outputs, self.spec = pytree.tree_flatten(out)
-        self.graph, self.outputs = graph, [SparseCache if x is cache else x for x in outputs]
-        return graph
+        return graph, out
 
 
 class NoWaits(TorchDispatchMode):
