@@ -147,6 +147,11 @@ template <int N> __device__ void keys_of(unsigned (&key)[N], const float (&x)[N]
 
 template <int MOST> struct Grouped : Search {
   unsigned short group[MOST];  // that are looked into
+  // The number of the score at this place among those of these groups; behind the last one it comes again.
+  __device__ int number(int at) const {
+    const unsigned place = min(at, MOST * GROUP - 1);
+    return group[place / GROUP] * GROUP + place % GROUP;
+  }
 };
 
 // The groups of the highest peaks, at least k; how many they are. Leaves the range in which the k-th best score lies.

@@ -30,8 +30,7 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
   unsigned key[SCORES];
   int name[SCORES];
   for (int i = 0; i < SCORES; i++) {
-    const unsigned place = min(span.place(i), THREADS * SCORES - 1);
-    name[i] = PEAKS ? s.group[place / GROUP] * GROUP + place % GROUP : place;
+    name[i] = PEAKS ? s.number(span.place(i)) : min(span.place(i), THREADS * SCORES - 1);
   }
   for (int i = 0; i < SCORES; i++) x[i] = span.place(i) < span.stop && name[i] < row.n ? row.scores[name[i]] : none();
   keys_of(key, x);

@@ -74,8 +74,7 @@ __device__ void expand_few(const Row& row, const float* peaks, int room, Shared&
   const Span span(count);
   int node[PEAKS ? SCORES : 1];
   for (int i = 0; i < SCORES; i++) {
-    const unsigned place = min(span.place(i), THREADS * SCORES - 1);
-    node[i] = s.group[place / GROUP] * GROUP + place % GROUP;
+    node[i] = s.number(span.place(i));
     const bool live = span.place(i) < span.stop && node[i] > 0 && node[i] < row.nodes;
     score[i] = live ? row.visited[node[i]] : none();
   }
