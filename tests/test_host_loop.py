@@ -1,5 +1,6 @@
 """`bench host-loop`, whose steps do nothing but what generate() and a patch do around a forward."""
 import pytest
+import torch
 from transformers import DynamicCache, StaticCache
 
 from torchsparsekv.benchmarks.speed import host_loop
@@ -44,3 +45,16 @@ def test_a_row_of_each_cache_and_what_it_is_patched_with_is_gone(monkeypatch):
 def test_refused():
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         host_loop.run(host_loop.Options(tokens=0))
+
+
+def test_a_token_is_the_difference_of_two_answers(monkeypatch):
+    """By a clock that goes on by a second a prompt and two a token."""
+    clock = [0.0]
+
+    class Model:
+        def generate(self, ids, max_new_tokens, **given):
+            clock[0] += 1 + 2 * max_new_tokens
+            return torch.zeros(1, ids.shape[1] + max_new_tokens)
+
+    monkeypatch.setattr(host_loop.time, "perf_counter", lambda: clock[0])
+    assert host_loop.per_token(Model(), tokens=50) == 2e6

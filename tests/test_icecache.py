@@ -20,6 +20,7 @@ from torchsparsekv.ops.index.insert_page import insert_page
 from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.rows import keys_of, ring_row, rows_of, values_of
 from torchsparsekv.ops.store.views import Promotion, View
+from torchsparsekv.state import Geometry
 
 SINK, WINDOW, PAGE, DIM = 8, 6, 4, 16
 SIZES = dict(sink=SINK, window=WINDOW, page_size=PAGE, budget=32, r=0.25, least_view=2, rank_from="keys")
@@ -381,3 +382,10 @@ def test_a_budget_for_all_is_exact_at_any_length(length):
         model(ids[:, :700], past_key_values=cache)
         steps = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(700, 740)]
     torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_budget_for_all_is_what_can_be_retrieved():
+    """Beside sink and window; a page less is a budget like any other."""
+    g = Geometry(1, 1, 16, 1024, torch.float32)
+    for budget, pages in ((1024 - 64 - 256, 1024 // 16 * 5 // 4), (1024 - 64 - 256 - 16, (1024 - 64 - 256 - 16) // 16)):
+        assert make_method("icecache", budget=budget).buffers(g)["hot"].chosen.shape[2] == pages
