@@ -1,4 +1,4 @@
-"""Work of a prompt that runs beside the next layer, on a stream of its own."""
+"""Work of a layer that runs beside the next ones, on a stream of its own: one for prompts, one for decode steps."""
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -8,14 +8,15 @@ from torch import Tensor
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, of_steps: bool = False) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def wait_for_side(device: torch.device) -> None:
-    """Let the current stream wait for what was launched beside it."""
+    """Let the current stream wait for what was launched beside it, by prompts and by steps."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_stream(device))
+        for of_steps in (False, True):
+            torch.cuda.current_stream(device).wait_stream(_stream(device, of_steps))
 
 
 @contextlib.contextmanager
@@ -31,7 +32,7 @@ def beside(join: bool, *used: Tensor) -> Iterator[None]:
         return
     main, side = torch.cuda.current_stream(device), _stream(device)
     if join:
-        wait_for_side(device)
+        main.wait_stream(side)
         yield
         return
     side.wait_stream(main)
@@ -39,3 +40,21 @@ def beside(join: bool, *used: Tensor) -> Iterator[None]:
         yield
         for t in used:
             t.record_stream(side)
+
+
+@contextlib.contextmanager
+def behind_step(join: bool, device: torch.device) -> Iterator[None]:
+    """The same of a decode step, which may be captured, for tensors that stay where they are.
+
+    The layer that joins takes it on the current stream, after all that the layers before it left to the other one: a
+    CUDA graph must not end before.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    main, side = torch.cuda.current_stream(device), _stream(device, of_steps=True)
+    side.wait_stream(main)  # with `join` too: what is captured can wait only for what is
+    if join:
+        main.wait_stream(side)
+    with contextlib.nullcontext() if join else torch.cuda.stream(side):
+        yield

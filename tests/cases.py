@@ -3,6 +3,7 @@ import dataclasses
 import math
 
 import cases_engine
+import cases_late
 import cases_static
 import cases_tree
 import torch
@@ -337,7 +338,9 @@ OPS = {
     "page_peaks": cases_tree.page_peaks,
     "union_pages": cases_tree.union_pages,
     "random_scores": _random_scores,
+    "ask": cases_late.ask,
     "fetch": _fetch,
+    "fetch_late": lambda w: cases_late.fetch_late(w, _fetch(w)),
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,

@@ -15,13 +15,15 @@ from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
+from torchsparsekv.ops.gather.ask import ask
 from torchsparsekv.ops.gather.fetch import fetch
+from torchsparsekv.ops.gather.fetch_late import fetch_late
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
-from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, late_buffers, store_buffers
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
@@ -40,12 +42,17 @@ class Method:
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
     hot_budgets: room for so many times the budget in the hot buffer, on the device: blocks that were chosen before and
         may be again. More of them cross the link less often.
+    fetch_late: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
+        before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now is fetched
+        while later layers compute (ops/gather/ask.py). Less waits for the link the lower it is, and answers are less
+        exact: docs/methods.md.
     """
 
     budget: int = 1024
     sink: int = 64
     window: int = 256
     hot_budgets: int = 2  # with just one it would thrash
+    fetch_late: float | None = None
 
     if TYPE_CHECKING:  # these are fields where they can be chosen
 
@@ -90,6 +97,17 @@ class Method:
                 raise ValueError(
                     f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
+        if self.fetch_late is not None:
+            self.check_fetch_late(self.fetch_late)
+
+    def check_fetch_late(self, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
+            raise ValueError(f"{self.name}: fetch_late must be None or a cosine, from -1 to 1, got {value!r}")
+        if not self.chooses_always:
+            raise ValueError(
+                f"{self.name}: fetch_late is for methods that choose at every step and leave what they chose where it "
+                f"is, got {value!r}: leave it out"
+            )
 
     def check_int(self, field: str, least: int = 1, most: int | None = None, *, power: bool = False) -> None:
         """Refuse a hyper-parameter that is no int, beyond these bounds, or with `power` no power of two."""
@@ -129,6 +147,11 @@ class Method:
         return False
 
     @property
+    def chooses_always(self) -> bool:
+        """Whether every step chooses for all heads, of blocks that nothing moves between steps."""
+        return self.retrieves
+
+    @property
     def least_capability(self) -> tuple[int, int]:
         """The oldest CUDA compute capability its kernels compile for."""
         return (8, 0)
@@ -140,7 +163,13 @@ class Method:
         """Everything one layer keeps. Extend what this returns with the index."""
         slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
-        return store_buffers(g, self.ring_plan) | {"hot": hot_buffer(g, self.block_size, slots, chosen)}
+        return store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
+
+    @final
+    def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
+        """Room for so many blocks on the device, of which `chosen` at most are attended to."""
+        late = {} if self.fetch_late is None else {"late": late_buffers(g, chosen)}
+        return {"hot": hot_buffer(g, self.block_size, slots, chosen)} | late
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor | None:
         """Many tokens came: take what leaves the ring into the index.
@@ -183,11 +212,22 @@ class Method:
         else:
             choice = self.choose(s, q, a)
             if choice is not None:
+                choice = self.part(s, q, choice)
                 fetch(choice.asked, s.far, s.hot, s.stats)
             out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
         if s.tap is not None:
             s.tap(s, q, a, choice, out)
+        if self.fetch_late is not None:
+            fetch_late(out, s.late, s.far, s.hot, s.joins)
         return out
+
+    @final
+    def part(self, s: LayerState, q: Tensor, choice: Choice) -> Choice:
+        """What of a choice is fetched before this step attends: all of it, but where it may come late."""
+        if self.fetch_late is None:
+            return choice
+        ask(q, choice.ids, s.late, s.stats, s.lengths, float(self.fetch_late), self.part_empty)
+        return choice._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
 
     @final
     def take_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -18,12 +18,14 @@ class LayerReport:
     attended_per_step: float
     blocks_selected: int
     blocks_fetched: int
+    fetched_late: int  # of these, behind a step, while later layers computed
     pool_bytes_read: int  # wherever the pool lives
     host_bytes_read: int  # the same where that is host memory, else 0
     retrieval_rate: float  # share of the steps at which anything was chosen anew
     static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
     lost: int | None = None  # of tokens that the method is to keep, how many its window did not hold, in the worst head
     at_most: bool = False  # attended_per_step: pages that are part empty count as if they were full
+    turned: float | None = None  # of a method that fetches late, the share of choices that its step waited for
     prompted: bool = False  # a prompt went through the patch, whether or not steps did
 
     @property
@@ -80,6 +82,13 @@ class Report:
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
             lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
+        turned = [r.turned for r in self.layers if r.turned is not None]
+        if turned:
+            fetched, late = (sum(getattr(r, x) for r in self.layers) for x in ("blocks_fetched", "fetched_late"))
+            lines.append(
+                f"heads whose step waited for what it chose: {sum(turned) / len(turned):.1%}; of the blocks fetched, "
+                f"{late / max(1, fetched):.1%} came behind a step"
+            )
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
         if static:
             lines.append(f"static share of the budget by layer: {', '.join(static)}")
@@ -99,12 +108,15 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())
-    count = max(total["steps"], 1)
+    count, late, turned = max(total["steps"], 1), 0, None
+    if "late" in state.buffers:
+        late, turned = int(counted(state.late.counts, "missed").sum()), int(state.late.turns.sum()) / count
+    missed = total["missed"] + late
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
     if method.part_empty:
         attended = min(attended, total["context"])
     row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
-    moved = total["context"] * row if method.dense else total["missed"] * method.block_size * row
+    moved = total["context"] * row if method.dense else missed * method.block_size * row
     if method.scans:  # the keys, half of every row, of all that is not in the ring
         moved += (total["context"] - total["near"]) * row // 2
     rate, share, lost = float(method.retrieves and steps > 0), None, None
@@ -123,13 +135,15 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         context_per_step=total["context"] / count,
         attended_per_step=attended / count,
         blocks_selected=total["selected"],
-        blocks_fetched=total["missed"],
+        blocks_fetched=missed,
+        fetched_late=late,
         pool_bytes_read=moved,
         host_bytes_read=moved if state.pool_on_host else 0,
         retrieval_rate=rate,
         static_share=share,
         lost=lost,
         at_most=method.part_empty,
+        turned=turned,
         prompted=bool((state.lengths.length > 0).any()),
     )
 

@@ -13,7 +13,7 @@ from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import Far, Hot, Lengths, Near, Stats, Store
+from torchsparsekv.ops.store.views import Far, Hot, Late, Lengths, Near, Stats, Store
 
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
@@ -88,7 +88,8 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "tap", "steer", "_store", "_takers", "_handed",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "tap", "steer", "joins", "_store", "_takers",
+    "_handed",
 }  # fmt: skip
 
 
@@ -127,6 +128,16 @@ def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
         done_count=Buffer(g.lead, i32),
         chosen=Buffer((*g.lead, chosen), i32, fill=-1),
     )
+
+
+def late_buffers(g: Geometry, chosen: int) -> Late:
+    """What a layer that fetches late has beside its hot buffer."""
+    none = Buffer(g.lead, torch.int32)
+    return Late(
+        query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
+        seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, turns=none,
+        ids=Buffer((*g.lead, chosen), torch.int32, fill=-1), counts=Buffer((*g.lead, len(STATS)), torch.int64),
+    )  # fmt: skip
 
 
 def mark_static(t: Tensor) -> Tensor:
@@ -194,7 +205,8 @@ class LayerState:
     """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned.
 
     anchor: the state of the earlier layer whose index this one uses, where it has none. Of one prompt what that one
-    `hand_on`s is there for the layers that follow it, up to the last of them.
+    `hand_on`s is there for the layers that follow it, up to the last of them. joins: what the layers before it and this
+    one fetch late is here at its end.
     """
 
     if TYPE_CHECKING:  # the attribute names come from the declared buffers
@@ -208,6 +220,7 @@ class LayerState:
         self.row_lengths, self.buffers, self.anchor = row_lengths, buffers, anchor
         self.followers, self._takers = 0, 0
         self._handed: Tensor | None = None
+        self.joins = True
         if anchor is not None:
             anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"

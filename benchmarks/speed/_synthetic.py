@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+COMMON = 36.0  # the length of what queries of all topics have in common, if they do: three times that of a topic
 SINKS = 4  # no method of the benchmarks retrieves them: they stay on the device
 
 
@@ -48,17 +49,27 @@ class Topics:
         noise = torch.randn(batch, self.heads, end - begin, self.dim, generator=g, device=device) * self.noise
         return (centre + noise + self.outliers(device)[:, None]).to(dtype)
 
-    def queries(self, steps: int, locality: float, device, dtype) -> Tensor:
-        """[steps, heads * group, dim]. locality 1: one topic for ever; 0: another topic at every step."""
+    def _common(self, many: int, device) -> Tensor:
+        x = torch.randn(many + 1, self.heads, self.dim, generator=self._generator(7, "cpu"))
+        return (torch.nn.functional.normalize(x, dim=-1) * COMMON).to(device)
+
+    def queries(self, steps: int, locality: float, device, dtype, turning: float | None = None) -> Tensor:
+        """[steps, heads * group, dim]. locality 1: one topic for ever; 0: another topic at every step.
+
+        Queries of real models are alike from step to step whatever they find (cosines of 0.8 and more). With `turning`
+        so are these: they have much in common, which changes at this share of the jumps and stays at the others.
+        """
         g = self._generator(5, "cpu")
-        centres = self.centres(device)
-        topic, drift = 0, torch.randn(self.heads, self.dim, generator=g)
+        centres, common = self.centres(device), self._common(steps, device)
+        topic, turns, drift = 0, 0, torch.randn(self.heads, self.dim, generator=g)
         out = []
         for _ in range(steps):
             if torch.rand((), generator=g) < (1 - locality):
                 topic = int(torch.randint(0, self.topics, (), generator=g))
+                turns += turning is not None and bool(torch.rand((), generator=g) < turning)
             drift = locality * drift + (1 - locality**2) ** 0.5 * torch.randn(self.heads, self.dim, generator=g)
-            out.append(centres[topic] + 0.5 * drift.to(device))
+            q = centres[topic] + 0.5 * drift.to(device)
+            out.append(q if turning is None else q + common[turns])
         q = torch.stack(out).repeat_interleave(self.group, 1)
         own = torch.randn(q.shape[1:], generator=g).to(device) * 0.2  # heads of a group are alike, not the same
         return (q + own).to(dtype)

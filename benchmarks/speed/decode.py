@@ -57,6 +57,9 @@ class Options(Setup):
     locality_of_text: bool = option(
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
+    turning: float | None = option(
+        None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.fetch_late."
+    )
     steps: int = 100
     hf_static: bool = True
     ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
@@ -88,6 +91,8 @@ class Options(Setup):
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
             wrong = ",".join(map(str, self.localities))
             raise ValueError(f"localities must be between 0 and 1, none twice and none {self.locality}, got {wrong}")
+        if self.turning is not None and not 0 <= self.turning <= 1:
+            raise ValueError(f"turning must be between 0 and 1, got {self.turning}")
         for name, changed in self.asked():
             changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
@@ -142,9 +147,9 @@ def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
     torch.cuda.synchronize()
 
 
-def bank_of(topics: Topics, locality: float, device) -> Tensor:
+def bank_of(topics: Topics, locality: float, device, turning: float | None = None) -> Tensor:
     """Queries to steer by, [BANK, heads, head_dim]."""
-    return topics.queries(BANK, locality, device, torch.bfloat16)
+    return topics.queries(BANK, locality, device, torch.bfloat16, turning)
 
 
 def steer(cache, bank: Tensor) -> None:
@@ -262,7 +267,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         cache = handle.make_cache(batch)
         fill(cache, topics, 0, context, device)
         near = o.near(name)
-        bank = bank_of(topics, near.get("locality", o.locality), device)
+        bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
         others = o.localities if handle.planned.method.retrieves else ()
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
@@ -272,7 +277,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         step.warm_up(context)
         yield row | measured(step, handle, o.steps) | through_generate(model, cache, batch, o)
         for locality in others:
-            bank.copy_(bank_of(topics, locality, device))
+            bank.copy_(bank_of(topics, locality, device, o.turning))
             step.warm_up(int(cache.get_seq_length()))
             yield row | {"locality": locality} | measured(step, handle, o.steps)
         del cache, step
@@ -294,22 +299,23 @@ def through_generate(model, cache, batch: int, o: Options) -> dict:
 
 
 def counts(report) -> Tensor:
-    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched and bytes
-    read from the host (sums)."""
+    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched, those of
+    them behind a step and bytes read from the host (sums)."""
     sparse = [r for r in report.layers if r.method != "full"]
     rows = [(r.steps, r.retrieval_rate * r.steps) for r in sparse]
-    total = [(r.blocks_selected, r.blocks_fetched, r.host_bytes_read) for r in sparse]
+    total = [(r.blocks_selected, r.blocks_fetched, r.fetched_late, r.host_bytes_read) for r in sparse]
     mean = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2).sum(0) / max(1, len(sparse))
-    return torch.cat([mean, torch.tensor(total, dtype=torch.float64).reshape(-1, 3).sum(0)])
+    return torch.cat([mean, torch.tensor(total, dtype=torch.float64).reshape(-1, 4).sum(0)])
 
 
 def rates(counted: Tensor) -> dict:
     """Hit rate and traffic; nothing where nothing was selected."""
-    steps, retrieved, selected, fetched, moved = counted.tolist()
+    steps, retrieved, selected, fetched, late, moved = counted.tolist()
     if not selected:
         return {}
     hits = 1 - fetched / selected
-    return {"hit_rate": hits, "host_MB_per_step": moved / steps / 1e6, "retrieval_rate": retrieved / steps}
+    behind = {"fetched_late": late / fetched} if late else {}
+    return {"hit_rate": hits, **behind, "host_MB_per_step": moved / steps / 1e6, "retrieval_rate": retrieved / steps}
 
 
 def memory_of(report) -> dict:

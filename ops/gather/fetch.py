@@ -190,7 +190,7 @@ def _fetch(
         add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-def _fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+def fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
     ids = asked.ids
     shape = native(ids.shape[2], hot.rows, far.rows)
     if isinstance(shape, str):
@@ -220,26 +220,26 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
     )  # fmt: skip
 
 
-def _grid(ids: Tensor, hot: Hot) -> tuple[int, int, int]:
-    """Programs per head: enough to cover the chip, no more than there can be tiles of misses."""
+def _grid(ids: Tensor, hot: Hot, programs: int | None) -> tuple[int, int, int]:
+    """Programs per head: no more than there can be tiles of misses, `programs` in all, or enough to cover the chip."""
     batch, heads, n = ids.shape
     tiles = cdiv(n * hot.rows.shape[3], ROWS)
-    return batch * heads, max(1, min(tiles, sm_count(ids.device) // (batch * heads))), 1
+    return batch * heads, max(1, min(tiles, (programs or sm_count(ids.device)) // (batch * heads))), 1
 
 
-def _launch_cuda(fitting, asked, far, hot, stats) -> None:
+def launch_cuda(fitting, asked, far, hot, stats, programs=None) -> None:
     """csrc/fetch.cu"""
     (kernels, shape), (ids, retrieve_now) = fitting, asked
     kernels.launch(
-        "fetch", _grid(ids, hot), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts, hot.chosen,
-        ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
+        "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts,
+        hot.chosen, ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
 
-def _launch_triton(asked, far, hot, stats) -> None:
+def launch_triton(asked, far, hot, stats, programs=None) -> None:
     ids, retrieve_now = asked
     slots, p, _, d = hot.rows.shape[2:]
-    n, grid = ids.shape[2], _grid(ids, hot)
+    n, grid = ids.shape[2], _grid(ids, hot, programs)
     wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(slots)), grid[0] * grid[1]
     scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=ids.device)
     _fetch[grid](
@@ -251,5 +251,5 @@ def _launch_triton(asked, far, hot, stats) -> None:
 
 
 fetch = register(
-    "fetch", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), check=check
+    "fetch", reference, impls=(by_cuda(fits, launch_cuda), by_triton(launch_triton)), check=check
 )

@@ -99,6 +99,24 @@ class Hot(NamedTuple):
     chosen: Candidates
 
 
+class Late(NamedTuple):
+    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/ask.py).
+
+    query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what
+    this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. turns:
+    how often a head's choice was fetched at once. ids: what this step chose. counts: of what was fetched behind steps.
+    """
+
+    query: Annotated[Tensor, Of("batch q_heads dim", "kv")]
+    seen: PerHead
+    now: PerHead
+    later: PerHead
+    frontier: PerHead
+    turns: PerHead
+    ids: Candidates
+    counts: Annotated[Tensor, Of("batch heads 5", torch.int64)]
+
+
 class Requests(NamedTuple):
     """Requests of a serving engine: how many tokens each has by now, and the ids of the blocks that these are in, in
     order. Ids of blocks are shared: requests that begin alike have some in common. Every step attends to the `sink`

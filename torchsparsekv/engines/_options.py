@@ -37,5 +37,7 @@ def read_options(given: object, block_size: int) -> Options:
             "give it to the engine"
         )
     method = make_method(name, **hyper)
+    if method.fetch_late is not None:
+        raise ValueError(f"torchsparsekv: an engine has no fetch_late, got {method.fetch_late!r}: leave it out")
     assert isinstance(method, PageMethod)
     return Options(method, kv, None if host_gib is None else float(host_gib))

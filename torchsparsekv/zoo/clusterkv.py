@@ -78,6 +78,10 @@ class ClusterKV(ClusterMethod):
             return super().buffers(g)
         return self.units(g, min(self.new_size, self.per_cluster)) | {"always": Buffer(g.lead, torch.int32, fill=1)}
 
+    @property
+    def chooses_always(self) -> bool:
+        return self.run is None
+
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torchsparsekv.ops.select.union_pages import union_pages
 from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
 from torchsparsekv.ops.store.place_page import place_page
 from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Scored, Tree, View
-from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
@@ -142,8 +142,8 @@ class IceCache(Method):
         # A budget of everything that is not attended to anyway is every page, full or not.
         everything = self.budget >= g.rows - self.sink - self.window
         chosen = (grown.rows if everything else self.budget) // page
-        hot = hot_buffer(grown, page, min(self.hot_budgets * chosen, grown.rows // page), chosen)
-        store = super().buffers(grown) | {"hot": hot}
+        slots = min(self.hot_budgets * chosen, grown.rows // page)
+        store = super().buffers(grown) | self.hot_buffers(grown, slots, chosen)
         if g.follows:
             return store
         asked = {"asked": Buffer((*g.lead, chosen), i32, fill=-1)} if self.reuse_every > 1 else {}

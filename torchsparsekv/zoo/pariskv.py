@@ -15,7 +15,7 @@ from torchsparsekv.ops.select.collide import MOST_SPACES, candidate_capacity, ca
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.views import Attention, Choice, Codes
-from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan, hot_buffer
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
 # but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
@@ -133,7 +133,8 @@ class ParisKV(Method):
         spaces, u8 = next_power_of_2(g.head_dim) // self.m, torch.uint8
         slots, chosen = self.hot_rows(g), self.sizes(g.rows)[1]
         return super().buffers(g) | {
-            "hot": hot_buffer(g, 1, max(slots, chosen), chosen),  # room for a context below `full_threshold`, whole
+            # Room for a context below `full_threshold`, whole.
+            **self.hot_buffers(g, max(slots, chosen), chosen),
             "codes": Codes(
                 ids=Buffer((*g.lead, g.rows, spaces), u8),
                 codes=Buffer((*g.lead, g.rows, spaces * self.m // 2), u8),

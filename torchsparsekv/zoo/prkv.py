@@ -55,6 +55,10 @@ class PRKV(StaticMethod, PageMethod):
     def couples_heads(self) -> bool:
         return self.static_ratio == "auto" and not self.per_head
 
+    @property
+    def chooses_always(self) -> bool:
+        return not self.static
+
     def effective(self) -> dict[str, object]:
         return super().effective() | {"static": "auto" if self.static_ratio == "auto" else self.static}
 

@@ -1,0 +1,204 @@
+"""What is fetched behind a step: heads whose query hardly moved attend to what the step before chose, no less."""
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from hypothesis import given
+from hypothesis import strategies as st
+from models import dense_logits, greedy_logits, prompts, tiny
+from test_methods import Layer, small
+from torch._dynamo.utils import counters
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv.method import make_method
+from torchsparsekv.ops._triton import compiles
+
+ALWAYS, NEVER = 1.0, -1.0  # what `fetch_late` says of how often a step waits; the first but where queries are the same
+NAMES = [name for name in METHODS if make_method(name).chooses_always]
+WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pariskv"]  # methods whose blocks hold tokens in their order
+HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
+
+
+def test_these_methods_have_it():
+    assert NAMES == ["arkvale", "clusterkv", "icecache", "oracle", "pariskv", "quest", "random"]
+
+
+def drifting(seed: int, pad: int):
+    """Keys, values and queries of two rows; some heads turn at some steps, the others drift."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda heads, n: torch.randn(2, heads, n, DIM, generator=g)  # noqa: E731
+    k, v, q = draw(HEADS, PROMPT + STEPS), draw(HEADS, PROMPT + STEPS), draw(HEADS * GROUP, PROMPT + STEPS)
+    for t in range(PROMPT + 1, PROMPT + STEPS):
+        turns = torch.rand(2, HEADS, generator=g).repeat_interleave(GROUP, 1) < 0.4
+        q[:, :, t] = torch.where(turns[..., None], q[:, :, t], q[:, :, t - 1] + 0.3 * q[:, :, t])
+    return q, k, v, [pad, 0]
+
+
+def alike(q: torch.Tensor, t: int) -> torch.Tensor:
+    """[rows, kv heads]"""
+    cosine = torch.nn.functional.cosine_similarity(q[:, :, t].double(), q[:, :, t - 1].double(), dim=-1)
+    return cosine.unflatten(1, (HEADS, GROUP)).mean(-1)
+
+
+def attention_of(q, k, v, seen) -> torch.Tensor:
+    weights = torch.softmax(k[sorted(seen)].double() @ q.double() * DIM**-0.5, -1)
+    return weights @ v[sorted(seen)].double()
+
+
+@pytest.mark.parametrize("name", WHERE_TOKENS_ARE)
+@given(seed=st.integers(0, 999), pad=st.integers(0, 20), least=st.sampled_from([0.3, 0.7, 0.9]))
+def test_a_step_attends_to_what_its_heads_waited_for_or_chose_last(name, seed, pad, least):
+    """By brute force over raw keys, beside the same method without: what a head chose, the ring from where it left off,
+    and which heads wait."""
+    q, k, v, pads = drifting(seed, pad)
+    sizes = dict(batch=2, heads=HEADS, group=GROUP, dim=DIM, left_pad=pads)
+    late, plain = (Layer(small(name, budget=8, fetch_late=x), **sizes) for x in (least, None))
+    size, fresh, begins = late.method.block_size, None, None
+    for t in [PROMPT, *range(PROMPT + 1, PROMPT + STEPS)]:
+        span = slice(0, PROMPT) if t == PROMPT else slice(t - 1, t)
+        out, _ = (layer.feed(q[:, :, span], k[:, :, span], v[:, :, span]) for layer in (late, plain))
+        if t == PROMPT:
+            continue
+        last, before = fresh, begins
+        fresh, begins = plain.choose(q[:, :, t - 1 : t]), plain.state.lengths.ring_begin.tolist()
+        for b, h in ((b, h) for b in range(2) for h in range(HEADS)):
+            n, sink = t - pads[b], late.row_lengths.plan.sink
+            waits = last is not None and bool(alike(q, t - 1)[b, h] >= least)
+            ids, begin = (last[b, h], before[b]) if waits else (fresh[b, h], begins[b])
+            seen = {*range(min(sink, n)), *range(begin, n)}
+            seen |= {x * size + i for x in ids.tolist() if x >= 0 for i in range(size)}
+            for g in range(h * GROUP, (h + 1) * GROUP):
+                want = attention_of(q[b, g, t - 1], k[b, h, pads[b] :], v[b, h, pads[b] :], seen)
+                assert torch.allclose(out[b, g, 0].double().cpu(), want, atol=1e-4), (t, b, g, waits)
+
+
+@pytest.mark.parametrize("least", [NEVER, 0.6, ALWAYS])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_for_everything_is_dense(name, least):
+    """Nothing falls between what was chosen a step ago and the ring, whoever waits."""
+    model = tiny()
+    ids, mask = prompts(3, 50)
+    want = dense_logits(model, ids, mask, 24)
+    told = hyper_of(name, max_length=128, budget=128, sink=8, window=6, block_size=4, skip_layers=1)
+    with torchsparsekv.patch(model, name, **told, fetch_late=least) as handle:
+        cache = handle.make_cache(3)
+        got = greedy_logits(model, ids, mask, 24, cache)
+        report = handle.report().layers[-1]
+    assert torch.allclose(got, want, atol=2e-3), (got - want).abs().max()
+    assert report.turned < 1 if least == NEVER else report.turned > 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_that_always_turn_answer_as_without_it(name):
+    """Every block is fetched before the step that wants it, and none behind it."""
+    told = hyper_of(name, max_length=256, budget=16, sink=8, window=6, block_size=4, skip_layers=1)
+    ids, mask = prompts(2, 120)
+    logits, reports = [], []
+    for least in (None, ALWAYS):
+        model = tiny()
+        with torchsparsekv.patch(model, name, **told, fetch_late=least) as handle:
+            cache = handle.make_cache(2)
+            logits.append(greedy_logits(model, ids, mask, 20, cache))
+            reports.append(handle.report().layers[-1])
+    assert torch.equal(*logits)
+    assert reports[0].blocks_fetched == reports[1].blocks_fetched > 0
+    assert (reports[0].turned, reports[1].turned, reports[1].fetched_late) == (None, 1, 0)
+    assert reports[0].attended_per_step == reports[1].attended_per_step
+
+
+def test_what_is_chosen_is_there_at_the_next_step():
+    """A key that answers one query alone is found a step later by a head that waits, and at once by one that turned."""
+    g = torch.Generator().manual_seed(0)
+    k, v = (0.1 * torch.randn(1, 1, 80, DIM, generator=g) for _ in "kv")
+    wanted = torch.nn.functional.normalize(torch.randn(DIM, generator=g), dim=-1)
+    k[0, 0, 20], v[0, 0, 20] = 12 * wanted, 5.0
+    away = torch.randn(DIM, generator=g)
+    away = 12 * torch.nn.functional.normalize(away - (away @ wanted) * wanted, dim=-1)
+    asked, k[0, 0, 40] = 12 * wanted, away
+    for least, found in ((NEVER, [False, False, True]), (0.9, [False, True, True])):
+        layer = Layer(small("oracle", budget=4, fetch_late=least), heads=1, dim=DIM)
+        layer.feed(*(x[:, :, :77] for x in (k, k, v)))
+        answers = []
+        for t, q in zip((77, 78, 79), (away, asked, asked)):
+            answers.append(layer.feed(q.view(1, 1, 1, -1), k[:, :, t : t + 1], v[:, :, t : t + 1]))
+        assert [bool((x > 4.5).all()) for x in answers] == found
+
+
+def test_after_a_second_prompt_nothing_waits():
+    """The step before was another turn's."""
+    q, k, v, _ = drifting(3, 0)
+    layer = Layer(small("quest", budget=8, fetch_late=NEVER), batch=2, heads=HEADS, group=GROUP, dim=DIM)
+    turns = []
+    for at, end in ((0, 40), (40, 41), (41, 42), (42, 60), (60, 61), (61, 62)):
+        layer.feed(*(x[:, :, at:end] for x in (q, k, v)))
+        turns.append(int(layer.state.late.turns.sum()))
+    assert turns == [0, 4, 4, 4, 8, 8]
+
+
+def test_the_report_says_how_much_came_behind_steps():
+    model = tiny()
+    ids, mask = prompts(2, 120, ragged=False)
+    told = dict(max_length=256, budget=8, block_size=4, sink=4, window=8, skip_layers=1)
+    with torchsparsekv.patch(model, "quest", **told, fetch_late=NEVER) as handle:
+        cache = handle.make_cache(2)
+        model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, past_key_values=cache)
+        report = handle.report()
+        rows = report.layers[1:]
+    for r in rows:
+        assert 0 < r.fetched_late < r.blocks_fetched < r.blocks_selected
+        assert r.turned == pytest.approx(1 / r.steps)  # the first step of all
+    fetched, late = (sum(getattr(r, x) for r in rows) for x in ("blocks_fetched", "fetched_late"))
+    assert f"waited for what it chose: {1 / rows[0].steps:.1%}" in str(report)
+    assert f"{late / fetched:.1%} came behind a step" in str(report)
+
+
+def test_the_last_layer_that_fetches_late_joins():
+    """A CUDA graph must not end before what was launched beside it."""
+    with torchsparsekv.patch(tiny(), "quest", max_length=128, fetch_late=0.8, skip_layers=1) as handle:
+        layers = handle.make_cache(1).layers
+    assert [layer.state.joins for layer in layers if "late" in layer.state.buffers] == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["host", "device"])
+@pytest.mark.parametrize("least", [NEVER, 0.6, ALWAYS])
+@pytest.mark.parametrize("name", ["quest", "pariskv", "icecache"])
+def test_a_graph_with_work_beside_it_is_the_eager_step(name, least, offload):
+    """bf16: one graph, and what it leaves to another stream is there when the next replay wants it."""
+    assert compiles(torch.device(DEVICE))
+    counters.clear()
+    shape = dict(num_hidden_layers=5, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    model = tiny(dtype=torch.bfloat16, **shape)
+    ids, mask = prompts(3, 150)
+    told = hyper_of(name, max_length=384, sink=8, window=6, skip_layers=1, block_size=4, budget=32, offload=offload)
+    with torchsparsekv.patch(model, name, **told, fetch_late=least) as handle:
+        caches = [handle.make_cache(3)]
+        eager = greedy_logits(model, ids, mask, 100, caches[0])
+        first = handle.report().layers[-1]
+        step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        caches.append(handle.make_cache(3))
+        captured = greedy_logits(model, ids, mask, 100, caches[1], step)
+        report = handle.report().layers[-1]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not any(counters["inductor"].get(name) for name in ("cudagraph_skips", "cudagraph_partitions"))
+    assert (report.fetched_late > 0) == (first.fetched_late > 0) == (least != ALWAYS)
+    assert captured.isfinite().all()
+    apart = (captured - eager).float().norm(dim=-1) / eager.float().norm(dim=-1)
+    assert apart.median() < 0.02, apart.median()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["quest", "pariskv"])
+def test_captured_steps_answer_as_eager_ones(name):
+    """To the last token: both are the same kernels."""
+    model = tiny(dtype=torch.bfloat16, num_hidden_layers=5, hidden_size=512, num_attention_heads=8, head_dim=64)
+    ids, mask = prompts(2, 200)
+    told = hyper_of(name, max_length=512, sink=8, window=6, skip_layers=1, block_size=4, budget=32, step="captured")
+    with torchsparsekv.patch(model, name, **told, fetch_late=0.5) as handle:
+        caches, answers = [handle.make_cache(2) for _ in range(3)], []
+        for cache, way in zip(caches, (dict(disable_compile=True), {}, {})):
+            told = dict(attention_mask=mask, max_new_tokens=200, do_sample=False, past_key_values=cache)
+            answers.append(model.generate(ids, **told, **way))
+        late = [r.fetched_late for r in handle.report().layers[1:]]
+    assert min(late) > 0
+    assert all(torch.equal(answers[0], x) for x in answers[1:])
