@@ -8,15 +8,21 @@ from torch import Tensor
 
 
 @functools.cache
-def _stream(device: torch.device, of_steps: bool = False) -> torch.cuda.Stream:
+def _stream(device: torch.device, beside: int | None = None) -> torch.cuda.Stream:
+    """For prompts, or for the steps launched on that stream: another thread may be capturing one on its own."""
     return torch.cuda.Stream(device)
+
+
+def _of_steps(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    return _stream(main.device, main.cuda_stream)
 
 
 def wait_for_side(device: torch.device) -> None:
     """Let the current stream wait for what was launched beside it, by prompts and by steps."""
     if device.type == "cuda":
-        for of_steps in (False, True):
-            torch.cuda.current_stream(device).wait_stream(_stream(device, of_steps))
+        main = torch.cuda.current_stream(device)
+        for side in (_stream(device), _of_steps(main)):
+            main.wait_stream(side)
 
 
 @contextlib.contextmanager
@@ -52,7 +58,8 @@ def behind_step(join: bool, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    main, side = torch.cuda.current_stream(device), _stream(device, of_steps=True)
+    main = torch.cuda.current_stream(device)
+    side = _of_steps(main)
     side.wait_stream(main)  # with `join` too: what is captured can wait only for what is
     if join:
         main.wait_stream(side)

@@ -118,6 +118,31 @@ def test_rows_at_other_localities(watch):
     assert all(r["recompiles"] == 0 for r in rows)
 
 
+def test_some_jumps_turn_the_query_and_some_do_not(watch):
+    """By --turning, where a method that fetches late waits."""
+    told = dict(contexts=(320,), steps=8, hf_static=False, dense=(), ours=False, hyper=("quest.fetch_late=0.8",))
+    rows = {}
+    for turning in (0.0, 1.0):
+        o = decode.Options(**SMALL, **told, methods=("quest",), locality=0.5, turning=turning)
+        rows[turning] = decode.run(o)["rows"][-1]
+    assert rows[0.0]["fetched_late"] == 1
+    assert rows[1.0].get("fetched_late", 0) < 0.3
+    topics = Topics(heads=2, dim=128, topics=64, group=2)
+    alike = []
+    for turning in (None, 0.0, 0.4):
+        q = topics.queries(512, 0.5, "cpu", torch.float32, turning)
+        cosine = torch.nn.functional.cosine_similarity(q[1:], q[:-1], dim=-1)
+        alike.append(float((cosine.unflatten(1, (2, 2)).mean(-1) >= 0.8).float().mean()))
+    assert alike[0] == pytest.approx(0.5, abs=0.08)
+    assert alike[1] == 1
+    assert alike[2] == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_share_of_jumps_that_turn_is_one():
+    with pytest.raises(ValueError, match=r"turning must be between 0 and 1, got 1.5"):
+        decode.Options(turning=1.5).check(("quest",))
+
+
 def test_localities_are_not_beside_those_of_text():
     with pytest.raises(ValueError, match="localities are beside --locality, and --locality-of-text has another"):
         decode.Options(localities=(0.5,), locality_of_text=True).check(("quest",))
@@ -195,7 +220,7 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     assert _text_rates.nearest("quest", 32) == (0.75, 16)
     assert _text_rates.nearest("quest", 1000)[1] == 128
     asked = []
-    bank = lambda t, locality, d: asked.append(locality) or BANK_OF(t, locality, d)  # noqa: E731
+    bank = lambda t, locality, d, turning: asked.append(locality) or BANK_OF(t, locality, d, turning)  # noqa: E731
     monkeypatch.setattr(decode, "bank_of", bank)
     o = decode.Options(
         **SMALL, contexts=(200,), methods=("quest", "streaming"), steps=2, hf_static=False, dense=(),

@@ -17,7 +17,7 @@ def acting(method) -> dict[str, object]:
     return method.effective()
 
 
-NEAR = dict(sink=64, window=256, hot_budgets=2)
+NEAR = dict(sink=64, window=256, hot_budgets=2, fetch_late=None)
 CLUSTERED = dict(**NEAR, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**NEAR, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),

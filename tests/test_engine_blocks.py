@@ -252,6 +252,7 @@ def test_blocks_that_a_step_brings_are_counted():
         (dict(kv="host", host_gib=0), "positive number of GiB"),
         (dict(kv="host", host_gib="8"), "got '8'"),
         (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
+        (dict(fetch_late=0.8), "an engine has no fetch_late, got 0.8"),
         (dict(method="pariskv"), "method must be one of arkvale, quest, got 'pariskv'"),
     ],
 )

@@ -1,4 +1,6 @@
 """What is fetched behind a step: heads whose query hardly moved attend to what the step before chose, no less."""
+import re
+
 import pytest
 import torch
 from cases import METHODS, hyper_of
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from models import dense_logits, greedy_logits, prompts, tiny
 from test_methods import Layer, small
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from world import DEVICE
 
 import torchsparsekv
@@ -157,6 +160,24 @@ def test_the_last_layer_that_fetches_late_joins():
     with torchsparsekv.patch(tiny(), "quest", max_length=128, fetch_late=0.8, skip_layers=1) as handle:
         layers = handle.make_cache(1).layers
     assert [layer.state.joins for layer in layers if "late" in layer.state.buffers] == [False, True]
+
+
+@torch._inductor.config.patch(force_disable_caches=True)  # their keys know nothing of what an op says that it changes
+def test_inductor_leaves_it_before_the_next_layer_and_copies_nothing():
+    """An op that nobody waits for it would move to the end, behind a copy of the hot buffer: wrong beside a stream."""
+    model = tiny(num_hidden_layers=3)
+    ids, mask = prompts(1, 40)
+    told = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4, budget=16, step="compiled")
+    with torchsparsekv.patch(model, "quest", **told, fetch_late=0.5) as handle:
+        cache = handle.make_cache(1)
+        step = torch.compile(model.forward, fullgraph=True)
+        _, (code,) = run_and_get_code(greedy_logits, model, ids, mask, 1, cache, step)
+    calls = re.findall(r"torch\.ops\.torchsparsekv\.(\w+)\.default\((.*)\)", code)
+    order = [name for name, _ in calls if name in ("sparse_attention", "fetch_late", "append")]
+    assert order == ["append", *2 * ["append", "sparse_attention", "fetch_late"]]
+    for name, taken in calls:
+        if name == "fetch_late":
+            assert all(re.fullmatch(r"arg\d+_1|True|False", x) for x in taken.split(", ")[1:]), taken
 
 
 @pytest.mark.gpu

@@ -352,7 +352,7 @@ def test_cuda_without_triton_is_refused(monkeypatch):
 def test_methods_lists_every_hyper_parameter_and_default():
     found = torchsparsekv.methods()
     assert list(found) == sorted(METHODS)
-    common = dict(budget=1024, sink=64, window=256, hot_budgets=2)
+    common = dict(budget=1024, sink=64, window=256, hot_budgets=2, fetch_late=None)
     assert found["quest"] == {**common, "block_size": 16, "digest": "float8"}
     assert found["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
     assert found["streaming"] == {**common, "block_size": 16}

@@ -203,6 +203,11 @@ ROWS = [
     Row("block size not a power of two", patch(block_size=6), ValueError, r"block_size must be a power of two, got 6"),
     Row("no hot buffer", patch(hot_budgets=0), ValueError, r"hot_budgets must be at least 1, got 0"),
     Row("half a budget more in the hot buffer", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int, got 2.5"),
+    *(
+        Row(f"fetch_late of {x!r}", patch(fetch_late=x), ValueError, rf"fetch_late must be None or a cosine, from -1 to 1, got {x!r}")
+        for x in (1.5, "0.8", True, float("nan"))
+    ),
+    Row("what was chosen at no step comes late", patch("louiskv", fetch_late=0.8), ValueError, r"louiskv: fetch_late is for methods that choose at every step"),
     Row("budget not in blocks", patch(budget=18), ValueError, r"budget must be a multiple of block_size 4, got 18"),
     Row("sink not in blocks", patch(sink=5), ValueError, r"sink must be a multiple of block_size 4, got 5"),
     Row("sink above max_length", patch(sink=68), ValueError, r"sink 68 is above max_length 64"),

@@ -31,7 +31,7 @@ SCRIPTS = tuple(
     f"benchmarks/quality/{name}.py"
     for name in (
         "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
-        "static_mass", "turn_mass", "turns", "units",
+        "static_mass", "turn_mass", "turns", "units", "waiting",
     )
 )  # fmt: skip
 COMMANDS = ("eval", "eval-text", "bench")
