@@ -1,6 +1,7 @@
 """What the pages say of an H100 is in its files."""
 from test_cli import ROOT
 from test_measured_pages import rows_of, stages_of
+from test_results import tables
 
 
 def said(page: str) -> str:
@@ -92,3 +93,22 @@ def test_what_choosing_takes_icecache():
         ("their union", "their union"),
     ):  # fmt: skip
         assert f"{words} {near[kernel]['us']:.1f} and {far[kernel]['us']:.1f}" in page
+
+
+def test_what_may_come_late():
+    """Rows of the table, and what is said beside it."""
+    page, want = said("docs/results.md"), []
+    wide, packed = rows_of("h100/decode_late.json"), rows_of("h100/decode_late_int8.json")
+    late = "fetch_late=0.8"
+    for pool, rows, hyper in (("16 bits", wide, None), ("16 bits", wide, late), ("int8", packed, late)):
+        ms = {r["locality"]: r["tpot_ms"] for r in rows if r["method"] == "quest" and r.get("hyper") == hyper}
+        told = [pool, hyper.partition("=")[2] if hyper else "none", *(f"{ms[x]:.2f}" for x in (1, 0.5, 0))]
+        want.append([*told, f"{ms[0.5] / ms[1]:.2f}", f"{ms[0] / rows[0]['tpot_ms']:.2f}"])
+    assert want in tables(ROOT / "docs/results.md")
+    plain, late = ([r for r in wide if r["method"] == "quest" and r.get("hyper") == x] for x in (None, late))
+    text = "floor {:.2f} ms, our dense {:.2f}. Of the jumps to another topic four in ten turn the query"
+    assert text.format(wide[0]["tpot_ms"], wide[1]["tpot_ms"]) in page
+    assert f"so that {late[2]['fetched_late']:.2f} to {late[1]['fetched_late']:.2f} of the traffic is late" in page
+    assert f"floor {packed[0]['tpot_ms']:.2f}, dense {packed[1]['tpot_ms']:.2f})" in page
+    assert f"{late[1]['p99_ms']:.2f} ms with it, {plain[1]['p99_ms']:.2f} without" in page
+    assert f"it costs {late[0]['tpot_ms'] - plain[0]['tpot_ms']:.2f} ms" in page
