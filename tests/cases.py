@@ -338,7 +338,7 @@ OPS = {
     "page_peaks": cases_tree.page_peaks,
     "union_pages": cases_tree.union_pages,
     "random_scores": _random_scores,
-    "ask": cases_late.ask,
+    "find_turned": cases_late.find_turned,
     "fetch": _fetch,
     "fetch_late": lambda w: cases_late.fetch_late(w, _fetch(w)),
     "sparse_attention": _sparse_attention,

@@ -19,7 +19,7 @@ def _late(w: World, ids: torch.Tensor) -> Late:
     return Late(before.to(w.dtype), seen, now, 1 - now, frontier, turns, torch.full_like(ids, -1), counts)
 
 
-def ask(w: World):
+def find_turned(w: World):
     ids = w.chosen(w.pick(1, max(1, w.blocks // 3)))
     alike = w.pick(0.8, -1.0, 0.3, 0.5, 1.0)
     return (w.q[:, :, :1], ids, _late(w, ids), w.stats(), w.lengths_view, alike, w.pick(False, True))

@@ -15,9 +15,9 @@ from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
-from torchsparsekv.ops.gather.ask import ask
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.fetch_late import fetch_late
+from torchsparsekv.ops.gather.find_turned import find_turned
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
@@ -44,8 +44,8 @@ class Method:
         may be again. More of them cross the link less often.
     fetch_late: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
         before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now is fetched
-        while later layers compute (ops/gather/ask.py). Less waits for the link the lower it is, and answers are less
-        exact: docs/methods.md.
+        while later layers compute (ops/gather/find_turned.py). The lower it is, the less waits for the link, and the less
+        exact are answers: docs/methods.md.
     """
 
     budget: int = 1024
@@ -212,7 +212,7 @@ class Method:
         else:
             choice = self.choose(s, q, a)
             if choice is not None:
-                choice = self.part(s, q, choice)
+                choice = self.in_time(s, q, choice)
                 fetch(choice.asked, s.far, s.hot, s.stats)
             out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
         if s.tap is not None:
@@ -222,11 +222,11 @@ class Method:
         return out
 
     @final
-    def part(self, s: LayerState, q: Tensor, choice: Choice) -> Choice:
-        """What of a choice is fetched before this step attends: all of it, but where it may come late."""
+    def in_time(self, s: LayerState, q: Tensor, choice: Choice) -> Choice:
+        """What of a choice is fetched before this step attends: all of it, where none may come late."""
         if self.fetch_late is None:
             return choice
-        ask(q, choice.ids, s.late, s.stats, s.lengths, float(self.fetch_late), self.part_empty)
+        find_turned(q, choice.ids, s.late, s.stats, s.lengths, float(self.fetch_late), self.part_empty)
         return choice._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
 
     @final

@@ -32,7 +32,7 @@ class Waiting(Fed):
         s, at, before = self.state, self.at, self.counts()
         choice = self.take(1)
         assert choice is not None
-        choice = self.method.part(s, self.heads.queries[:, :, at : at + 1], choice)
+        choice = self.method.in_time(s, self.heads.queries[:, :, at : at + 1], choice)
         fetch(choice.asked, s.far, s.hot, s.stats)
         kept = self.kept(choice._replace(ids=self.attended()))
         weight = (self.heads.weights(at) * kept.repeat_interleave(self.heads.group, 1)).sum(-1)

@@ -1,7 +1,7 @@
-"""Fetch behind a step what its heads left to be fetched (ask.py), beside the layers that follow, by fetch's kernel.
+"""Fetch behind a step what its heads did not wait for (find_turned.py), beside the layers that follow.
 
-On a stream of its own, which the layer that is told to `join` waits for (ops/_side.py). What is attended to at the next
-step is then what this one chose.
+The kernel of fetch, on a stream of its own, which the layer that is told to `join` waits for (ops/_side.py). What is
+attended to at the next step is then what this one chose.
 
 It says that it changes `out`, the answer of attention, and does not: what computes with that must come after it.
 Inductor would move an op that nobody waits for to the end of the graph, and copy the hot buffer before.

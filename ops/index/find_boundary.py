@@ -78,7 +78,7 @@ def _cut(segments: Segments, at: tuple[int, int], n: int, sink: int, found: bool
 
 
 @triton.jit
-def _likeness(new, old, mine, PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr):
+def likeness(new, old, mine, PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr):
     """The mean cosine of the query heads with what they are compared with; with PER_HEAD of those that are `mine`."""
     size = tl.sqrt(tl.sum(new * new, 1) * tl.sum(old * old, 1))
     cosine = tl.where(size > 0, tl.sum(new * old, 1) / tl.where(size > 0, size, 1.0), 0.0)
@@ -105,7 +105,7 @@ def _boundary(
         new = tl.load(q + b * q_b + i[:, None] * q_h + d[None, :], mask=m, other=0.0).to(tl.float32)
         at = previous + b * 2 * Q * D + i[:, None] * D + d[None, :]
         past = tl.load(at + (n + 1) % 2 * Q * D, mask=m, other=0.0).to(tl.float32)
-        alike = _likeness(new, past, mine, PER_HEAD, G, Q)
+        alike = likeness(new, past, mine, PER_HEAD, G, Q)
         old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
         found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
         tl.debug_barrier()  # all warps have read what is written below

@@ -100,7 +100,7 @@ class Hot(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/ask.py).
+    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/find_turned.py).
 
     query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what
     this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. turns:

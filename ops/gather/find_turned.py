@@ -16,7 +16,7 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index.find_boundary import cosines
+from torchsparsekv.ops.index.find_boundary import cosines, likeness
 from torchsparsekv.ops.store.rows import NEAR, add_count, count
 from torchsparsekv.ops.store.views import Candidates, Late, Lengths, Query, Stats
 
@@ -45,7 +45,7 @@ def reference(
 
 
 @triton.jit
-def _ask(
+def _turned(
     q, ids, query, seen, now, later, frontier, turns, kept, counts, length, previous_ring_begin, ring_begin, q_b, q_h,
     heads, n_ids, alike, AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
@@ -61,10 +61,7 @@ def _ask(
     n, was = tl.load(length + b), tl.load(seen + bh)
     before, end, turned = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(turns + bh)
     tl.store(kept + bh * n_ids + j, tl.load(ids + bh * n_ids + j, mask=j < n_ids), mask=j < n_ids)
-    new = x.to(tl.float32)
-    size = tl.sqrt(tl.sum(new * new, 1) * tl.sum(old * old, 1))
-    cosine = tl.where(size > 0, tl.sum(new * old, 1) / tl.where(size > 0, size, 1.0), 0.0)
-    wait = (was == n - 1) & (tl.sum(cosine, 0) / G >= alike)
+    wait = (was == n - 1) & (likeness(x.to(tl.float32), old, i < G, False, G, G) >= alike)
     if AT_ONCE:
         wait &= before == end
     wait &= n > 0
@@ -82,11 +79,11 @@ def _ask(
 def launch(q, ids, late, stats, lengths, alike, at_once) -> None:
     batch, heads, n = ids.shape
     group, d = q.shape[1] // heads, q.shape[3]
-    _ask[(batch * heads,)](
+    _turned[(batch * heads,)](
         q, ids, *late[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, q.stride(0),
         q.stride(1), heads, n, alike, AT_ONCE=at_once, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
         N=next_power_of_2(max(n, 1)), **chained(q.device, batch * heads),
     )  # fmt: skip
 
 
-ask = register("ask", reference, impls=(by_triton(launch),), check=check)
+find_turned = register("find_turned", reference, impls=(by_triton(launch),), check=check)
