@@ -43,9 +43,9 @@ class Method:
     hot_budgets: room for so many times the budget in the hot buffer, on the device: blocks that were chosen before and
         may be again. More of them cross the link less often.
     fetch_late: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
-        before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now is fetched
-        while later layers compute (ops/gather/find_turned.py). The lower it is, the less waits for the link, and answers
-        are less exact: docs/methods.md.
+        before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now comes
+        while later layers compute (ops/gather/find_turned.py). The lower it is, the less waits for the link, and the
+        less exact are answers: docs/methods.md.
     """
 
     budget: int = 1024
