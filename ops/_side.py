@@ -1,4 +1,4 @@
-"""Work of a layer that runs beside the next ones, on a stream of its own: one for prompts, one for decode steps."""
+"""Work of a layer that runs beside the next ones, on a stream of its own: of prompts, or of decode steps."""
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -44,17 +44,23 @@ def beside(join: bool, *used: Tensor) -> Iterator[None]:
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield
-        for t in used:
-            t.record_stream(side)
+        _keep(used, side)
+
+
+def _keep(used: tuple[Tensor, ...], side: torch.cuda.Stream) -> None:
+    """Their memory is nobody else's before that stream is done with it, whoever drops them."""
+    for t in used:
+        t.record_stream(side)
 
 
 @contextlib.contextmanager
-def behind_step(join: bool, device: torch.device) -> Iterator[None]:
+def behind_step(join: bool, *used: Tensor) -> Iterator[None]:
     """The same of a decode step, which may be captured, for tensors that stay where they are.
 
     The layer that joins takes it on the current stream, after all that the layers before it left to the other one: a
     CUDA graph must not end before.
     """
+    device = used[0].device
     if device.type != "cuda":
         yield
         return
@@ -63,5 +69,9 @@ def behind_step(join: bool, device: torch.device) -> Iterator[None]:
     side.wait_stream(main)  # with `join` too: what is captured can wait only for what is
     if join:
         main.wait_stream(side)
-    with contextlib.nullcontext() if join else torch.cuda.stream(side):
         yield
+        return
+    with torch.cuda.stream(side):
+        yield
+        if not torch.cuda.is_current_stream_capturing():
+            _keep(used, side)

@@ -121,7 +121,8 @@ class Plan:
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
         pool = None if self._dense_among_others(i) else self.pool_dtype
-        return checked(method.buffers(Geometry(*sizes, i, len(self.layers), i in self.anchors, pool)))
+        g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool)
+        return checked(method.buffers(g), method.fetch_late is not None)
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

@@ -14,9 +14,9 @@ def _late(w: World, ids: torch.Tensor) -> Late:
     before = q.float() + torch.randn(q.shape, generator=w.g) * w.pick(0.0, 0.5, 2.0)
     before[torch.rand(q.shape[:2], generator=w.g) < 0.1] = 0
     seen = (w.length[:, None] - torch.randint(1, w.pick(2, 3), lead, generator=w.g)).to(I32)
-    now, turns, frontier = (torch.randint(0, 2, lead, generator=w.g, dtype=I32) for _ in range(3))
+    now, waits, frontier = (torch.randint(0, 2, lead, generator=w.g, dtype=I32) for _ in range(3))
     counts = torch.randint(0, 9, (*lead, len(STATS)), generator=w.g)
-    return Late(before.to(w.dtype), seen, now, 1 - now, frontier, turns, torch.full_like(ids, -1), counts)
+    return Late(before.to(w.dtype), seen, now, 1 - now, frontier, waits, torch.full_like(ids, -1), counts)
 
 
 def find_turned(w: World):

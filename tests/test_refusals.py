@@ -207,6 +207,7 @@ ROWS = [
         Row(f"fetch_late of {x!r}", patch(fetch_late=x), ValueError, rf"fetch_late must be None or a cosine, from -1 to 1, got {x!r}")
         for x in (1.5, "0.8", True, float("nan"))
     ),
+    Row("clusters of runs come late", patch("clusterkv", fetch_late=0.8, run=4), ValueError, r"clusterkv: fetch_late is for methods that"),
     Row("what was chosen at no step comes late", patch("louiskv", fetch_late=0.8), ValueError, r"louiskv: fetch_late is for methods that choose at every step"),
     Row("budget not in blocks", patch(budget=18), ValueError, r"budget must be a multiple of block_size 4, got 18"),
     Row("sink not in blocks", patch(sink=5), ValueError, r"sink must be a multiple of block_size 4, got 5"),

@@ -1,11 +1,13 @@
 """How often a step waits for what it chose, as benchmarks/quality/waiting.py counts it, and what the docs say of it."""
 import argparse
 import dataclasses
+import json
 import statistics
 
 import pytest
 from test_cli import ROOT
-from test_results import rows_of, tables
+from test_measured_h100 import said
+from test_results import QUALITY, rows_of, tables
 from test_static_mass import some
 
 from torchsparsekv.benchmarks.quality.waiting import measured
@@ -64,3 +66,49 @@ def test_the_docs_say_what_the_files_do():
             cells += [f"{mine[budget]['late']:.2f}", f"{lost:.1%}"]
         want.append(cells)
     assert want in tables(ROOT / "docs/results.md")
+
+
+def test_the_table_of_kl_is_that_of_the_files():
+    """Without at 256 and 1024: the run of the hot buffer's, of the same settings otherwise."""
+    found: dict[tuple, list[float]] = {}
+    files = {"none": "late/text_8192_none", "0.8": "late/text_8192_0.8", "-1": "late/text_8192_-1"}
+    for value, file in (*files.items(), ("none", "hot/text_8192_hot2")):
+        for line in (QUALITY / f"{file}.jsonl").read_text().splitlines():
+            r = json.loads(line)
+            if r.get("kl") and r["method"] in ("quest", "pariskv"):
+                found.setdefault((r["method"], r["budget"], value), []).append(statistics.fmean(r["kl"]))
+    want = []
+    for method in ("quest", "pariskv"):
+        for budget in (64, 256, 1024):
+            kl = [statistics.fmean(found[method, budget, value]) for value in files]
+            assert all(len(found[method, budget, value]) == 2 for value in files)
+            want.append([method, str(budget), *(f"{x:.4f}" for x in kl), *(f"{x / kl[0]:.2f}" for x in kl[1:])])
+    assert want in tables(ROOT / "docs/results.md")
+
+
+def test_what_is_said_of_the_recall_model_is_so():
+    scores: dict[tuple, dict[str, float]] = {}
+    for value in ("none", "0.8"):
+        for line in (QUALITY / f"late/recall_8192_{value}.jsonl").read_text().splitlines():
+            r = json.loads(line)
+            if r.get("budget"):
+                scores.setdefault((r["method"], r["budget"], r["task"], r["index"]), {})[value] = r["score"]
+    assert len(scores) == 480
+    other = [x for x in scores.values() if x["none"] != x["0.8"]]
+    page = said("docs/results.md")
+    assert len(other) == 2
+    assert all(x["0.8"] > x["none"] for x in other)
+    assert "answer 478 of 480 samples alike, and the other two better with 0.8" in page
+    found: dict[tuple, list[float]] = {}
+    for line in (QUALITY / "late/recall_8192_-1_cpu.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        if "score" in r:
+            found.setdefault((r["method"], r["task"]), []).append(r["score"])
+    tasks = ("single", "multikey", "multivalue", "multiquery", "chain")
+    never, dense = (", ".join(f"{statistics.fmean(found[m, t]):.2f}" for t in tasks) for m in ("pariskv", "dense"))
+    assert f"scores {never} in single" in page
+    assert f"where dense scores {dense} " in page
+    rows = rows_of("quality/late/waiting_recall.json")
+    (turned,), late = ({r[x] for r in rows if r.get("fetch_late") == 0.8} for x in ("turned", "late"))
+    assert {f"{x:.2f}" for x in late} == {"0.11"}
+    assert f"There {100 * turned:.0f} % of the heads turn at 0.8, and 11 % of the traffic is late" in page

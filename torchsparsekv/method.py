@@ -148,8 +148,9 @@ class Method:
 
     @property
     def chooses_always(self) -> bool:
-        """Whether every step chooses for all heads, of blocks that nothing moves between steps."""
-        return self.retrieves
+        """Whether every step chooses for all heads, and says nothing of a choice but ids and `fill`, of blocks that
+        nothing moves between steps. Then it may be fetched late."""
+        return False
 
     @property
     def least_capability(self) -> tuple[int, int]:

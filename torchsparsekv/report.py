@@ -16,7 +16,7 @@ class LayerReport:
     steps: int
     context_per_step: float
     attended_per_step: float
-    blocks_selected: int
+    blocks_selected: int  # chosen, by all steps
     blocks_fetched: int
     fetched_late: int  # of these, behind a step, while later layers computed
     pool_bytes_read: int  # wherever the pool lives
@@ -25,7 +25,7 @@ class LayerReport:
     static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
     lost: int | None = None  # of tokens that the method is to keep, how many its window did not hold, in the worst head
     at_most: bool = False  # attended_per_step: pages that are part empty count as if they were full
-    turned: float | None = None  # of a method that fetches late, the share of choices that its step waited for
+    waited: float | None = None  # of a method that fetches late, the share of choices that their step waited for
     prompted: bool = False  # a prompt went through the patch, whether or not steps did
 
     @property
@@ -82,11 +82,11 @@ class Report:
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
             lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
-        turned = [r.turned for r in self.layers if r.turned is not None]
-        if turned:
+        waited = [r.waited for r in self.layers if r.waited is not None]
+        if waited:
             fetched, late = (sum(getattr(r, x) for r in self.layers) for x in ("blocks_fetched", "fetched_late"))
             lines.append(
-                f"heads whose step waited for what it chose: {sum(turned) / len(turned):.1%}; of the blocks fetched, "
+                f"steps waited for what {sum(waited) / len(waited):.1%} of their heads chose; of the blocks fetched, "
                 f"{late / max(1, fetched):.1%} came behind a step"
             )
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
@@ -108,9 +108,10 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())
-    count, late, turned = max(total["steps"], 1), 0, None
-    if "late" in state.buffers:
-        late, turned = int(counted(state.late.counts, "missed").sum()), int(state.late.turns.sum()) / count
+    count, chosen, late, waited = max(total["steps"], 1), total["selected"], 0, None
+    if "late" in state.buffers and steps:
+        chosen, late = (int(counted(state.late.counts, name).sum()) for name in ("selected", "missed"))
+        waited = int(state.late.waits.sum()) / count
     missed = total["missed"] + late
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
     if method.part_empty:
@@ -134,7 +135,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         steps=steps,
         context_per_step=total["context"] / count,
         attended_per_step=attended / count,
-        blocks_selected=total["selected"],
+        blocks_selected=chosen,
         blocks_fetched=missed,
         fetched_late=late,
         pool_bytes_read=moved,
@@ -143,7 +144,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         static_share=share,
         lost=lost,
         at_most=method.part_empty,
-        turned=turned,
+        waited=waited,
         prompted=bool((state.lengths.length > 0).any()),
     )
 

@@ -93,10 +93,15 @@ OF_STATE = {
 }  # fmt: skip
 
 
-def checked(buffers: Buffers) -> Buffers:
-    """What buffers() of a method returned, if it can be."""
+def checked(buffers: Buffers, late: bool) -> Buffers:
+    """What buffers() of a method returned, which fetches late or does not, if it can be."""
     if missing := [name for name in ("far", "near", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
+    if ("late" in buffers) != late:
+        raise TypeError(
+            "buffers() of a method: one with fetch_late has `late`, which hot_buffers() makes beside the hot buffer, "
+            "and no other has it"
+        )
     if taken := sorted(buffers.keys() & (OF_STATE | set(dir(LayerState)))):
         raise TypeError(f"buffers() of a method: LayerState has {', '.join(taken)} itself; choose another name")
     for name, given in buffers.items():
@@ -135,7 +140,7 @@ def late_buffers(g: Geometry, chosen: int) -> Late:
     none = Buffer(g.lead, torch.int32)
     return Late(
         query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
-        seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, turns=none,
+        seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, waits=none,
         ids=Buffer((*g.lead, chosen), torch.int32, fill=-1), counts=Buffer((*g.lead, len(STATS)), torch.int64),
     )  # fmt: skip
 

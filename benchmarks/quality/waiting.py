@@ -5,9 +5,9 @@
 Queries and keys are those of a model over one text, by a dense forward (heads.py). First --prompt tokens at once, then
 --steps one by one; the first --settle of these do not count. Every step chooses and fetches by the ops that decoding
 has. Without `fetch_late`, and with every value of it that is asked for:
-- turned: share of the choices, of a kv head at a step, that the step waits for.
+- turned: share of the choices, of a kv head at a step, that the step waits for, mostly since the query turned.
 - late: share of the blocks over the link that come behind a step.
-- hits: share of the chosen blocks that were in the hot buffer.
+- hits: share of the chosen blocks that were in the hot buffer when they were to be fetched.
 - weight: attention weight, of the query on all that it sees, of the tokens that are attended to.
 """
 import argparse
@@ -43,12 +43,13 @@ class Waiting(Fed):
         return torch.cat([self.counts() - before, counts])
 
     def counts(self) -> Tensor:
-        """Since the beginning: turns, blocks chosen, fetched in all, fetched late."""
-        s, turns, late = self.state, 0, 0
-        if self.method.fetch_late is not None:
-            turns, late = int(s.late.turns.sum()), int(counted(s.late.counts, "missed").sum())
+        """Since the beginning: choices that a step waited for, blocks chosen, fetched in all, fetched late."""
+        s, waits, late = self.state, 0, 0
         chosen, missed = (int(counted(s.stats.counts, name).sum()) for name in ("selected", "missed"))
-        return torch.tensor([turns, chosen, missed + late, late], dtype=torch.float64)
+        if self.method.fetch_late is not None:
+            waits = int(s.late.waits.sum())
+            chosen, late = (int(counted(s.late.counts, name).sum()) for name in ("selected", "missed"))
+        return torch.tensor([waits, chosen, missed + late, late], dtype=torch.float64)
 
     def attended(self) -> Tensor:
         """The ids of the blocks in the slots that attention reads."""

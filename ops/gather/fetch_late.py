@@ -14,8 +14,9 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops.gather import fetch
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Late, Query, Stats
 
-# Programs beside the next layers, which have the rest of the chip. They are enough for the link: at 128K tokens where
-# all blocks are new, 10 layers take 2.94 ms with 16 of them (8: 2.90, 32: 2.91), and 3.03 where they cover the chip.
+# Programs beside the next layers, which have the rest of the chip; at least one a kv head. They are enough for the
+# link: at 128K tokens where all blocks are new, 10 layers take 2.94 ms with 16 of them (8: 2.90, 32: 2.91), and 3.03
+# where they cover the chip.
 BESIDE = 16
 
 
@@ -36,12 +37,12 @@ def _fits(out, late, far, hot, join):
 
 
 def _launch_cuda(fitting, out, late, far, hot, join) -> None:
-    with behind_step(join, far.rows.device):
+    with behind_step(join, *late, *far, *hot):
         fetch.launch_cuda(fitting, *_as_fetch(late, far, hot), None if join else BESIDE)
 
 
 def _launch_triton(out, late, far, hot, join) -> None:
-    with behind_step(join, far.rows.device):
+    with behind_step(join, *late, *far, *hot):
         fetch.launch_triton(*_as_fetch(late, far, hot), None if join else BESIDE)
 
 

@@ -1,12 +1,12 @@
-"""Decide, per (row, kv head), whether what a step chose is fetched before it attends or behind it, for the next step.
+"""Find, per (row, kv head), whether a step waits for what it chose, or that comes late, for the next step.
 
-What is fetched behind a step crosses the link while later layers compute, and the step attends to what the one before
-chose (FreeKV, arXiv 2505.13109). So it is right where the query hardly moved: where the cosine between each query head
-and the same head of the step before, averaged over those of the kv head, is at least `alike`. Elsewhere, and at the
-first step after anything but a step, the choice is fetched at once, as it is without any of this.
+What comes late crosses the link while later layers compute, and the step attends to what the one before chose (FreeKV,
+arXiv 2505.13109). So a head is late where its query hardly moved: where the cosine between each query head and the same
+head of the step before, averaged over those of the kv head, is at least `alike`. For all others the step waits, as it
+does without any of this, and at the first step after anything but a step for all.
 
-Tokens that leave the ring at this step are in no choice of the step before: heads that wait see them in the ring, which
-has them until the next step. With `at_once` no head waits on such a step: of an index that puts them into blocks which
+Tokens that leave the ring at this step are in no choice of the step before: late heads see them in the ring, which has
+them until the next step. With `at_once` no head is late on such a step: of an index that puts them into blocks which
 were chosen before.
 """
 import torch
@@ -36,7 +36,7 @@ def reference(
     live = (n > 0).expand(batch, heads)
     late.now.copy_(now & live)
     late.later.copy_(~now & live)
-    late.turns.add_(late.now)
+    late.waits.add_(late.now)
     late.frontier.copy_(torch.where(late.later > 0, before, end))
     count(stats.counts, near=late.later * (end - before))  # append counted from where rings begin
     late.seen.copy_(n.expand(batch, heads))
@@ -46,7 +46,7 @@ def reference(
 
 @triton.jit
 def _turned(
-    q, ids, query, seen, now, later, frontier, turns, kept, counts, length, previous_ring_begin, ring_begin, q_b, q_h,
+    q, ids, query, seen, now, later, frontier, waits, kept, counts, length, previous_ring_begin, ring_begin, q_b, q_h,
     heads, n_ids, alike, AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,21 +59,21 @@ def _turned(
     at = query + (bh * G + i)[:, None] * D + d[None, :]
     old = tl.load(at, mask=mine, other=0.0).to(tl.float32)
     n, was = tl.load(length + b), tl.load(seen + bh)
-    before, end, turned = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(turns + bh)
+    before, end, waited = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(waits + bh)
     tl.store(kept + bh * n_ids + j, tl.load(ids + bh * n_ids + j, mask=j < n_ids), mask=j < n_ids)
-    wait = (was == n - 1) & (likeness(x.to(tl.float32), old, i < G, False, G, G) >= alike)
+    late = (was == n - 1) & (likeness(x.to(tl.float32), old, i < G, False, G, G) >= alike)
     if AT_ONCE:
-        wait &= before == end
-    wait &= n > 0
-    turn = (n > 0) & ~wait
+        late &= before == end
+    late &= n > 0
+    turned = (n > 0) & ~late
     tl.debug_barrier()  # all warps have read what is written below
     tl.store(at, x, mask=mine)
     tl.store(seen + bh, n)
-    tl.store(now + bh, turn.to(tl.int32))
-    tl.store(later + bh, wait.to(tl.int32))
-    tl.store(turns + bh, turned + turn.to(tl.int32))
-    tl.store(frontier + bh, tl.where(wait, before, end))
-    add_count(counts, bh, NEAR, tl.where(wait, end - before, 0))
+    tl.store(now + bh, turned.to(tl.int32))
+    tl.store(later + bh, late.to(tl.int32))
+    tl.store(waits + bh, waited + turned.to(tl.int32))
+    tl.store(frontier + bh, tl.where(late, before, end))
+    add_count(counts, bh, NEAR, tl.where(late, end - before, 0))
 
 
 def launch(q, ids, late, stats, lengths, alike, at_once) -> None:

@@ -103,8 +103,9 @@ class Late(NamedTuple):
     """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/find_turned.py).
 
     query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what
-    this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. turns:
-    how often a head's choice was fetched at once. ids: what this step chose. counts: of what was fetched behind steps.
+    this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. waits:
+    how often a step waited for what its head chose. ids: what this step chose. counts: as in Stats, of fetches behind
+    steps; `selected` are all blocks that were chosen, for by then those that a step waited for are there.
     """
 
     query: Annotated[Tensor, Of("batch q_heads dim", "kv")]
@@ -112,7 +113,7 @@ class Late(NamedTuple):
     now: PerHead
     later: PerHead
     frontier: PerHead
-    turns: PerHead
+    waits: PerHead
     ids: Candidates
     counts: Annotated[Tensor, Of("batch heads 5", torch.int64)]
 

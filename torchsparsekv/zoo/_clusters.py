@@ -123,10 +123,6 @@ class ClusterMethod(Method):
             ),
         }  # fmt: skip
 
-    @property
-    def chooses_always(self) -> bool:
-        return False
-
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:

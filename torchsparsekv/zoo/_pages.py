@@ -36,6 +36,10 @@ class PageMethod(Method):
         raise NotImplementedError
 
     @property
+    def chooses_always(self) -> bool:
+        return True
+
+    @property
     def least_capability(self) -> tuple[int, int]:
         return (8, 9) if self.digest == "float8" else super().least_capability
 

@@ -166,6 +166,10 @@ class IceCache(Method):
             ),
         }  # fmt: skip
 
+    @property
+    def chooses_always(self) -> bool:
+        return True
+
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:

@@ -18,5 +18,9 @@ class Oracle(Method):
 
     block_size: int = 1
 
+    @property
+    def chooses_always(self) -> bool:
+        return True
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         return self.best(attention_mass(q, s.store, s.lengths, self.block_size, a))

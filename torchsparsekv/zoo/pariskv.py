@@ -160,6 +160,10 @@ class ParisKV(Method):
                 "a larger beta, or a smaller budget"
             )
 
+    @property
+    def chooses_always(self) -> bool:
+        return True
+
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:

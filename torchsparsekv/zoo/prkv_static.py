@@ -22,10 +22,6 @@ class PRKVStatic(StaticMethod):
     name = "prkv_static"
     regroups = True
 
-    @property
-    def chooses_always(self) -> bool:
-        return False
-
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)
         return super().buffers(g) | self.static_buffers(g, most, most) | {"hot": hot_buffer(g, 1, most, most)}

@@ -25,6 +25,10 @@ class Random(Method):
         super().__post_init__()
         self.check_int("seed", 0, LOW)
 
+    @property
+    def chooses_always(self) -> bool:
+        return True
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         heads, rows = s.far.rows.shape[1:3]
         return self.best(random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))

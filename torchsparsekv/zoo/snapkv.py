@@ -55,10 +55,6 @@ class SnapKV(ObservingMethod):
         """Of longer prompts some is left out, though the window would hold it."""
         return self.sink + self.budget + self.observed
 
-    @property
-    def chooses_always(self) -> bool:
-        return False
-
     def effective(self) -> dict[str, object]:
         """`generates`: so many tokens can be generated before any of them, or of the observation window, leaves it."""
         return super().effective() | {"generates": self.window - self.observed}
