@@ -84,6 +84,12 @@ def test_the_table_of_kl_is_that_of_the_files():
             assert all(len(found[method, budget, value]) == 2 for value in files)
             want.append([method, str(budget), *(f"{x:.4f}" for x in kl), *(f"{x / kl[0]:.2f}" for x in kl[1:])])
     assert want in tables(ROOT / "docs/results.md")
+    page = said("docs/results.md")
+    more = {m: [round(100 * (float(row[5]) - 1)) for row in want if row[0] == m] for m in ("quest", "pariskv")}
+    text = "At 0.8 `quest` loses {} to {} % more than it did, `pariskv`, which chooses single tokens and loses least, "
+    text += "{} to {} %."
+    assert text.format(*(f(more[m]) for m in more for f in (min, max))) in page
+    assert f"at a KL {want[2][5]} times as large (above, 1024 tokens, as here)" in page
 
 
 def test_what_is_said_of_the_recall_model_is_so():
