@@ -204,7 +204,7 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
 
 SCRIPTS = (
     "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
-    "static_mass", "turn_mass", "turns", "units",
+    "static_mass", "turn_mass", "turns", "units", "waiting",
 )  # fmt: skip
 ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
 ONLY += ", ".join(f"python benchmarks/quality/{name}.py" for name in SCRIPTS) + ", got"

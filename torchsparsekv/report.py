@@ -112,14 +112,11 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     if "late" in state.buffers and steps:
         chosen, late = (int(counted(state.late.counts, name).sum()) for name in ("selected", "missed"))
         waited = int(state.late.waits.sum()) / count
-    missed = total["missed"] + late
+    fetched = total["missed"] + late
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
     if method.part_empty:
         attended = min(attended, total["context"])
-    row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
-    moved = total["context"] * row if method.dense else missed * method.block_size * row
-    if method.scans:  # the keys, half of every row, of all that is not in the ring
-        moved += (total["context"] - total["near"]) * row // 2
+    moved = _bytes_read(method, state, total, fetched)
     rate, share, lost = float(method.retrieves and steps > 0), None, None
     if "static" in state.buffers:
         share = float(state.static.target.float().mean()) / method.budget
@@ -136,7 +133,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         context_per_step=total["context"] / count,
         attended_per_step=attended / count,
         blocks_selected=chosen,
-        blocks_fetched=missed,
+        blocks_fetched=fetched,
         fetched_late=late,
         pool_bytes_read=moved,
         host_bytes_read=moved if state.pool_on_host else 0,
@@ -147,6 +144,16 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         waited=waited,
         prompted=bool((state.lengths.length > 0).any()),
     )
+
+
+def _bytes_read(method, state: LayerState, total: dict[str, int], fetched: int) -> int:
+    """From the pool, by steps."""
+    row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
+    if method.dense:
+        return total["context"] * row
+    # A method that scans reads the keys, half of every row, of all that is not in the ring.
+    keys = (total["context"] - total["near"]) * row // 2 if method.scans else 0
+    return fetched * method.block_size * row + keys
 
 
 def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:

@@ -128,7 +128,7 @@ class Bench:
         topics = decode.topics_of(self.model.config, sum(p), o.budget)
         self.bank.copy_(decode.bank_of(topics, o.locality, device))
         self.cache.reset()
-        took, counted, have = [], torch.zeros(5, dtype=torch.float64), 0
+        took, counted, have = [], torch.zeros_like(decode.counts(self.handle.report())), 0
         for context in contexts:
             decode.fill(self.cache, topics, have, context, device)
             self.step.warm_up(context)
