@@ -73,7 +73,7 @@ MUTATIONS = (
              "torch.where(late.later > 0, before, end)", "torch.where(late.later > 0, end, end)",
              "tests/test_fetch_late.py -k dense"),
     Mutation("heads are late at the first step after a prompt", "ops/gather/find_turned.py",
-             "(late.seen != n - 1) | ~(likeness", "~(likeness",
+             "(late.seen != n - 1) | ~(found", "~(found",
              "tests/test_fetch_late.py -k second_prompt"),
     Mutation("pages that took new tokens count them beside the ring", "torchsparsekv/method.py",
              "float(self.fetch_late), self.part_empty)", "float(self.fetch_late), False)",

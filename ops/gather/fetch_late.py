@@ -9,7 +9,7 @@ Inductor would move an op that nobody waits for to the end of the graph, and cop
 from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._side import behind_step
+from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops.gather import fetch
 from torchsparsekv.ops.store.views import Asked, Far, Hot, Late, Query, Stats
@@ -37,12 +37,12 @@ def _fits(out, late, far, hot, join):
 
 
 def _launch_cuda(fitting, out, late, far, hot, join) -> None:
-    with behind_step(join, *late, *far, *hot):
+    with beside(join, *late, *far, *hot, of_step=True):
         fetch.launch_cuda(fitting, *_as_fetch(late, far, hot), None if join else BESIDE)
 
 
 def _launch_triton(out, late, far, hot, join) -> None:
-    with behind_step(join, *late, *far, *hot):
+    with beside(join, *late, *far, *hot, of_step=True):
         fetch.launch_triton(*_as_fetch(late, far, hot), None if join else BESIDE)
 
 

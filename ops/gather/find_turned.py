@@ -30,9 +30,9 @@ def reference(
 ) -> None:
     batch, heads, _ = ids.shape
     new = q[:, :, 0].unflatten(1, (heads, -1))
-    likeness = cosines(new, late.query.unflatten(1, (heads, -1))).mean(2)
+    found = cosines(new, late.query.unflatten(1, (heads, -1))).mean(2)
     n, before, end = (t[:, None] for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
-    now = (late.seen != n - 1) | ~(likeness >= alike) | (at_once & (before != end))
+    now = (late.seen != n - 1) | ~(found >= alike) | (at_once & (before != end))
     live = (n > 0).expand(batch, heads)
     late.now.copy_(now & live)
     late.later.copy_(~now & live)
