@@ -90,6 +90,9 @@ def test_the_table_of_kl_is_that_of_the_files():
     text += "{} to {} %."
     assert text.format(*(f(more[m]) for m in more for f in (min, max))) in page
     assert f"at a KL {want[2][5]} times as large (above, 1024 tokens, as here)" in page
+    times = {m: [row[5] for row in want if row[0] == m] for m in more}
+    text = "by a KL {} to {} times as large, with `pariskv` up to {} times"
+    assert text.format(min(times["quest"]), max(times["quest"]), max(times["pariskv"])) in said("docs/using.md")
 
 
 def test_what_is_said_of_the_recall_model_is_so():
