@@ -25,19 +25,27 @@ def patch(model, method="quest", **changes):
 # ---------------------------------------------------------------- forks
 
 
+def counted(cache) -> list[torch.Tensor]:
+    """All that its reports are made of."""
+    return [t.clone() for layer in cache.stored.values() for b, t in layer.state.tensors() if b.counts]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_fork_goes_on_as_the_original_would(method):
-    """And neither disturbs the other."""
+    """And neither disturbs the other; each counts its own steps."""
     model = tiny()
     with patch(model, method) as handle, torch.no_grad():
         system = handle.make_cache(2)
         greedy_logits(model, IDS, MASK, 5, system)
         forks = [handle.fork(system) for _ in range(2)]
-        asked, ones = ASKED[:2], torch.ones_like(ASKED[:2])
+        asked, ones, before = ASKED[:2], torch.ones_like(ASKED[:2]), counted(system)
+        assert any(bool(t.any()) for t in before)
+        assert not any(bool(t.any()) for t in counted(forks[0]))
         got = [greedy_logits(model, asked, ones, 6, cache) for cache in forks]
         want = greedy_logits(model, asked, ones, 6, system)
         assert torch.equal(got[0], want)
         assert torch.equal(got[1], want)
+        assert all(torch.equal(new, now - old) for new, now, old in zip(counted(forks[0]), counted(system), before))
         assert want.isfinite().all()
 
 

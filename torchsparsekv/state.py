@@ -53,12 +53,15 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor a layer needs. `home="pool"` is where the cache keeps its bulk, in host memory or not (`offload`)."""
+    """A tensor a layer needs. `home="pool"` is where the cache keeps its bulk, in host memory or not (`offload`).
+    `counts`: it says what happened in this cache, for its report; nothing else depends on it, and a fork has its own.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     home: Literal["device", "pool"] = "device"
     fill: float = 0
+    counts: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +120,7 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
     return {
         "far": Far(Buffer((*g.lead, g.rows, *row_shape(g.head_dim, pool)), pool, home="pool")),
         "near": Near(Buffer((*g.lead, plan.ring_rows, *row_shape(g.head_dim)), g.dtype)),
-        "stats": Stats(Buffer((*g.lead, len(STATS)), torch.int64)),
+        "stats": Stats(Buffer((*g.lead, len(STATS)), torch.int64, counts=True)),
     }
 
 
@@ -137,11 +140,12 @@ def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
 
 def late_buffers(g: Geometry, chosen: int) -> Late:
     """What a layer that fetches late has beside its hot buffer."""
-    none = Buffer(g.lead, torch.int32)
+    none, waits = Buffer(g.lead, torch.int32), Buffer(g.lead, torch.int32, counts=True)
     return Late(
         query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
-        seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, waits=none,
-        ids=Buffer((*g.lead, chosen), torch.int32, fill=-1), counts=Buffer((*g.lead, len(STATS)), torch.int64),
+        seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, waits=waits,
+        ids=Buffer((*g.lead, chosen), torch.int32, fill=-1),
+        counts=Buffer((*g.lead, len(STATS)), torch.int64, counts=True),
     )  # fmt: skip
 
 
@@ -290,9 +294,12 @@ class LayerState:
             yield from ((b, x) for b, x in parts if isinstance(b, Buffer))
 
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
-        """All of it, of the pool no more than `rows` rows, if a number is given. One row there may become many
-        here."""
-        for (_, to), (_, source) in zip(self.tensors(), other.tensors()):
+        """All of it but what it counted, of the pool no more than `rows` rows, if a number is given. One row there may
+        become many here."""
+        for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
+            if b.counts:
+                to.zero_()
+                continue
             if to is self.far.rows:
                 to, source = to[:, :, :rows], source[:, :, :rows]
             to.copy_(source)

@@ -95,15 +95,16 @@ class StaticMethod(ObservingMethod):
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
         if most > MOST:
             raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
-        one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
+        one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
         lead = 0 if self.update_every is None else g.layer * self.update_every // g.layers
         ids, away = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
         return copy | {
             "observed": self.observed_buffer(g),
             "static": Static(
-                ids, one(), one(target), one(), one(NOT_YET), one(lead), one(self.every), one(), one(), one(), one(),
-                away if moves else None,
+                ids, count=one(), target=one(target), updated=one(), at=one(NOT_YET), lead=one(lead),
+                every=one(self.every), updates=one(counts=True), arrived=one(), gone=one(), done=one(),
+                away=away if moves else None,
             ),
         }
 

@@ -61,8 +61,11 @@ class SnapKV(ObservingMethod):
 
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)
-        one = lambda fill=0: Buffer(g.lead, I32, fill=fill)  # noqa: E731
-        kept = Kept(Buffer((*g.lead, most), I32, fill=-1), one(), one(self.sink), one(NOT_YET), one(), one(), one())
+        one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
+        kept = Kept(
+            Buffer((*g.lead, most), I32, fill=-1), count=one(), frontier=one(self.sink), at=one(NOT_YET), updated=one(),
+            updates=one(counts=True), lost=one(),
+        )  # fmt: skip
         hot = hot_buffer(g, 1, most, most)
         return super().buffers(g) | {"hot": hot, "observed": self.observed_buffer(g), "kept": kept}
 
