@@ -1,7 +1,6 @@
 """How often a step waits for what it chose, as benchmarks/quality/waiting.py counts it, and what the docs say of it."""
 import argparse
 import dataclasses
-import json
 import statistics
 
 import pytest
@@ -10,6 +9,7 @@ from test_measured_h100 import said
 from test_results import QUALITY, rows_of, tables
 from test_static_mass import some
 
+from torchsparsekv.benchmarks.quality.store import read
 from torchsparsekv.benchmarks.quality.waiting import measured
 
 O = argparse.Namespace(method="oracle", prompt=60, steps=50, settle=0, sink=4, window=8)
@@ -73,8 +73,7 @@ def test_the_table_of_kl_is_that_of_the_files():
     found: dict[tuple, list[float]] = {}
     files = {"none": "late/text_8192_none", "0.8": "late/text_8192_0.8", "-1": "late/text_8192_-1"}
     for value, file in (*files.items(), ("none", "hot/text_8192_hot2")):
-        for line in (QUALITY / f"{file}.jsonl").read_text().splitlines():
-            r = json.loads(line)
+        for r in read(QUALITY / f"{file}.jsonl")[0]:
             if r.get("kl") and r["method"] in ("quest", "pariskv"):
                 found.setdefault((r["method"], r["budget"], value), []).append(statistics.fmean(r["kl"]))
     want = []
@@ -98,8 +97,7 @@ def test_the_table_of_kl_is_that_of_the_files():
 def test_what_is_said_of_the_recall_model_is_so():
     scores: dict[tuple, dict[str, float]] = {}
     for value in ("none", "0.8"):
-        for line in (QUALITY / f"late/recall_8192_{value}.jsonl").read_text().splitlines():
-            r = json.loads(line)
+        for r in read(QUALITY / f"late/recall_8192_{value}.jsonl")[0]:
             if r.get("budget"):
                 scores.setdefault((r["method"], r["budget"], r["task"], r["index"]), {})[value] = r["score"]
     assert len(scores) == 480
@@ -109,8 +107,7 @@ def test_what_is_said_of_the_recall_model_is_so():
     assert all(x["0.8"] > x["none"] for x in other)
     assert "answer 478 of 480 samples alike, and the other two better with 0.8" in page
     found: dict[tuple, list[float]] = {}
-    for line in (QUALITY / "late/recall_8192_-1_cpu.jsonl").read_text().splitlines():
-        r = json.loads(line)
+    for r in read(QUALITY / "late/recall_8192_-1_cpu.jsonl")[0]:
         if "score" in r:
             found.setdefault((r["method"], r["task"]), []).append(r["score"])
     tasks = ("single", "multikey", "multivalue", "multiquery", "chain")

@@ -129,14 +129,20 @@ def _live(s: LayerState, frontier: Tensor, fill: Tensor | None) -> Tensor:
     return torch.cat([far, torch.stack(near, 1)], -1)
 
 
+def attended_blocks(s: LayerState) -> Tensor:
+    """Ids of the blocks that this step attended to, -1 where a slot is empty."""
+    slots = s.hot.chosen
+    if not slots.shape[-1]:
+        return slots
+    return torch.where(slots < 0, -1, s.hot.block_of.gather(-1, slots.clamp(min=0).long()))
+
+
 def attended(s: LayerState, method: Method) -> Tensor:
     """Rows of pool and ring that this step attended to, [batch, kv heads, pool rows + ring rows]."""
     pool, near = s.far.rows, torch.ones(*s.near.ring.shape[:3], dtype=torch.bool, device=s.near.ring.device)
     if method.dense:
         return torch.cat([near.new_ones(pool.shape[:3]), near], -1)
-    slots, blocks = s.hot.chosen, pool.shape[2] // method.block_size
+    ids, blocks = attended_blocks(s), pool.shape[2] // method.block_size
     chosen = near.new_zeros(*pool.shape[:2], blocks + 1)  # the last one takes the slots that are empty
-    if slots.shape[-1]:
-        ids = s.hot.block_of.gather(-1, slots.clamp(min=0).long())
-        chosen.scatter_(-1, torch.where(slots < 0, blocks, ids).long(), True)
+    chosen.scatter_(-1, torch.where(ids < 0, blocks, ids).long(), True)
     return torch.cat([chosen[..., :blocks].repeat_interleave(method.block_size, -1), near], -1)

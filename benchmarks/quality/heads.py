@@ -18,6 +18,7 @@ from torchsparsekv.benchmarks.quality.pretrained import pretrained
 from torchsparsekv.benchmarks.recall_model import journal, vocabulary
 
 NAME = "torchsparsekv_heads"
+NOT_SHOWN = ("by_layer", "layers", "model")  # of a row, where it is printed
 GUESS = torch.zeros(0)  # a mask that says that attention itself is not asked for
 
 
@@ -188,11 +189,25 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return p
 
 
+def stepwise(doc: str | None, budgets: Sequence[int]) -> argparse.ArgumentParser:
+    """For what is measured of a method's steps after a prompt."""
+    p = parser(doc)
+    p.add_argument("--method", default="quest")
+    p.add_argument("--prompt", type=int, default=7936)
+    p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--settle", type=int, default=30)
+    p.add_argument("--budgets", type=int, nargs="+", default=list(budgets))
+    return p
+
+
 def run(name: str, rows: Callable[[argparse.Namespace], Iterable[dict[str, Any]]], p: argparse.ArgumentParser) -> None:
-    """What the command line asks for, printed and saved."""
-    o = p.parse_args()
+    """What the command line asks for, printed as it comes and saved."""
+    o, found = p.parse_args(), []
+    for row in rows(o):
+        print({k: v for k, v in row.items() if k not in NOT_SHOWN}, flush=True)
+        found.append(row)
     given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
-    _results.finish(name, list(rows(o)), given, o.out)
+    _results.finish(name, found, given, o.out)
 
 
 def read(o: argparse.Namespace, *, below: bool = False) -> Heads:

@@ -83,18 +83,11 @@ def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for budget in o.budgets:
         ways = [(hot, None) for hot in o.hot_budgets] + [(o.guessed, guess) for guess in (RUNNERS_UP, BELOW)]
         for hot, guess in ways:
-            row = measured(heads, o, budget, hot, guess)
-            print(row, flush=True)
-            yield row
+            yield measured(heads, o, budget, hot, guess)
 
 
 def main() -> None:
-    p = model_heads.parser(__doc__)
-    p.add_argument("--method", default="quest")
-    p.add_argument("--prompt", type=int, default=7936)
-    p.add_argument("--steps", type=int, default=200)
-    p.add_argument("--settle", type=int, default=30)
-    p.add_argument("--budgets", type=int, nargs="+", default=[256, 1024])
+    p = model_heads.stepwise(__doc__, budgets=(256, 1024))
     p.add_argument("--hot-budgets", type=int, nargs="+", default=[1, 2, 4, 8])
     p.add_argument("--guessed", type=int, default=2)
     model_heads.run("misses", rows, p)

@@ -53,9 +53,7 @@ def rows(o: argparse.Namespace):
     heads = model_heads.read(o)
     for at in o.at:
         for size in o.sizes:
-            row = {"at": at, "size": size, **compared(heads, at, o, size), "heads": heads.keys[:, :, 0, 0].numel()}
-            print(row, flush=True)
-            yield row
+            yield {"at": at, "size": size, **compared(heads, at, o, size), "heads": heads.keys[:, :, 0, 0].numel()}
 
 
 def main() -> None:

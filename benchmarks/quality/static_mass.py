@@ -201,7 +201,6 @@ def rows(o: argparse.Namespace):
             for label, method in settings(o, budget).items():
                 row = {"prompt": prompt, "steps": steps, "budget": budget, "setting": label}
                 row |= measured(method, heads, prompt, steps, o.every)
-                print({k: v for k, v in row.items() if k != "by_layer"}, flush=True)
                 yield row | {"model": o.model, "layers": list(heads.layers)}
 
 

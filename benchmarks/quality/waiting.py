@@ -24,6 +24,7 @@ from torchsparsekv.method import make_method
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.fetch_late import fetch_late
 from torchsparsekv.ops.store.rows import counted
+from torchsparsekv.probe import attended_blocks
 
 
 class Waiting(Fed):
@@ -34,7 +35,7 @@ class Waiting(Fed):
         assert choice is not None
         choice = self.method.in_time(s, self.heads.queries[:, :, at : at + 1], choice)
         fetch(choice.asked, s.far, s.hot, s.stats)
-        kept = self.kept(choice._replace(ids=self.attended()))
+        kept = self.kept(choice._replace(ids=attended_blocks(s)))
         weight = (self.heads.weights(at) * kept.repeat_interleave(self.heads.group, 1)).sum(-1)
         if self.method.fetch_late is not None:
             fetch_late(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.far, s.hot, s.joins)
@@ -50,11 +51,6 @@ class Waiting(Fed):
             waits = int(s.late.waits.sum())
             chosen, late = (int(counted(s.late.counts, name).sum()) for name in ("selected", "missed"))
         return torch.tensor([waits, chosen, missed + late, late], dtype=torch.float64)
-
-    def attended(self) -> Tensor:
-        """The ids of the blocks in the slots that attention reads."""
-        slots = self.state.hot.chosen
-        return torch.where(slots < 0, -1, self.state.hot.block_of.gather(-1, slots.clamp(min=0).long()))
 
 
 def measured(heads: Heads, o: argparse.Namespace, budget: int, value: float | None) -> dict[str, Any]:
@@ -72,18 +68,11 @@ def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
     heads = model_heads.read(o)
     for budget in o.budgets:
         for value in (None, *o.fetch_late):
-            row = measured(heads, o, budget, value)
-            print(row, flush=True)
-            yield row
+            yield measured(heads, o, budget, value)
 
 
 def main() -> None:
-    p = model_heads.parser(__doc__)
-    p.add_argument("--method", default="quest")
-    p.add_argument("--prompt", type=int, default=7936)
-    p.add_argument("--steps", type=int, default=200)
-    p.add_argument("--settle", type=int, default=30)
-    p.add_argument("--budgets", type=int, nargs="+", default=[64, 256, 1024])
+    p = model_heads.stepwise(__doc__, budgets=(64, 256, 1024))
     p.add_argument("--fetch-late", type=float, nargs="+", default=[0.9, 0.8, 0.7, -1.0])
     model_heads.run("waiting", rows, p)
 

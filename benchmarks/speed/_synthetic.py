@@ -60,16 +60,16 @@ class Topics:
         so are these: they have much in common, which changes at this share of the jumps and stays at the others.
         """
         g = self._generator(5, "cpu")
-        centres, common = self.centres(device), self._common(steps, device)
+        centres, common = self.centres(device), None if turning is None else self._common(steps, device)
         topic, turns, drift = 0, 0, torch.randn(self.heads, self.dim, generator=g)
         out = []
         for _ in range(steps):
             if torch.rand((), generator=g) < (1 - locality):
                 topic = int(torch.randint(0, self.topics, (), generator=g))
-                turns += turning is not None and bool(torch.rand((), generator=g) < turning)
+                turns += common is not None and bool(torch.rand((), generator=g) < turning)
             drift = locality * drift + (1 - locality**2) ** 0.5 * torch.randn(self.heads, self.dim, generator=g)
             q = centres[topic] + 0.5 * drift.to(device)
-            out.append(q if turning is None else q + common[turns])
+            out.append(q if common is None else q + common[turns])
         q = torch.stack(out).repeat_interleave(self.group, 1)
         own = torch.randn(q.shape[1:], generator=g).to(device) * 0.2  # heads of a group are alike, not the same
         return (q + own).to(dtype)
