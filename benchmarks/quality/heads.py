@@ -3,7 +3,8 @@
 Taken where transformers hands them to attention, so rotary positions and norms of heads are in them.
 """
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torchsparsekv.benchmarks.recall_model import journal, vocabulary
 
 NAME = "torchsparsekv_heads"
 NOT_SHOWN = ("by_layer", "layers", "model")  # of a row, where it is printed
+Rows = Callable[[argparse.Namespace], Iterable[dict[str, Any]]]
 GUESS = torch.zeros(0)  # a mask that says that attention itself is not asked for
 
 
@@ -200,14 +202,23 @@ def stepwise(doc: str | None, budgets: Sequence[int]) -> argparse.ArgumentParser
     return p
 
 
-def run(name: str, rows: Callable[[argparse.Namespace], Iterable[dict[str, Any]]], p: argparse.ArgumentParser) -> None:
-    """What the command line asks for, printed as it comes and saved."""
-    o, found = p.parse_args(), []
-    for row in rows(o):
-        print({k: v for k, v in row.items() if k not in NOT_SHOWN}, flush=True)
-        found.append(row)
+def shown(rows: Rows) -> Rows:
+    """Every row is printed as it comes: they take minutes."""
+
+    @functools.wraps(rows)
+    def printing(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        for row in rows(o):
+            print({k: v for k, v in row.items() if k not in NOT_SHOWN}, flush=True)
+            yield row
+
+    return printing
+
+
+def run(name: str, rows: Rows, p: argparse.ArgumentParser) -> None:
+    """What the command line asks for, printed and saved."""
+    o = p.parse_args()
     given = {k: v for k, v in vars(o).items() if k not in ("out", "keep")}
-    _results.finish(name, found, given, o.out)
+    _results.finish(name, list(rows(o)), given, o.out)
 
 
 def read(o: argparse.Namespace, *, below: bool = False) -> Heads:

@@ -78,6 +78,7 @@ def measured(heads: Heads, o: argparse.Namespace, budget: int, hot_budgets: int,
     }  # fmt: skip
 
 
+@model_heads.shown
 def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
     heads = model_heads.read(o, below=True)
     for budget in o.budgets:

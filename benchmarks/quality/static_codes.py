@@ -49,6 +49,7 @@ def compared(heads: Heads, at: int, o: argparse.Namespace, size: int) -> dict[st
     return {"overlap": mean(overlap), "least_overlap": min(overlap), "held": mean(held), "least_held": min(held)}
 
 
+@model_heads.shown
 def rows(o: argparse.Namespace):
     heads = model_heads.read(o)
     for at in o.at:

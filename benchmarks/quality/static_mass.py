@@ -193,6 +193,7 @@ def settings(o: argparse.Namespace, budget: int) -> dict[str, Method]:
     return {k: m for k, m in out.items() if not o.only or k in o.only}
 
 
+@model_heads.shown
 def rows(o: argparse.Namespace):
     heads = model_heads.read(o)
     for part in o.parts:

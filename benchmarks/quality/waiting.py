@@ -64,6 +64,7 @@ def measured(heads: Heads, o: argparse.Namespace, budget: int, value: float | No
     return {"budget": budget, **told, "hits": round(1 - missed / selected, 4), "weight": round(weight / many, 5)}
 
 
+@model_heads.shown
 def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
     heads = model_heads.read(o)
     for budget in o.budgets:
