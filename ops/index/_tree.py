@@ -68,9 +68,14 @@ def nearest(x: Tensor, level: Tensor, key: Tensor, key_level: Tensor, radius2: T
     return node
 
 
+def signs(dim: int, seed: int, device: torch.device) -> Tensor:
+    """Of the channels, and of the lift behind them."""
+    return 1.0 - 2.0 * (draw(torch.arange(dim + 1, device=device), seed * SALTS + SALTS - 1) & 1)
+
+
 def projections(x: Tensor, radius2: Tensor, seed: int) -> Tensor:
     """Of the lifted keys on one direction of random signs; `radius2` fits the leading dimensions of x."""
-    sign = 1.0 - 2.0 * (draw(torch.arange(x.shape[-1] + 1, device=x.device), seed * SALTS + SALTS - 1) & 1)
+    sign = signs(x.shape[-1], seed, x.device)
     return x.float() @ sign[:-1] + sign[-1] * lift(x, radius2)
 
 
@@ -79,7 +84,7 @@ def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor) -
     index = torch.arange(node.shape[-1], device=node.device).expand_as(node)
     along = torch.where(moves, projection, index.float())
     order = along.argsort(dim=-1, stable=True)
-    group = torch.where(moves, node.long() + 1, torch.where(live, 0, torch.iinfo(torch.int32).max))
+    group = torch.where(moves, node + 1, torch.where(live, 0, torch.iinfo(torch.int32).max).int())
     return order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
 
 
@@ -115,21 +120,29 @@ def lift_of(x, radius2):
 
 @triton.jit
 def nearest_of(
-    x, level, key, key_level, radius2, begin, end, D: tl.constexpr, DP: tl.constexpr, NODES: tl.constexpr,
+    x, level, key, key_level, radius2, lifts, begin, end, D: tl.constexpr, DP: tl.constexpr, NODES: tl.constexpr,
+    LIFTED: tl.constexpr,
 ):  # fmt: skip
-    """`nearest` among the nodes from `begin` to `end` of a head, with its score: -inf and the root for none."""
-    d = tl.arange(0, DP)
+    """`nearest` among the nodes from `begin` to `end` of a head, with its score: -inf and the root for none.
+
+    LIFTED: their lifts are known. Of NODES at a time every place keeps its own best; these are compared at the end.
+    """
+    d, place = tl.arange(0, DP), tl.arange(0, NODES)
     far = lift_of(x, radius2)
-    top = tl.full(level.shape, float("-inf"), tl.float32)
-    node = tl.full(level.shape, 0, tl.int32)
+    top = tl.full((level.shape[0], NODES), float("-inf"), tl.float32)
+    node = tl.full((level.shape[0], NODES), 0, tl.int32)
     for first in range(begin, end, NODES):
-        u = first + tl.arange(0, NODES)
+        u = first + place
         m = (u < end)[:, None] & (d < D)[None, :]
         y = tl.load(key + u.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0.0)
         above = tl.load(key_level + u, mask=u < end, other=-1)
-        score = tl.dot(x, tl.trans(y), input_precision="ieee") + far[:, None] * lift_of(y, radius2)[None, :]
-        score = tl.where(above[None, :] == level[:, None] + 1, score, float("-inf"))
-        best, place = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
-        node = tl.where(best > top, first + place, node)
-        top = tl.maximum(best, top)
-    return top, node
+        if LIFTED:
+            lift = tl.load(lifts + u, mask=u < end, other=0.0)
+        else:
+            lift = lift_of(y, radius2)
+        score = tl.dot(x, tl.trans(y), input_precision="ieee") + far[:, None] * lift[None, :]
+        better = (above[None, :] == level[:, None] + 1) & (score > top)
+        node, top = tl.where(better, u[None, :], node), tl.where(better, score, top)
+    best = tl.max(top, 1)
+    node = tl.min(tl.where(top == best[:, None], node, 0x7FFFFFFF), 1)
+    return best, tl.where(best > float("-inf"), node, 0)

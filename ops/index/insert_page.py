@@ -128,8 +128,8 @@ def _insert(
         each = tl.cdiv(count, parts)
         begin = tl.maximum(part * each, 1)
         best, node = _tree.nearest_of(
-            x, level, key + bh * nodes * D, key_level + bh * nodes, c2, begin, tl.minimum(part * each + each, count),
-            D, DP, NODES,
+            x, level, key + bh * nodes * D, key_level + bh * nodes, c2, key, begin,
+            tl.minimum(part * each + each, count), D, DP, NODES, False,
         )  # fmt: skip
         scratch = (bh * parts + part) * T + i
         tl.store(scores + scratch, best)

@@ -9,10 +9,13 @@ behind them, stay where they are, in pages of their own.
 Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside
 the next layer unless told to `join` (ops/_side.py); only the ring is read before, as the new tokens go there at once.
 
-Sort and gather are torch's, on the device and without waiting for it; the kernels are the search for parents, a
-program per (row, head, tile of tokens) that goes over all nodes by tensor cores (128K keys against 8K nodes are 0.27
-TFLOP a kv head and no score is stored), and the copy into the index by page.
+The sort is torch's, on the device and without waiting for it. The kernels, each a program per (row, head, tile of
+tokens): one that reads every key once, for all that has to be known of it alone; the search for parents, which goes
+over all nodes by tensor cores (128K keys against 8K nodes are 0.27 TFLOP a kv head and no score is stored); and the
+copy into the index by page.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,8 +26,10 @@ from torchsparsekv.ops._signature import Changed
 from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
-from torchsparsekv.ops.store.rows import keys_of, ring_row
+from torchsparsekv.ops.store.rows import keys_of, ring_row, ring_row_of
 from torchsparsekv.ops.store.views import Leaves, Lengths, Near, NewKeys, Promotion, Tree
+
+NODES = 2  # tiles of them that a program compares its tile of tokens with at a time
 
 
 def check(k, near, tree, leaves, lengths, promotion, join) -> None:
@@ -87,10 +92,48 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> T
 
 
 @triton.jit
-def _parents(
-    x, level, key, key_level, radius2, node_count, out, tokens, nodes, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, NODES: tl.constexpr,
+def _take_in(
+    k, ring, x, level, number, own_level, norm2, along, sign, key, key_level, before, start, length, old_begin,
+    ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
+    """The tokens from `old_begin` on into `x`, their squared norms and their products with `sign`. Those that rise go
+    into the tree too, behind the `before` nodes that there are, by their number; and all levels as they are then: 1
+    where there was no room, 0 where no token is."""
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n0, n, old, new = tl.load(start + b), tl.load(length + b), tl.load(old_begin + b), tl.load(ring_begin + b)
+    i, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
+    position = old + i
+    live = (i < tokens) & (position < tl.where(n > 0, new, 0))
+    came = (live & (position >= n0))[:, None] & (d < D)[None, :]
+    held = (live & (position < n0))[:, None] & (d < D)[None, :]
+    row = ring_row_of(position, sink, ring_rows - sink).to(tl.int64)
+    column = (columns - n + position).to(tl.int64)
+    of_k = tl.load(k + b * k_b + h * k_h + column[:, None] * k_s + d[None, :], mask=came, other=0.0)
+    of_ring = tl.load(ring + (bh * ring_rows + row)[:, None] * D + d[None, :], mask=held, other=0.0)
+    values = tl.where(came, of_k, of_ring)
+    tl.store(x + (bh * tokens + i)[:, None] * D + d[None, :], values, mask=came | held)
+    wide = values.to(tl.float32)
+    signs = tl.load(sign + d, mask=d < D, other=0.0)
+    tl.store(norm2 + bh * tokens + i, tl.sum(wide * wide, 1), mask=i < tokens)
+    tl.store(along + bh * tokens + i, tl.sum(wide * signs[None, :], 1), mask=i < tokens)
+    own = tl.load(level + b * tokens + i, mask=live, other=0)
+    node = tl.load(before + bh) + tl.load(number + b * tokens + i, mask=live, other=0)
+    fits = (own > 1) & (node < nodes)
+    own = tl.where(fits, own, tl.minimum(own, 1))
+    tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
+    tl.store(key_level + bh * nodes + node, own, mask=fits)
+    at = (bh * nodes + node)[:, None] * D + d[None, :]
+    tl.store(key + at, values, mask=fits[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _parents(
+    x, level, number, before, key, key_level, lifts, parent, radius2, node_count, out, heads, tokens, nodes,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Of all tokens, and into the tree of those that are nodes now."""
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     own = tl.load(level + bh * tokens + i, mask=i < tokens, other=0)
@@ -100,9 +143,11 @@ def _parents(
         m = (own > 0)[:, None] & (d < D)[None, :]
         rows = tl.load(x + (bh * tokens + i)[:, None] * D + d[None, :], mask=m, other=0.0)
         _, node = _tree.nearest_of(
-            rows, own, key + bh * nodes * D, key_level + bh * nodes, tl.load(radius2 + bh), 1,
-            tl.load(node_count + bh), D, DP, NODES,
+            rows, own, key + bh * nodes * D, key_level + bh * nodes, tl.load(radius2 + bh), lifts + bh * nodes, 1,
+            tl.load(node_count + bh), D, DP, NODES, True,
         )  # fmt: skip
+        place = tl.load(before + bh) + tl.load(number + bh // heads * tokens + i, mask=own > 1, other=0)
+        tl.store(parent + bh * nodes + place, node, mask=own > 1)
     tl.store(out + bh * tokens + i, node, mask=i < tokens)
 
 
@@ -141,68 +186,69 @@ def launch(k, near, tree, leaves, lengths, promotion, join) -> Tensor:
 
 
 def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
-    batch, heads, columns, d = k.shape
-    page, nodes = check_pages(leaves, lengths), tree.key.shape[2]
-    start, length, old, new = (t[:, None].long() for t in lengths[:4])
+    page, columns, nodes = check_pages(leaves, lengths), k.shape[2], tree.key.shape[2]
     tokens = min(columns + held.shape[2] - lengths.sink, leaves.node.shape[2])
+    start, length, old, new = (t[:, None].long() for t in lengths[:4])
     position = old + torch.arange(tokens, device=k.device)
     live = (position < new) & (length > 0)
-    x = _keys(k, held, position, start, length, live, lengths.sink)
-    norms = x.float().square().sum(-1)
-    tree.radius2.copy_(torch.maximum(tree.radius2, norms.amax(-1)))
-    level = _add_nodes(x, torch.where(live, _tree.levels_of(position, promotion), 0), tree)
-    tile = tile_of(k)  # keys of a program, and nodes it compares them with at a time
-    grid, wide = (cdiv(tokens, tile), batch * heads), dict(D=d, DP=next_power_of_2(d), TILE=tile)
-    node = torch.empty_like(level)
-    _parents[grid](
-        x, level, tree.key, tree.level, tree.radius2, tree.node_count, node, tokens, nodes, NODES=tile, **wide
-    )
-    _add_parents(level, node, tree)
+    taken = _take_in_all(k, held, torch.where(live, _tree.levels_of(position, promotion), 0), tree, lengths, promotion)
+    node = _find_parents(taken, tree)
     moves = live & (position >= (torch.maximum(start, old) + page - 1) // page * page)
-    along = _tree.projections(x, tree.radius2[..., None], promotion.seed)
     moves, live = (t[:, None].expand_as(node) for t in (moves, live))
-    takes = _tree.arrangement(node, along, moves, live).int()
-    order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
+    takes = _tree.arrangement(node, taken.along, moves, live).int()
+    order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
+    grid, heads, wide = _tiles(taken.x)
     _arrange[grid](
-        x, takes, node, tree.key, *leaves, order, *lengths[:4], heads, tokens, columns, leaves.node.shape[2], nodes,
-        P=page, GROUPS=leaves.scale.shape[3], **wide,
+        taken.x, takes, node, tree.key, *leaves, order, *lengths[:4], heads, tokens, columns, leaves.node.shape[2],
+        nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
     )  # fmt: skip
     return order
 
 
-def _keys(k, ring, position, start, length, live, sink) -> Tensor:
-    """Of the tokens at these positions [batch, n]: new ones are in `k`, the others in the ring; 0 where none is."""
-    wide = (*k.shape[:2], position.shape[1], k.shape[3])
-    column = (k.shape[2] - length + position).clamp(0, k.shape[2] - 1)
-    row = ring_row(position, sink, ring.shape[2])
-    of = lambda t, at: t.gather(2, at[:, None, :, None].expand(wide))  # noqa: E731
-    x = torch.where((position >= start)[:, None, :, None], of(k, column), of(ring, row))
-    return torch.where(live[:, None, :, None], x, 0)
+class _Taken(NamedTuple):
+    """Tokens that leave the ring, level and projection each; those that rise are numbered, and are nodes behind the
+    `before` that there were, as far as there was room."""
+
+    x: Tensor
+    level: Tensor
+    along: Tensor
+    number: Tensor
+    before: Tensor
 
 
-def _places(level: Tensor, first: Tensor) -> Tensor:
-    """The node that each token becomes, the root for none."""
-    risen = level > 1
-    return torch.where(risen, first[..., None] + risen.cumsum(-1) - 1, _tree.ROOT)
+def _tiles(x: Tensor) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """The grid of a kernel over all tokens of x [batch, heads, tokens, dim], the heads, and what it is compiled for."""
+    (batch, heads, tokens, d), tile = x.shape, tile_of(x)
+    return (cdiv(tokens, tile), batch * heads), heads, dict(D=d, DP=next_power_of_2(d), TILE=tile)
 
 
-def _add_nodes(x: Tensor, level: Tensor, tree: Tree) -> Tensor:
-    """The risen tokens into the tree, as far as there is room; levels [batch, heads, tokens] as they are then."""
-    level = level[:, None].expand(x.shape[:3]).int()
-    node = _places(level, tree.node_count)
-    fits = node < tree.key.shape[2]
-    level, node = torch.where(fits, level, 1), torch.where(fits, node, _tree.ROOT)
-    tree.key.scatter_(2, node[..., None].expand_as(x), x)
-    tree.level.scatter_(2, node, level)
-    tree.key[:, :, _tree.ROOT], tree.level[:, :, _tree.ROOT] = 0, 0  # where those went that are no nodes
-    tree.node_count.add_((level > 1).sum(-1).int())
-    return level
+def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
+    """Of the levels [batch, tokens] that tokens have by their position, 0 where none is."""
+    lead, tokens, (rows, d) = k.shape[:2], level.shape[1], held.shape[2:]
+    x, own = k.new_empty(*lead, tokens, d), level.new_empty(*lead, tokens, dtype=torch.int32)
+    norm2, along = x.new_empty(2, *lead, tokens, dtype=torch.float32)
+    rises = (level > 1).int()
+    number = rises.cumsum(-1, dtype=torch.int32) - rises
+    before, sign = tree.node_count.clone(), _tree.signs(d, promotion.seed, k.device)
+    grid, heads, wide = _tiles(x)
+    _take_in[grid](
+        k, held, x, level.int(), number, own, norm2, along, sign, tree.key, tree.level, before, *lengths[:4],
+        *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink, tree.key.shape[2], **wide,
+    )  # fmt: skip
+    tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
+    tree.radius2.copy_(torch.maximum(tree.radius2, norm2.amax(-1)))
+    lift = (tree.radius2[..., None] - norm2).clamp(min=0).sqrt()
+    return _Taken(x, own, along + sign[-1] * lift, number, before)
 
 
-def _add_parents(level: Tensor, node: Tensor, tree: Tree) -> None:
-    first = tree.node_count - (level > 1).sum(-1).int()
-    tree.parent.scatter_(2, _places(level, first), node)
-    tree.parent[:, :, _tree.ROOT] = _tree.ROOT
+def _find_parents(t: _Taken, tree: Tree) -> Tensor:
+    node, lifts = torch.empty_like(t.level), _tree.lift(tree.key, tree.radius2[..., None])
+    grid, heads, wide = _tiles(t.x)
+    _parents[grid](
+        t.x, t.level, t.number, t.before, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
+        node, heads, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], **wide,
+    )  # fmt: skip
+    return node
 
 
 def fake(k, *_) -> Tensor:
