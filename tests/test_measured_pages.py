@@ -62,6 +62,19 @@ def test_prkv_and_icecache():
     assert found in tables(page)
 
 
+def test_icecache_since():
+    found, names = [], {"full": "dense: ours", "icecache": "icecache"}
+    for at, name in (("128K", "h200_decode_icecache"), ("512K", "h200_decode_icecache_512k")):
+        for r in rows_of(f"{name}.json")[1:]:
+            assert not any(r[x] for x in ("recompiles", "graph_skips", "memory_growth"))
+            what = names[r["method"]] + (f"`, `{r['hyper']}" if r.get("hyper") else "")
+            times = [*(f"{r[x]:.2f}" for x in ("tpot_ms", "p99_ms", "over_floor")), f"{r['speedup']:.2f}x"]
+            dense = r["method"] == "full"
+            kept = ["" if dense else f"{r['hit_rate']:.2f}", f"{r['device_GiB']:.1f}"]
+            found.append([at, what, *times, *kept, "" if dense else f"{r['host_GiB']:.1f}"])
+    assert found in tables(ROOT / "docs/results.md")
+
+
 STAGES = {
     "quest": ("scores", "top blocks"), "pariskv": ("votes", "collide", "rerank", "top of the candidates"),
 }  # fmt: skip
@@ -214,14 +227,14 @@ def test_pariskv_searches_as_its_authors_do():
 
 
 def test_time_to_the_first_token():
-    over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of("h200_prefill_prkv.json")}
-    for method in ("prkv", "icecache", "snapkv"):
+    for method, kind in (("prkv", "_prkv"), ("icecache", "_icecache"), ("icecache", "_prkv"), ("snapkv", "_prkv")):
+        over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of(f"h200_prefill{kind}.json")}
         words = " ".join((PAGES / f"{method}.md").read_text().split())
         assert all(f"{over[method, n]:.3f}" in words for n in (32768, 65536)), method
     found = []
     for method, kind in (
         ("quest", "_pages"), ("pariskv", ""), ("clusterkv", ""), ("louiskv", "_louiskv"),
-        *((m, "_prkv") for m in ("prkv", "arkvale", "icecache", "snapkv")),
+        *((m, "_prkv") for m in ("prkv", "arkvale")), ("icecache", "_icecache"), ("snapkv", "_prkv"),
     ):  # fmt: skip
         over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of(f"h200_prefill{kind}.json")}
         found.append([method, *(f"{over[method, n]:.3f}" for n in (32768, 65536)), f"h200_prefill{kind}"])
