@@ -23,13 +23,13 @@ from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._triton import cdiv, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row, ring_row_of
 from torchsparsekv.ops.store.views import Leaves, Lengths, Near, NewKeys, Promotion, Tree
 
-NODES = 2  # tiles of them that a program compares its tile of tokens with at a time
+NODES, STAGES = 2, 3  # tiles of nodes that a program compares its tile of tokens with at a time, and of loads of these
 
 
 def check(k, near, tree, leaves, lengths, promotion, join) -> None:
@@ -244,9 +244,11 @@ def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
 def _find_parents(t: _Taken, tree: Tree) -> Tensor:
     node, lifts = torch.empty_like(t.level), _tree.lift(tree.key, tree.radius2[..., None])
     grid, heads, wide = _tiles(t.x)
+    tile = wide["TILE"] * wide["DP"] * t.x.element_size()  # bytes: its tokens', and NODES of them at each stage
+    stages = min(STAGES, (shared_bytes(t.x.device) - 2 * tile) // (NODES * tile))
     _parents[grid](
         t.x, t.level, t.number, t.before, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
-        node, heads, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], **wide,
+        node, heads, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], num_stages=stages, **wide,
     )  # fmt: skip
     return node
 
