@@ -1,0 +1,58 @@
+"""Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one node
+as to another, nodes of several levels."""
+import pytest
+import torch
+from cases import OPS
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ops import clones, close, on
+from world import DEVICE, World
+
+from torchsparsekv.ops._impl import tensors
+from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.index import _tree
+
+ENTRY = load_all()["plant_tree"]
+
+
+def prompt(seed: int, way: int, lengths: list[int], tokens: int):
+    """Keys of few values, as whole numbers; `way` picks promotion, levels and room for nodes."""
+    w = World(
+        lengths=lengths, tokens=tokens, dim=16, block=4, sink=4, window=8, interval=4, rows=256, seed=seed,
+        pick=lambda *options: options[way % len(options)],
+    )  # fmt: skip
+    k, *rest = OPS["plant_tree"](w)
+    return (k.nan_to_num().sign(), *rest)
+
+
+SIZES = st.lists(st.integers(20, 240), min_size=1, max_size=2)
+
+
+@given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES, tokens=st.integers(20, 240))
+def test_many_tokens(seed, way, lengths, tokens):
+    things = prompt(seed, way, lengths, tokens)
+    want_things, got_things = clones(things), on(DEVICE, clones(things))
+    want, got = ENTRY.reference(*want_things), ENTRY.run("triton", *got_things)
+    close(got.cpu(), want, "order")
+    for g, x in zip(tensors(got_things), tensors(want_things), strict=True):
+        close(g.cpu(), x, "argument")
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES)
+def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
+    """Rows that moved are in order of nodes, and of a node in order of the projections; none is lost."""
+    k, near, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))
+    order = ENTRY.run(kind, *things)
+    start, length, old, new = (t.tolist() for t in lengths[:4])
+    along = _tree.projections(k, tree.radius2[..., None], promotion.seed)
+    page = leaves.node.shape[2] // leaves.fill.shape[2]
+    for b, h in [(b, h) for b in range(k.shape[0]) for h in range(k.shape[1])]:
+        first = -(-max(start[b], old[b]) // page) * page
+        if length[b] <= 0 or new[b] <= first:
+            continue
+        columns = slice(k.shape[2] - length[b] + first, k.shape[2] - length[b] + new[b])
+        took, nodes = order[b, h, columns].long(), leaves.node[b, h, first : new[b]].tolist()
+        assert sorted(took.tolist()) == list(range(columns.start, columns.stop))
+        at = list(zip(nodes, along[b, h, took].tolist(), took.tolist()))
+        assert at == sorted(at)
