@@ -1,7 +1,6 @@
-"""Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one node
-as to another, nodes of several levels."""
+"""Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one
+node as to another, nodes of several levels."""
 import pytest
-import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +41,7 @@ def test_many_tokens(seed, way, lengths, tokens):
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES)
 def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
     """Rows that moved are in order of nodes, and of a node in order of the projections; none is lost."""
-    k, near, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))
+    k, _, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))
     order = ENTRY.run(kind, *things)
     start, length, old, new = (t.tolist() for t in lengths[:4])
     along = _tree.projections(k, tree.radius2[..., None], promotion.seed)
