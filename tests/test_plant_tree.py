@@ -1,6 +1,7 @@
 """Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one
 node as to another, nodes of several levels."""
 import pytest
+import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +15,22 @@ from torchsparsekv.ops.index import _tree
 ENTRY = load_all()["plant_tree"]
 
 
+def of_two_norms(x: torch.Tensor) -> torch.Tensor:
+    """1 or 2 in all channels, up to their signs. Scores and projections of such keys are equal or far from it: of whole
+    numbers at large, many differ by less than two ways to round a square root."""
+    sign = torch.where(x >= 0, 1.0, -1.0)
+    return torch.where(x.isnan(), x, sign * (1 + (sign[..., :1] > 0)))
+
+
 def prompt(seed: int, way: int, lengths: list[int], tokens: int):
-    """Keys of few values, as whole numbers; `way` picks promotion, levels and room for nodes."""
+    """`way` picks promotion, levels and room for nodes."""
     w = World(
         lengths=lengths, tokens=tokens, dim=16, block=4, sink=4, window=8, interval=4, rows=256, seed=seed,
         pick=lambda *options: options[way % len(options)],
     )  # fmt: skip
-    k, *rest = OPS["plant_tree"](w)
-    return (k.nan_to_num().sign(), *rest)
+    k, near, tree, *rest = OPS["plant_tree"](w)
+    tree = tree._replace(key=of_two_norms(tree.key), radius2=torch.full_like(tree.radius2, 400))
+    return (of_two_norms(k), near._replace(ring=of_two_norms(near.ring)), tree, *rest)
 
 
 SIZES = st.lists(st.integers(20, 240), min_size=1, max_size=2)

@@ -49,7 +49,12 @@ def levels_of(position: Tensor, p: Promotion) -> Tensor:
 
 def lift(x: Tensor, radius2: Tensor) -> Tensor:
     """The last coordinate of keys, times c."""
-    return (radius2 - x.float().square().sum(-1)).clamp(min=0).sqrt()
+    return lift_by(x.float().square().sum(-1), radius2)
+
+
+def lift_by(norm2: Tensor, radius2: Tensor) -> Tensor:
+    """Of keys whose squared norms are known."""
+    return (radius2 - norm2).clamp(min=0).sqrt()
 
 
 def nearest(x: Tensor, level: Tensor, key: Tensor, key_level: Tensor, radius2: Tensor) -> Tensor:
@@ -125,7 +130,8 @@ def nearest_of(
 ):  # fmt: skip
     """`nearest` among the nodes from `begin` to `end` of a head, with its score: -inf and the root for none.
 
-    LIFTED: their lifts are known. Of NODES at a time every place keeps its own best; these are compared at the end.
+    LIFTED: their lifts are known; else `lifts` is not read. Of NODES at a time every place keeps its own best; these
+    are compared at the end.
     """
     d, place = tl.arange(0, DP), tl.arange(0, NODES)
     far = lift_of(x, radius2)

@@ -237,15 +237,15 @@ def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
     )  # fmt: skip
     tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
     tree.radius2.copy_(torch.maximum(tree.radius2, norm2.amax(-1)))
-    lift = (tree.radius2[..., None] - norm2).clamp(min=0).sqrt()
-    return _Taken(x, own, along + sign[-1] * lift, number, before)
+    along += sign[-1] * _tree.lift_by(norm2, tree.radius2[..., None])
+    return _Taken(x, own, along, number, before)
 
 
 def _find_parents(t: _Taken, tree: Tree) -> Tensor:
     node, lifts = torch.empty_like(t.level), _tree.lift(tree.key, tree.radius2[..., None])
     grid, heads, wide = _tiles(t.x)
-    tile = wide["TILE"] * wide["DP"] * t.x.element_size()  # bytes: its tokens', and NODES of them at each stage
-    stages = min(STAGES, (shared_bytes(t.x.device) - 2 * tile) // (NODES * tile))
+    tile = wide["TILE"] * wide["DP"] * t.x.element_size()  # bytes; one is of tokens, and one is left for reductions
+    stages = max(1, min(STAGES, (shared_bytes(t.x.device) - 2 * tile) // (NODES * tile)))
     _parents[grid](
         t.x, t.level, t.number, t.before, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
         node, heads, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], num_stages=stages, **wide,
