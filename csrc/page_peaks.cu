@@ -1,45 +1,65 @@
 // The largest q.k of every page's tokens, as ops/select/page_peaks.py specifies it, for tokens in codes, pages of 4, 8 or
 // 16 of them, and up to 8 query heads of a kv head.
 //
-// Why not Triton: few pages are seen, and which ones is known token by token. Here the warps of a program find out first of
-// which 16 tokens one is seen, and then share out these among themselves: the pages of a query lie side by side, and a
-// program that went through its own one after the other would often have many of them. Codes are unpacked in the
-// registers that the tensor cores read.
+// Why not Triton: few pages are seen. Here the warps of a program find out first which ones may be, from the nodes between
+// the least and the greatest of each, and then share out these among themselves: the pages of a query lie side by side,
+// and a program that went through its own one after the other would often have many of them. Codes are unpacked in the
+// registers that the tensor cores read. Of pages whose tokens all are nodes the products are known: no codes are read.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
-// share a scale, GROUP pages that share a peak, WARPS of a program, programs RESIDENT on a multiprocessor and
-// WORDS_OF_MARKS for all nodes.
+// share a scale, GROUP pages that share a peak, WARPS of a program, programs RESIDENT on a multiprocessor, TURN groups
+// that a program has at a time at most, and what the span of a page is that holds nothing (NO_SPAN) or only nodes
+// (OWN_SPAN).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
-constexpr int TURN = 32;  // groups of pages that a program has at a time
-constexpr int TILES = GROUP * P / TILE, LOOKS = GROUP * P / 64;  // of a group: tiles, and looks of a warp
-constexpr int TOGETHER = 2, LOOKS_TOGETHER = 4;  // that a warp has on their way at a time
+constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // of a tile, and tiles of a group
+constexpr int LOOKS = (TURN * GROUP + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
+struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
 static_assert(CHANNELS == 16 && GROUP == 16 && P % 4 == 0 && P <= TILE && G <= HEADS);
 
-// Four bits, from the second one on of each half, as halves: 512 + x is exact, and so is what it is less than 7.5 above.
+struct Pair { float first, second; };
+
+// Products of a node with two query heads, the same one where there is no other.
+__device__ Pair pair_at(const float* x) {
+  if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
+  const float2 both = *reinterpret_cast<const float2*>(x);
+  return {both.x, both.y};
+}
+
+// And with all.
+__device__ void products_at(float (&to)[G], const float* x) {
+  if constexpr (G == 2 || G == 4 || G == 8) {
+    const Run<G> all = load<2 * G>(x);
+    for (int h = 0; h < G; h++) to[h] = __uint_as_float(all.at[h]);
+  } else {
+    for (int h = 0; h < G; h++) to[h] = x[h];
+  }
+}
+
+// Bits 4 to 7 of each half, as halves: 64 + x is exact, and so is that less 71.5.
 __device__ unsigned levels(unsigned bits) {
-  unsigned x = bits & 0x001E001E | 0x60006000;
-  asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x600F600F));
+  unsigned x = bits & 0x00F000F0 | 0x54005400;
+  asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x54785478));
   return x;
 }
 
 // What is behind a word of codes: of channels 0 and 2, 8 and 10, 1 and 3, 9 and 11, counted from that of its lowest bits.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale) {
-  const unsigned bits[4] = {word << 1, word >> 3, word >> 7, word >> 11};
+  const unsigned bits[4] = {word << 4, word, word >> 4, word >> 8};
   for (int i = 0; i < 4; i++) pairs[i] = times(levels(bits[i]), scale);
 }
 
 using Query = uint4[WORDS][32];  // as the second factor wants it: of each thread the pairs of its words in turn
 
-// Of query head number `lane / 4`, by the first warp of a program for all.
+// Of query head number `lane / 4`, by the warps of a program for all.
 __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
   const int g = lane() / 4, t = lane() % 4;
-  for (int w = 0; w < WORDS; w++) {
+  for (int w = warp(); w < WORDS; w += WARPS) {
     unsigned pair[4] = {};
     for (int upper = 0; upper < 2 && g < G; upper++) {
       const int channel = t * (D / 4) + w / 2 * 16 + w % 2 * 4 + 8 * upper;
@@ -54,37 +74,76 @@ __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
 }
 
 // What a thread has of a tile: the codes of tokens lane / 4 and 8 behind it, and for query heads 2 t and 2 t + 1 the
-// products with their nodes.
+// products with their nodes, or with the nodes that they are.
 struct Tile {
   Run<WORDS> word[2];
-  unsigned short scale[2][SCALES];
+  Scales scale[2];
   float node[2][2];
 };
 
 // What a kv head has.
-struct Source {
-  const float* visited;
+struct Leaves {
   const unsigned char* codes;
   const unsigned short* scales;
   const int* node;
-  int nodes, rows;
+  const unsigned* span;
+  const float* products;
+  int rows, pages;
+};
+
+// What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
+// the first place on, and from the last one back those of nodes alone. Marks of each query head, and of any.
+extern __shared__ float pool[];
+struct Shared {
+  Query& query;
+  int (&count)[2];
+  int most, words;
+
+  __device__ float* peaks(int head) const { return pool + head * most * GROUP; }
+  __device__ unsigned* marks(int head) const { return reinterpret_cast<unsigned*>(peaks(G)) + head * words; }
+  __device__ unsigned* any() const { return marks(G); }
+  __device__ unsigned short& tile(bool own, int i) const {
+    return reinterpret_cast<unsigned short*>(marks(G + 1))[own ? most * TILES - 1 - i : i];
+  }
+};
+
+// And what a thread reads of it.
+struct Source {
+  const float* products;  // with query heads 2 t and 2 t + 1
+  int mine, other;  // the marks of these
+  const unsigned char* codes;
+  const Scales* scales;
+  const int* node;
+  long long last;
+
+  __device__ explicit Source(const Leaves& x) {
+    const int g = lane() / 4, t = lane() % 4, head = 2 * t < G ? 2 * t : 0;
+    products = x.products + head;
+    mine = head, other = min(head + 1, G - 1);
+    codes = x.codes + g * (D / 2) + t * (D / 8);
+    scales = reinterpret_cast<const Scales*>(x.scales) + g * 4 + t;
+    node = x.node + g;
+    last = x.rows - 1 - g;
+    hold(products), hold(codes);
+  }
 
   // Behind the last token it comes again: nobody looks at the pages there.
-  __device__ void load(Tile& x, int first) const {
-    const int g = lane() / 4, t = lane() % 4, last = rows - 1;
-    const float* own = visited + (long long)(2 * t < G ? 2 * t : 0) * nodes;
-    const float* next = 2 * t + 1 < G ? own + nodes : own;
+  __device__ void load(Tile& x, const Shared& s, long long first) const {
     int u[2];
     for (int r = 0; r < 2; r++) {
-      const long long at = min(first + g + 8 * r, last);
+      long long at = first + 8 * r;
+      if (P < TILE) at = min(at, last);
       u[r] = node[at];
-      x.word[r] = ::load<2 * WORDS>(codes + at * (D / 2) + t * (D / 8));
-      for (int i = 0; i < SCALES; i++) x.scale[r][i] = scales[at * (D / CHANNELS) + t * SCALES + i];
+      x.word[r] = ::load<2 * WORDS>(codes + at * (D / 2));
+      x.scale[r] = scales[at * 4];
     }
     for (int r = 0; r < 2; r++) {
-      const unsigned at = max(u[r], 0);
-      const float a = own[at], b = next[at];
-      x.node[r][0] = u[r] >= 0 ? a : none(), x.node[r][1] = u[r] >= 0 ? b : none();
+      const bool own = u[r] < -1;
+      const int of = own ? -2 - u[r] : max(u[r], 0);
+      const Pair both = pair_at(products + of * G);
+      const unsigned bit = 1u << of % 32;
+      x.node[r][0] = own || u[r] >= 0 && s.marks(mine)[of / 32] & bit ? both.first : none();
+      x.node[r][1] = own || u[r] >= 0 && s.marks(other)[of / 32] & bit ? both.second : none();
     }
   }
 };
@@ -93,8 +152,8 @@ __device__ void multiply(float (&sum)[4], const Tile& x, const Query& query) {
   for (int w = 0; w < WORDS; w++) {
     unsigned upper[4], lower[4];
     const uint4 own = query[w][lane()];
-    unpack(upper, x.word[0].at[w], x.scale[0][w / 2] * 0x10001u);
-    unpack(lower, x.word[1].at[w], x.scale[1][w / 2] * 0x10001u);
+    unpack(upper, x.word[0].at[w], x.scale[0].at[w / 2] * 0x10001u);
+    unpack(lower, x.word[1].at[w], x.scale[1].at[w / 2] * 0x10001u);
     multiply_add(sum, {upper[0], lower[0], upper[1], lower[1]}, own.x, own.y);
     multiply_add(sum, {upper[2], lower[2], upper[3], lower[3]}, own.z, own.w);
   }
@@ -113,80 +172,106 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
   }
 }
 
-// What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head sees.
-struct Shared {
-  Query query;
-  unsigned marks[WORDS_OF_MARKS];  // of what some query head sees
-  float peaks[G][TURN * GROUP];
-  unsigned short tiles[TURN * TILES];
-  int count;
-};
-
-// Of all query heads.
-__device__ void load_marks(Shared& s, const unsigned* marks, int words) {
-  for (int i = threadIdx.x; i < words; i += 32 * WARPS) {
+// Of each query head, and of any.
+__device__ void load_marks(const Shared& s, const unsigned* marks) {
+  for (int i = threadIdx.x; i < s.words; i += 32 * WARPS) {
     unsigned any = 0;
-    for (int h = 0; h < G; h++) any |= marks[h * words + i];
-    s.marks[i] = any;
+    for (int h = 0; h < G; h++) any |= s.marks(h)[i] = marks[h * s.words + i];
+    s.any()[i] = any;
   }
 }
 
-// Whether some query head sees a token of this node.
-__device__ bool seen(const Shared& s, int u) { return u >= 0 && s.marks[u >> 5] >> (u & 31) & 1; }
+// Whether some query head sees a node of this span.
+__device__ bool seen(const Shared& s, unsigned span) {
+  const unsigned least = span & 0xFFFF, greatest = span >> 16;
+  unsigned marks = 0;
+  for (unsigned w = least / 32; w <= greatest / 32 && !marks; w++) {
+    marks = s.any()[w];
+    if (w == least / 32) marks &= ALL << least % 32;
+    if (w == greatest / 32) marks &= ALL >> (31 - greatest % 32);
+  }
+  return marks;
+}
 
 // The groups of a turn: the first, how far they are apart, and how many.
 struct Groups {
   int first, step, count;
   __device__ int at(int i) const { return first + i * step; }
+  __device__ int page(int i) const { return at(i / GROUP) * GROUP + i % GROUP; }
 };
 
-// Find the tiles; a thread looks at two tokens of every 64.
-__device__ void look(Shared& s, const Source& from, const Groups& groups) {
-  const int count = groups.count * LOOKS;
-  for (int begin = warp(); begin < count; begin += WARPS * LOOKS_TOGETHER) {
-    int2 node[LOOKS_TOGETHER];
-    bool sees[LOOKS_TOGETHER];
-    for (int i = 0; i < LOOKS_TOGETHER; i++) {
-      const int at = begin + i * WARPS, row = groups.at(at / LOOKS) * (GROUP * P) + at % LOOKS * 64 + 2 * lane();
-      node[i] = at < count && row < from.rows ? *reinterpret_cast<const int2*>(from.node + row) : int2{-1, -1};
+// Of pages, a bit each, the bits of those that are the first of their tile.
+__device__ unsigned tiles_of(unsigned pages) {
+  for (int d = 1; d < PAGES; d *= 2) pages |= pages >> d;
+  return pages & ALL / ((1u << PAGES) - 1);
+}
+
+__device__ void list(const Shared& s, bool own, unsigned found, int tile) {
+  int place = 0;
+  if (lane() == 0 && found) place = atomicAdd(&s.count[own], __popc(found));
+  place = __shfl_sync(ALL, place, 0) + __popc(found & (1u << lane()) - 1);
+  if (found >> lane() & 1) s.tile(own, place) = tile;
+}
+
+// Of the pages of a turn, each looked at by a thread, the spans.
+struct Spans {
+  unsigned at[LOOKS];
+  __device__ Spans(const Leaves& from, const Groups& groups) {
+    for (int i = 0; i < LOOKS; i++) {
+      const int place = i * 32 * WARPS + threadIdx.x, page = groups.page(place);
+      at[i] = place < groups.count * GROUP && page < from.pages ? from.span[page] : NO_SPAN;
     }
-    for (int i = 0; i < LOOKS_TOGETHER; i++) sees[i] = seen(s, node[i].x) | seen(s, node[i].y);
-    for (int i = 0; i < LOOKS_TOGETHER; i++) {
-      const unsigned tokens = __ballot_sync(ALL, sees[i]);
-      const int tile = 4 * (begin + i * WARPS) + lane();
-      if (lane() < 4 && tokens >> 8 * lane() & 0xFF) s.tiles[atomicAdd(&s.count, 1)] = tile;
-    }
+  }
+};
+
+// Find the tiles.
+__device__ void look(const Shared& s, const Spans& spans, int pages) {
+  for (int i = 0; i < LOOKS; i++) {
+    const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / PAGES;
+    if (first >= pages) return;
+    const unsigned found = tiles_of(__ballot_sync(ALL, seen(s, spans.at[i])));
+    list(s, false, found, tile);
+    list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == OWN_SPAN)) & ~found, tile);
   }
 }
 
 // The peaks of a tile's pages.
-__device__ void write(Shared& s, int tile, const float (&best)[2][2]) {
+__device__ void write(const Shared& s, int tile, const float (&best)[2][2]) {
   const int g = lane() / 4, t = lane() % 4;
   for (int c = 0; c < 2; c++) {
     if (g % SPAN || 2 * t + c >= G) continue;
-    float* page = s.peaks[2 * t + c] + tile * (TILE / P) + g / SPAN;
+    float* page = s.peaks(2 * t + c) + tile * PAGES + g / SPAN;
     page[0] = best[0][c];
     if (P < TILE) page[8 / SPAN] = best[1][c];
   }
 }
 
-// All tiles that were found.
-__device__ void multiply_all(Shared& s, const Source& from, const Groups& groups) {
-  for (int begin = warp(); begin < s.count; begin += WARPS * TOGETHER) {
-    Tile tile[TOGETHER];
-    int name[TOGETHER];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-      name[i] = begin + i * WARPS < s.count ? s.tiles[begin + i * WARPS] : -1;
-      if (name[i] >= 0) from.load(tile[i], groups.at(name[i] / TILES) * (GROUP * P) + name[i] % TILES * TILE);
-    }
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-      if (name[i] < 0) continue;
-      float best[2][2];
-      best_of(best, tile[i], s.query);
-      write(s, name[i], best);
-    }
+// Of all tiles that were found, but for those of nodes alone.
+__device__ void multiply_all(const Shared& s, const Source& from, const Groups& groups) {
+  for (int i = warp(); i < s.count[0]; i += WARPS) {
+    const int name = s.tile(false, i);
+    Tile tile;
+    float best[2][2];
+    from.load(tile, s, groups.page(name * PAGES) * (long long)P);
+    best_of(best, tile, s.query);
+    write(s, name, best);
+  }
+}
+
+// Of those: half a warp has a tile, a thread a node with all query heads. Warps that multiply least are first.
+__device__ void look_up_all(const Shared& s, const Leaves& from, const Groups& groups) {
+  for (int begin = 2 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 2 * WARPS) {
+    const int place = begin + lane() / TILE;
+    const bool live = place < s.count[1];
+    const int tile = s.tile(true, live ? place : begin);
+    const int u = from.node[min(groups.page(tile * PAGES) * P + lane() % TILE, from.rows - 1)];
+    float best[G];
+    products_at(best, from.products + (-2 - min(u, -2)) * G);
+    for (int h = 0; h < G; h++) best[h] = u < -1 ? best[h] : none();
+    for (int d = 1; d < P; d *= 2)
+      for (int h = 0; h < G; h++) best[h] = fmaxf(best[h], __shfl_xor_sync(ALL, best[h], d));
+    if (live && lane() % P == 0)
+      for (int h = 0; h < G; h++) s.peaks(h)[tile * PAGES + lane() % TILE / P] = best[h];
   }
 }
 
@@ -196,7 +281,7 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
   for (int i = warp(); i < G * runs; i += WARPS) {
     const int head = i % G, at = i / G * 32 + lane(), group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
     const bool mine = at / GROUP < groups.count, live = mine & page < pages;
-    float best = live ? s.peaks[head][at] : none();
+    float best = live ? s.peaks(head)[at] : none();
     if (live) out[(long long)head * pages + page] = best;
     for (int d = 1; d < GROUP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
     if (mine & lane() % GROUP == 0) peaks[(long long)head * all + group] = best;
@@ -204,25 +289,33 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
-    const unsigned short* q, const float* visited, const unsigned* marks, const unsigned char* codes,
-    const unsigned short* scales, const int* node, float* out, float* peaks, int q_b, int q_h, int heads, int nodes,
-    int rows, int pages) {
-  __shared__ Shared s;
+    const unsigned short* q, const float* products, const unsigned* marks, const unsigned char* codes,
+    const unsigned short* scales, const int* node, const unsigned* span, float* out, float* peaks, int q_b, int q_h,
+    int heads, int nodes, int rows, int pages, int most) {
+  __shared__ Query query;
+  __shared__ int count[2];
   const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y, words = (nodes + 31) / 32;
   const long long bh = blockIdx.x;
-  const Source from = {visited + bh * G * nodes, codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS),
-                       node + bh * rows, nodes, rows};
-  chain();
-  load_marks(s, marks + bh * G * words, words);
-  if (warp() == 0) load_query(s.query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
-  for (int first = blockIdx.y; first < all; first += TURN * step) {
-    const Groups groups = {first, step, min(TURN, (all - first + step - 1) / step)};
-    for (int i = threadIdx.x; i < G * TURN * GROUP; i += 32 * WARPS) s.peaks[0][i] = none();
-    if (threadIdx.x == 0) s.count = 0;
+  const Shared s = {query, count, most, words};
+  const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
+                         span + bh * pages, products + bh * nodes * G, rows, pages};
+  const Source from(leaves);
+  for (int first = blockIdx.y; first < all; first += most * step) {
+    const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
+    for (int h = 0; h < G; h++)
+      for (int i = threadIdx.x; i < groups.count * GROUP; i += 32 * WARPS) s.peaks(h)[i] = none();
+    if (threadIdx.x < 2) count[threadIdx.x] = 0;
+    if (first == blockIdx.y) chain();
+    const Spans spans(leaves, groups);
+    if (first == blockIdx.y) {
+      load_marks(s, marks + bh * G * words);
+      load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
+    }
     __syncthreads();
-    look(s, from, groups);
+    look(s, spans, groups.count * GROUP);
     __syncthreads();
     multiply_all(s, from, groups);
+    look_up_all(s, leaves, groups);
     __syncthreads();
     write_all(s, groups, out + bh * G * pages, peaks + bh * G * all, pages);
     __syncthreads();

@@ -1,9 +1,10 @@
 // Which nodes of a level a query head expands, as ops/select/visit_nodes.py specifies it: a program for each query head,
-// which makes the products of the others -inf, and marks those by a bit each (search.cuh says why not Triton).
+// which marks them by a bit each (search.cuh says why not Triton).
 //
 // Set by the compilation: THREADS; NODES nodes that a thread looks at, or, of a tree of two levels that has many, PEAKS that
 // it looks at before and SCORES of the groups that have these (PEAKS 0: all nodes are looked at); GROUP scores that share a
-// peak; WORDS of marks; G query heads of a kv head; MILLION, a share of 1.
+// peak; WORDS of marks; G query heads of a kv head; MILLION, a share of 1; FLAT for trees of two levels, whose nodes all
+// are of one.
 
 #include "search.cuh"
 
@@ -24,7 +25,7 @@ struct View {
 
 // The nodes of a query head.
 struct Row {
-  float* visited;
+  const float* scores;
   unsigned* marks;
   int nodes;
 };
@@ -44,19 +45,18 @@ __device__ void expand_level(const Row& row, const int* level, int known, const 
   unsigned key[NODES];
   for (int i = 0; i < NODES; i++) {
     const int u = min(span.place(i), row.nodes - 1);  // both loads at once
-    const int its = level[u];
-    const float score = row.visited[u];
-    const bool mine = span.place(i) < span.stop && u < known && its == at;
+    const int its = FLAT ? at : level[u];
+    const float score = row.scores[u];
+    const bool mine = span.place(i) < span.stop && 0 < u && u < known && its == at;
     there |= (unsigned long long)mine << i;
     key[i] = mine ? ordered(score) : 0;
   }
-  const int room = view.room(total_of(__popcll(there), s));
+  const int room = view.room(FLAT ? known - 1 : total_of(__popcll(there), s));
   const Range range = range_of(key, room, lanes_of(room), s);
   const unsigned last = cut(key, span, row.nodes, range, 0, FEW, s.bins, s);
   for (int i = 0; i < NODES; i++) {
     const int u = span.place(i);
-    const bool mine = there >> i & 1, taken = mine && key[i] >= max(last, LEAST);
-    if (mine && !taken) row.visited[u] = none();
+    const bool taken = there >> i & 1 && key[i] >= max(last, LEAST);
     const unsigned bits = __ballot_sync(ALL, taken || top && u == 0);  // the root too
     if (lane() == 0 && u < span.stop) row.marks[u / 32] = top ? bits : row.marks[u / 32] | bits;
   }
@@ -76,7 +76,7 @@ __device__ void expand_few(const Row& row, const float* peaks, int room, Shared&
   for (int i = 0; i < SCORES; i++) {
     node[i] = s.number(span.place(i));
     const bool live = span.place(i) < span.stop && node[i] > 0 && node[i] < row.nodes;
-    score[i] = live ? row.visited[node[i]] : none();
+    score[i] = live ? row.scores[node[i]] : none();
   }
   unsigned key[PEAKS ? SCORES : 1];
   keys_of(key, score);
@@ -84,20 +84,15 @@ __device__ void expand_few(const Row& row, const float* peaks, int room, Shared&
   for (int i = 0; i < SCORES; i++)
     if (key[i] >= max(last, LEAST)) atomicOr(&s.taken[node[i] / 32], 1u << node[i] % 32);
   __syncthreads();
-  for (int w = warp(); w < (row.nodes + 31) / 32; w += WARPS) {
-    const unsigned bits = s.taken[w] | (w == 0);
-    const int u = 32 * w + lane();
-    if (u < row.nodes && !(bits >> lane() & 1)) row.visited[u] = none();
-    if (lane() == 0) row.marks[w] = bits;
-  }
+  for (int w = threadIdx.x; w < (row.nodes + 31) / 32; w += THREADS) row.marks[w] = s.taken[w] | (w == 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
-    const int* level, const int* node_count, float* visited, const float* peaks, unsigned* marks, int nodes, int share,
+    const int* level, const int* node_count, const float* scores, const float* peaks, unsigned* marks, int nodes, int share,
     int least, int most, int at, int top) {
   __shared__ Shared s;
   const long long head = blockIdx.x, bh = head / G;
-  const Row row = {visited + head * nodes, marks + head * ((nodes + 31) / 32), nodes};
+  const Row row = {scores + head * nodes, marks + head * ((nodes + 31) / 32), nodes};
   const View view = {share, least, most};
   prepare(s);
   for (int i = threadIdx.x; PEAKS > 0 && i < WORDS; i += THREADS) s.taken[i] = 0;

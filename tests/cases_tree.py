@@ -3,6 +3,7 @@ import torch
 from world import World, integers
 
 from torchsparsekv.ops.index._residual import coded, widths
+from torchsparsekv.ops.index._tree import own, spans_of
 from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Store, Tree, View, Visited
 
@@ -32,13 +33,17 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
     keys = integers(torch.randn(*lead, rows, w.dim, generator=w.g)).to(w.dtype)
     placed = torch.full((*lead, block), -7, dtype=I32)
     tree = Tree(key, parent, level, open_page, node_count, drawn(0, 2), radius2, torch.zeros_like(node_count), placed)
+    itself = (node > 0) & (drawn(0, 4, rows) == 0)
+    at = node.clamp(min=0).long()[..., None].expand(keys.shape)
+    keys = torch.where(itself[..., None], key.gather(2, at), keys)
     if w.pick(True, False):
-        of = key.float().gather(2, node.clamp(min=0).long()[..., None].expand(keys.shape))
+        of = key.float().gather(2, at)
         codes, scale = coded(keys.float() - of)
     else:
         codes, scale = keys.masked_fill(~held[..., None], torch.nan), torch.empty(*lead, rows, 0, dtype=torch.float16)
     assert (codes.shape[-1], scale.shape[-1]) == widths(w.dim, codes.dtype == torch.uint8)
-    return tree, Leaves(codes, scale, node.contiguous(), fill)
+    node = torch.where(itself, own(node), node).contiguous()
+    return tree, Leaves(codes, scale, node, fill, spans_of(node, rows // block))
 
 
 def plant_tree(w: World):
@@ -54,7 +59,8 @@ def insert_page(w: World, fetched: tuple):
     promotion = _promotion(w)
     tree, leaves = _tree(w, promotion.levels)
     free = torch.arange(w.blocks) >= region // w.block + tree.page_count[..., None]
-    leaves = leaves._replace(fill=leaves.fill.masked_fill(free, 0))
+    node = leaves.node.masked_fill(free.repeat_interleave(w.block, -1), -1)
+    leaves = leaves._replace(node=node, fill=leaves.fill.masked_fill(free, 0), span=spans_of(node, w.blocks))
     return (store, hot, _distinct(tree, free), leaves, lengths, promotion, region)
 
 
@@ -91,9 +97,13 @@ def visit_nodes(w: World):
 def page_peaks(w: World):
     tree, leaves = _tree(w, 3)
     shape = (w.batch, w.heads * w.group, tree.key.shape[2])
-    visited = torch.randint(-9, 10, shape, generator=w.g).float()
-    visited = visited.masked_fill(torch.rand(shape, generator=w.g) < 0.5, -torch.inf)
-    return (integers(w.q[:, :, :1]), Visited(visited, marks_of(visited)), leaves)
+    products = torch.randint(-9, 10, shape, generator=w.g).float()
+    reached = torch.rand(shape, generator=w.g) < 0.7
+    expanded = reached & (torch.rand(shape, generator=w.g) < 0.7)
+    expanded[..., 0] = True  # the root
+    marks = marks_of(expanded)
+    products = products.masked_fill(~reached, -torch.inf).unflatten(1, (-1, w.group)).movedim(2, -1).contiguous()
+    return (integers(w.q[:, :, :1]), Visited(products, marks), leaves)
 
 
 def union_pages(w: World):
@@ -101,4 +111,4 @@ def union_pages(w: World):
     scores = torch.randint(0, w.pick(3, 1000), (w.batch, heads, n + w.pick(0, 3, 200)), generator=w.g).float()
     ids = torch.rand(scores.shape, generator=w.g).argsort(-1)[..., :n].to(I32)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=w.g) < w.pick(0.0, 0.3), -1)
-    return (scores, ids.contiguous(), w.heads)
+    return (scores, ids.contiguous(), torch.full((w.batch, w.heads, n), -7, dtype=I32))

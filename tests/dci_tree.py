@@ -47,9 +47,12 @@ class DciTree:
 
     def in_four_bits(self) -> dict[int, torch.Tensor]:
         """The keys as codes have them: of each 16 channels of the difference to the parent's key, the nearest of 16
-        levels that lie evenly between its largest value and the negative of that."""
+        levels that lie evenly between its largest value and the negative of that. Nodes are known as they are."""
         found = {}
         for t, key in self.keys.items():
+            if self.level[t] > 1:
+                found[t] = key
+                continue
             of = self.keys[self.parent[t]] if self.parent[t] != ROOT else torch.zeros_like(key)
             parts = []
             for x in (key - of).split(16):

@@ -15,7 +15,7 @@ import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._impl import use_kernels
 from torchsparsekv.ops.index._residual import difference
-from torchsparsekv.ops.index._tree import levels_of
+from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, levels_of, own
 from torchsparsekv.ops.index.insert_page import insert_page
 from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.rows import keys_of, ring_row, rows_of, values_of
@@ -86,7 +86,7 @@ class Life:
     def tokens_of_rows(self, h: int) -> dict[int, int]:
         """The token in each pool row that the index knows."""
         s = self.layer.state
-        rows = (s.leaves.node[0, h] >= 0).nonzero()[:, 0].tolist()
+        rows = (s.leaves.node[0, h] != -1).nonzero()[:, 0].tolist()
         number = values_of(s.far.rows)[0, h, :, 0]
         return {row: int(number[row]) for row in rows}
 
@@ -97,6 +97,7 @@ class Life:
         for row, t in self.tokens_of_rows(h).items():
             if t in tokens:
                 node = int(s.leaves.node[0, h, row])
+                node = int(s.tree.parent[0, h, own(node)]) if node < -1 else node
                 same = (self.keys[h].to(DEVICE) == s.tree.key[0, h, node]).all(-1).nonzero()
                 found[t] = int(same[0, 0]) if node else ROOT
         return found
@@ -141,8 +142,10 @@ class Structure(RuleBasedStateMachine):
         if self.life.method.rank_from == "keys":
             assert torch.equal(s.leaves.key[0, h, row].cpu(), key)
             return
-        # Within half a level of the largest difference, and what fp16 rounds of that.
-        of = s.tree.key[0, h, int(s.leaves.node[0, h, row])].cpu()
+        # Within half a level of the largest difference, and what fp16 rounds of that; nodes are as they are.
+        node = int(s.leaves.node[0, h, row])
+        of = s.tree.key[0, h, own(node) if node < -1 else node].cpu()
+        assert node >= 0 or torch.equal(of, key)
         kept = of + difference(s.leaves.key[0, h, row], s.leaves.scale[0, h, row], DIM).cpu()
         most = (key - of).abs().max()
         assert (kept - key).abs().max() <= most * (0.5 / 7.5 + 2e-3) + 1e-6
@@ -150,9 +153,18 @@ class Structure(RuleBasedStateMachine):
     @invariant()
     def fills_are_what_is_there(self):
         s = self.life.layer.state
-        held = (s.leaves.node >= 0).unflatten(2, (-1, PAGE))
+        held = (s.leaves.node != -1).unflatten(2, (-1, PAGE))
         assert torch.equal(held.sum(-1).int(), s.leaves.fill)
         assert torch.equal(held, torch.arange(PAGE, device=DEVICE) < s.leaves.fill[..., None])
+
+    @invariant()
+    def spans_are_of_all_nodes_of_a_page(self):
+        """Those of its children; with a token that is a node itself, whose parent may be any, from the root on."""
+        leaves = self.life.layer.state.leaves
+        for nodes, span in zip(leaves.node.view(-1, PAGE).tolist(), leaves.span.flatten().tolist()):
+            of = [u for u in nodes if u >= 0] + [0] * (min(nodes) < -1)
+            want = min(of) | max(of) << 16 if max(nodes) >= 0 else OWN_SPAN if of else NO_SPAN
+            assert span == want
 
     @invariant()
     def copies_are_as_the_pool(self):
@@ -195,7 +207,7 @@ def test_nothing_is_lost_over_many_insertions():
     free = s.leaves.fill.shape[2] - end // page - int(s.tree.page_count)
     assert 0 <= free < page  # there were not enough
     assert int((s.leaves.fill[0, 0, : end // page] == page).sum()) > 500  # the rest
-    held = s.leaves.node[0, 0] >= 0
+    held = s.leaves.node[0, 0] != -1
     assert torch.equal(held.unflatten(0, (-1, page)).sum(-1).int(), s.leaves.fill[0, 0])
     got, want = keys_of(s.far.rows)[0, 0, held].cpu(), keys[0, 0, method.sink :]
     assert torch.equal(got[got[:, 0].argsort()], want[want[:, 0].argsort()])

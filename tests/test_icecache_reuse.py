@@ -57,7 +57,7 @@ def test_pages_of_a_follower_are_the_same_tokens():
             own.append(k)
         first += tokens
     s = anchor.state
-    held = s.leaves.node[0] >= 0
+    held = s.leaves.node[0] != -1
     assert int(held.sum()) == 2 * (int(s.lengths.ring_begin[0]) - 8)
     assert int(s.tree.page_count.min()) > 3
     for layer, own in zip(layers, keys):
@@ -78,7 +78,6 @@ def test_a_follower_has_no_index():
     g = Geometry(1, 2, 64, 4096, torch.bfloat16)
     own, follows = method.buffers(g), method.buffers(dataclasses.replace(g, follows=True))
     assert set(own) - set(follows) == {"tree", "leaves", "asked"}
-    assert "asked" not in dataclasses.replace(method, reuse_every=1).buffers(g)
 
 
 def test_a_prompt_out_of_turn_is_refused():

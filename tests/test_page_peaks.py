@@ -13,6 +13,7 @@ from world import DEVICE, TOLERANCE, World
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index._residual import coded
+from torchsparsekv.ops.index._tree import own, spans_of
 from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Leaves, Visited
 
@@ -41,17 +42,26 @@ def test_pages_are_shared_by_programs(seed, group, looked, lengths, codes):
 
 
 def many(shape, page: int, dtype, share: float, seed: int):
-    """Leaves of random codes and two batch rows, of whose nodes the query heads see a share; some rows hold nothing."""
+    """Leaves of random codes and two batch rows, of whose nodes the query heads see a share. Some rows hold nothing;
+    of a page no token, some or all are nodes."""
     heads, group, pages, dim = shape
     g = torch.Generator().manual_seed(seed)
     lead, rows, nodes = (2, heads), pages * page, 1 + pages * page // 16
     codes, scale = coded(torch.randn(*lead, rows, dim, generator=g))
     node = torch.randint(-1, nodes, (*lead, rows), generator=g).sort(-1).values.int()
-    visited = torch.randn(2, heads * group, nodes, generator=g)
-    visited[torch.rand(visited.shape, generator=g) >= share] = -torch.inf
+    part = torch.tensor([0, 0.3, 1])[torch.randint(3, (*lead, pages), generator=g)].repeat_interleave(page, -1)
+    itself = (node > 0) & (torch.rand(node.shape, generator=g) < part)
+    node = torch.where(itself, own(node), node)
+    scale[itself] = 0
+    products = torch.randn(2, heads, nodes, group, generator=g)
+    products[torch.rand(products.shape, generator=g) >= share**0.5] = -torch.inf
+    reached = products.movedim(-1, 2).flatten(1, 2) > -torch.inf
+    expanded = reached & (torch.rand(reached.shape, generator=g) < share**0.5)
+    expanded[..., 0] = True  # the root
+    marks = marks_of(expanded)
     q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
-    leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32))
-    return q, Visited(visited, marks_of(visited)), leaves
+    leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32), spans_of(node, pages))
+    return q, Visited(products, marks), leaves
 
 
 @pytest.mark.gpu
@@ -98,8 +108,7 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     assert ENTRY.chain.chosen(*on(DEVICE, (q, visited, leaves))) == ("triton", {"cuda": ODD[odd]})
 
 
-def test_there_are_marks_for_all_nodes_that_are_allowed():
-    assert PEAKS.NATIVE["WORDS_OF_MARKS"] * 32 == VISIT.MOST_NODES
+def test_there_are_marks_for_all_nodes():
     q, visited, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
     more = torch.nn.functional.pad(visited.marks, (0, 1))
     with pytest.raises(ValueError, match="4 nodes, of 65536 at most, have 1 words of marks, got 2"):

@@ -60,7 +60,8 @@ def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
         if length[b] <= 0 or new[b] <= first:
             continue
         columns = slice(k.shape[2] - length[b] + first, k.shape[2] - length[b] + new[b])
-        took, nodes = order[b, h, columns].long(), leaves.node[b, h, first : new[b]].tolist()
+        took, own = order[b, h, columns].long(), leaves.node[b, h, first : new[b]].long()
+        nodes = torch.where(own < -1, tree.parent[b, h, _tree.own(own).clamp(min=0)], own).tolist()
         assert sorted(took.tolist()) == list(range(columns.start, columns.stop))
         at = list(zip(nodes, along[b, h, took].tolist(), took.tolist()))
         assert at == sorted(at)

@@ -38,10 +38,10 @@ def test_what_differs_little_differs(kind):
     """And of equal products those of lower nodes are taken."""
     q, tree = tree_of(torch.tensor([[[0, 1.0, 1.0000001, 0.5, 1.0]]]))
     for room, best in ((1, ([2], [3])), (2, ([1, 2], [1, 3]))):
-        found = ENTRY.run(kind, q, tree, View(0, room, room, 2))[0][0].cpu()
-        assert found[:, 0].tolist() == [0, 0], "the root"
+        products, marks = (x.cpu() for x in ENTRY.run(kind, q, tree, View(0, room, room, 2)))
+        assert products[0, 0, 0].tolist() == [0, 0], "the root"
         for head in (0, 1):
-            assert (found[head] > -torch.inf).nonzero()[1:, 0].tolist() == best[head]
+            assert VISIT.expanded_of(marks, 5)[0, head].nonzero()[:, 0].tolist() == [0, *best[head]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,17 +63,19 @@ def test_the_best_of_many(kind, nodes, known, room, values, broken, share, seed)
     part = room**4  # few mostly: of many nodes these are found by their peaks
     view = View(round(part * MILLION), 1, nodes, 2) if share else View(0, max(1, round(part * nodes)), nodes, 2)
     found, marks = (x.cpu() for x in ENTRY.run(kind, q, tree, view))
+    found = found.movedim(-1, 2).flatten(1, 2)
     for b, h in itertools.product(range(2), range(4)):
         count = int(tree.node_count[b, 0])
         x = products[b, h // 2] * (1 - 2 * (h % 2))
         order = torch.where(x.isnan(), -torch.inf, x)[1:count].argsort(descending=True, stable=True) + 1
         order = order[: max(-(-(count - 1) * view.share // MILLION), view.least)]
         order = order[~x[order].isnan()]
-        want = torch.full((nodes,), -torch.inf)
-        want[order], want[0] = x[order], 0
+        known_nodes = (torch.arange(nodes) < count) & ~x.isnan()
+        want = torch.where(known_nodes, x, -torch.inf)
+        want[0] = 0
         assert torch.equal(found[b, h], want)
         bits = marks[b, h, torch.arange(nodes) // 32] >> torch.arange(nodes) % 32 & 1
-        assert torch.equal(bits.bool(), want > -torch.inf)
+        assert bits.nonzero()[:, 0].tolist() == sorted([0, *order.tolist()])
 
 
 @given(
@@ -86,12 +88,14 @@ def test_peaks_are_of_all_but_the_root(nodes, known, broken, seed):
     products[torch.rand(products.shape, generator=g) < broken] = torch.nan
     q, tree = tree_of(products)
     tree.node_count.fill_(1 + round(known * (nodes - 1)))
-    scores, _ = VISIT.fake(q, tree)
+    products, marks = VISIT.fake(q, tree)
+    scores = torch.empty(2, 4, nodes, device=DEVICE)
     peaks = torch.full((2, 4, -(-nodes // GROUP)), torch.nan, device=DEVICE)
-    VISIT._score(q, tree, scores, peaks, 2, True)
-    assert (scores[..., 0] == 0).all()
-    scores[..., 0] = -torch.inf
+    VISIT._score(q, tree, marks, scores, products, peaks, 2, True)
+    assert (scores[..., 0] == -torch.inf).all()
     assert torch.equal(peaks, peaks_of(scores))
+    products[..., 0, :] = -torch.inf
+    assert torch.equal(products.movedim(-1, 2).flatten(1, 2), scores)
 
 
 @pytest.mark.parametrize("view", [View(0, 2, 1, 2), View(-1, 1, 1, 2), View(MILLION + 1, 1, 1, 2), View(0, 0, 1, 2)])

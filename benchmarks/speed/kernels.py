@@ -218,7 +218,7 @@ class IceCacheStages:
 
     @staticmethod
     def select(b: Bench) -> list[dict]:
-        m, heads, pages = b.method, b.o.kv_heads, b.method.budget // b.method.block_size
+        m, pages = b.method, b.method.budget // b.method.block_size
         visit = lambda i, s: visit_nodes(b.q[i], s.tree, m.view)  # noqa: E731
         visited = [visit(i, s) for i, s in enumerate(b.states)]
         rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves)  # noqa: E731
@@ -229,7 +229,7 @@ class IceCacheStages:
             b.row("expanding nodes", visit, b.states[0].tree.key.nbytes),
             b.row("ranking pages", rank),
             b.row("top pages", lambda i, s: top_blocks(Scored(*ranked[i]), pages)),
-            b.row("their union", lambda i, s: union_pages(ranked[i][0], best[i], heads)),
+            b.row("their union", lambda i, s: union_pages(ranked[i][0], best[i], s.asked)),
         ]
 
 

@@ -13,6 +13,8 @@ from torchsparsekv.ops.store.views import Promotion
 
 ROOT = 0
 SEEDS, SALTS = 1 << 16, 16  # a level is drawn with its own salt
+NO_SPAN, OWN_SPAN = 0xFFFF, 0x1FFFF  # of a page without a token, and of one whose tokens all are nodes
+_NO_SPAN, _OWN_SPAN = tl.constexpr(NO_SPAN), tl.constexpr(OWN_SPAN)
 CHUNK = 4096  # keys whose distances the reference has in memory at a time
 
 
@@ -93,7 +95,42 @@ def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor) -
     return order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
 
 
+def own(node):
+    """Of Leaves.node: the number of the node that a token is itself, or back from that."""
+    return -2 - node
+
+
+def spans_of(node: Tensor, pages: int) -> Tensor:
+    """By Leaves.node, of each page: of the nodes whose children it has the least, and the greatest times 2^16. Where it
+    has tokens too that are nodes, that begins at the root."""
+    node = node.unflatten(-1, (pages, -1))
+    has_own, has_children = (node < -1).any(-1), (node >= 0).any(-1)
+    least, greatest = torch.where(node < 0, NO_SPAN, node).amin(-1), node.clamp(min=0).amax(-1)
+    spans = torch.where(has_own, 0, least) | greatest << 16
+    return torch.where(has_own & ~has_children, OWN_SPAN, spans)
+
+
 # ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def span_with(span, node, has_child, has_own):
+    """That of a page with more tokens, children of `node` or nodes themselves."""
+    only_own = span == _OWN_SPAN
+    least, greatest = tl.where(only_own, 0, span & 0xFFFF), tl.where(only_own, 0, span >> 16 & 0xFFFF)
+    span = tl.where(has_child, tl.minimum(least, node) | tl.maximum(greatest, node) << 16, span)
+    least, greatest = span & 0xFFFF, span >> 16 & 0xFFFF
+    return tl.where(has_own, tl.where(least > greatest, _OWN_SPAN, greatest << 16), span)
+
+
+@triton.jit
+def span_of(node, is_own, live):
+    """`spans_of` for one page of tokens, children of `node` or nodes themselves."""
+    child = live & ~is_own
+    least, greatest = tl.min(tl.where(child, node, _NO_SPAN)), tl.max(tl.where(child, node, 0))
+    has_own = tl.max((live & is_own).to(tl.int32)) > 0
+    spans = tl.where(has_own, 0, least) | greatest << 16
+    return tl.where(has_own & (least > greatest), _OWN_SPAN, spans)
 
 
 @triton.jit

@@ -58,29 +58,31 @@ def reference(
         rows = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h in range(ring.shape[1]):
             own = Tree(*(t[b, h] for t in tree))
-            nodes = _grown(keys_of(rows[h]), position, own, promotion)
+            nodes, itself = _grown(keys_of(rows[h]), position, own, promotion)
             to = _places(nodes, own, leaves.fill[b, h], page, region) or position.tolist()
             own.placed.copy_(torch.tensor(to))
-            for node, row, token in zip(nodes, to, rows[h]):
-                leaves.node[b, h, row] = node
-                _residual.keep(leaves, (b, h, row), keys_of(token), own.key[node])
+            for node, of, row, token in zip(nodes, itself, to, rows[h]):
+                leaves.node[b, h, row] = of
+                _residual.keep(leaves, (b, h, row), keys_of(token), own.key[_tree.own(of) if of < 0 else node])
                 leaves.fill[b, h, row // page] = row % page + 1
                 put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
+    leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
 
 
-def _grown(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> list[int]:
-    """Of one head: parents in turn; a risen token is a node for those after it."""
+def _grown(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tuple[list[int], list[int]]:
+    """Of one head: parents in turn, and what Leaves.node has of each; a risen token is a node for those after it."""
     tree.radius2.copy_(torch.maximum(tree.radius2, x.float().square().sum(-1).amax()))
-    nodes = []
+    nodes, itself = [], []
     for token, level in zip(x, _tree.levels_of(position, promotion)):
         at = int(tree.node_count)
         level = level if at < len(tree.level) else torch.ones_like(level)
         found = _tree.nearest(token[None], level[None], tree.key, tree.level, tree.radius2)
         nodes.append(int(found))
+        itself.append(_tree.own(at) if level > 1 else nodes[-1])
         if level > 1:
             tree.key[at], tree.level[at], tree.parent[at] = token, level.int(), found[0]
             tree.node_count.add_(1)
-    return nodes
+    return nodes, itself
 
 
 def _places(nodes: list[int], tree: Tree, fill: Tensor, page: int, region: int) -> list[int] | None:
@@ -106,9 +108,10 @@ def _places(nodes: list[int], tree: Tree, fill: Tensor, page: int, region: int) 
 @triton.jit
 def _insert(
     ring, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count, placed,
-    row_key, row_scale, row_node, fill, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots, nodes,
-    pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots,
+    nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -147,8 +150,8 @@ def _insert(
             node = _among_each_other(x, level, place, c2, best, node, T)
             _commit(
                 from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2,
-                done_count, placed, row_key, row_scale, row_node, fill, bh, old, count, node, level, place, c2, slots,
-                nodes, pages, region, P, T, D, DP, ROW, GROUPS,
+                done_count, placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2,
+                slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
             )  # fmt: skip
 
 
@@ -169,8 +172,9 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 @triton.jit
 def _commit(
     from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count,
-    placed, row_key, row_scale, row_node, fill, bh, old, count, node, level, place, c2, slots, nodes, pages, region,
-    P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr,
+    placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2, slots, nodes, pages,
+    region, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Nodes, rows and pages of a head as they are from now on."""
     i, d, c = tl.arange(0, T), tl.arange(0, DP), tl.arange(0, ROW)
@@ -195,11 +199,17 @@ def _commit(
     tl.debug_barrier()  # fills and open pages were read, and keys of new nodes are there
     tl.store(open_page + bh * nodes + node, fresh, mask=opens & fits)
     tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
+    together = (page[:, None] == page[None, :]) & live[None, :]
+    has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
+    has_own = tl.max((together & risen[None, :]).to(tl.int32), 1) > 0
+    after = _tree.span_with(tl.load(span + bh * pages + page, mask=live, other=0), node, has_child, has_own)
+    tl.store(span + bh * pages + page, tl.where(fits, after, _tree.span_of(node, risen, live)), mask=live)
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
-    tl.store(row_node + bh * pages * P + row, node, mask=live)
+    tl.store(row_node + bh * pages * P + row, tl.where(risen, -2 - place, node), mask=live)
+    of = tl.where(risen, place, node)
     _residual.keep_of(
-        x, node, bh * pages * P + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, T, GROUPS
+        x, of, bh * pages * P + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, T, GROUPS
     )
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)

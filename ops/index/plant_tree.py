@@ -65,19 +65,22 @@ def reference(
         moves = position >= cdiv(max(n0, old), page) * page
         for h in range(heads):
             own = Tree(*(t[b, h] for t in tree))
-            node = _planted(x[h], position, own, promotion)
+            node, itself = _planted(x[h], position, own, promotion)
             along = _tree.projections(x[h], own.radius2, promotion.seed)
             takes = _tree.arrangement(node, along, moves, torch.ones_like(moves))
             at = (b, h, slice(old, new))
-            leaves.node[at] = node[takes]
-            _residual.keep(leaves, at, x[h][takes], own.key[node[takes].long()])
+            of = torch.where(itself < 0, itself, node)[takes]
+            leaves.node[at] = of
+            _residual.keep(leaves, at, x[h][takes], own.key[torch.where(of < 0, _tree.own(of), of).long()])
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
+    leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
     return order
 
 
-def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> Tensor:
-    """New children of one head: the risen ones become nodes; returns the parents of all."""
+def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tuple[Tensor, Tensor]:
+    """New children of one head: the risen ones become nodes. Returns the parents of all, and of the risen ones what
+    Leaves.node has of them, 0 of the others."""
     tree.radius2.copy_(torch.maximum(tree.radius2, x.float().square().sum(-1).amax()))
     level, count = _tree.levels_of(position, promotion), int(tree.node_count)
     risen = (level > 1).nonzero()[:, 0]
@@ -88,12 +91,14 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> T
     tree.node_count.add_(len(risen))
     node = _tree.nearest(x, level, tree.key, tree.level, tree.radius2)
     tree.parent[new] = node[risen]
-    return node
+    itself = torch.zeros_like(node)
+    itself[risen] = _tree.own(torch.arange(count, new.stop, dtype=torch.int32, device=node.device))
+    return node, itself
 
 
 @triton.jit
 def _take_in(
-    k, ring, x, level, number, own_level, norm2, along, sign, key, key_level, before, start, length, old_begin,
+    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, key_level, before, start, length, old_begin,
     ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -123,6 +128,7 @@ def _take_in(
     fits = (own > 1) & (node < nodes)
     own = tl.where(fits, own, tl.minimum(own, 1))
     tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
+    tl.store(itself + bh * tokens + i, tl.where(fits, -2 - node, 0), mask=i < tokens)
     tl.store(key_level + bh * nodes + node, own, mask=fits)
     at = (bh * nodes + node)[:, None] * D + d[None, :]
     tl.store(key + at, values, mask=fits[:, None] & (d < D)[None, :])
@@ -130,7 +136,7 @@ def _take_in(
 
 @triton.jit
 def _parents(
-    x, level, number, before, key, key_level, lifts, parent, radius2, node_count, out, heads, tokens, nodes,
+    x, level, itself, key, key_level, lifts, parent, radius2, node_count, out, tokens, nodes,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Of all tokens, and into the tree of those that are nodes now."""
@@ -146,15 +152,16 @@ def _parents(
             rows, own, key + bh * nodes * D, key_level + bh * nodes, tl.load(radius2 + bh), lifts + bh * nodes, 1,
             tl.load(node_count + bh), D, DP, NODES, True,
         )  # fmt: skip
-        place = tl.load(before + bh) + tl.load(number + bh // heads * tokens + i, mask=own > 1, other=0)
+        place = -2 - tl.load(itself + bh * tokens + i, mask=own > 1, other=0)
         tl.store(parent + bh * nodes + place, node, mask=own > 1)
     tl.store(out + bh * tokens + i, node, mask=i < tokens)
 
 
 @triton.jit
 def _arrange(
-    x, takes, node, key, row_key, row_scale, row_node, fill, order, start, length, old_begin, ring_begin, heads, tokens,
-    columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    x, takes, node, itself, key, row_key, row_scale, row_node, fill, order, start, length, old_begin, ring_begin, heads,
+    tokens, columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Rows from `old_begin` on take their tokens."""
     bh = tl.program_id(1).to(tl.int64)
@@ -168,11 +175,12 @@ def _arrange(
         take = tl.load(takes + bh * tokens + i, mask=live, other=0)
         m = live[:, None] & (d < D)[None, :]
         values = tl.load(x + (bh * tokens + take)[:, None] * D + d[None, :], mask=m, other=0.0)
-        parent = tl.load(node + bh * tokens + take, mask=live, other=0)
+        own = tl.load(itself + bh * tokens + take, mask=live, other=0)
+        of = tl.where(own < 0, -2 - own, tl.load(node + bh * tokens + take, mask=live, other=0))
         _residual.keep_of(
-            values, parent, bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE, GROUPS
+            values, of, bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE, GROUPS
         )
-        tl.store(row_node + bh * rows + row, parent, mask=live)
+        tl.store(row_node + bh * rows + row, tl.where(own < 0, own, of), mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
         first = columns - n
@@ -199,21 +207,21 @@ def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
     order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
     grid, heads, wide = _tiles(taken.x)
     _arrange[grid](
-        taken.x, takes, node, tree.key, *leaves, order, *lengths[:4], heads, tokens, columns, leaves.node.shape[2],
-        nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
+        taken.x, takes, node, taken.itself, tree.key, *leaves[:4], order, *lengths[:4], heads, tokens, columns,
+        leaves.node.shape[2], nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
     )  # fmt: skip
+    leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
     return order
 
 
 class _Taken(NamedTuple):
-    """Tokens that leave the ring, level and projection each; those that rise are numbered, and are nodes behind the
-    `before` that there were, as far as there was room."""
+    """Tokens that leave the ring, level and projection each; and of those that rise, as far as there was room, what
+    Leaves.node has of them, 0 of the others."""
 
     x: Tensor
     level: Tensor
     along: Tensor
-    number: Tensor
-    before: Tensor
+    itself: Tensor
 
 
 def _tiles(x: Tensor) -> tuple[tuple[int, int], int, dict[str, int]]:
@@ -225,30 +233,31 @@ def _tiles(x: Tensor) -> tuple[tuple[int, int], int, dict[str, int]]:
 def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
     """Of the levels [batch, tokens] that tokens have by their position, 0 where none is."""
     lead, tokens, (rows, d) = k.shape[:2], level.shape[1], held.shape[2:]
-    x, own = k.new_empty(*lead, tokens, d), level.new_empty(*lead, tokens, dtype=torch.int32)
+    x = k.new_empty(*lead, tokens, d)
+    own, itself = level.new_empty(2, *lead, tokens, dtype=torch.int32)
     norm2, along = x.new_empty(2, *lead, tokens, dtype=torch.float32)
     rises = (level > 1).int()
     number = rises.cumsum(-1, dtype=torch.int32) - rises
     before, sign = tree.node_count.clone(), _tree.signs(d, promotion.seed, k.device)
     grid, heads, wide = _tiles(x)
     _take_in[grid](
-        k, held, x, level.int(), number, own, norm2, along, sign, tree.key, tree.level, before, *lengths[:4],
+        k, held, x, level.int(), number, own, itself, norm2, along, sign, tree.key, tree.level, before, *lengths[:4],
         *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink, tree.key.shape[2], **wide,
     )  # fmt: skip
     tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
     tree.radius2.copy_(torch.maximum(tree.radius2, norm2.amax(-1)))
     along += sign[-1] * _tree.lift_by(norm2, tree.radius2[..., None])
-    return _Taken(x, own, along, number, before)
+    return _Taken(x, own, along, itself)
 
 
 def _find_parents(t: _Taken, tree: Tree) -> Tensor:
     node, lifts = torch.empty_like(t.level), _tree.lift(tree.key, tree.radius2[..., None])
-    grid, heads, wide = _tiles(t.x)
+    grid, _, wide = _tiles(t.x)
     tile = wide["TILE"] * wide["DP"] * t.x.element_size()  # bytes; one is of tokens, and one is left for reductions
     stages = max(1, min(STAGES, (shared_bytes(t.x.device) - 2 * tile) // (NODES * tile)))
     _parents[grid](
-        t.x, t.level, t.number, t.before, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
-        node, heads, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], num_stages=stages, **wide,
+        t.x, t.level, t.itself, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
+        node, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], num_stages=stages, **wide,
     )  # fmt: skip
     return node
 

@@ -1,10 +1,10 @@
 """The largest q.k of every page's tokens, of those that a query sees: the children of the nodes it expands.
 
 Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it pages come as they do when tokens are
-taken from the best down and each brings its page. `visited` has the product of every node that is expanded, and marks
-by which csrc/page_peaks.cu finds what is seen (visit_nodes.py): where leaves are codes, a token's product is that of
-its node and that of what it differs by from it. The second result are the peaks of these (ops/_top.py). What is behind
-codes is taken in fp16, also for queries in bf16, which are exact in fp16 up to 65504.
+taken from the best down and each brings its page. `visited` has the products of nodes, and marks of those that are
+expanded (visit_nodes.py): where leaves are codes, a token's product is that of its node and that of what it differs by
+from it. Tokens that are nodes themselves differ by nothing. The second result are the peaks of these (ops/_top.py).
+What is behind codes is taken in fp16, also for queries in bf16, which are exact in fp16 up to 65504.
 
 With a tenth of the nodes expanded a seventh of the rows is read, once for all query heads of the group. In Triton a
 program has LOOKED rows of a kv head: first it finds the pages of which some query head sees a token, then it goes
@@ -18,10 +18,11 @@ from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
-from torchsparsekv.ops.select.visit_nodes import MOST_NODES, WORD
+from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, own
+from torchsparsekv.ops.select.visit_nodes import MOST_NODES, WORD, expanded_of
 from torchsparsekv.ops.store.views import Leaves, Query, Visited
 
 LOOKED = 1024  # rows of a program
@@ -30,15 +31,18 @@ TILE = 64  # rows that are multiplied at a time, at least a page
 # multiprocessor: with more of them they could not be launched early.
 NATIVE_DIMS, NATIVE_PAGES, NATIVE_GROUP = (64, 128, 256), (4, 8, 16), 8
 NATIVE_WARPS, RESIDENT = 16, 2
-NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, WORDS_OF_MARKS=MOST_NODES // WORD)
+NATIVE_TILE, NATIVE_STATIC = 16, 8192  # tokens multiplied at a time; bytes of shared memory of one size
+NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, NO_SPAN=NO_SPAN, OWN_SPAN=OWN_SPAN)
 
 
 def check(q, visited, leaves) -> None:
     _check.heads(q, leaves.key)
     _residual.check_leaves(leaves, q.shape[3], q.dtype)
-    nodes, words = visited.product.shape[2], visited.marks.shape[2]
+    nodes, words, group = visited.products.shape[2], visited.marks.shape[2], visited.products.shape[3]
     if words != (wanted := cdiv(nodes, WORD)) or nodes > MOST_NODES:
         raise ValueError(f"{nodes} nodes, of {MOST_NODES} at most, have {wanted} words of marks, got {words}")
+    if group * leaves.key.shape[1] != q.shape[1]:
+        raise ValueError(f"products with {group} query heads a kv head, where {q.shape[1]} have {leaves.key.shape[1]}")
     if leaves.node.shape[2] % leaves.fill.shape[2]:
         raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
 
@@ -48,7 +52,10 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
     page = leaves.node.shape[2] // leaves.fill.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
     node = each(leaves.node)
-    seen = visited.product.gather(2, node.clamp(min=0).long()).masked_fill(node < 0, -torch.inf)
+    of = torch.where(node < -1, own(node), node).clamp(min=0).long()
+    seen = visited.products.movedim(-1, 2).flatten(1, 2).gather(2, of)
+    sees = expanded_of(visited.marks, visited.products.shape[2]).gather(2, of) & (node >= 0) | (node < -1)
+    seen = torch.where(sees, seen, -torch.inf)
     codes, keys = leaves.scale.shape[3] > 0, leaves.key
     if codes:
         keys = _residual.difference(keys, leaves.scale, q.shape[3])
@@ -60,8 +67,17 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
 
 
 @triton.jit
+def _product_of(products, marks, u, m, G: tl.constexpr):
+    """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen."""
+    of = tl.where(u < -1, -2 - u, u)
+    product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
+    word = tl.load(marks + of // 32, mask=m & (u >= 0), other=0)
+    return tl.where((u < -1) | ((word >> of % 32 & 1) > 0), product, float("-inf"))
+
+
+@triton.jit
 def _pages_seen(
-    visited, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
+    products, marks, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
 ):
     """Into `found` those of this program's pages, from `first` on, of which some head sees a token, and how many; the
     others are -inf to all."""
@@ -69,7 +85,8 @@ def _pages_seen(
     u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
-        seen = tl.load(visited + (bh * G + g) * nodes + u, mask=u >= 0, other=float("-inf"))
+        own_marks = marks + (bh * G + g) * tl.cdiv(nodes, 32)
+        seen = _product_of(products + bh * nodes * G + g, own_marks, u, u == u, G)
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
     page = first + tl.arange(0, LOOKED // P)
@@ -82,15 +99,15 @@ def _pages_seen(
 
 @triton.jit
 def _peaks(
-    q, visited, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
+    q, products, marks, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     MINE: tl.constexpr = LOOKED // P
     bh, from_page = tl.program_id(0).to(tl.int64), tl.program_id(1) * MINE
     found += (bh * tl.num_programs(1) + tl.program_id(1)) * MINE
-    n = _pages_seen(visited, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
+    n = _pages_seen(products, marks, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
@@ -98,8 +115,8 @@ def _peaks(
         live = first + i // P < n
         r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
         u = tl.load(node + bh * rows + r, mask=live, other=-1)
-        m = (g < G)[:, None] & (u >= 0)[None, :]
-        seen = tl.load(visited + ((bh * G + g) * nodes)[:, None] + u[None, :], mask=m, other=float("-inf"))
+        own_marks = marks + ((bh * G + g) * tl.cdiv(nodes, 32))[:, None]
+        seen = _product_of(products + bh * nodes * G + g[:, None], own_marks, u[None, :], (g < G)[:, None], G)
         if GROUPS == 0:
             d = tl.arange(0, DP)
             m = live[:, None] & (d < D)[None, :]
@@ -148,19 +165,35 @@ def _fits(q, visited, leaves) -> _cuda.Module | str:
         return f"queries in {q.dtype}"
     if not _cuda.aligned(q, leaves.key, leaves.scale) or any(x % 4 for x in q.stride()[:2]):
         return "tensors are not aligned"
+    if _shared_bytes(visited, page, most_groups(group)) > shared_bytes(q.device) - NATIVE_STATIC:
+        return f"{visited.products.shape[2]} nodes, whose marks take too much shared memory"
     return _cuda.load(
-        "page_peaks", q.device, D=d, G=group, P=page, BF16=int(q.dtype == torch.bfloat16), **NATIVE, RESIDENT=RESIDENT
-    )
+        "page_peaks", q.device, D=d, G=group, P=page, BF16=int(q.dtype == torch.bfloat16), TURN=most_groups(group),
+        RESIDENT=RESIDENT, **NATIVE,
+    )  # fmt: skip
+
+
+def most_groups(group: int) -> int:
+    """Of pages, that a program looks at before it multiplies."""
+    return min(96, 384 // group)
+
+
+def _shared_bytes(visited: Visited, page: int, turn: int) -> int:
+    """For peaks of `turn` groups, marks of each query head and of any, and numbers of tiles."""
+    group, words = visited.products.shape[3], visited.marks.shape[2]
+    return 4 * (group * turn * GROUP + (group + 1) * words) + 2 * turn * GROUP * page // NATIVE_TILE
 
 
 def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
     """csrc/page_peaks.cu"""
-    (batch, heads, rows), (out, peaks) = leaves.node.shape, fake(q, visited, leaves)
+    (batch, heads, rows), (out, peaks), group = leaves.node.shape, fake(q, visited, leaves), visited.products.shape[3]
+    page = rows // out.shape[2]
     parts = max(1, min(peaks.shape[2], RESIDENT * sm_count(q.device) // (batch * heads)))
+    turn = min(most_groups(group), cdiv(peaks.shape[2], parts))
     kernels.launch(
-        "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, visited.product, visited.marks, leaves.key,
-        leaves.scale, leaves.node, out, peaks, q.stride(0), q.stride(1), heads, visited.product.shape[2], rows,
-        out.shape[2],
+        "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *visited, *leaves[:3], leaves.span, out, peaks,
+        q.stride(0), q.stride(1), heads, visited.products.shape[2], rows, out.shape[2], turn,
+        shared=_shared_bytes(visited, page, turn),
     )  # fmt: skip
     return out, peaks
 
@@ -173,10 +206,10 @@ def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
     parts = cdiv(rows, looked)
     found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
     _peaks[(batch * heads, parts)](
-        q, visited.product, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0), q.stride(1), heads,
-        visited.product.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=page,
-        LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP, num_stages=1,
-        **chained(q.device, batch * heads * parts),
+        q, visited.products, visited.marks, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0),
+        q.stride(1), heads, visited.products.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        DP=next_power_of_2(d), P=page, LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP,
+        num_stages=1, **chained(q.device, batch * heads * parts),
     )  # fmt: skip
     return out, peaks
 

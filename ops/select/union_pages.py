@@ -2,8 +2,8 @@
 
 `ids` [batch, q_heads, n] are a query head's pages, distinct, -1 for none, and `scores` how good each page is to it.
 First comes the best page of every head, in order of heads, then the second of every head, and so on (of equal scores
-the lower page first); a page that is there already is passed by, and the first n are taken. Returns [batch, kv_heads,
-n] in that order, -1 behind them.
+the lower page first); a page that is there already is passed by, and the first n are taken: into `union`, in that
+order, and -1 behind them.
 
 A program per kv head: ranks by comparing the n entries of a head with each other, then the turns, many at a time, each
 compared with those before it. For 4 heads of 64 pages that is 256 entries; no more than 8 SMs have work, and what it
@@ -18,24 +18,25 @@ from torchsparsekv.ops import _cuda
 from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Of
+from torchsparsekv.ops._signature import Changed, Of
 from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.views import I32
 
 PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
 PageIds = Annotated[Tensor, Of("batch q_heads n", I32)]
+Union = Annotated[Tensor, Of("batch heads n", I32)]
 WIDE, PART = 256, 64  # entries compared with others, and how many others, at a time
 COMPARED = 65536  # pairs at a time, at most
 NATIVE_ENTRIES = 1024  # that csrc/union_pages.cu is for, a thread each
 
 
-def check(scores, ids, heads) -> None:
-    if heads < 1 or ids.shape[1] % heads:
-        raise ValueError(f"{ids.shape[1]} query heads are no multiple of {heads} kv heads")
+def check(scores, ids, union) -> None:
+    if ids.shape[1] % union.shape[1]:
+        raise ValueError(f"{ids.shape[1]} query heads are no multiple of {union.shape[1]} kv heads")
 
 
-def reference(scores: PageScores, ids: PageIds, heads: int) -> Tensor:
-    batch, _, n = ids.shape
+def reference(scores: PageScores, ids: PageIds, union: Changed[Union]) -> None:
+    batch, heads, n = union.shape
     by_id = ids.sort(dim=-1).values
     own = torch.where(by_id >= 0, scores.gather(2, by_id.clamp(min=0).long()), -torch.inf)
     ranked = by_id.gather(2, own.argsort(dim=-1, descending=True, stable=True))
@@ -43,7 +44,7 @@ def reference(scores: PageScores, ids: PageIds, heads: int) -> Tensor:
     again = (turns[..., :, None] == turns[..., None, :]).tril(-1).any(-1)
     new = (turns >= 0) & ~again
     first = (~new).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
-    return torch.where(new.gather(2, first), turns.gather(2, first), -1)
+    union.copy_(torch.where(new.gather(2, first), turns.gather(2, first), -1))
 
 
 @triton.jit
@@ -101,38 +102,31 @@ def native(group: int, n: int) -> dict[str, int] | str:
     return dict(G=group, THREADS=threads) if threads <= NATIVE_ENTRIES else f"{group} query heads of {n} pages each"
 
 
-def _fits(scores, ids, heads) -> tuple[_cuda.Module, int] | str:
-    shape = native(ids.shape[1] // heads, ids.shape[2])
+def _fits(scores, ids, union) -> tuple[_cuda.Module, int] | str:
+    shape = native(ids.shape[1] // union.shape[1], ids.shape[2])
     if isinstance(shape, str):
         return shape
     kernels = _cuda.load("union_pages", ids.device, **shape)
     return kernels if isinstance(kernels, str) else (kernels, shape["THREADS"])
 
 
-def _launch_cuda(fitting, scores, ids, heads) -> Tensor:
+def _launch_cuda(fitting, scores, ids, union) -> None:
     """csrc/union_pages.cu"""
-    (kernels, threads), out = fitting, fake(scores, ids, heads)
-    grid = (ids.shape[0] * heads, 1, 1)
-    kernels.launch("union_pages", grid, threads, scores, ids, out, scores.shape[2], ids.shape[2])
-    return out
+    (kernels, threads), (batch, heads, n) = fitting, union.shape
+    kernels.launch("union_pages", (batch * heads, 1, 1), threads, scores, ids, union, scores.shape[2], n)
 
 
-def _launch_triton(scores, ids, heads) -> Tensor:
-    batch, q_heads, n = ids.shape
-    group, wide = q_heads // heads, next_power_of_2(n)
-    out, turns, worth = fake(scores, ids, heads), torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
+def _launch_triton(scores, ids, union) -> None:
+    batch, heads, n = union.shape
+    group, wide = ids.shape[1] // heads, next_power_of_2(n)
+    turns, worth = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
     _union[(batch * heads,)](
-        scores, ids, worth, turns, out, scores.shape[2], n, G=group, N=wide,
+        scores, ids, worth, turns, union, scores.shape[2], n, G=group, N=wide,
         WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, COMPARED // wide)),
         num_warps=8, **chained(ids.device, batch * heads),
     )  # fmt: skip
-    return out
-
-
-def fake(scores, ids, heads: int) -> Tensor:
-    return ids.new_empty((ids.shape[0], heads, ids.shape[2]))
 
 
 union_pages = register(
-    "union_pages", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=fake, check=check
+    "union_pages", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), check=check
 )

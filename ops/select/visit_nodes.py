@@ -2,9 +2,9 @@
 
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
 their key, and the best of them are expanded, as many as `view` says of the nodes of that level; ties go to the lower
-node. The root is always expanded. Returns the products of those that are, fp32 [batch, q_heads, nodes], that of the
-root being 0, and -inf for the others: every query head for itself. The second result says by bits which these are: bit
-u % 32 of word u / 32.
+node. The root is always expanded. Returns the products of those that were scored, fp32 [batch, kv_heads, nodes,
+group], that of the root being 0, and -inf for the others: every query head for itself. The second result says by bits
+which ones are expanded: bit u % 32 of word u / 32.
 
 Scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K tokens,
 r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where a program
@@ -47,10 +47,16 @@ def check(q, tree, view) -> None:
         raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
 
 
-def marks_of(visited: Tensor) -> Tensor:
-    """Which nodes are expanded, a bit each."""
-    seen = torch.nn.functional.pad(visited > -torch.inf, (0, -visited.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    return (seen.long() << torch.arange(WORD, device=visited.device)).sum(-1).to(torch.int32)
+def marks_of(expanded: Tensor) -> Tensor:
+    """A bit each."""
+    bits = torch.nn.functional.pad(expanded, (0, -expanded.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
+    return (bits.long() << torch.arange(WORD, device=expanded.device)).sum(-1).to(torch.int32)
+
+
+def expanded_of(marks: Tensor, nodes: int) -> Tensor:
+    """Back from these."""
+    bits = marks[..., None] >> torch.arange(WORD, device=marks.device) & 1
+    return bits.flatten(-2)[..., :nodes].bool()
 
 
 def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
@@ -59,25 +65,26 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
     scores = (each(tree.key).float() @ q.float().transpose(-1, -2))[..., 0]
     known = torch.arange(nodes, device=q.device) < tree.node_count[..., None]
     level, parent = each(torch.where(known, tree.level, 0)), each(torch.where(known, tree.parent, ROOT)).long()
-    visited = torch.full_like(scores, -torch.inf)
-    visited[..., ROOT] = 0
+    products, expanded = torch.full_like(scores, -torch.inf), torch.zeros_like(scores, dtype=torch.bool)
+    products[..., ROOT], expanded[..., ROOT] = 0, True
     for at in range(view.levels, 1, -1):
         there = level == at
         room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(view.least, view.most)
-        reached = there & (visited.gather(2, parent) > -torch.inf) & ~scores.isnan()  # NaN is nobody's best
+        reached = there & expanded.gather(2, parent) & ~scores.isnan()  # NaN is nobody's best
         rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        visited = torch.where(reached & (rank < room), scores, visited)
-    return visited, marks_of(visited)
+        products = torch.where(reached, scores, products)
+        expanded |= reached & (rank < room)
+    return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), marks_of(expanded)
 
 
 @triton.jit
 def _scores(
-    q, key, parent, level, node_count, visited, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr, TOP: tl.constexpr,
-    PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    q, key, parent, level, node_count, marks, scores, products, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr,
+    TOP: tl.constexpr, PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels.
-    With PEAKS their peaks (ops/_top.py), in which the root has no part."""
+    With PEAKS their peaks (ops/_top.py). The root has no part in scores and peaks."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -87,34 +94,34 @@ def _scores(
     m = (g < G)[:, None] & there[None, :]
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
-        higher = tl.load(visited + ((bh * G + g) * nodes)[:, None] + above[None, :], mask=m, other=float("-inf"))
-        m = m & (higher > float("-inf"))
+        word = tl.load(marks + ((bh * G + g) * tl.cdiv(nodes, 32))[:, None] + above[None, :] // 32, mask=m, other=0)
+        m = m & ((word >> (above % 32)[None, :] & 1) > 0)
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
         x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
         y = tl.load(
             key + (bh * nodes + u)[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
         )
-        score = tl.where(m, tl.dot(x, tl.trans(y), input_precision="ieee"), float("-inf"))
-    write = u < nodes
+        score = tl.dot(x, tl.trans(y), input_precision="ieee")
+        score = tl.where(m & (score == score), score, float("-inf"))
     if PEAKS:
         group, groups = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), tl.cdiv(nodes, GROUP)
-        best = tl.max(tl.reshape(tl.where(score == score, score, float("-inf")), (GP, TILE // GROUP, GROUP)), 2)
+        best = tl.max(tl.reshape(score, (GP, TILE // GROUP, GROUP)), 2)
         at = ((bh * G + g) * groups)[:, None] + group[None, :]
         tl.store(peaks + at, best, mask=(g < G)[:, None] & (group < groups)[None, :])
-    if not TOP:
-        write = there
-    else:
-        score = tl.where((u == 0)[None, :], 0.0, score)
-    tl.store(visited + out, score, mask=(g < G)[:, None] & write[None, :])
+    if TOP:
+        there = u < nodes
+    m = (g < G)[:, None] & there[None, :]
+    tl.store(scores + out, score, mask=m)
+    tl.store(products + ((bh * nodes + u) * G)[None, :] + g[:, None], tl.where((u == 0)[None, :], 0.0, score), mask=m)
 
 
 @triton.jit
 def _expand(
-    level, node_count, visited, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
+    level, node_count, scores, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query head leaves the best nodes of level AT, and marks them."""
+    """One query head marks the best nodes of level AT."""
     chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     bh, u = row // G, tl.arange(0, N)
@@ -122,8 +129,7 @@ def _expand(
     there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
     room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
     room = tl.minimum(tl.maximum(room, least), most).to(tl.int32)
-    take = there & take_top(ordered(tl.load(visited + row * nodes + u, mask=there, other=float("-inf"))), room)
-    tl.store(visited + row * nodes + u, tl.full((N,), float("-inf"), tl.float32), mask=there & ~take)
+    take = there & take_top(ordered(tl.load(scores + row * nodes + u, mask=there, other=float("-inf"))), room)
     word, words = tl.arange(0, N // 32), tl.cdiv(nodes, 32)
     bits = (take | (TOP & (u == 0))).to(tl.int32) << (u % 32)
     bits = tl.sum(tl.reshape(bits, (N // 32, 32)), 1)
@@ -140,8 +146,10 @@ def room_of(view: View, nodes: int) -> int:
 def native(nodes: int, view: View) -> dict[str, int]:
     """How csrc/visit_nodes.cu is compiled for so many."""
     threads, room = NATIVE_THREADS[nodes > NATIVE_FEW], room_of(view, nodes)
+    flat = view.levels == 2
     shape = dict(THREADS=threads, MILLION=MILLION, GROUP=GROUP, WORDS=MOST_NODES // WORD, SCORES=NATIVE_SCORES)
-    if nodes > NATIVE_ALL and view.levels == 2 and room * 5 // 4 <= threads * NATIVE_SCORES // GROUP:
+    shape["FLAT"] = int(flat)
+    if nodes > NATIVE_ALL and flat and room * 5 // 4 <= threads * NATIVE_SCORES // GROUP:
         return shape | dict(NODES=1, PEAKS=next_power_of_2(cdiv(cdiv(nodes, GROUP), threads)))
     return shape | dict(NODES=cdiv(cdiv(nodes, threads // 32), 32), PEAKS=0, WORDS=1)
 
@@ -157,8 +165,8 @@ def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
     kernels, shape = fitting
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     peaks = q.new_empty((rows, cdiv(nodes, GROUP)), dtype=torch.float32) if shape["PEAKS"] else None
-    return _descend(q, tree, view, peaks, lambda out, marks, at, top: kernels.launch(
-        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, out, peaks, marks, nodes, view.share,
+    return _descend(q, tree, view, peaks, lambda scores, marks, at, top: kernels.launch(
+        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, scores, peaks, marks, nodes, view.share,
         view.least, view.most, at, int(top),
     ))  # fmt: skip
 
@@ -166,40 +174,40 @@ def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
 def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     wide = max(WORD, next_power_of_2(nodes))
-    return _descend(q, tree, view, None, lambda out, marks, at, top: _expand[(rows,)](
-        tree.level, tree.node_count, out, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
+    return _descend(q, tree, view, None, lambda scores, marks, at, top: _expand[(rows,)](
+        tree.level, tree.node_count, scores, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
         G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
         num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
     ))  # fmt: skip
 
 
 def _descend(q, tree, view, peaks: Tensor | None, expand: Callable) -> tuple[Tensor, Tensor]:
-    """Level by level: all products of those reached, with their peaks if wanted; `expand` leaves the best and marks
-    them."""
-    out, marks = fake(q, tree)
+    """Level by level: the products of those reached, also in the order in which a query head is searched, with their
+    peaks if wanted; `expand` marks the best."""
+    products, marks = fake(q, tree)
+    scores = q.new_empty((*q.shape[:2], tree.key.shape[2]), dtype=torch.float32)
     for at in range(view.levels, 1, -1):
         top = at == view.levels
-        _score(q, tree, out, peaks, at, top)
-        expand(out, marks, at, top)
-    return out, marks
+        _score(q, tree, marks, scores, products, peaks, at, top)
+        expand(scores, marks, at, top)
+    return products, marks
 
 
-def _score(q, tree, out, peaks: Tensor | None, at: int, top: bool) -> None:
+def _score(q, tree, marks, scores, products, peaks: Tensor | None, at: int, top: bool) -> None:
     batch, heads, nodes, d = tree.key.shape
     group, tiles = q.shape[1] // heads, cdiv(nodes, TILE)
     _scores[(batch * heads, tiles)](
-        q, tree.key, tree.parent, tree.level, tree.node_count, out, out if peaks is None else peaks, q.stride(0),
-        q.stride(1), heads, nodes, AT=at, TOP=top, PEAKS=peaks is not None, GROUP=GROUP, G=group,
-        GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
-        **chained(q.device, batch * heads * tiles),
+        q, tree.key, tree.parent, tree.level, tree.node_count, marks, scores, products,
+        scores if peaks is None else peaks, q.stride(0), q.stride(1), heads, nodes, AT=at, TOP=top,
+        PEAKS=peaks is not None, GROUP=GROUP, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        DP=next_power_of_2(d), TILE=TILE, **chained(q.device, batch * heads * tiles),
     )  # fmt: skip
 
 
 def fake(q, tree, *_) -> tuple[Tensor, Tensor]:
-    lead, nodes = q.shape[:2], tree.key.shape[2]
-    return (
-        q.new_empty((*lead, nodes), dtype=torch.float32), q.new_empty((*lead, cdiv(nodes, WORD)), dtype=torch.int32)
-    )  # fmt: skip
+    (batch, heads, nodes, _), q_heads = tree.key.shape, q.shape[1]
+    products = q.new_empty((batch, heads, nodes, q_heads // heads), dtype=torch.float32)
+    return products, q.new_empty((batch, q_heads, cdiv(nodes, WORD)), dtype=torch.int32)
 
 
 visit_nodes = register(

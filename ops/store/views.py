@@ -288,17 +288,20 @@ class Tree(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """By pool row: the key of the token there, and the node it is a child of, -1 where no retrievable token is. `fill`:
-    how many rows of a page hold one; they are its first.
+    """By pool row: the key of the token there, and the node it is a child of; of a token that is a node itself -2 less
+    the number of that; -1 where no retrievable token is. `fill`: how many rows of a page hold one; they are its first.
+    span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/index/_tree.py:
+    spans_of).
 
-    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from the key of its node
-    (ops/index/_residual.py).
+    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from the key of its node, or
+    of the one that it is, which is nothing (ops/index/_residual.py).
     """
 
     key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]
     scale: Annotated[Tensor, Of("batch heads rows groups", torch.float16)]
     node: Annotated[Tensor, Of("batch heads rows", I32)]
     fill: Fill
+    span: Annotated[Tensor, Of("batch heads blocks", I32)]
 
 
 class Promotion(NamedTuple):
@@ -322,10 +325,11 @@ class View(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """The nodes that a query head expands: their products with it, -inf for the others; and a bit each in words of 32.
-    What visit_nodes returns stands for one."""
+    """The products of nodes with the query heads of their kv head: of those that one reaches, which are the children of
+    nodes that it expands, and -inf for the others. And which ones it expands, a bit each in words of 32. What
+    visit_nodes returns stands for one."""
 
-    product: Annotated[Tensor, Of("batch q_heads nodes", torch.float32)]
+    products: Annotated[Tensor, Of("batch heads nodes group", torch.float32)]
     marks: Annotated[Tensor, Of("batch q_heads words", I32)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchsparsekv.method import Method
 from torchsparsekv.ops._triton import cdiv
 from torchsparsekv.ops.index._residual import widths
-from torchsparsekv.ops.index._tree import SALTS, SEEDS
+from torchsparsekv.ops.index._tree import NO_SPAN, SALTS, SEEDS
 from torchsparsekv.ops.index.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.index.plant_tree import plant_tree
 from torchsparsekv.ops.select.page_peaks import page_peaks
@@ -146,8 +146,7 @@ class IceCache(Method):
         store = super().buffers(grown) | self.hot_buffers(grown, slots, chosen)
         if g.follows:
             return store
-        asked = {"asked": Buffer((*g.lead, chosen), i32, fill=-1)} if self.reuse_every > 1 else {}
-        return store | self._index(grown, nodes) | asked
+        return store | self._index(grown, nodes) | {"asked": Buffer((*g.lead, chosen), i32, fill=-1)}
 
     def _index(self, g: Geometry, nodes: int) -> Buffers:
         lead, page, i32, codes = g.lead, self.block_size, torch.int32, self.rank_from == "codes"
@@ -163,6 +162,7 @@ class IceCache(Method):
                 key=Buffer((*lead, g.rows, width), torch.uint8 if codes else g.dtype),
                 scale=Buffer((*lead, g.rows, scales), torch.float16),
                 node=Buffer((*lead, g.rows), i32, fill=-1), fill=Buffer((*lead, g.rows // page), i32),
+                span=Buffer((*lead, g.rows // page), i32, fill=NO_SPAN),
             ),
         }  # fmt: skip
 
@@ -191,9 +191,8 @@ class IceCache(Method):
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
-        ids = top_blocks(Scored(scores, peaks), s.hot.chosen.shape[2])
-        if q.shape[1] != s.leaves.key.shape[1]:
-            ids = union_pages(scores, ids, s.leaves.key.shape[1])
-        if self.reuse_every > 1:
-            s.asked.copy_(ids)
-        return Choice(ids, fill=s.leaves.fill)
+        ids = top_blocks(Scored(scores, peaks), s.asked.shape[2])
+        if q.shape[1] == s.asked.shape[1] and self.reuse_every == 1:
+            return Choice(ids, fill=s.leaves.fill)
+        union_pages(scores, ids, s.asked)
+        return Choice(s.asked, fill=s.leaves.fill)
