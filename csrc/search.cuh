@@ -163,3 +163,13 @@ template <int N, int MOST> __device__ int choose(
   r.from = cut(key, span, groups, r, MOST - k, 0, s.bins, s);
   return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }
+
+// Of a row of n scores those in these groups, or all: their names and keys.
+template <int N, int MOST> __device__ void look_at(
+    unsigned (&key)[N], int (&name)[N], const float* scores, int n, const Span& span, bool grouped,
+    const Grouped<MOST>& s) {
+  float x[N];
+  for (int i = 0; i < N; i++) name[i] = grouped ? s.number(span.place(i)) : min(span.place(i), THREADS * N - 1);
+  for (int i = 0; i < N; i++) x[i] = span.place(i) < span.stop && name[i] < n ? scores[name[i]] : none();
+  keys_of(key, x);
+}

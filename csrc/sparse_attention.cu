@@ -9,6 +9,7 @@
 // Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
 // FILLED, BF16, WARPS of a program and programs of a CLUSTER.
 
+#include "cluster.cuh"
 #include "common.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
@@ -123,19 +124,6 @@ __device__ void ask_for(const char* ring, int tile, int ring_rows) {
   const int row = tile * TILE + lane() % TILE;
   if (row < ring_rows)
     for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row_at<D>(ring, row) + at);
-}
-
-// What program number `rank` of the cluster has at a place of its shared memory.
-__device__ float load_from(int rank, const float* at) {
-  float x;
-  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there]; }"
-               : "=f"(x) : "r"((unsigned)__cvta_generic_to_shared(at)), "r"(rank) : "memory");
-  return x;
-}
-
-// Wait for the other programs of the cluster; what they wrote can be read.
-__device__ void meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // What the programs of a cluster show each other: of each channel and query head the sum, and what belongs to it.

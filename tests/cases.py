@@ -337,6 +337,7 @@ OPS = {
     "visit_nodes": cases_tree.visit_nodes,
     "page_peaks": cases_tree.page_peaks,
     "union_pages": cases_tree.union_pages,
+    "best_pages": cases_tree.best_pages,
     "random_scores": _random_scores,
     "find_turned": cases_late.find_turned,
     "fetch": _fetch,

@@ -2,10 +2,11 @@
 import torch
 from world import World, integers
 
+from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index._residual import coded, widths
 from torchsparsekv.ops.index._tree import own, spans_of
 from torchsparsekv.ops.select.visit_nodes import marks_of
-from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Store, Tree, View, Visited
+from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
 
 I32 = torch.int32
 
@@ -104,6 +105,13 @@ def page_peaks(w: World):
     marks = marks_of(expanded)
     products = products.masked_fill(~reached, -torch.inf).unflatten(1, (-1, w.group)).movedim(2, -1).contiguous()
     return (integers(w.q[:, :, :1]), Visited(products, marks), leaves)
+
+
+def best_pages(w: World):
+    heads, n, k = w.heads * w.group, 1 + w.seed % w.pick(3, 300), w.pick(1, 7, 20)
+    scores = torch.randint(0, w.pick(3, 1000), (w.batch, heads, n), generator=w.g).float()
+    scores = scores.masked_fill(torch.rand(scores.shape, generator=w.g) < w.pick(0.0, 0.3), -torch.inf)
+    return (Scored(scores, peaks_of(scores)), torch.full((w.batch, w.heads, k), -7, dtype=I32))
 
 
 def union_pages(w: World):

@@ -21,10 +21,12 @@ from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
 from torchsparsekv.ops.store.views import View
 
-BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION = (
+BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
-    for name in ("bound_scores", "collide", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages")
-)
+    for name in (
+        "bound_scores", "collide", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages", "best_pages"
+    )
+)  # fmt: skip
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
@@ -67,6 +69,10 @@ VARIANTS = {
         dict(G=4, **NODES.native(n, View(1_000_000, 1, most, 2)))
         for n, most in ((2050, 512), (32770, 512), (100, 512), (4096, 512), (8194, 512), (16386, 512), (32770, 32770),
                         (NODES.MOST_NODES, 512), (NODES.MOST_NODES, NODES.MOST_NODES))
+    ],
+    "best_pages": [
+        BEST.native(n, k, g)
+        for n, k, g in ((2048, 64, 4), (10240, 64, 4), (40960, 64, 4), (40960, 128, 8), (100, 7, 1))
     ],
     "union_pages": [UNION.native(g, n) for g, n in ((1, 1), (4, 64), (8, 128))],
 }  # fmt: skip

@@ -86,14 +86,12 @@ class Life:
     def tokens_of_rows(self, h: int) -> dict[int, int]:
         """The token in each pool row that the index knows."""
         s = self.layer.state
-        rows = (s.leaves.node[0, h] != -1).nonzero()[:, 0].tolist()
         number = values_of(s.far.rows)[0, h, :, 0]
-        return {row: int(number[row]) for row in rows}
+        return {row: int(number[row]) for row in (s.leaves.node[0, h] != -1).nonzero()[:, 0].tolist()}
 
     def parents(self, h: int, tokens: range) -> dict[int, int]:
         """The parents of these tokens, as tokens."""
-        s = self.layer.state
-        found = {}
+        s, found = self.layer.state, dict[int, int]()
         for row, t in self.tokens_of_rows(h).items():
             if t in tokens:
                 node = int(s.leaves.node[0, h, row])
@@ -163,8 +161,7 @@ class Structure(RuleBasedStateMachine):
         leaves = self.life.layer.state.leaves
         for nodes, span in zip(leaves.node.view(-1, PAGE).tolist(), leaves.span.flatten().tolist()):
             of = [u for u in nodes if u >= 0] + [0] * (min(nodes) < -1)
-            want = min(of) | max(of) << 16 if max(nodes) >= 0 else OWN_SPAN if of else NO_SPAN
-            assert span == want
+            assert span == (min(of) | max(of) << 16 if max(nodes) >= 0 else OWN_SPAN if of else NO_SPAN)
 
     @invariant()
     def copies_are_as_the_pool(self):

@@ -24,6 +24,7 @@ from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
+from torchsparsekv.ops.select.best_pages import best_pages
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.centroid_votes import centroid_votes
 from torchsparsekv.ops.select.collide import collide
@@ -31,7 +32,6 @@ from torchsparsekv.ops.select.page_peaks import page_peaks
 from torchsparsekv.ops.select.rerank import rerank
 from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.select.union_pages import union_pages
 from torchsparsekv.ops.select.visit_nodes import visit_nodes
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import stored_width
@@ -218,18 +218,16 @@ class IceCacheStages:
 
     @staticmethod
     def select(b: Bench) -> list[dict]:
-        m, pages = b.method, b.method.budget // b.method.block_size
+        m = b.method
         visit = lambda i, s: visit_nodes(b.q[i], s.tree, m.view)  # noqa: E731
         visited = [visit(i, s) for i, s in enumerate(b.states)]
         rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves)  # noqa: E731
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
-        best = [top_blocks(Scored(*x), pages) for x in ranked]
         return [
             b.index_update(),
             b.row("expanding nodes", visit, b.states[0].tree.key.nbytes),
             b.row("ranking pages", rank),
-            b.row("top pages", lambda i, s: top_blocks(Scored(*ranked[i]), pages)),
-            b.row("their union", lambda i, s: union_pages(ranked[i][0], best[i], s.asked)),
+            b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.asked)),
         ]
 
 

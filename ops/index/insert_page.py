@@ -170,6 +170,17 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 
 
 @triton.jit
+def _name(row_node, span, page, node, place, risen, live, fits):
+    """The nodes of rows, and the spans of the pages that these are in; where they do not fit, of that of the ring."""
+    tl.store(row_node, tl.where(risen, -2 - place, node), mask=live)
+    together = (page[:, None] == page[None, :]) & live[None, :]
+    has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
+    has_own = tl.max((together & risen[None, :]).to(tl.int32), 1) > 0
+    after = _tree.span_with(tl.load(span, mask=live, other=0), node, has_child, has_own)
+    tl.store(span, tl.where(fits, after, _tree.span_of(node, risen, live)), mask=live)
+
+
+@triton.jit
 def _commit(
     from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count,
     placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2, slots, nodes, pages,
@@ -199,14 +210,9 @@ def _commit(
     tl.debug_barrier()  # fills and open pages were read, and keys of new nodes are there
     tl.store(open_page + bh * nodes + node, fresh, mask=opens & fits)
     tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
-    together = (page[:, None] == page[None, :]) & live[None, :]
-    has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
-    has_own = tl.max((together & risen[None, :]).to(tl.int32), 1) > 0
-    after = _tree.span_with(tl.load(span + bh * pages + page, mask=live, other=0), node, has_child, has_own)
-    tl.store(span + bh * pages + page, tl.where(fits, after, _tree.span_of(node, risen, live)), mask=live)
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
-    tl.store(row_node + bh * pages * P + row, tl.where(risen, -2 - place, node), mask=live)
+    _name(row_node + bh * pages * P + row, span + bh * pages + page, page, node, place, risen, live, fits)
     of = tl.where(risen, place, node)
     _residual.keep_of(
         x, of, bh * pages * P + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, T, GROUPS

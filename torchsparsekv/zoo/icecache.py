@@ -11,9 +11,8 @@ from torchsparsekv.ops.index._residual import widths
 from torchsparsekv.ops.index._tree import NO_SPAN, SALTS, SEEDS
 from torchsparsekv.ops.index.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.index.plant_tree import plant_tree
+from torchsparsekv.ops.select.best_pages import best_pages
 from torchsparsekv.ops.select.page_peaks import page_peaks
-from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.select.union_pages import union_pages
 from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
 from torchsparsekv.ops.store.place_page import place_page
 from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Scored, Tree, View
@@ -191,8 +190,5 @@ class IceCache(Method):
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
-        ids = top_blocks(Scored(scores, peaks), s.asked.shape[2])
-        if q.shape[1] == s.asked.shape[1] and self.reuse_every == 1:
-            return Choice(ids, fill=s.leaves.fill)
-        union_pages(scores, ids, s.asked)
+        best_pages(Scored(scores, peaks), s.asked)
         return Choice(s.asked, fill=s.leaves.fill)
