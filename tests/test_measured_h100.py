@@ -95,6 +95,18 @@ def test_what_choosing_takes_icecache():
         assert f"{words} {near[kernel]['us']:.1f} and {far[kernel]['us']:.1f}" in page
 
 
+def test_what_choosing_takes_icecache_on_an_h200():
+    page = said("docs/methods/icecache.md")
+    near, far = (stages_of("h200_kernels_icecache.json", "icecache", n) for n in (131072, 524288))
+    for kernel, text in (
+        ("select, all of it (beside)", "is choosing: {:.1f} us a layer at 128K and {:.1f} at 512K on an H200"),
+        ("expanding nodes", "expanding nodes {:.1f} and {:.1f}, ranking"),
+        ("ranking pages", "ranking pages {:.1f} and {:.1f}, the best"),
+        ("best pages by turns", "the best of these by turns of the query heads {:.1f} and {:.1f}"),
+    ):  # fmt: skip
+        assert text.format(near[kernel]["us"], far[kernel]["us"]) in page
+
+
 def test_what_may_come_late():
     """Rows of the table, and what is said beside it."""
     page, want = said("docs/results.md"), []
