@@ -383,7 +383,7 @@ def test_a_budget_for_all_is_exact_at_any_length(length):
     for name, p in model.named_parameters():
         if "q_proj.weight" in name or "k_proj.weight" in name:
             p.mul_(6)  # attention that is not flat
-    ids = torch.randint(3, 97, (1, 740), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 97, (1, 740), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     want = model(ids, use_cache=False).logits[:, 700:]
     few = dict(field_of_view=0.0, least_view=1)
     with torchsparsekv.patch(model, "icecache", max_length=length, skip_layers=0, **few) as handle:
