@@ -172,6 +172,12 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
   }
 }
 
+// For a turn.
+__device__ void clear(const Shared& s) {
+  for (int i = threadIdx.x; i < G * s.most * GROUP; i += 32 * WARPS) s.peaks(0)[i] = none();
+  if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
+}
+
 // Of each query head, and of any.
 __device__ void load_marks(const Shared& s, const unsigned* marks) {
   for (int i = threadIdx.x; i < s.words; i += 32 * WARPS) {
@@ -300,12 +306,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
                          span + bh * pages, products + bh * nodes * G, rows, pages};
   const Source from(leaves);
+  clear(s);
+  chain();
   for (int first = blockIdx.y; first < all; first += most * step) {
     const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
-    for (int h = 0; h < G; h++)
-      for (int i = threadIdx.x; i < groups.count * GROUP; i += 32 * WARPS) s.peaks(h)[i] = none();
-    if (threadIdx.x < 2) count[threadIdx.x] = 0;
-    if (first == blockIdx.y) chain();
     const Spans spans(leaves, groups);
     if (first == blockIdx.y) {
       load_marks(s, marks + bh * G * words);
@@ -319,5 +323,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
     __syncthreads();
     write_all(s, groups, out + bh * G * pages, peaks + bh * G * all, pages);
     __syncthreads();
+    if (first + most * step < all) clear(s);
   }
 }
