@@ -85,7 +85,7 @@ def test_what_choosing_takes_icecache():
     for name in ("kernels_icecache", "kernels_icecache_tenth"):
         near, far = (stages_of(f"h100/{name}.json", "icecache", n) for n in (131072, 524288))
         told += [near[choosing]["us"], far[choosing]["us"]]
-    text = "takes {:.1f} us a layer at 128K and {:.0f} at 512K, or with a tenth of the nodes {:.1f} and {:.0f} "
+    text = "choosing took {:.1f} us a layer at 128K and {:.0f} at 512K, or with a tenth of the nodes {:.1f} and {:.0f} "
     assert text.format(*told) in page
     near, far = (stages_of("h100/kernels_icecache.json", "icecache", n) for n in (131072, 524288))
     for kernel, words in (

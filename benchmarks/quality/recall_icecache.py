@@ -26,9 +26,10 @@ from torchsparsekv.benchmarks.quality.heads import recorded
 from torchsparsekv.benchmarks.quality.options import Options
 from torchsparsekv.benchmarks.quality.sources import load
 from torchsparsekv.method import make_method
-from torchsparsekv.ops.index._tree import levels_of, own
-from torchsparsekv.ops.select.visit_nodes import expanded_of, visit_nodes
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.ops.index._tree import levels_of
+from torchsparsekv.ops.select.page_peaks import products_of
+from torchsparsekv.ops.select.visit_nodes import visit_nodes
+from torchsparsekv.ops.store.views import Attention, Visited
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 KINDS = ("structured", "recall", "smollm2")
@@ -67,11 +68,9 @@ class Planted:
         return self.seeing(share).choose(self.state, self._query(q), Attention(1.0)).ids[0].long().cpu()
 
     def visited(self, q: Tensor, share: float) -> float:
-        products, marks = visit_nodes(self._query(q), self.state.tree, self.seeing(share).view)
-        node = self.state.leaves.node[..., : self.end].long().repeat_interleave(products.shape[3], 1)
-        reached = products.movedim(-1, 2).flatten(1, 2) > -torch.inf
-        of_leaf = expanded_of(marks, products.shape[2]).gather(2, node.clamp(min=0))
-        return float(torch.where(node >= 0, of_leaf, reached.gather(2, own(node).clamp(min=0))).float().mean())
+        visited = Visited(*visit_nodes(self._query(q), self.state.tree, self.seeing(share).view))
+        seen = products_of(visited, self.state.leaves.node[..., : self.end]) > -torch.inf
+        return float(seen.float().mean())
 
 
 def held(scores: Tensor, page: Tensor, chosen: Tensor, top: int) -> list[float]:

@@ -100,6 +100,11 @@ def own(node):
     return -2 - node
 
 
+def base_of(node: Tensor) -> Tensor:
+    """By Leaves.node: the node whose key a token's codes are counted from, its parent or itself; -1 for no token."""
+    return torch.where(node < -1, own(node), node)
+
+
 def spans_of(node: Tensor, pages: int) -> Tensor:
     """By Leaves.node, of each page: of the nodes whose children it has the least, and the greatest times 2^16. Where it
     has tokens too that are nodes, that begins at the root."""
@@ -111,6 +116,18 @@ def spans_of(node: Tensor, pages: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def own_in(node):
+    """`own`"""
+    return -2 - node
+
+
+@triton.jit
+def base_in(node):
+    """`base_of`"""
+    return tl.where(node < -1, own_in(node), node)
 
 
 @triton.jit

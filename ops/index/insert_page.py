@@ -172,7 +172,7 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 @triton.jit
 def _name(row_node, span, page, node, place, risen, live, fits):
     """The nodes of rows, and the spans of the pages that these are in; where they do not fit, of that of the ring."""
-    tl.store(row_node, tl.where(risen, -2 - place, node), mask=live)
+    tl.store(row_node, tl.where(risen, _tree.own_in(place), node), mask=live)
     together = (page[:, None] == page[None, :]) & live[None, :]
     has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
     has_own = tl.max((together & risen[None, :]).to(tl.int32), 1) > 0

@@ -71,7 +71,7 @@ def reference(
             at = (b, h, slice(old, new))
             of = torch.where(itself < 0, itself, node)[takes]
             leaves.node[at] = of
-            _residual.keep(leaves, at, x[h][takes], own.key[torch.where(of < 0, _tree.own(of), of).long()])
+            _residual.keep(leaves, at, x[h][takes], own.key[_tree.base_of(of).long()])
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
@@ -128,7 +128,7 @@ def _take_in(
     fits = (own > 1) & (node < nodes)
     own = tl.where(fits, own, tl.minimum(own, 1))
     tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
-    tl.store(itself + bh * tokens + i, tl.where(fits, -2 - node, 0), mask=i < tokens)
+    tl.store(itself + bh * tokens + i, tl.where(fits, _tree.own_in(node), 0), mask=i < tokens)
     tl.store(key_level + bh * nodes + node, own, mask=fits)
     at = (bh * nodes + node)[:, None] * D + d[None, :]
     tl.store(key + at, values, mask=fits[:, None] & (d < D)[None, :])
@@ -152,7 +152,7 @@ def _parents(
             rows, own, key + bh * nodes * D, key_level + bh * nodes, tl.load(radius2 + bh), lifts + bh * nodes, 1,
             tl.load(node_count + bh), D, DP, NODES, True,
         )  # fmt: skip
-        place = -2 - tl.load(itself + bh * tokens + i, mask=own > 1, other=0)
+        place = _tree.own_in(tl.load(itself + bh * tokens + i, mask=own > 1, other=0))
         tl.store(parent + bh * nodes + place, node, mask=own > 1)
     tl.store(out + bh * tokens + i, node, mask=i < tokens)
 
@@ -176,11 +176,12 @@ def _arrange(
         m = live[:, None] & (d < D)[None, :]
         values = tl.load(x + (bh * tokens + take)[:, None] * D + d[None, :], mask=m, other=0.0)
         own = tl.load(itself + bh * tokens + take, mask=live, other=0)
-        of = tl.where(own < 0, -2 - own, tl.load(node + bh * tokens + take, mask=live, other=0))
+        of = tl.where(own < 0, own, tl.load(node + bh * tokens + take, mask=live, other=0))
         _residual.keep_of(
-            values, of, bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE, GROUPS
+            values, _tree.base_in(of), bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE,
+            GROUPS,
         )
-        tl.store(row_node + bh * rows + row, tl.where(own < 0, own, of), mask=live)
+        tl.store(row_node + bh * rows + row, of, mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
         first = columns - n

@@ -21,7 +21,7 @@ from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
-from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, own
+from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, base_in, base_of
 from torchsparsekv.ops.select.visit_nodes import MOST_NODES, WORD, expanded_of
 from torchsparsekv.ops.store.views import Leaves, Query, Visited
 
@@ -47,15 +47,21 @@ def check(q, visited, leaves) -> None:
         raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
 
 
+def products_of(visited: Visited, node: Tensor) -> Tensor:
+    """Of tokens, by Leaves.node, the products of each query head with the nodes that they are, or whose children they
+    are; -inf where it does not see them."""
+    products = visited.products.movedim(-1, 2).flatten(1, 2)
+    node = node.repeat_interleave(visited.products.shape[3], 1)
+    of = base_of(node).clamp(min=0).long()
+    expanded = expanded_of(visited.marks, products.shape[2]).gather(2, of)
+    return torch.where((node < -1) | (node >= 0) & expanded, products.gather(2, of), -torch.inf)
+
+
 def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // leaves.key.shape[1]
     page = leaves.node.shape[2] // leaves.fill.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
-    node = each(leaves.node)
-    of = torch.where(node < -1, own(node), node).clamp(min=0).long()
-    seen = visited.products.movedim(-1, 2).flatten(1, 2).gather(2, of)
-    sees = expanded_of(visited.marks, visited.products.shape[2]).gather(2, of) & (node >= 0) | (node < -1)
-    seen = torch.where(sees, seen, -torch.inf)
+    seen = products_of(visited, leaves.node)
     codes, keys = leaves.scale.shape[3] > 0, leaves.key
     if codes:
         keys = _residual.difference(keys, leaves.scale, q.shape[3])
@@ -69,7 +75,7 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
 @triton.jit
 def _product_of(products, marks, u, m, G: tl.constexpr):
     """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen."""
-    of = tl.where(u < -1, -2 - u, u)
+    of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
     word = tl.load(marks + of // 32, mask=m & (u >= 0), other=0)
     return tl.where((u < -1) | ((word >> of % 32 & 1) > 0), product, float("-inf"))
