@@ -33,10 +33,10 @@ __device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
     count = GROUP * choose(peak, span, groups, K, lanes, r, s);
     __syncthreads();
   }
-  const Span span(count);
+  const Span span(count, 32);
   unsigned key[SCORES];
   int page[SCORES];
-  look_at(key, page, scores, n, span, PEAKS > 0, s);
+  look_at(key, page, scores, n, 1, span, PEAKS > 0, s);
   if (PEAKS == 0) r = range_of(key, K, lanes, s);
   const unsigned least = cut(key, span, count, r, 0, FEW, s.bins + ROUNDS / 2, s);
   return compact(key, least, s.totals[1], [&](int i, int at) { s.key[at] = key_of(key[i], page[i]); });

@@ -24,13 +24,21 @@ __device__ inline int sum_upto(int x) {
   return x;
 }
 
-// Of 32 * EACH bins: the one in which the sum from the first on reaches `wanted`, or the last; the sum before it, and what
-// it holds. Every warp finds it for itself.
+// Of 32 * EACH bins, 16 bytes aligned: the one in which the sum from the first on reaches `wanted`, or the last; the sum
+// before it, and what it holds. For a whole warp.
 struct Reached { int bin, before, inside; };
 
 template <int EACH> __device__ inline Reached find(const int* bins, int wanted) {
   int each[EACH], all = 0;
-  for (int i = 0; i < EACH; i++) all += each[i] = bins[EACH * lane() + i];
+  if constexpr (EACH % 4 == 0) {
+    for (int i = 0; i < EACH; i += 4) {
+      const int4 x = reinterpret_cast<const int4*>(bins)[(EACH * lane() + i) / 4];
+      each[i] = x.x, each[i + 1] = x.y, each[i + 2] = x.z, each[i + 3] = x.w;
+    }
+  } else {
+    for (int i = 0; i < EACH; i++) each[i] = bins[EACH * lane() + i];
+  }
+  for (int i = 0; i < EACH; i++) all += each[i];
   const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1 is lane 31 to a shuffle
   int bin = EACH * lane(), before = upto - all, inside = each[0];
   for (int i = 1; i < EACH; i++)

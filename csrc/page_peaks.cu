@@ -93,7 +93,7 @@ struct Leaves {
 
 // What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
 // the first place on, and from the last one back those of nodes alone. Marks of each query head, and of any.
-extern __shared__ float pool[];
+extern __shared__ __align__(16) float pool[];
 struct Shared {
   Query& query;
   int (&count)[2];
@@ -128,12 +128,16 @@ struct Source {
   }
 
   // Behind the last token it comes again: nobody looks at the pages there.
-  __device__ void load(Tile& x, const Shared& s, long long first) const {
-    int u[2];
+  __device__ long long token(long long first, int r) const {
+    return P < TILE ? min(first + 8 * r, last) : first + 8 * r;
+  }
+
+  __device__ int2 nodes(long long first) const { return {node[token(first, 0)], node[token(first, 1)]}; }
+
+  __device__ void load(Tile& x, const Shared& s, long long first, int2 nodes) const {
+    const int u[2] = {nodes.x, nodes.y};
     for (int r = 0; r < 2; r++) {
-      long long at = first + 8 * r;
-      if (P < TILE) at = min(at, last);
-      u[r] = node[at];
+      const long long at = token(first, r);
       x.word[r] = ::load<2 * WORDS>(codes + at * (D / 2));
       x.scale[r] = scales[at * 4];
     }
@@ -180,10 +184,21 @@ __device__ void clear(const Shared& s) {
 
 // Of each query head, and of any.
 __device__ void load_marks(const Shared& s, const unsigned* marks) {
-  for (int i = threadIdx.x; i < s.words; i += 32 * WARPS) {
-    unsigned any = 0;
-    for (int h = 0; h < G; h++) any |= s.marks(h)[i] = marks[h * s.words + i];
-    s.any()[i] = any;
+  constexpr int RUNS = G <= 4 ? 4 : 2;  // on their way at once
+  for (int first = threadIdx.x; first < s.words; first += RUNS * 32 * WARPS) {
+    unsigned mark[RUNS][G];
+    for (int r = 0; r < RUNS; r++)
+      for (int h = 0; h < G; h++) {
+        const int i = first + r * 32 * WARPS;
+        mark[r][h] = i < s.words ? marks[h * s.words + i] : 0;
+      }
+    for (int r = 0; r < RUNS; r++) {
+      const int i = first + r * 32 * WARPS;
+      if (i >= s.words) break;
+      unsigned any = 0;
+      for (int h = 0; h < G; h++) any |= s.marks(h)[i] = mark[r][h];
+      s.any()[i] = any;
+    }
   }
 }
 
@@ -254,43 +269,57 @@ __device__ void write(const Shared& s, int tile, const float (&best)[2][2]) {
 
 // Of all tiles that were found, but for those of nodes alone.
 __device__ void multiply_all(const Shared& s, const Source& from, const Groups& groups) {
+  const auto first = [&](int i) { return groups.page(s.tile(false, i) * PAGES) * (long long)P; };
+  int2 nodes = {};  // of a tile, asked for while the one before it is multiplied
+  if (warp() < s.count[0]) nodes = from.nodes(first(warp()));
   for (int i = warp(); i < s.count[0]; i += WARPS) {
-    const int name = s.tile(false, i);
     Tile tile;
     float best[2][2];
-    from.load(tile, s, groups.page(name * PAGES) * (long long)P);
+    from.load(tile, s, first(i), nodes);
+    if (i + WARPS < s.count[0]) nodes = from.nodes(first(i + WARPS));
     best_of(best, tile, s.query);
-    write(s, name, best);
+    write(s, s.tile(false, i), best);
   }
 }
 
-// Of those: half a warp has a tile, a thread a node with all query heads. Warps that multiply least are first.
+// Of those: half a warp has two tiles, a thread a node of each with all query heads. Warps that multiply least are first.
 __device__ void look_up_all(const Shared& s, const Leaves& from, const Groups& groups) {
-  for (int begin = 2 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 2 * WARPS) {
-    const int place = begin + lane() / TILE;
-    const bool live = place < s.count[1];
-    const int tile = s.tile(true, live ? place : begin);
-    const int u = from.node[min(groups.page(tile * PAGES) * P + lane() % TILE, from.rows - 1)];
-    float best[G];
-    products_at(best, from.products + (-2 - min(u, -2)) * G);
-    for (int h = 0; h < G; h++) best[h] = u < -1 ? best[h] : none();
-    for (int d = 1; d < P; d *= 2)
-      for (int h = 0; h < G; h++) best[h] = fmaxf(best[h], __shfl_xor_sync(ALL, best[h], d));
-    if (live && lane() % P == 0)
-      for (int h = 0; h < G; h++) s.peaks(h)[tile * PAGES + lane() % TILE / P] = best[h];
+  for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
+    int tile[2], u[2];
+    float best[2][G];
+    for (int r = 0; r < 2; r++) {
+      tile[r] = s.tile(true, min(begin + 2 * r + lane() / TILE, s.count[1] - 1));  // the last one may come again
+      u[r] = from.node[min(groups.page(tile[r] * PAGES) * P + lane() % TILE, from.rows - 1)];
+    }
+    for (int r = 0; r < 2; r++) products_at(best[r], from.products + (-2 - min(u[r], -2)) * G);
+    for (int r = 0; r < 2; r++)
+      for (int h = 0; h < G; h++) {
+        float& most = best[r][h] = u[r] < -1 ? best[r][h] : none();
+        for (int d = 1; d < P; d *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, d));
+        if (lane() % P == 0) s.peaks(h)[tile[r] * PAGES + lane() % TILE / P] = most;
+      }
   }
 }
 
-// Of all pages, and of all groups.
+// Of all pages, four a thread, and of all groups.
 __device__ void write_all(const Shared& s, const Groups& groups, float* out, float* peaks, int pages) {
-  const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP + 31) / 32;  // a lane a page
+  const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP / 4 + 31) / 32;
   for (int i = warp(); i < G * runs; i += WARPS) {
-    const int head = i % G, at = i / G * 32 + lane(), group = groups.at(at / GROUP), page = group * GROUP + at % GROUP;
-    const bool mine = at / GROUP < groups.count, live = mine & page < pages;
-    float best = live ? s.peaks(head)[at] : none();
-    if (live) out[(long long)head * pages + page] = best;
-    for (int d = 1; d < GROUP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
-    if (mine & lane() % GROUP == 0) peaks[(long long)head * all + group] = best;
+    const int head = i % G, at = 4 * (i / G * 32 + lane()), group = groups.at(at / GROUP);
+    const int page = group * GROUP + at % GROUP, there = at / GROUP < groups.count ? min(4, pages - page) : 0;
+    float* to = out + (long long)head * pages + page;
+    const float4 x = *reinterpret_cast<const float4*>(s.peaks(head) + (there > 0 ? at : 0));
+    const float peak[4] = {x.x, x.y, x.z, x.w};
+    float best = none();
+    for (int j = 0; j < 4; j++) best = j < there ? fmaxf(best, peak[j]) : best;
+    if (there == 4 && pages % 4 == 0) {
+      *reinterpret_cast<float4*>(to) = x;
+    } else {
+      for (int j = 0; j < 4; j++)
+        if (j < there) to[j] = peak[j];
+    }
+    for (int d = 1; d < GROUP / 4; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
+    if (at % GROUP == 0 && at / GROUP < groups.count) peaks[(long long)head * all + group] = best;
   }
 }
 

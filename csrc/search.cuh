@@ -12,7 +12,7 @@
 
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // 5 for keys, 3 for places among equals; of two searches
-constexpr int FEW = 32;
+constexpr int FEW = 64;
 
 struct Pair { unsigned key, place; };
 
@@ -22,27 +22,28 @@ struct __align__(16) Search {
   Bins bins[ROUNDS];
   unsigned low[WARPS], high[WARPS];
   int totals[2][WARPS];
-  Pair few[FEW];
+  Reached found;
+  Pair few[FEW], last;
   int listed;
 };
 
 // Made ready ahead of `chain`.
 __device__ void prepare(Search& s) {
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i / BINS][i % BINS] = 0;
-  if (threadIdx.x < FEW) s.few[threadIdx.x] = {0, 0};
+  for (int i = threadIdx.x; i < FEW; i += THREADS) s.few[i] = {0, 0};
   if (threadIdx.x == 0) s.listed = 0;
 }
 
 // Groups of so many threads: of these there are twice as many as `k`, if possible.
 __device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
 
-// The places that a warp has of `count`: one after the other, so that the order of places is that of warps, steps, lanes;
-// a multiple of `unit`.
+// The places that a warp has of `count`, whole units but for the last: one after the other, so that the order of places is
+// that of warps, steps, lanes.
 struct Span {
   int first, stop;
   __device__ explicit Span(int count, int unit = 1) {
-    const int each = (count + WARPS * unit - 1) / (WARPS * unit) * unit;
-    first = warp() * each, stop = min(first + each, count);
+    const int units = (count + unit - 1) / unit;
+    first = warp() * units / WARPS * unit, stop = min((warp() + 1) * units / WARPS * unit, count);
   }
   __device__ int place(int step) const { return first + step * 32 + lane(); }
 };
@@ -67,7 +68,7 @@ template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int 
 
 // Narrow the range until no more than `spare` keys too many are inside, or no more than `few` keys, or all are equal.
 // Where there are fewer keys than wanted, all are.
-template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins) {
+template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins, Search& s) {
   while (true) {
     const unsigned width = r.to - r.from;
     const int shift = max(0, 32 - DIGIT - __clz(width));
@@ -76,7 +77,13 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
       atomicAdd(&(*bins)[below <= width ? below >> shift : BINS + lane()], 1);  // cheaper than a branch
     }
     __syncthreads();
-    const Reached f = find<BINS / 32>(*bins++, r.wanted);
+    if (warp() == 0) {  // quicker than if all did, whose shuffles wait for one another
+      const Reached found = find<BINS / 32>(*bins, r.wanted);
+      if (lane() == 0) s.found = found;
+    }
+    __syncthreads();
+    const Reached f = s.found;
+    bins++;
     r.inside = f.inside;
     if (f.before + f.inside < r.wanted) {
       r.wanted = r.inside = f.before + f.inside;
@@ -88,38 +95,39 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
   }
 }
 
-// The last that is taken of the few that are left, compared with one another; `few` is 0 behind them.
+// The last that is taken of the few that are left, each of which a warp compares with all; `few` is 0 behind them.
 template <int N> __device__ Pair last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
   for (int i = 0; i < N; i++)
     if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};
   __syncthreads();
-  const Pair mine = s.few[lane()];
-  int better = 0;
-#pragma unroll 1
-  for (int j = 0; j < r.inside; j += 4)
-    for (int i = 0; i < 4; i++) {
-      const Pair x = s.few[j + i];
-      better += x.key > mine.key || x.key == mine.key && x.place < mine.place;
+  for (int j = warp(); j < r.inside; j += WARPS) {
+    const Pair one = s.few[j];
+    int better = 0;
+    for (int i = 0; i < FEW; i += 32) {
+      const Pair x = s.few[i + lane()];
+      better += __popc(__ballot_sync(ALL, x.key > one.key || x.key == one.key && x.place < one.place));
     }
-  const int from = __ffs(__ballot_sync(ALL, better == r.wanted - 1)) - 1;
-  return {__shfl_sync(ALL, mine.key, from), __shfl_sync(ALL, mine.place, from)};
+    if (lane() == 0 && better == r.wanted - 1) s.last = one;
+  }
+  __syncthreads();
+  return s.last;
 }
 
 // The same of equal keys: the lower the place, the better.
 template <int N> __device__ Pair last_of_equals(
-    const unsigned (&key)[N], const Span& span, int count, const Range& r, int spare, Bins* bins) {
+    const unsigned (&key)[N], const Span& span, int count, const Range& r, int spare, Bins* bins, Search& s) {
   unsigned early[N];
   for (int i = 0; i < N; i++) early[i] = key[i] == r.from ? ~span.place(i) : 0;
-  return {r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins).from};
+  return {r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins, s).from};
 }
 
 // The least key that is taken, of the k largest keys or of up to `spare` more. Ties go to the lower place: keys that are
 // equal to it and not taken are made 0.
 template <int N> __device__ unsigned cut(
     unsigned (&key)[N], const Span& span, int count, Range r, int spare, int few, Bins* bins, Search& s) {
-  r = narrow(key, r, spare, few, bins);
+  r = narrow(key, r, spare, few, bins, s);
   if (r.inside <= r.wanted + spare) return r.from;
-  const Pair last = r.inside <= few ? last_of(key, span, r, s) : last_of_equals(key, span, count, r, spare, bins);
+  const Pair last = r.inside <= few ? last_of(key, span, r, s) : last_of_equals(key, span, count, r, spare, bins, s);
   for (int i = 0; i < N; i++)
     if (key[i] == last.key && span.place(i) > last.place) key[i] = 0;
   return last.key;
@@ -147,10 +155,9 @@ template <int N> __device__ void keys_of(unsigned (&key)[N], const float (&x)[N]
 
 template <int MOST> struct Grouped : Search {
   unsigned short group[MOST];  // that are looked into
-  // The number of the score at this place among those of these groups; behind the last one it comes again.
-  __device__ int number(int at) const {
-    const unsigned place = min(at, MOST * GROUP - 1);
-    return group[place / GROUP] * GROUP + place % GROUP;
+  // The number of the score at a place among those of these groups; warps begin with a whole group.
+  __device__ int number(const Span& span, int step) const {
+    return group[span.place(0) / GROUP + step * (32 / GROUP)] * GROUP + lane() % GROUP;
   }
 };
 
@@ -164,12 +171,13 @@ template <int N, int MOST> __device__ int choose(
   return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }
 
-// Of a row of n scores those in these groups, or all: their names and keys.
+// Of a row of n scores, so many numbers apart, those in these groups, or all: their names and keys. Warps have whole
+// steps.
 template <int N, int MOST> __device__ void look_at(
-    unsigned (&key)[N], int (&name)[N], const float* scores, int n, const Span& span, bool grouped,
+    unsigned (&key)[N], int (&name)[N], const float* scores, int n, int apart, const Span& span, bool grouped,
     const Grouped<MOST>& s) {
   float x[N];
-  for (int i = 0; i < N; i++) name[i] = grouped ? s.number(span.place(i)) : min(span.place(i), THREADS * N - 1);
-  for (int i = 0; i < N; i++) x[i] = span.place(i) < span.stop && name[i] < n ? scores[name[i]] : none();
+  for (int i = 0; i < N; i++) name[i] = span.place(i) >= span.stop ? n : grouped ? s.number(span, i) : span.place(i);
+  for (int i = 0; i < N; i++) x[i] = name[i] < n ? scores[(long long)name[i] * apart] : none();
   keys_of(key, x);
 }

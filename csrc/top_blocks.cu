@@ -25,10 +25,10 @@ __device__ bool whole(const Row& row, const int* counter, int counted, int few) 
 
 // The k best of the first `count` places, which are scores of the groups chosen, or of the row.
 __device__ void take(const Row& row, int count, int k, int lanes, Range r, Shared& s) {
-  const Span span(count);
+  const Span span(count, 32);
   unsigned key[SCORES];
   int name[SCORES];
-  look_at(key, name, row.scores, row.n, span, PEAKS > 0, s);
+  look_at(key, name, row.scores, row.n, 1, span, PEAKS > 0, s);
   if (!PEAKS) r = range_of(key, k, lanes, s);
   if (row.ids)  // on their way while it is found whose are needed
     for (int i = 0; i < SCORES; i++)

@@ -23,9 +23,9 @@ struct View {
   }
 };
 
-// The nodes of a query head.
+// The nodes of a query head, whose products are beside those of the others of its kv head.
 struct Row {
-  const float* scores;
+  const float* products;
   unsigned* marks;
   int nodes;
 };
@@ -41,24 +41,30 @@ __device__ int total_of(int mine, Search& s) {
 // Of level `at`, all of them looked at; the marks of higher levels are kept.
 __device__ void expand_level(const Row& row, const int* level, int known, const View& view, int at, bool top, Search& s) {
   const Span span(row.nodes, 32);  // a warp has whole words of marks
-  unsigned long long there = 0;  // nodes of this level
+  const int first = span.place(0), rest = span.stop - first;
+  const float* product = row.products + (long long)first * G;
   unsigned key[NODES];
+  int there = 0;  // nodes of this level
   for (int i = 0; i < NODES; i++) {
-    const int u = min(span.place(i), row.nodes - 1);  // both loads at once
-    const int its = FLAT ? at : level[u];
-    const float score = row.scores[u];
-    const bool mine = span.place(i) < span.stop && 0 < u && u < known && its == at;
-    there |= (unsigned long long)mine << i;
+    const int its = FLAT ? at : 32 * i < rest ? level[first + 32 * i] : 0;  // both loads at once
+    const float score = 32 * i < rest ? product[32 * i * G] : none();  // -inf of unknown nodes
+    const bool mine = FLAT || its == at && 32 * i < known - first;
+    there += mine;
     key[i] = mine ? ordered(score) : 0;
   }
-  const int room = view.room(FLAT ? known - 1 : total_of(__popcll(there), s));
-  const Range range = range_of(key, room, lanes_of(room), s);
-  const unsigned last = cut(key, span, row.nodes, range, 0, FEW, s.bins, s);
+  if (first == 0) key[0] = 0;  // the root
+  const int room = view.room(FLAT ? known - 1 : total_of(there, s));
+  const Range range = range_of(key, room, lanes_of(FLAT ? (room + 1) / 2 : room), s);
+  const unsigned last = max(cut(key, span, row.nodes, range, 0, FEW, s.bins, s), LEAST);
+  unsigned word[(NODES + 31) / 32] = {};  // lane i has that of step i
   for (int i = 0; i < NODES; i++) {
-    const int u = span.place(i);
-    const bool taken = there >> i & 1 && key[i] >= max(last, LEAST);
-    const unsigned bits = __ballot_sync(ALL, taken || top && u == 0);  // the root too
-    if (lane() == 0 && u < span.stop) row.marks[u / 32] = top ? bits : row.marks[u / 32] | bits;
+    const unsigned bits = __ballot_sync(ALL, key[i] >= last);
+    if (lane() == i % 32) word[i / 32] = bits;
+  }
+  for (int i = 0; i < (NODES + 31) / 32; i++) {
+    const int step = 32 * i + lane(), u = span.first + 32 * step;
+    unsigned* marks = row.marks + u / 32;
+    if (step < NODES && u < span.stop) *marks = word[i] | (top ? u == 0 : *marks);
   }
 }
 
@@ -66,20 +72,17 @@ __device__ void expand_level(const Row& row, const int* level, int known, const 
 __device__ void expand_few(const Row& row, const float* peaks, int room, Shared& s) {
   const int groups = (row.nodes + GROUP - 1) / GROUP;
   const Span of_peaks(groups);
-  float peak[PEAKS ? PEAKS : 1], score[PEAKS ? SCORES : 1];
+  float peak[PEAKS ? PEAKS : 1];
   for (int i = 0; i < PEAKS; i++) peak[i] = of_peaks.place(i) < of_peaks.stop ? peaks[of_peaks.place(i)] : none();
   Range range;
   const int count = GROUP * choose(peak, of_peaks, groups, room, lanes_of(room), range, s);
   __syncthreads();
-  const Span span(count);
+  const Span span(count, 32);
   int node[PEAKS ? SCORES : 1];
-  for (int i = 0; i < SCORES; i++) {
-    node[i] = s.number(span.place(i));
-    const bool live = span.place(i) < span.stop && node[i] > 0 && node[i] < row.nodes;
-    score[i] = live ? row.scores[node[i]] : none();
-  }
   unsigned key[PEAKS ? SCORES : 1];
-  keys_of(key, score);
+  look_at(key, node, row.products, row.nodes, G, span, true, s);
+  for (int i = 0; i < SCORES; i++)
+    if (node[i] == 0) key[i] = 0;
   const unsigned last = cut(key, span, count, range, 0, FEW, s.bins + ROUNDS / 2, s);
   for (int i = 0; i < SCORES; i++)
     if (key[i] >= max(last, LEAST)) atomicOr(&s.taken[node[i] / 32], 1u << node[i] % 32);
@@ -88,11 +91,11 @@ __device__ void expand_few(const Row& row, const float* peaks, int room, Shared&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
-    const int* level, const int* node_count, const float* scores, const float* peaks, unsigned* marks, int nodes, int share,
-    int least, int most, int at, int top) {
+    const int* level, const int* node_count, const float* products, const float* peaks, unsigned* marks, int nodes,
+    int share, int least, int most, int at, int top) {
   __shared__ Shared s;
   const long long head = blockIdx.x, bh = head / G;
-  const Row row = {scores + head * nodes, marks + head * ((nodes + 31) / 32), nodes};
+  const Row row = {products + bh * nodes * G + head % G, marks + head * ((nodes + 31) / 32), nodes};
   const View view = {share, least, most};
   prepare(s);
   for (int i = threadIdx.x; PEAKS > 0 && i < WORDS; i += THREADS) s.taken[i] = 0;

@@ -3,8 +3,8 @@ import torch
 from world import World, integers
 
 from torchsparsekv.ops._top import peaks_of
-from torchsparsekv.ops.index._residual import coded, widths
-from torchsparsekv.ops.index._tree import own, spans_of
+from torchsparsekv.ops.index import _residual
+from torchsparsekv.ops.index._tree import coded, decoded, own, spans_of
 from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
 
@@ -33,16 +33,17 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
     radius2 = torch.randint(0, 20 * w.dim, lead, generator=w.g).float()
     keys = integers(torch.randn(*lead, rows, w.dim, generator=w.g)).to(w.dtype)
     placed = torch.full((*lead, block), -7, dtype=I32)
-    tree = Tree(key, parent, level, open_page, node_count, drawn(0, 2), radius2, torch.zeros_like(node_count), placed)
+    code, scale = coded(key)
+    none = torch.zeros_like(node_count)
+    tree = Tree(key, code, scale, parent, level, open_page, node_count, drawn(0, 2), radius2, none, placed)
     itself = (node > 0) & (drawn(0, 4, rows) == 0)
     at = node.clamp(min=0).long()[..., None].expand(keys.shape)
     keys = torch.where(itself[..., None], key.gather(2, at), keys)
     if w.pick(True, False):
-        of = key.float().gather(2, at)
-        codes, scale = coded(keys.float() - of)
+        codes, scale = _residual.coded(keys.float() - decoded(code, scale).gather(2, at))
     else:
         codes, scale = keys.masked_fill(~held[..., None], torch.nan), torch.empty(*lead, rows, 0, dtype=torch.float16)
-    assert (codes.shape[-1], scale.shape[-1]) == widths(w.dim, codes.dtype == torch.uint8)
+    assert (codes.shape[-1], scale.shape[-1]) == _residual.widths(w.dim, codes.dtype == torch.uint8)
     node = torch.where(itself, own(node), node).contiguous()
     return tree, Leaves(codes, scale, node, fill, spans_of(node, rows // block))
 

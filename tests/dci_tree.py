@@ -32,28 +32,34 @@ class DciTree:
     # ---- queries
 
     def query(
-        self, q: torch.Tensor, expanded: dict[int, int] | None, shown: dict[int, torch.Tensor] | None = None
-    ) -> list[int]:
+        self, q: torch.Tensor, expanded: dict[int, int] | None, shown: dict[int, torch.Tensor] | None = None,
+        nodes_by: dict[int, torch.Tensor] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all.
-        `shown`: what tokens are ranked by, None: their keys."""
+        `shown`: what tokens are ranked by, and `nodes_by`: what nodes are, None: their keys."""
+        by = self.keys | (nodes_by or {})
         seen: list[int] = []
         frontier = {ROOT}
         for level in range(max(self.level.values(), default=1), 0, -1):
             children = [t for t, p in self.parent.items() if p in frontier]
             seen += [t for t in children if t not in seen]
-            nodes = sorted((t for t in children if self.level[t] == level), key=lambda t: -float(q @ self.keys[t]))
+            nodes = sorted((t for t in children if self.level[t] == level), key=lambda t: -float(q @ by[t]))
             frontier = frontier | set(nodes if expanded is None else nodes[: expanded.get(level, 0)])
         return sorted(set(seen), key=lambda t: -float(q @ (shown or self.keys)[t]))
 
+    def nodes_in_eight_bits(self) -> dict[int, torch.Tensor]:
+        """Of each key whole numbers up to 127 times the same step; of nodes alone."""
+        steps = {t: max(float(key.abs().max()) / 127, 1e-30) for t, key in self.keys.items() if self.level[t] > 1}
+        return {t: (self.keys[t] / step).round() * step for t, step in steps.items()}
+
     def in_four_bits(self) -> dict[int, torch.Tensor]:
-        """The keys as codes have them: of each 16 channels of the difference to the parent's key, the nearest of 16
-        levels that lie evenly between its largest value and the negative of that. Nodes are known as they are."""
-        found = {}
+        """The keys as codes have them: of each 16 channels of the difference to the parent in 8 bits, the nearest of 16
+        levels that lie evenly between its largest value and the negative of that. Nodes are known in 8 bits."""
+        found = self.nodes_in_eight_bits()
         for t, key in self.keys.items():
             if self.level[t] > 1:
-                found[t] = key
                 continue
-            of = self.keys[self.parent[t]] if self.parent[t] != ROOT else torch.zeros_like(key)
+            of = found[self.parent[t]] if self.parent[t] != ROOT else torch.zeros_like(key)
             parts = []
             for x in (key - of).split(16):
                 step = float((x.abs().max() / 7.5).half())

@@ -70,6 +70,10 @@ VARIANTS = {
         for n, most in ((2050, 512), (32770, 512), (100, 512), (4096, 512), (8194, 512), (16386, 512), (32770, 32770),
                         (NODES.MOST_NODES, 512), (NODES.MOST_NODES, NODES.MOST_NODES))
     ],
+    "score_nodes": [
+        dict(D=d, G=g, BF16=bf16, **NODES.NATIVE_TILES)
+        for d, g, bf16 in ((64, 1, 0), (128, 4, 1), (256, 8, 1), (128, 7, 0))
+    ],
     "best_pages": [
         BEST.native(n, k, g)
         for n, k, g in ((2048, 64, 4), (10240, 64, 4), (40960, 64, 4), (40960, 128, 8), (100, 7, 1))

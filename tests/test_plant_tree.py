@@ -29,7 +29,9 @@ def prompt(seed: int, way: int, lengths: list[int], tokens: int):
         pick=lambda *options: options[way % len(options)],
     )  # fmt: skip
     k, near, tree, *rest = OPS["plant_tree"](w)
-    tree = tree._replace(key=of_two_norms(tree.key), radius2=torch.full_like(tree.radius2, 400))
+    key = of_two_norms(tree.key)
+    code, scale = _tree.coded(key)
+    tree = tree._replace(key=key, code=code, scale=scale, radius2=torch.full_like(tree.radius2, 400))
     return (of_two_norms(k), near._replace(ring=of_two_norms(near.ring)), tree, *rest)
 
 

@@ -1,6 +1,7 @@
 """How the descent chooses nodes, where a world is too small: by all that programs can hold."""
 import importlib
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,23 +15,31 @@ from torchsparsekv.ops.store.views import Tree, View
 
 VISIT = importlib.import_module("torchsparsekv.ops.select.visit_nodes")
 ENTRY = load_all()["visit_nodes"]
-DIM, MILLION = 16, VISIT.MILLION
+DIM, MILLION = 64, VISIT.MILLION
+HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE.type == "cuda")  # Triton interprets no products of the latter
 KINDS = ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def tree_of(products: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+def tree_of(products: torch.Tensor, dtype=torch.float32) -> tuple[torch.Tensor, Tree]:
     """Two queries a kv head, and a tree of two levels whose nodes have these products [batch, kv_heads, nodes] with the
     first, and the opposite with the second; the root's counts nothing."""
     batch, heads, nodes = products.shape
-    i32 = dict(dtype=torch.int32, device=DEVICE)
-    key = torch.zeros(batch, heads, nodes, DIM, device=DEVICE)
-    key[..., 0] = products.to(DEVICE)
+    code = torch.zeros(batch, heads, nodes, DIM, dtype=torch.int8, device=DEVICE)
+    code[..., 0] = 1
+    q = torch.zeros(batch, 2 * heads, 1, DIM, dtype=dtype, device=DEVICE)
+    q[:, 0::2, 0, 0], q[:, 1::2, 0, 0] = 1, -1
+    return q, flat_tree(code, products.to(DEVICE), dtype)
+
+
+def flat_tree(code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Tree:
+    """Of two levels; only codes are to be read."""
+    (batch, heads, nodes), i32 = scale.shape, dict(dtype=torch.int32, device=DEVICE)
+    key = torch.full(code.shape, torch.nan, dtype=dtype, device=DEVICE)
     level = torch.full((batch, heads, nodes), 2, **i32)
     level[..., 0] = 0
     one, each = torch.zeros(batch, heads, **i32), torch.zeros(batch, heads, nodes, **i32)
-    q = torch.zeros(batch, 2 * heads, 1, DIM, device=DEVICE)
-    q[:, 0::2, 0, 0], q[:, 1::2, 0, 0] = 1, -1
-    return q, Tree(key, each, level, each, one + nodes, one, one.float(), one, torch.zeros(batch, heads, 4, **i32))
+    rest = (one + nodes, one, one.float(), one, torch.zeros(batch, heads, 4, **i32))
+    return Tree(key, code, scale, each, level, each, *rest)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,16 +57,16 @@ def test_what_differs_little_differs(kind):
 @given(
     nodes=st.sampled_from([2, 33, 255, 4096, 4097, 8194, 16386, 32770, VISIT.MOST_NODES]), known=st.floats(0, 1),
     room=st.floats(0, 1), values=st.sampled_from([2, 30, 1 << 20]), broken=st.sampled_from([0, 0.3]),
-    share=st.booleans(), seed=st.integers(0, 99),
+    share=st.booleans(), dtype=st.sampled_from([torch.float32, *HALVES]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_the_best_of_many(kind, nodes, known, room, values, broken, share, seed):
+def test_the_best_of_many(kind, nodes, known, room, values, broken, share, dtype, seed):
     """Products of few values are ties mostly; those of two rows and two kv heads differ. NaN is nobody's best."""
     if DEVICE.type == "cpu":
         nodes = min(nodes, 4097)
     g = torch.Generator().manual_seed(seed)
     products = torch.randint(-values, values, (2, 2, nodes), generator=g).float()
     products[torch.rand(products.shape, generator=g) < broken] = torch.nan
-    q, tree = tree_of(products)
+    q, tree = tree_of(products, dtype)
     there = 1 + round(known * (nodes - 1))
     tree.node_count[0], tree.node_count[1] = there, nodes
     part = room**4  # few mostly: of many nodes these are found by their peaks
@@ -78,24 +87,55 @@ def test_the_best_of_many(kind, nodes, known, room, values, broken, share, seed)
         assert bits.nonzero()[:, 0].tolist() == sorted([0, *order.tolist()])
 
 
+SCORERS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def scores_of(kind: str, q: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """The products [batch, heads, nodes] and peaks that are there when the nodes of a tree of two levels are chosen."""
+    products, marks = VISIT.fake(q, tree)
+    peaks = torch.full((*q.shape[:2], -(-products.shape[2] // GROUP)), torch.nan, device=DEVICE)
+    scorer = VISIT._scorer(q, tree, View(0, 1, 1, 2)) if kind == "cuda" else None
+    assert (kind == "cuda") == (scorer is not None)
+    score = partial(VISIT._score_cuda, scorer) if scorer else VISIT._score
+    score(q, tree, marks, products, peaks, 2, True)
+    return products.movedim(-1, 2).flatten(1, 2).cpu(), peaks.cpu()
+
+
+@pytest.mark.parametrize("kind", SCORERS)
 @given(
     nodes=st.sampled_from([2, 15, 16, 17, 100, 1000]), known=st.floats(0, 1), broken=st.sampled_from([0, 0.5, 1]),
     seed=st.integers(0, 99),
 )  # fmt: skip
-def test_peaks_are_of_all_but_the_root(nodes, known, broken, seed):
+def test_peaks_are_of_all_but_the_root(kind, nodes, known, broken, seed):
     g = torch.Generator().manual_seed(seed)
-    products = torch.randint(-9, 10, (2, 2, nodes), generator=g).float()
-    products[torch.rand(products.shape, generator=g) < broken] = torch.nan
-    q, tree = tree_of(products)
+    given = torch.randint(-9, 10, (2, 2, nodes), generator=g).float()
+    given[torch.rand(given.shape, generator=g) < broken] = torch.nan
+    q, tree = tree_of(given, HALVES[-1])
     tree.node_count.fill_(1 + round(known * (nodes - 1)))
-    products, marks = VISIT.fake(q, tree)
-    scores = torch.empty(2, 4, nodes, device=DEVICE)
-    peaks = torch.full((2, 4, -(-nodes // GROUP)), torch.nan, device=DEVICE)
-    VISIT._score(q, tree, marks, scores, products, peaks, 2, True)
-    assert (scores[..., 0] == -torch.inf).all()
-    assert torch.equal(peaks, peaks_of(scores))
-    products[..., 0, :] = -torch.inf
-    assert torch.equal(products.movedim(-1, 2).flatten(1, 2), scores)
+    products, peaks = scores_of(kind, q, tree)
+    assert (products[..., 0] == 0).all()
+    products[..., 0] = -torch.inf
+    assert torch.equal(peaks, peaks_of(products))
+
+
+@pytest.mark.parametrize("kind", SCORERS)
+@given(
+    nodes=st.sampled_from([2, 17, 127, 128, 129, 500]), known=st.floats(0, 1), d=st.sampled_from([64, 128, 192, 256]),
+    group=st.integers(1, 8), half=st.sampled_from(HALVES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_are_of_codes(kind, nodes, known, d, group, half, seed):
+    """Those of a tree of two levels, for every shape that csrc/score_nodes.cu takes; codes use all of their range."""
+    g = torch.Generator().manual_seed(seed)
+    code = torch.randint(-127, 128, (2, 2, nodes, d), generator=g, dtype=torch.int8)
+    scale = torch.rand(2, 2, nodes, generator=g)
+    q = torch.randn(2, 2 * group, 1, d, generator=g).to(half)
+    there = 1 + round(known * (nodes - 1))
+    want = (q.double().unflatten(1, (2, group))[..., 0, :] @ code.double().mT) * scale.double()[:, :, None]
+    tree = flat_tree(code.to(DEVICE), scale.to(DEVICE), half)
+    tree.node_count.fill_(there)
+    products, _ = scores_of(kind, q.to(DEVICE), tree)
+    assert torch.isneginf(products[..., there:]).all()
+    torch.testing.assert_close(products[..., 1:there], want.flatten(1, 2)[..., 1:there].float(), atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("view", [View(0, 2, 1, 2), View(-1, 1, 1, 2), View(MILLION + 1, 1, 1, 2), View(0, 0, 1, 2)])

@@ -225,7 +225,7 @@ class IceCacheStages:
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
         return [
             b.index_update(),
-            b.row("expanding nodes", visit, b.states[0].tree.key.nbytes),
+            b.row("expanding nodes", visit, sum(t.nbytes for t in b.states[0].tree[1:3])),
             b.row("ranking pages", rank),
             b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.asked)),
         ]

@@ -1,9 +1,9 @@
-"""Keys as what they differ by from the key of their node, in 4 bits: what a tree's leaves keep of them.
+"""Keys as what they differ by from their node, in 4 bits: what a tree's leaves keep of them.
 
 Of every 16 channels the largest difference gives the scale, fp16; each channel is one of 16 levels between it and its
-negative, half a level off zero. Channels j and j + 8 of a group share a byte, the lower one in its low bits. The node's
-key is kept in full and its product with a query is known when leaves are looked at, so no rotation is needed to make
-the rest of equal size in all channels, and the query stays as it is.
+negative, half a level off zero. Channels j and j + 8 of a group share a byte, the lower one in its low bits. The node
+is taken in the 8 bits that queries meet it in: its product with a query is known when leaves are looked at, so no
+rotation is needed to make the rest of equal size in all channels, and the query stays as it is.
 
 80 bytes at head_dim 128, where ParisKV's codes take 96 without their ids and the key 256; benchmarks/quality/
 recall_icecache.py has what they find.
@@ -58,10 +58,10 @@ def difference(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
     return (level * scale.float()[..., None]).flatten(-2)[..., :dim]
 
 
-def keep(leaves: Leaves, at: tuple, keys: Tensor, node_keys: Tensor) -> None:
-    """Leaves `at` these indices are `keys`, children of nodes with `node_keys`."""
+def keep(leaves: Leaves, at: tuple, keys: Tensor, nodes: Tensor) -> None:
+    """Leaves `at` these indices are `keys`, children of `nodes` (_tree.decoded)."""
     if leaves.key.dtype == torch.uint8:
-        leaves.key[at], leaves.scale[at] = coded(keys.float() - node_keys.float())
+        leaves.key[at], leaves.scale[at] = coded(keys.float() - nodes)
     else:
         leaves.key[at] = keys
 
@@ -69,29 +69,36 @@ def keep(leaves: Leaves, at: tuple, keys: Tensor, node_keys: Tensor) -> None:
 # ---------------------------------------------------------------- Triton
 
 
+# How kernels that call `keep_of` are launched: a node's code times its scale is rounded before it is subtracted, as it
+# is in the reference; fused with that, the product would not be.
+UNFUSED = {"enable_fp_fusion": False}
+
+
 @triton.jit
 def keep_of(
-    x, node, row, live, key, row_key, row_scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+    x, node, row, live, code, scale, row_key, row_scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """`keep` for T keys [T, DP], children of `node` in rows `row` of a head; 0 GROUPS: leaves are keys."""
+    """`keep` for T keys [T, DP] in rows `row`, children of the nodes whose codes and scales are at `node`; 0 GROUPS:
+    leaves are keys."""
     d = tl.arange(0, DP)
     m = live[:, None] & (d < D)[None, :]
     if GROUPS == 0:
         tl.store(row_key + row[:, None] * D + d[None, :], x, mask=m)
     else:
-        of = tl.load(key + node.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0.0)
-        r = tl.where(m, x.to(tl.float32) - of.to(tl.float32), 0.0)
+        of = tl.load(code + node.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0).to(tl.float32)
+        of *= tl.load(scale + node, mask=live, other=0.0)[:, None]
+        r = tl.where(m, x.to(tl.float32) - of, 0.0)
         r = tl.reshape(r, (T, DP // _GROUP, _GROUP))
-        scale = tl.minimum(tl.max(tl.abs(r), 2) * _STEP, _LARGEST).to(tl.float16)
-        s = scale.to(tl.float32)[:, :, None]
+        its = tl.minimum(tl.max(tl.abs(r), 2) * _STEP, _LARGEST).to(tl.float16)
+        s = its.to(tl.float32)[:, :, None]
         level = tl.where(s > 0, tl.div_rn(r, tl.where(s > 0, s, 1.0) + tl.zeros_like(r)), 0.0)
         level = tl.minimum(tl.maximum(tl.floor(level) + 8.0, 0.0), 15.0).to(tl.int32)
         level = tl.reshape(level, (T, DP // _GROUP, 2, _BYTES))
         byte = tl.sum(level << (4 * tl.arange(0, 2))[None, None, :, None], 2)
         g, j = tl.arange(0, DP // _GROUP), tl.arange(0, _BYTES)
         there = live[:, None] & (g < GROUPS)[None, :]
-        tl.store(row_scale + row[:, None] * GROUPS + g[None, :], scale, mask=there)
+        tl.store(row_scale + row[:, None] * GROUPS + g[None, :], its, mask=there)
         at = (row[:, None] * GROUPS + g[None, :])[:, :, None] * _BYTES + j[None, None, :]
         tl.store(row_key + at, byte.to(tl.uint8), mask=there[:, :, None] & (j < _BYTES)[None, None, :])
 

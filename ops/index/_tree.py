@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._hash import mix, mixed
 from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops.store.rows import in_8_bits, packed_number, scale_of, scales_of, size_of
 from torchsparsekv.ops.store.views import Promotion
 
 ROOT = 0
@@ -95,6 +96,16 @@ def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor) -
     return order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
 
 
+def coded(key: Tensor) -> tuple[Tensor, Tensor]:
+    """(code, scale) of keys: in 8 bits a channel, the largest of which is 127."""
+    scale = scales_of(key.float())
+    return in_8_bits(key.float(), scale[..., None]), scale
+
+
+def decoded(code: Tensor, scale: Tensor) -> Tensor:
+    return code.float() * scale[..., None]
+
+
 def own(node):
     """Of Leaves.node: the number of the node that a token is itself, or back from that."""
     return -2 - node
@@ -116,6 +127,19 @@ def spans_of(node: Tensor, pages: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- Triton
+
+
+@triton.jit
+def keep_node(x, at, live, key, code, scale, D: tl.constexpr, DP: tl.constexpr):
+    """Keys x [T, DP] become nodes, at places `at`; with their `coded`."""
+    d = tl.arange(0, DP)
+    m = live[:, None] & (d < D)[None, :]
+    wide = tl.where(m, x.to(tl.float32), 0.0)
+    its = scale_of(tl.max(size_of(wide), 1))
+    to = at[:, None] * D + d[None, :]
+    tl.store(key + to, x, mask=m)
+    tl.store(code + to, packed_number(wide, its[:, None]), mask=m)
+    tl.store(scale + at, its, mask=live)
 
 
 @triton.jit

@@ -63,7 +63,8 @@ def reference(
             own.placed.copy_(torch.tensor(to))
             for node, of, row, token in zip(nodes, itself, to, rows[h]):
                 leaves.node[b, h, row] = of
-                _residual.keep(leaves, (b, h, row), keys_of(token), own.key[_tree.own(of) if of < 0 else node])
+                base = _tree.own(of) if of < 0 else node
+                _residual.keep(leaves, (b, h, row), keys_of(token), _tree.decoded(own.code[base], own.scale[base]))
                 leaves.fill[b, h, row // page] = row % page + 1
                 put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
@@ -81,6 +82,7 @@ def _grown(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tup
         itself.append(_tree.own(at) if level > 1 else nodes[-1])
         if level > 1:
             tree.key[at], tree.level[at], tree.parent[at] = token, level.int(), found[0]
+            tree.code[at], tree.scale[at] = _tree.coded(token)
             tree.node_count.add_(1)
     return nodes, itself
 
@@ -107,11 +109,11 @@ def _places(nodes: list[int], tree: Tree, fill: Tensor, page: int, region: int) 
 
 @triton.jit
 def _insert(
-    ring, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count, placed,
-    row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, scores, found, heads, ring_rows, slots,
-    nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr,
-    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    ring, pool, hot, slot_of, key, code, scale, parent, key_level, open_page, node_count, page_count, radius2,
+    done_count, placed, row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, scores, found, heads,
+    ring_rows, slots, nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr,
+    P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -149,9 +151,9 @@ def _insert(
                 best = tl.maximum(best, score)
             node = _among_each_other(x, level, place, c2, best, node, T)
             _commit(
-                from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2,
-                done_count, placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2,
-                slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
+                from_row, x, pool, hot, slot_of, key, code, scale, parent, key_level, open_page, node_count,
+                page_count, radius2, done_count, placed, row_key, row_scale, row_node, fill, span, bh, old, count, node,
+                level, place, c2, slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
             )  # fmt: skip
 
 
@@ -182,16 +184,16 @@ def _name(row_node, span, page, node, place, risen, live, fits):
 
 @triton.jit
 def _commit(
-    from_row, x, pool, hot, slot_of, key, parent, key_level, open_page, node_count, page_count, radius2, done_count,
-    placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2, slots, nodes, pages,
-    region, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
+    from_row, x, pool, hot, slot_of, key, code, scale, parent, key_level, open_page, node_count, page_count, radius2,
+    done_count, placed, row_key, row_scale, row_node, fill, span, bh, old, count, node, level, place, c2, slots, nodes,
+    pages, region, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Nodes, rows and pages of a head as they are from now on."""
-    i, d, c = tl.arange(0, T), tl.arange(0, DP), tl.arange(0, ROW)
+    i, c = tl.arange(0, T), tl.arange(0, ROW)
     live, risen = i < P, level > 1
     at = bh * nodes + place
-    tl.store(key + at[:, None] * D + d[None, :], x, mask=risen[:, None] & (d < D)[None, :])
+    _tree.keep_node(x, at, risen, key, code, scale, D, DP)
     tl.store(parent + at, node, mask=risen)
     tl.store(key_level + at, level, mask=risen)
     # Tokens of one node follow one another in its open page, then in a new one: a page has no fewer rows than tokens.
@@ -213,10 +215,8 @@ def _commit(
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
     _name(row_node + bh * pages * P + row, span + bh * pages + page, page, node, place, risen, live, fits)
-    of = tl.where(risen, place, node)
-    _residual.keep_of(
-        x, of, bh * pages * P + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, T, GROUPS
-    )
+    of = bh * nodes + tl.where(risen, place, node)
+    _residual.keep_of(x, of, bh * pages * P + row, live, code, scale, row_key, row_scale, D, DP, T, GROUPS)
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)
     to = row_at(pool, bh, row[:, None], pages * P, D)
@@ -245,7 +245,8 @@ def launch(store, hot, tree, leaves, lengths, promotion, region) -> None:
         lengths.ring_begin, scores, found, heads, ring_rows, hot.rows.shape[2], nodes, leaves.fill.shape[2],
         lengths.sink, region, promotion.chance, promotion.seed * _tree.SALTS, EVERY=promotion.every,
         LEVELS=promotion.levels, P=page, T=wide, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
-        NODES=tile, GROUPS=leaves.scale.shape[3], num_stages=2, **chained(ring.device, batch * heads * parts),
+        NODES=tile, GROUPS=leaves.scale.shape[3], num_stages=2, **_residual.UNFUSED,
+        **chained(ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def reference(
             at = (b, h, slice(old, new))
             of = torch.where(itself < 0, itself, node)[takes]
             leaves.node[at] = of
-            _residual.keep(leaves, at, x[h][takes], own.key[_tree.base_of(of).long()])
+            base = _tree.base_of(of).long()
+            _residual.keep(leaves, at, x[h][takes], _tree.decoded(own.code[base], own.scale[base]))
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
@@ -88,6 +89,7 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> t
     risen = risen[: len(tree.level) - count]
     new = slice(count, count + len(risen))
     tree.key[new], tree.level[new] = x[risen], level[risen].int()
+    tree.code[new], tree.scale[new] = _tree.coded(x[risen])
     tree.node_count.add_(len(risen))
     node = _tree.nearest(x, level, tree.key, tree.level, tree.radius2)
     tree.parent[new] = node[risen]
@@ -98,9 +100,9 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> t
 
 @triton.jit
 def _take_in(
-    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, key_level, before, start, length, old_begin,
-    ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr,
+    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, code, scale, key_level, before, start,
+    length, old_begin, ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The tokens from `old_begin` on into `x`, their squared norms and their products with `sign`. Those that rise go
     into the tree too, behind the `before` nodes that there are, by their number; and all levels as they are then: 1
@@ -130,8 +132,7 @@ def _take_in(
     tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
     tl.store(itself + bh * tokens + i, tl.where(fits, _tree.own_in(node), 0), mask=i < tokens)
     tl.store(key_level + bh * nodes + node, own, mask=fits)
-    at = (bh * nodes + node)[:, None] * D + d[None, :]
-    tl.store(key + at, values, mask=fits[:, None] & (d < D)[None, :])
+    _tree.keep_node(values, bh * nodes + node, fits, key, code, scale, D, DP)
 
 
 @triton.jit
@@ -159,9 +160,9 @@ def _parents(
 
 @triton.jit
 def _arrange(
-    x, takes, node, itself, key, row_key, row_scale, row_node, fill, order, start, length, old_begin, ring_begin, heads,
-    tokens, columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    x, takes, node, itself, code, scale, row_key, row_scale, row_node, fill, order, start, length, old_begin,
+    ring_begin, heads, tokens, columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Rows from `old_begin` on take their tokens."""
     bh = tl.program_id(1).to(tl.int64)
@@ -178,9 +179,9 @@ def _arrange(
         own = tl.load(itself + bh * tokens + take, mask=live, other=0)
         of = tl.where(own < 0, own, tl.load(node + bh * tokens + take, mask=live, other=0))
         _residual.keep_of(
-            values, _tree.base_in(of), bh * rows + row, live, key + bh * nodes * D, row_key, row_scale, D, DP, TILE,
-            GROUPS,
-        )
+            values, bh * nodes + _tree.base_in(of), bh * rows + row, live, code, scale, row_key, row_scale, D, DP,
+            TILE, GROUPS,
+        )  # fmt: skip
         tl.store(row_node + bh * rows + row, of, mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
@@ -208,8 +209,9 @@ def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
     order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
     grid, heads, wide = _tiles(taken.x)
     _arrange[grid](
-        taken.x, takes, node, taken.itself, tree.key, *leaves[:4], order, *lengths[:4], heads, tokens, columns,
-        leaves.node.shape[2], nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
+        taken.x, takes, node, taken.itself, tree.code, tree.scale, *leaves[:4], order, *lengths[:4], heads, tokens,
+        columns, leaves.node.shape[2], nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
+        **_residual.UNFUSED,
     )  # fmt: skip
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
     return order
@@ -242,8 +244,9 @@ def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
     before, sign = tree.node_count.clone(), _tree.signs(d, promotion.seed, k.device)
     grid, heads, wide = _tiles(x)
     _take_in[grid](
-        k, held, x, level.int(), number, own, itself, norm2, along, sign, tree.key, tree.level, before, *lengths[:4],
-        *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink, tree.key.shape[2], **wide,
+        k, held, x, level.int(), number, own, itself, norm2, along, sign, tree.key, tree.code, tree.scale,
+        tree.level, before, *lengths[:4], *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink,
+        tree.key.shape[2], **wide,
     )  # fmt: skip
     tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
     tree.radius2.copy_(torch.maximum(tree.radius2, norm2.amax(-1)))

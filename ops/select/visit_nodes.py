@@ -6,13 +6,15 @@ node. The root is always expanded. Returns the products of those that were score
 group], that of the root being 0, and -inf for the others: every query head for itself. The second result says by bits
 which ones are expanded: bit u % 32 of word u / 32.
 
-Scoring is limited by reading the keys of the nodes once for all query heads of a kv head (17 MB at 128K tokens,
-r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes, two launches a level with the choice, where a program
-holds all scores of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by histograms,
+Keys of nodes are taken in their codes of 8 bits. Scoring is limited by reading these once for all query heads of a kv
+head (8.7 MB at 128K tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes: csrc/score_nodes.cu for
+trees of two levels and queries in 2 bytes, or Triton. The choice is a second launch for each level, where a program
+holds all products of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by histograms,
 Triton by counts (ops/_top.py). Where few of many nodes are wanted csrc/visit_nodes.cu holds their peaks first, and then
-the scores of the groups that have the best of these.
+the products of the groups that have the best of these.
 """
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ WORD = 32
 NATIVE_FEW, NATIVE_THREADS = 4096, (256, 1024)
 # Of a tree of two levels with more nodes it looks at their peaks first, and at so many of the scores that share these.
 NATIVE_ALL, NATIVE_SCORES = 16384, 12
+NATIVE_TILES = dict(WARPS=8, TILES=2, GROUP=GROUP)  # of csrc/score_nodes.cu
 
 
 def check(q, tree, view) -> None:
@@ -62,7 +65,7 @@ def expanded_of(marks: Tensor, nodes: int) -> Tensor:
 def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
     group, nodes = q.shape[1] // tree.key.shape[1], tree.key.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
-    scores = (each(tree.key).float() @ q.float().transpose(-1, -2))[..., 0]
+    scores = (each(tree.code).float() @ q.float().transpose(-1, -2))[..., 0] * each(tree.scale)
     known = torch.arange(nodes, device=q.device) < tree.node_count[..., None]
     level, parent = each(torch.where(known, tree.level, 0)), each(torch.where(known, tree.parent, ROOT)).long()
     products, expanded = torch.full_like(scores, -torch.inf), torch.zeros_like(scores, dtype=torch.bool)
@@ -79,18 +82,19 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _scores(
-    q, key, parent, level, node_count, marks, scores, products, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr,
-    TOP: tl.constexpr, PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    q, code, scale, parent, level, node_count, marks, products, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr,
+    TOP: tl.constexpr, FLAT: tl.constexpr, PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels.
-    With PEAKS their peaks (ops/_top.py). The root has no part in scores and peaks."""
+    With PEAKS their peaks (ops/_top.py), in which the root has no part."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     u, g, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GP), tl.arange(0, DP)
-    there = (u < tl.load(node_count + bh)) & (tl.load(level + bh * nodes + u, mask=u < nodes, other=0) == AT)
-    out = ((bh * G + g) * nodes)[:, None] + u[None, :]
+    there = (u < tl.load(node_count + bh)) & (u > 0)
+    if not FLAT:
+        there = there & (tl.load(level + bh * nodes + u, mask=u < nodes, other=0) == AT)
     m = (g < G)[:, None] & there[None, :]
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
@@ -99,10 +103,9 @@ def _scores(
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
         x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
-        y = tl.load(
-            key + (bh * nodes + u)[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-        )
-        score = tl.dot(x, tl.trans(y), input_precision="ieee")
+        y = tl.load(code + (bh * nodes + u)[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
+        score = tl.dot(x, tl.trans(y.to(x.dtype)), input_precision="ieee")
+        score *= tl.load(scale + bh * nodes + u, mask=there, other=0.0)[None, :]
         score = tl.where(m & (score == score), score, float("-inf"))
     if PEAKS:
         group, groups = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), tl.cdiv(nodes, GROUP)
@@ -111,14 +114,13 @@ def _scores(
         tl.store(peaks + at, best, mask=(g < G)[:, None] & (group < groups)[None, :])
     if TOP:
         there = u < nodes
-    m = (g < G)[:, None] & there[None, :]
-    tl.store(scores + out, score, mask=m)
-    tl.store(products + ((bh * nodes + u) * G)[None, :] + g[:, None], tl.where((u == 0)[None, :], 0.0, score), mask=m)
+    out = ((bh * nodes + u) * G)[None, :] + g[:, None]
+    tl.store(products + out, tl.where((u == 0)[None, :], 0.0, score), mask=(g < G)[:, None] & there[None, :])
 
 
 @triton.jit
 def _expand(
-    level, node_count, scores, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
+    level, node_count, products, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query head marks the best nodes of level AT."""
@@ -129,7 +131,8 @@ def _expand(
     there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
     room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
     room = tl.minimum(tl.maximum(room, least), most).to(tl.int32)
-    take = there & take_top(ordered(tl.load(scores + row * nodes + u, mask=there, other=float("-inf"))), room)
+    product = tl.load(products + (bh * nodes + u) * G + row % G, mask=there, other=float("-inf"))
+    take = there & take_top(ordered(product), room)
     word, words = tl.arange(0, N // 32), tl.cdiv(nodes, 32)
     bits = (take | (TOP & (u == 0))).to(tl.int32) << (u % 32)
     bits = tl.sum(tl.reshape(bits, (N // 32, 32)), 1)
@@ -154,53 +157,70 @@ def native(nodes: int, view: View) -> dict[str, int]:
     return shape | dict(NODES=cdiv(cdiv(nodes, threads // 32), 32), PEAKS=0, WORDS=1)
 
 
-def _fits(q, tree, view) -> tuple[_cuda.Module, dict[str, int]] | str:
+def _fits(q, tree, view) -> tuple[_cuda.Module, _cuda.Module | None, dict[str, int]] | str:
     shape = native(tree.key.shape[2], view)
-    kernels = _cuda.load("visit_nodes", q.device, G=q.shape[1] // tree.key.shape[1], **shape)
-    return kernels if isinstance(kernels, str) else (kernels, shape)
+    choice = _cuda.load("visit_nodes", q.device, G=q.shape[1] // tree.key.shape[1], **shape)
+    return choice if isinstance(choice, str) else (choice, _scorer(q, tree, view), shape)
+
+
+def _scorer(q, tree, view) -> _cuda.Module | None:
+    """csrc/score_nodes.cu where it can take these; Triton can in any case."""
+    group, d = q.shape[1] // tree.key.shape[1], q.shape[3]
+    if view.levels != 2 or q.element_size() != 2 or d % 64 or group > 8:
+        return None
+    kernels = _cuda.load("score_nodes", q.device, D=d, G=group, BF16=int(q.dtype is torch.bfloat16), **NATIVE_TILES)
+    return None if isinstance(kernels, str) else kernels
 
 
 def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
-    """csrc/visit_nodes.cu, for the choice"""
-    kernels, shape = fitting
+    kernels, scorer, shape = fitting
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     peaks = q.new_empty((rows, cdiv(nodes, GROUP)), dtype=torch.float32) if shape["PEAKS"] else None
-    return _descend(q, tree, view, peaks, lambda scores, marks, at, top: kernels.launch(
-        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, scores, peaks, marks, nodes, view.share,
-        view.least, view.most, at, int(top),
+    score = partial(_score_cuda, scorer) if scorer else _score
+    return _descend(q, tree, view, peaks, score, lambda products, marks, at, top: kernels.launch(
+        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, products, peaks, marks, nodes,
+        view.share, view.least, view.most, at, int(top),
     ))  # fmt: skip
 
 
 def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
     rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
     wide = max(WORD, next_power_of_2(nodes))
-    return _descend(q, tree, view, None, lambda scores, marks, at, top: _expand[(rows,)](
-        tree.level, tree.node_count, scores, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
+    return _descend(q, tree, view, None, _score, lambda products, marks, at, top: _expand[(rows,)](
+        tree.level, tree.node_count, products, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
         G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
         num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
     ))  # fmt: skip
 
 
-def _descend(q, tree, view, peaks: Tensor | None, expand: Callable) -> tuple[Tensor, Tensor]:
-    """Level by level: the products of those reached, also in the order in which a query head is searched, with their
-    peaks if wanted; `expand` marks the best."""
+def _descend(q, tree, view, peaks: Tensor | None, score: Callable, expand: Callable) -> tuple[Tensor, Tensor]:
+    """Level by level: `score` writes the products of those reached, with their peaks if wanted; `expand` marks the
+    best."""
     products, marks = fake(q, tree)
-    scores = q.new_empty((*q.shape[:2], tree.key.shape[2]), dtype=torch.float32)
     for at in range(view.levels, 1, -1):
         top = at == view.levels
-        _score(q, tree, marks, scores, products, peaks, at, top)
-        expand(scores, marks, at, top)
+        score(q, tree, marks, products, peaks, at, top)
+        expand(products, marks, at, top)
     return products, marks
 
 
-def _score(q, tree, marks, scores, products, peaks: Tensor | None, at: int, top: bool) -> None:
+def _score(q, tree, marks, products, peaks: Tensor | None, at: int, top: bool) -> None:
     batch, heads, nodes, d = tree.key.shape
     group, tiles = q.shape[1] // heads, cdiv(nodes, TILE)
     _scores[(batch * heads, tiles)](
-        q, tree.key, tree.parent, tree.level, tree.node_count, marks, scores, products,
-        scores if peaks is None else peaks, q.stride(0), q.stride(1), heads, nodes, AT=at, TOP=top,
-        PEAKS=peaks is not None, GROUP=GROUP, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        q, tree.code, tree.scale, tree.parent, tree.level, tree.node_count, marks, products,
+        products if peaks is None else peaks, q.stride(0), q.stride(1), heads, nodes, AT=at, TOP=top,
+        FLAT=top and at == 2, PEAKS=peaks is not None, GROUP=GROUP, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), TILE=TILE, **chained(q.device, batch * heads * tiles),
+    )  # fmt: skip
+
+
+def _score_cuda(kernels: _cuda.Module, q, tree, marks, products, peaks: Tensor | None, *_) -> None:
+    batch, heads, nodes, _ = tree.key.shape
+    warps = NATIVE_TILES["WARPS"]
+    kernels.launch(
+        "score", (batch * heads, cdiv(nodes, GROUP * warps * NATIVE_TILES["TILES"]), 1), 32 * warps, q, tree.code,
+        tree.scale, tree.node_count, products, peaks, q.stride(0), q.stride(1), heads, nodes,
     )  # fmt: skip
 
 

@@ -67,17 +67,24 @@ def rows_of(keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack([keys, values], -2)
 
 
+def scales_of(groups: Tensor) -> Tensor:
+    """Of groups [..., channels] in fp32; inf where a number is not finite."""
+    most = torch.where(groups.isnan(), torch.inf, groups.abs()).amax(-1)
+    return torch.where(most < SMALLEST, 0.0, most / 127)
+
+
+def in_8_bits(x: Tensor, scale: Tensor) -> Tensor:
+    known = (scale > 0) & (scale < torch.inf)
+    return torch.where(known, x / torch.where(known, scale, 1.0), 0.0).round().to(PACKED)
+
+
 def as_stored(rows: Tensor, store: Tensor) -> Tensor:
     """Rows [..., 2, head_dim] in the format of `store`."""
     if store.dtype is not PACKED:
         return rows
     x, d = rows.float(), rows.shape[-1]
-    size = torch.where(x.isnan(), torch.inf, x.abs())
-    most = pad(size, (0, -d % CHANNELS)).unflatten(-1, (-1, CHANNELS)).amax(-1)
-    scale = torch.where(most < SMALLEST, 0.0, most / 127)
-    each = scale.repeat_interleave(CHANNELS, -1)[..., :d]
-    known = (each > 0) & (each < torch.inf)
-    numbers = torch.where(known, x / torch.where(known, each, 1.0), 0.0).round().to(PACKED)
+    scale = scales_of(pad(x, (0, -d % CHANNELS)).unflatten(-1, (-1, CHANNELS)))
+    numbers = in_8_bits(x, scale.repeat_interleave(CHANNELS, -1)[..., :d])
     parts = [numbers.flatten(-2), scale.flatten(-2).view(PACKED)]
     whole = torch.cat(parts, -1)
     return pad(whole, (0, 2 * packed_half(d) - whole.shape[-1])).unflatten(-1, (2, -1))
@@ -205,19 +212,42 @@ def _load(row, c, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.co
 
 
 @triton.jit
+def size_of(x):
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_of(most):
+    """`scales_of` a group whose largest size is known."""
+    return tl.where(most < LEAST, 0.0, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)))
+
+
+@triton.jit
+def packed_number(x, scale):
+    """`in_8_bits`"""
+    return number_of(x, scale).to(tl.int8)
+
+
+@triton.jit
+def number_of(x, scale):
+    """The same, not yet converted."""
+    known = (scale > 0) & (scale < float("inf"))
+    number = tl.div_rn(tl.where(known, x, 0.0), tl.where(known, scale, 1.0))
+    return (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
+
+
+@triton.jit
 def _store(row, c, x, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
     if row.dtype.element_ty == tl.int8:
         wide = x.to(tl.float32)
-        size = tl.where(live & there, tl.where(wide == wide, tl.abs(wide), float("inf")), 0.0)
+        size = tl.where(live & there, size_of(wide), 0.0)
         scale = tl.zeros_like(wide)
         for g in tl.static_range(FIRST, LAST):
             most = tl.max(tl.where(_group_of(c, D) == g, size, 0.0), 1)[:, None]
-            its = tl.where(most < LEAST, 0.0, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)))
+            its = scale_of(most)
             tl.store(_scale_at(row, g, D), its, mask=live)
             scale = tl.where(_group_of(c, D) == g, its, scale)
-        known = (scale > 0) & (scale < float("inf"))
-        number = tl.div_rn(tl.where(known, wide, 0.0), tl.where(known, scale, 1.0))
-        number = (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
+        number = number_of(wide, scale)
         tl.store(row + c, number.to(tl.int8), mask=live & there)
         return (number * scale).to(x.dtype)
     else:

@@ -271,12 +271,15 @@ class Tree(NamedTuple):
     """The inner nodes of a tree of keys: node 0 is the root, every other one is a token that was promoted.
 
     A node of level l has as children tokens of level l - 1, and all tokens of the highest level are children of the
-    root. key: the promoted keys. parent: the node above. level: from 2 on; 0 for the root. open_page: the page that
+    root. key: the promoted keys. code, scale: the same in 8 bits a channel, as queries are compared with them
+    (ops/index/_tree.py: coded). parent: the node above. level: from 2 on; 0 for the root. open_page: the page that
     takes the node's next generated token, -1 for none. radius2: the largest squared norm of a key so far, the c^2 of
     the lifted space. done_count: of the programs that share a head, how many are through.
     """
 
     key: Annotated[Tensor, Of("batch heads nodes dim", "kv")]
+    code: Annotated[Tensor, Of("batch heads nodes dim", PACKED)]
+    scale: Annotated[Tensor, Of("batch heads nodes", torch.float32)]
     parent: Annotated[Tensor, Of("batch heads nodes", I32)]
     level: Annotated[Tensor, Of("batch heads nodes", I32)]
     open_page: Annotated[Tensor, Of("batch heads nodes", I32)]
@@ -293,8 +296,8 @@ class Leaves(NamedTuple):
     span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/index/_tree.py:
     spans_of).
 
-    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from the key of its node, or
-    of the one that it is, which is nothing (ops/index/_residual.py).
+    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from its node in 8 bits, or
+    from the one that it is (ops/index/_residual.py).
     """
 
     key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]

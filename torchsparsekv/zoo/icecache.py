@@ -153,8 +153,10 @@ class IceCache(Method):
         none, inner = Buffer(lead, i32), Buffer((*lead, nodes), i32)
         return {
             "tree": Tree(
-                key=Buffer((*lead, nodes, g.head_dim), g.dtype), parent=inner, level=inner,
-                open_page=Buffer((*lead, nodes), i32, fill=-1), node_count=Buffer(lead, i32, fill=1), page_count=none,
+                key=Buffer((*lead, nodes, g.head_dim), g.dtype),
+                code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=Buffer((*lead, nodes), torch.float32),
+                parent=inner, level=inner, open_page=Buffer((*lead, nodes), i32, fill=-1),
+                node_count=Buffer(lead, i32, fill=1), page_count=none,
                 radius2=Buffer(lead, torch.float32), done_count=none, placed=Buffer((*lead, page), i32),
             ),
             "leaves": Leaves(
