@@ -149,6 +149,17 @@ def test_products_are_of_codes(kind, nodes, known, d, group, half, seed):
     torch.testing.assert_close(products[..., 1:there], want.flatten(1, 2)[..., 1:there].float(), atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("wider", "fits"), [(0, True), (4, False), (1, False)])
+def test_queries_that_are_not_aligned_are_left_to_triton(wider, fits):
+    _, tree = tree_of(torch.arange(70.0).expand(1, 1, 70), torch.bfloat16)
+    rows = torch.randn(1, 2, 1, DIM + wider, device=DEVICE).bfloat16()
+    q, view = rows[..., wider:], View(0, 3, 3, 2)
+    assert (VISIT._scorer(q, tree, view) is not None) == fits
+    for x, y in zip(ENTRY.run("cuda", q, tree, view), ENTRY.run("reference", q, tree, view)):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("view", [View(0, 2, 1, 2), View(-1, 1, 1, 2), View(MILLION + 1, 1, 1, 2), View(0, 0, 1, 2)])
 def test_refused(view):
     with pytest.raises(ValueError, match="need share from 0 to 1000000, 1 <= least <= most and levels from 2"):

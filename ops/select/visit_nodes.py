@@ -168,6 +168,8 @@ def _scorer(q, tree, view) -> _cuda.Module | None:
     group, d = q.shape[1] // tree.key.shape[1], q.shape[3]
     if view.levels != 2 or q.element_size() != 2 or d % 64 or group > 8:
         return None
+    if not _cuda.aligned(q, tree.code) or any(x % 4 for x in q.stride()[:2]):
+        return None
     kernels = _cuda.load("score_nodes", q.device, D=d, G=group, BF16=int(q.dtype is torch.bfloat16), **NATIVE_TILES)
     return None if isinstance(kernels, str) else kernels
 
