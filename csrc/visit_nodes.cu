@@ -47,13 +47,14 @@ __device__ void expand_level(const Row& row, const int* level, int known, const 
   int there = 0;  // nodes of this level
   for (int i = 0; i < NODES; i++) {
     const int its = FLAT ? at : 32 * i < rest ? level[first + 32 * i] : 0;  // both loads at once
-    const float score = 32 * i < rest ? product[32 * i * G] : none();  // -inf of unknown nodes
+    const float score = 32 * i < rest ? product[32 * i * G] : none();  // of unknown nodes it is -inf anyway
     const bool mine = FLAT || its == at && 32 * i < known - first;
     there += mine;
     key[i] = mine ? ordered(score) : 0;
   }
   if (first == 0) key[0] = 0;  // the root
   const int room = view.room(FLAT ? known - 1 : total_of(there, s));
+  // Where every thread has nodes as many groups as wanted will do, and leave a narrower range than twice as many.
   const Range range = range_of(key, room, lanes_of(FLAT ? (room + 1) / 2 : room), s);
   const unsigned last = max(cut(key, span, row.nodes, range, 0, FEW, s.bins, s), LEAST);
   unsigned word[(NODES + 31) / 32] = {};  // lane i has that of step i

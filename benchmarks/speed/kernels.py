@@ -225,7 +225,7 @@ class IceCacheStages:
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
         return [
             b.index_update(),
-            b.row("expanding nodes", visit, sum(t.nbytes for t in b.states[0].tree[1:3])),
+            b.row("expanding nodes", visit, b.states[0].tree.code.nbytes + b.states[0].tree.scale.nbytes),
             b.row("ranking pages", rank),
             b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.asked)),
         ]
