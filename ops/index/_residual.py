@@ -79,8 +79,8 @@ def keep_of(
     x, node, row, live, code, scale, row_key, row_scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """`keep` for T keys [T, DP] in rows `row`, children of the nodes whose codes and scales are at `node`; 0 GROUPS:
-    leaves are keys."""
+    """`keep` for T keys [T, DP] in rows `row`, children of `node` in a head whose nodes have these codes and scales; 0
+    GROUPS: leaves are keys."""
     d = tl.arange(0, DP)
     m = live[:, None] & (d < D)[None, :]
     if GROUPS == 0:

@@ -215,8 +215,10 @@ def _commit(
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
     _name(row_node + bh * pages * P + row, span + bh * pages + page, page, node, place, risen, live, fits)
-    of = bh * nodes + tl.where(risen, place, node)
-    _residual.keep_of(x, of, bh * pages * P + row, live, code, scale, row_key, row_scale, D, DP, T, GROUPS)
+    _residual.keep_of(
+        x, tl.where(risen, place, node), bh * pages * P + row, live, code + bh * nodes * D, scale + bh * nodes,
+        row_key, row_scale, D, DP, T, GROUPS,
+    )  # fmt: skip
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)
     to = row_at(pool, bh, row[:, None], pages * P, D)

@@ -179,8 +179,8 @@ def _arrange(
         own = tl.load(itself + bh * tokens + take, mask=live, other=0)
         of = tl.where(own < 0, own, tl.load(node + bh * tokens + take, mask=live, other=0))
         _residual.keep_of(
-            values, bh * nodes + _tree.base_in(of), bh * rows + row, live, code, scale, row_key, row_scale, D, DP,
-            TILE, GROUPS,
+            values, _tree.base_in(of), bh * rows + row, live, code + bh * nodes * D, scale + bh * nodes, row_key,
+            row_scale, D, DP, TILE, GROUPS,
         )  # fmt: skip
         tl.store(row_node + bh * rows + row, of, mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
