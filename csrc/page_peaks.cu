@@ -17,6 +17,7 @@
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // of a tile, and tiles of a group
 constexpr int LOOKS = (TURN * GROUP + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
+constexpr int EVEN = G + G % 2;  // query heads that have a mark of a node, for two to be loaded at once
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
 struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
@@ -92,7 +93,8 @@ struct Leaves {
 };
 
 // What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
-// the first place on, and from the last one back those of nodes alone. Marks of each query head, and of any.
+// the first place on, and from the last one back those of nodes alone. Marks, a word of each query head side by side, and
+// of any.
 extern __shared__ __align__(16) float pool[];
 struct Shared {
   Query& query;
@@ -100,26 +102,26 @@ struct Shared {
   int most, words;
 
   __device__ float* peaks(int head) const { return pool + head * most * GROUP; }
-  __device__ unsigned* marks(int head) const { return reinterpret_cast<unsigned*>(peaks(G)) + head * words; }
-  __device__ unsigned* any() const { return marks(G); }
+  __device__ unsigned* marks(int word) const { return reinterpret_cast<unsigned*>(peaks(G)) + word * EVEN; }
+  __device__ unsigned* any() const { return marks(words); }
   __device__ unsigned short& tile(bool own, int i) const {
-    return reinterpret_cast<unsigned short*>(marks(G + 1))[own ? most * TILES - 1 - i : i];
+    return reinterpret_cast<unsigned short*>(any() + words)[own ? most * TILES - 1 - i : i];
   }
 };
 
 // And what a thread reads of it.
 struct Source {
-  const float* products;  // with query heads 2 t and 2 t + 1
-  int mine, other;  // the marks of these
+  int head;  // the first of a thread's two, 2 t
+  const float* products;  // with these
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
   long long last;
 
   __device__ explicit Source(const Leaves& x) {
-    const int g = lane() / 4, t = lane() % 4, head = 2 * t < G ? 2 * t : 0;
+    const int g = lane() / 4, t = lane() % 4;
+    head = 2 * t < G ? 2 * t : 0;
     products = x.products + head;
-    mine = head, other = min(head + 1, G - 1);
     codes = x.codes + g * (D / 2) + t * (D / 8);
     scales = reinterpret_cast<const Scales*>(x.scales) + g * 4 + t;
     node = x.node + g;
@@ -142,12 +144,11 @@ struct Source {
       x.scale[r] = scales[at * 4];
     }
     for (int r = 0; r < 2; r++) {
-      const bool own = u[r] < -1;
-      const int of = own ? -2 - u[r] : max(u[r], 0);
+      const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0), own = u[r] < -1 ? ALL : 0, one = u[r] != -1;
       const Pair both = pair_at(products + of * G);
-      const unsigned bit = 1u << of % 32;
-      x.node[r][0] = own || u[r] >= 0 && s.marks(mine)[of / 32] & bit ? both.first : none();
-      x.node[r][1] = own || u[r] >= 0 && s.marks(other)[of / 32] & bit ? both.second : none();
+      const uint2 marks = *reinterpret_cast<const uint2*>(s.marks(of / 32) + head);
+      x.node[r][0] = (marks.x | own) >> of % 32 & one ? both.first : none();  // no branch: there is nothing to skip
+      x.node[r][1] = (marks.y | own) >> of % 32 & one ? both.second : none();
     }
   }
 };
@@ -169,7 +170,7 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
   float sum[4] = {};
   multiply(sum, x, query);
   for (int c = 0; c < 2; c++) {
-    for (int r = 0; r < 2; r++) best[r][c] = x.node[r][c] > none() ? x.node[r][c] + sum[2 * r + c] : none();
+    for (int r = 0; r < 2; r++) best[r][c] = fmaxf(x.node[r][c] + sum[2 * r + c], none());
     if (P == TILE) best[0][c] = fmaxf(best[0][c], best[1][c]);
     for (int d = 4; d < 4 * SPAN; d *= 2)
       for (int r = 0; r < (P == TILE ? 1 : 2); r++) best[r][c] = fmaxf(best[r][c], __shfl_xor_sync(ALL, best[r][c], d));
@@ -196,7 +197,7 @@ __device__ void load_marks(const Shared& s, const unsigned* marks) {
       const int i = first + r * 32 * WARPS;
       if (i >= s.words) break;
       unsigned any = 0;
-      for (int h = 0; h < G; h++) any |= s.marks(h)[i] = mark[r][h];
+      for (int h = 0; h < G; h++) any |= s.marks(i)[h] = mark[r][h];
       s.any()[i] = any;
     }
   }

@@ -15,6 +15,7 @@ constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // 5 for keys, 3 for places a
 constexpr int FEW = 64;
 
 struct Pair { unsigned key, place; };
+struct Last : Pair { bool shared; };  // and whether others are equal to it
 
 using Bins = int[BINS + 32];  // and one that is not looked at for each lane
 
@@ -23,7 +24,8 @@ struct __align__(16) Search {
   unsigned low[WARPS], high[WARPS];
   int totals[2][WARPS];
   Reached found;
-  Pair few[FEW], last;
+  Pair few[FEW];
+  Last last;
   int listed;
 };
 
@@ -96,29 +98,30 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
 }
 
 // The last that is taken of the few that are left, each of which a warp compares with all; `few` is 0 behind them.
-template <int N> __device__ Pair last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
+template <int N> __device__ Last last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
   for (int i = 0; i < N; i++)
     if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};
   __syncthreads();
   for (int j = warp(); j < r.inside; j += WARPS) {
     const Pair one = s.few[j];
-    int better = 0;
-    for (int i = 0; i < FEW; i += 32) {
+    int better = 0, equal = 0;
+    for (int i = 0; i < r.inside; i += 32) {
       const Pair x = s.few[i + lane()];
       better += __popc(__ballot_sync(ALL, x.key > one.key || x.key == one.key && x.place < one.place));
+      equal += __popc(__ballot_sync(ALL, x.key == one.key));
     }
-    if (lane() == 0 && better == r.wanted - 1) s.last = one;
+    if (lane() == 0 && better == r.wanted - 1) s.last = {one, equal > 1};
   }
   __syncthreads();
   return s.last;
 }
 
 // The same of equal keys: the lower the place, the better.
-template <int N> __device__ Pair last_of_equals(
+template <int N> __device__ Last last_of_equals(
     const unsigned (&key)[N], const Span& span, int count, const Range& r, int spare, Bins* bins, Search& s) {
   unsigned early[N];
   for (int i = 0; i < N; i++) early[i] = key[i] == r.from ? ~span.place(i) : 0;
-  return {r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins, s).from};
+  return {{r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins, s).from}, true};
 }
 
 // The least key that is taken, of the k largest keys or of up to `spare` more. Ties go to the lower place: keys that are
@@ -127,7 +130,8 @@ template <int N> __device__ unsigned cut(
     unsigned (&key)[N], const Span& span, int count, Range r, int spare, int few, Bins* bins, Search& s) {
   r = narrow(key, r, spare, few, bins, s);
   if (r.inside <= r.wanted + spare) return r.from;
-  const Pair last = r.inside <= few ? last_of(key, span, r, s) : last_of_equals(key, span, count, r, spare, bins, s);
+  const Last last = r.inside <= few ? last_of(key, span, r, s) : last_of_equals(key, span, count, r, spare, bins, s);
+  if (!last.shared) return last.key;
   for (int i = 0; i < N; i++)
     if (key[i] == last.key && span.place(i) > last.place) key[i] = 0;
   return last.key;

@@ -31,3 +31,7 @@ class Layers:
     def still(self) -> None:
         """Nothing leaves the ring, as on most steps."""
         self.lengths.view.previous_ring_begin.copy_(self.lengths.view.ring_begin)
+
+    def leaving(self) -> None:
+        """What leaves the ring at once, leaves it."""
+        self.lengths.view.previous_ring_begin.copy_(self.lengths.view.ring_begin - self.lengths.view.interval)

@@ -106,8 +106,8 @@ class Bench(Layers):
             self.row("fetch, nearly all misses", get(new), moved, draw),
         ]
 
-    def index_update(self) -> dict:
-        return self.row("index update (nothing leaves)", lambda i, s: self.method.step(s, self.q[i], self.k))
+    def index_update(self, what: str = "nothing leaves") -> dict:
+        return self.row(f"index update ({what})", lambda i, s: self.method.step(s, self.q[i], self.k))
 
     @property
     def near(self) -> int:
@@ -223,12 +223,16 @@ class IceCacheStages:
         visited = [visit(i, s) for i, s in enumerate(b.states)]
         rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves)  # noqa: E731
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
-        return [
+        rows = [
             b.index_update(),
             b.row("expanding nodes", visit, b.states[0].tree.code.nbytes + b.states[0].tree.scale.nbytes),
             b.row("ranking pages", rank),
             b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.asked)),
         ]
+        b.leaving()
+        rows.append(b.index_update("a page leaves"))
+        b.still()
+        return rows
 
 
 STAGES: dict[str, Any] = {

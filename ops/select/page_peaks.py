@@ -185,9 +185,9 @@ def most_groups(group: int) -> int:
 
 
 def _shared_bytes(visited: Visited, page: int, turn: int) -> int:
-    """For peaks of `turn` groups, marks of each query head and of any, and numbers of tiles."""
+    """For peaks of `turn` groups, marks of each query head, two by two, and of any, and numbers of tiles."""
     group, words = visited.products.shape[3], visited.marks.shape[2]
-    return 4 * (group * turn * GROUP + (group + 1) * words) + 2 * turn * GROUP * page // NATIVE_TILE
+    return 4 * (group * turn * GROUP + (group + group % 2 + 1) * words) + 2 * turn * GROUP * page // NATIVE_TILE
 
 
 def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
