@@ -154,7 +154,7 @@ def _refuse(module, query, key, value, attention_mask, layer) -> None:
             f"{other[0].device} (model.to() after patch, or autocast?): unpatch, bring the model to what it is to "
             "compute in, patch again"
         )
-    counts = attention_mask is None or (attention_mask.dtype == torch.int64 and attention_mask.numel() == key.shape[0])
+    counts = attention_mask is None or (attention_mask.dtype == torch.int32 and attention_mask.numel() == key.shape[0])
     if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
@@ -254,7 +254,7 @@ def mask(
         )
     if attention_mask is None:
         return None
-    pad = (attention_mask.long().cumsum(-1) == 0).sum(-1)
+    pad = (attention_mask.long().cumsum(-1) == 0).sum(-1, dtype=torch.int32)
     left_only = attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]
     if torch.compiler.is_compiling():  # cannot raise here: let the row overrun its capacity, which makes it NaN
         pad = torch.where(left_only, pad, -(1 << 30))

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 import torchsparsekv
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.patches import _attention
 
 COMPILED = object()
 FORMS: dict[JITFunction, dict[tuple, dict[str, str]]] = defaultdict(dict)
@@ -41,6 +42,7 @@ def launch_all() -> None:
     compile_only()
     JITFunction.__getitem__, JITFunction._do_compile = launcher, remember
     torch.cuda.is_current_stream_capturing = lambda: False
+    _attention._check_mask = lambda *args: None  # lengths stay 0, where a mask that grows would contradict them
     for entry in load_all().values():
         for one in entry.chain.chain:
             if one.kind in ("triton", "torch"):

@@ -10,6 +10,7 @@ from packaging.version import Version
 from snapshot import snapshot
 from torch._dynamo.utils import counters
 from transformers import masking_utils
+from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.patches import _install, all_families
@@ -95,7 +96,7 @@ def test_what_attention_refuses_changes_nothing_where_it_comes_first():
         for c in (cache, spoilt):
             model(first, past_key_values=c)
         want = model(step, past_key_values=cache).logits
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="the model computes in"):
+        with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(TypeError, match="the model computes in"):
             model(step, past_key_values=spoilt)
         assert torch.equal(model(step, past_key_values=spoilt).logits, want)
 

@@ -47,7 +47,7 @@ def reference(
 @triton.jit(do_not_specialize=["tokens", "interval"])
 def _advance(
     seq_len, start, length, previous_ring_begin, ring_begin, left_pad, pad, tokens, capacity, sink, window, interval,
-    batch, TOLD: tl.constexpr, ROWS: tl.constexpr,
+    batch, ROWS: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, ROWS)
     m = b < batch
@@ -55,9 +55,8 @@ def _advance(
     old_length = tl.load(length + b, mask=m, other=0)
     old_begin = tl.load(ring_begin + b, mask=m, other=0)
     before = tl.load(left_pad + b, mask=m, other=0)
-    if TOLD:
-        before = tl.where(old_length <= 0, tl.load(pad + b, mask=m, other=0).to(tl.int32), before)
-        tl.store(left_pad + b, before, mask=m)
+    before = tl.where(old_length <= 0, tl.load(pad + b, mask=m, other=0).to(tl.int32), before)
+    tl.store(left_pad + b, before, mask=m)
     now = tl.maximum(total - before, 0).to(tl.int32)
     fits = (now <= capacity) & (old_length >= 0)
     steps = tl.maximum(now - sink - window, 0) // interval
@@ -70,10 +69,10 @@ def _advance(
 
 def launch(seq_len, left_pad, lengths, pad, tokens, capacity, window) -> None:
     *times, sink, interval = lengths
-    batch = left_pad.numel()
+    batch, pad = left_pad.numel(), left_pad if pad is None else pad  # without one too: one kernel serves both
     _advance[(1,)](
-        seq_len, *times, left_pad, left_pad if pad is None else pad, tokens, capacity, sink, window, interval, batch,
-        TOLD=pad is not None, ROWS=next_power_of_2(batch), num_warps=1,
+        seq_len, *times, left_pad, pad, tokens, capacity, sink, window, interval, batch,
+        ROWS=next_power_of_2(batch), num_warps=1,
     )  # fmt: skip
 
 
