@@ -107,6 +107,22 @@ def test_what_choosing_takes_icecache_on_an_h200():
         assert text.format(near[kernel]["us"], far[kernel]["us"]) in page
 
 
+def test_what_insertion_takes_icecache():
+    """Of 32 layers two are dense, and a page of 16 tokens leaves at every 16th step."""
+    page, times, longer, shares = said("docs/methods/icecache.md"), [], [], []
+    for context, name in ((131072, "icecache"), (524288, "icecache_512k")):
+        at = stages_of("h200_kernels_icecache.json", "icecache", context)
+        leaves, still = (at[f"index update ({what})"]["us"] for what in ("a page leaves", "nothing leaves"))
+        step = next(r["tpot_ms"] for r in rows_of(f"h200_decode_{name}.json") if r["method"] == "icecache")
+        times.append(leaves)
+        longer.append(30 * (leaves - still) / 1e3)
+        shares.append(longer[-1] / 16 / step * 100)
+    assert "in all layers: {:.1f} us a layer at 128K, {:.1f} at 512K, where".format(*times) in page
+    assert "with insertions takes {:.1f} ms more at 128K and {:.1f} at 512K".format(*longer) in page
+    assert "it is {:.1f} % and {:.1f} % of their time".format(*shares) in page
+    assert max(shares) < 2
+
+
 def test_what_may_come_late():
     """Rows of the table, and what is said beside it."""
     page, want = said("docs/results.md"), []

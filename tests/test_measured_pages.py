@@ -64,8 +64,8 @@ def test_prkv_and_icecache():
 
 def test_icecache_since():
     found, names = [], {"full": "dense: ours", "icecache": "icecache"}
-    for at, name in (("128K", "h200_decode_icecache"), ("512K", "h200_decode_icecache_512k")):
-        for r in rows_of(f"{name}.json")[1:]:
+    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
+        for r in rows_of(f"h200_decode_{name}.json")[1:]:
             assert not any(r[x] for x in ("recompiles", "graph_skips", "memory_growth"))
             what = names[r["method"]] + (f"`, `{r['hyper']}" if r.get("hyper") else "")
             times = [*(f"{r[x]:.2f}" for x in ("tpot_ms", "p99_ms", "over_floor")), f"{r['speedup']:.2f}x"]
@@ -291,8 +291,8 @@ def test_the_pages_of_icecache():
 
 def test_what_reuse_costs_icecache():
     want = []
-    for n in (1, 2, 3):
-        (result,) = load([RESULTS / f"quality/icecache/text_2048_reuse{n}_cpu.jsonl"])
+    for n, name in ((1, "nodes8"), (2, "reuse2"), (3, "reuse3")):
+        (result,) = load([RESULTS / f"quality/icecache/text_2048_{name}_cpu.jsonl"])
         at = {r["budget"]: r for r in summarize(result.rows) if r["method"] == "icecache"}
         cells = [(f"{r['kl']:.4f}", f"{r['kl_p95']:.3f}", f"{r['agrees']:.3f}") for r in (at[64], at[256])]
         want.append([str(n), *cells[0], *cells[1]])
