@@ -107,6 +107,15 @@ def test_what_choosing_takes_icecache_on_an_h200():
         assert text.format(near[kernel]["us"], far[kernel]["us"]) in page
 
 
+def test_steps_of_icecache():
+    want = []
+    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
+        _, dense, *found = rows_of(f"h200_decode_{name}.json")
+        cells = [[f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}"] for r in found]
+        want.append([at, *cells[0], f"{dense['tpot_ms']:.2f}", *(cells[1] if found[1:] else ["", ""])])
+    assert want in tables(ROOT / "docs/methods/icecache.md")
+
+
 def test_what_insertion_takes_icecache():
     """Of 32 layers two are dense, and a page of 16 tokens leaves at every 16th step."""
     page, times, longer, shares = said("docs/methods/icecache.md"), [], [], []
