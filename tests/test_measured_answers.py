@@ -79,11 +79,18 @@ def test_what_reuse_costs_icecache():
         ("dense", None, None), *((f"{b}, reuse_every={e}", b, e) for b in (64, 256) for e in (1, 2, 3)),
     ):  # fmt: skip
         own = [r for r in rows if r["budget"] == budget and (r["hyper"] or {}).get("reuse_every") == every]
-        assert len(own) == 48
+        assert len(own) == 96
         tasks = dict.fromkeys(r["task"] for r in own)
         each = [statistics.fmean(r["score"] for r in own if r["task"] == task) for task in tasks]
         want.append([name, *(f"{x:.3f}" for x in each), f"{statistics.fmean(each):.3f}"])
     assert want in tables(ROOT / "benchmarks/results/README.md")
+    page = " ".join((ROOT / "docs/methods/icecache.md").read_text().split())
+    mean = {name: 100 * float(cells[-1]) for name, *cells in want}
+    for every, budget, text in (
+        (3, 64, "costs {:.1f} points of the mean"), (3, 256, "and {:.1f} with 256"),
+        (2, 64, "costs {:.1f} points at 64"),
+    ):  # fmt: skip
+        assert text.format(mean[f"{budget}, reuse_every=1"] - mean[f"{budget}, reuse_every={every}"]) in page
 
 
 def test_answers_from_a_pool_in_8_bits():
