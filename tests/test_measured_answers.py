@@ -93,6 +93,21 @@ def test_what_reuse_costs_icecache():
         assert text.format(mean[f"{budget}, reuse_every=1"] - mean[f"{budget}, reuse_every={every}"]) in page
 
 
+def test_what_reuse_costs_on_needles():
+    """By budget the mean of the six tasks, of the dense model and with 1, 2 and 3."""
+    means: dict[int | None, list[float]] = {}
+    for every in (1, 2, 3):
+        rows = [r for r in read(REUSE.parent / f"needles_2048_reuse{every}.jsonl")[0] if "task" in r]
+        assert len(rows) == 3 * 6 * 8
+        for budget in (None, 64, 256):
+            own = [r["score"] for r in rows if r["budget"] == budget]
+            means.setdefault(budget, []).append(statistics.fmean(own))
+    dense = {f"{x:.2f}" for x in means.pop(None)}
+    assert len(dense) == 1
+    want = [[str(budget), *dense, *(f"{x:.2f}" for x in found)] for budget, found in means.items()]
+    assert want in tables(ROOT / "docs/methods/icecache.md")
+
+
 def test_answers_from_a_pool_in_8_bits():
     """By method and budget the mean of three tasks: no answer is another one."""
     means = []
