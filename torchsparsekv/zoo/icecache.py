@@ -48,7 +48,8 @@ class IceCache(Method):
     rank_from: what tokens are ranked by: "codes", of 4 bits a channel, or "keys", which take three times the memory and
         find no more (benchmarks/quality/recall_icecache.py).
     reuse_every: of so many layers that follow one another the first has a tree and queries it; the others put their
-        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse".
+        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse". A model
+        whose layers look for different tokens loses answers by it: SmolLM2 most needles (docs/methods/icecache.md).
     seed: of promotion and projection.
 
     A prompt that has less than a page beyond window and sinks is attended to as a whole.
