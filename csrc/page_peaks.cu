@@ -65,10 +65,7 @@ __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
     for (int upper = 0; upper < 2 && g < G; upper++) {
       const int channel = t * (D / 4) + w / 2 * 16 + w % 2 * 4 + 8 * upper;
       const uint2 x = *reinterpret_cast<const uint2*>(q + (long long)g * q_h + channel);
-      for (int odd = 0; odd < 2; odd++) {
-        const unsigned two = __byte_perm(x.x, x.y, odd ? 0x7632 : 0x5410);
-        pair[2 * odd + upper] = BF16 ? halves(number<true>(two & 0xFFFF), number<true>(two >> 16)) : two;
-      }
+      for (int odd = 0; odd < 2; odd++) pair[2 * odd + upper] = every_other<BF16>(x, odd);
     }
     query[w][lane()] = {pair[0], pair[1], pair[2], pair[3]};
   }

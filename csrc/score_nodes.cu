@@ -38,10 +38,7 @@ struct Query {
     for (int r = 0; r < RUNS; r++)
       for (int w = 0; w < 4; w++) {
         const uint2 x = *reinterpret_cast<const uint2*>(q + 64 * r + 4 * w);
-        for (int odd = 0; odd < 2; odd++) {
-          const unsigned two = __byte_perm(x.x, x.y, odd ? 0x7632 : 0x5410);
-          at[r][w][odd] = BF16 ? halves(number<true>(two & 0xFFFF), number<true>(two >> 16)) : two;
-        }
+        for (int odd = 0; odd < 2; odd++) at[r][w][odd] = every_other<BF16>(x, odd);
       }
   }
 };

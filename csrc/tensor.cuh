@@ -68,6 +68,13 @@ __device__ inline float number(unsigned short half) {
   return x;
 }
 
+// Of four halves, or bfloat16 numbers, the first and the third, or the second and the fourth, as halves.
+template <bool BRAIN>
+__device__ inline unsigned every_other(uint2 x, bool odd) {
+  const unsigned two = __byte_perm(x.x, x.y, odd ? 0x7632 : 0x5410);
+  return BRAIN ? halves(number<true>(two & 0xFFFF), number<true>(two >> 16)) : two;
+}
+
 // sum += a b of halves, or of bfloat16 numbers, 16 rows by 8 columns, over 16 places. Of thread 4 g + t, a has rows g, g + 8, g, g + 8 at
 // places 2 t and 2 t + 1, and from the third on 8 further; b column g at the same places; sum rows g, g, g + 8, g + 8
 // of columns 2 t, 2 t + 1, 2 t, 2 t + 1.

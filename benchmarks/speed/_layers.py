@@ -33,5 +33,5 @@ class Layers:
         self.lengths.view.previous_ring_begin.copy_(self.lengths.view.ring_begin)
 
     def leaving(self) -> None:
-        """What leaves the ring at once, leaves it."""
+        """As many tokens as ever do at a time leave the ring; `still` takes it back."""
         self.lengths.view.previous_ring_begin.copy_(self.lengths.view.ring_begin - self.lengths.view.interval)
