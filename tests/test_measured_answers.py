@@ -2,6 +2,7 @@
 import statistics
 
 from test_cli import ROOT
+from test_measured_h100 import said
 from test_results import NEEDLES, ON_CPU, PAPERS_CLUSTERS, READOUT, REUSE, tables
 
 from torchsparsekv.benchmarks.quality.store import read
@@ -84,7 +85,7 @@ def test_what_reuse_costs_icecache():
         each = [statistics.fmean(r["score"] for r in own if r["task"] == task) for task in tasks]
         want.append([name, *(f"{x:.3f}" for x in each), f"{statistics.fmean(each):.3f}"])
     assert want in tables(ROOT / "benchmarks/results/README.md")
-    page = " ".join((ROOT / "docs/methods/icecache.md").read_text().split())
+    page = said("docs/methods/icecache.md")
     mean = {name: 100 * float(cells[-1]) for name, *cells in want}
     for every, budget, text in (
         (3, 64, "costs {:.1f} points of the mean"), (3, 256, "and {:.1f} with 256"),

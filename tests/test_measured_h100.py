@@ -95,43 +95,6 @@ def test_what_choosing_takes_icecache():
         assert f"{words} {near[kernel]['us']:.1f} and {far[kernel]['us']:.1f}" in page
 
 
-def test_what_choosing_takes_icecache_on_an_h200():
-    page = said("docs/methods/icecache.md")
-    near, far = (stages_of("h200_kernels_icecache.json", "icecache", n) for n in (131072, 524288))
-    for kernel, text in (
-        ("select, all of it (beside)", "is choosing: {:.1f} us a layer at 128K and {:.1f} at 512K on an H200"),
-        ("expanding nodes", "expanding nodes {:.1f} and {:.1f}, ranking"),
-        ("ranking pages", "ranking pages {:.1f} and {:.1f}, the best"),
-        ("best pages by turns", "the best of these by turns of the query heads {:.1f} and {:.1f}"),
-    ):  # fmt: skip
-        assert text.format(near[kernel]["us"], far[kernel]["us"]) in page
-
-
-def test_steps_of_icecache():
-    want = []
-    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
-        _, dense, *found = rows_of(f"h200_decode_{name}.json")
-        cells = [[f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}"] for r in found]
-        want.append([at, *cells[0], f"{dense['tpot_ms']:.2f}", *(cells[1] if found[1:] else ["", ""])])
-    assert want in tables(ROOT / "docs/methods/icecache.md")
-
-
-def test_what_insertion_takes_icecache():
-    """Of 32 layers two are dense, and a page of 16 tokens leaves at every 16th step."""
-    page, times, longer, shares = said("docs/methods/icecache.md"), [], [], []
-    for context, name in ((131072, "icecache"), (524288, "icecache_512k")):
-        at = stages_of("h200_kernels_icecache.json", "icecache", context)
-        leaves, still = (at[f"index update ({what})"]["us"] for what in ("a page leaves", "nothing leaves"))
-        step = next(r["tpot_ms"] for r in rows_of(f"h200_decode_{name}.json") if r["method"] == "icecache")
-        times.append(leaves)
-        longer.append(30 * (leaves - still) / 1e3)
-        shares.append(longer[-1] / 16 / step * 100)
-    assert "in all layers: {:.1f} us a layer at 128K, {:.1f} at 512K, where".format(*times) in page
-    assert "with insertions takes {:.1f} ms more at 128K and {:.1f} at 512K".format(*longer) in page
-    assert "it is {:.1f} % and {:.1f} % of their time".format(*shares) in page
-    assert max(shares) < 2
-
-
 def test_what_may_come_late():
     """Rows of the table, and what is said beside it."""
     page, want = said("docs/results.md"), []

@@ -62,19 +62,6 @@ def test_prkv_and_icecache():
     assert found in tables(page)
 
 
-def test_icecache_since():
-    found, names = [], {"full": "dense: ours", "icecache": "icecache"}
-    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
-        for r in rows_of(f"h200_decode_{name}.json")[1:]:
-            assert not any(r[x] for x in ("recompiles", "graph_skips", "memory_growth"))
-            what = names[r["method"]] + (f"`, `{r['hyper']}" if r.get("hyper") else "")
-            times = [*(f"{r[x]:.2f}" for x in ("tpot_ms", "p99_ms", "over_floor")), f"{r['speedup']:.2f}x"]
-            dense = r["method"] == "full"
-            kept = ["" if dense else f"{r['hit_rate']:.2f}", f"{r['device_GiB']:.1f}"]
-            found.append([at, what, *times, *kept, "" if dense else f"{r['host_GiB']:.1f}"])
-    assert found in tables(ROOT / "docs/results.md")
-
-
 STAGES = {
     "quest": ("scores", "top blocks"), "pariskv": ("votes", "collide", "rerank", "top of the candidates"),
 }  # fmt: skip

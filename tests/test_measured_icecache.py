@@ -1,0 +1,55 @@
+"""What docs/results.md and the page of icecache say of its time on an H200."""
+from test_cli import ROOT
+from test_measured_h100 import said
+from test_measured_pages import rows_of, stages_of
+from test_results import tables
+
+
+def test_icecache_since():
+    found, names = [], {"full": "dense: ours", "icecache": "icecache"}
+    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
+        for r in rows_of(f"h200_decode_{name}.json")[1:]:
+            assert not any(r[x] for x in ("recompiles", "graph_skips", "memory_growth"))
+            what = names[r["method"]] + (f"`, `{r['hyper']}" if r.get("hyper") else "")
+            times = [*(f"{r[x]:.2f}" for x in ("tpot_ms", "p99_ms", "over_floor")), f"{r['speedup']:.2f}x"]
+            dense = r["method"] == "full"
+            kept = ["" if dense else f"{r['hit_rate']:.2f}", f"{r['device_GiB']:.1f}"]
+            found.append([at, what, *times, *kept, "" if dense else f"{r['host_GiB']:.1f}"])
+    assert found in tables(ROOT / "docs/results.md")
+
+
+def test_steps_of_icecache():
+    want = []
+    for at, name in (("36K", "icecache_36k"), ("128K", "icecache"), ("512K", "icecache_512k")):
+        _, dense, *found = rows_of(f"h200_decode_{name}.json")
+        cells = [[f"{r['tpot_ms']:.2f}", f"{r['over_floor']:.2f}"] for r in found]
+        want.append([at, *cells[0], f"{dense['tpot_ms']:.2f}", *(cells[1] if found[1:] else ["", ""])])
+    assert want in tables(ROOT / "docs/methods/icecache.md")
+
+
+def test_what_choosing_takes_icecache_on_an_h200():
+    page = said("docs/methods/icecache.md")
+    near, far = (stages_of("h200_kernels_icecache.json", "icecache", n) for n in (131072, 524288))
+    for kernel, text in (
+        ("select, all of it (beside)", "is choosing: {:.1f} us a layer at 128K and {:.1f} at 512K on an H200"),
+        ("expanding nodes", "expanding nodes {:.1f} and {:.1f}, ranking"),
+        ("ranking pages", "ranking pages {:.1f} and {:.1f}, the best"),
+        ("best pages by turns", "the best of these by turns of the query heads {:.1f} and {:.1f}"),
+    ):  # fmt: skip
+        assert text.format(near[kernel]["us"], far[kernel]["us"]) in page
+
+
+def test_what_insertion_takes_icecache():
+    """Of 32 layers two are dense, and a page of 16 tokens leaves at every 16th step."""
+    page, times, longer, shares = said("docs/methods/icecache.md"), [], [], []
+    for context, name in ((131072, "icecache"), (524288, "icecache_512k")):
+        at = stages_of("h200_kernels_icecache.json", "icecache", context)
+        leaves, still = (at[f"index update ({what})"]["us"] for what in ("a page leaves", "nothing leaves"))
+        step = next(r["tpot_ms"] for r in rows_of(f"h200_decode_{name}.json") if r["method"] == "icecache")
+        times.append(leaves)
+        longer.append(30 * (leaves - still) / 1e3)
+        shares.append(longer[-1] / 16 / step * 100)
+    assert "in all layers: {:.1f} us a layer at 128K, {:.1f} at 512K, where".format(*times) in page
+    assert "with insertions takes {:.1f} ms more at 128K and {:.1f} at 512K".format(*longer) in page
+    assert "it is {:.1f} % and {:.1f} % of their time".format(*shares) in page
+    assert max(shares) < 2
