@@ -333,7 +333,9 @@ OPS = {
     "restructure": lambda w: cases_static.restructure(w, _fetch(w), _block_bounds),
     "plant_tree": cases_tree.plant_tree,
     "insert_page": lambda w: cases_tree.insert_page(w, _fetch(w)),
-    "place_page": lambda w: cases_tree.place_page(w, _fetch(w)),
+    "sought_tokens": cases_tree.sought_tokens,
+    "follow_prompt": cases_tree.follow_prompt,
+    "follow_step": lambda w: cases_tree.follow_step(w, _fetch(w)),
     "visit_nodes": cases_tree.visit_nodes,
     "page_peaks": cases_tree.page_peaks,
     "union_pages": cases_tree.union_pages,
@@ -351,8 +353,8 @@ OPS = {
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "settle_segments", "cluster_keys",
-    "cluster_ring", "plant_tree", "block_bounds", "encode_keys", "prompt_attention", "window_attention",
-    *cases_engine.MANY_TOKENS,
+    "cluster_ring", "plant_tree", "sought_tokens", "follow_prompt", "block_bounds", "encode_keys", "prompt_attention",
+    "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families

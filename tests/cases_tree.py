@@ -6,7 +6,7 @@ from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index import _residual
 from torchsparsekv.ops.index._tree import coded, decoded, own, spans_of
 from torchsparsekv.ops.select.visit_nodes import marks_of
-from torchsparsekv.ops.store.views import Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
+from torchsparsekv.ops.store.views import Followed, Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
 
 I32 = torch.int32
 
@@ -74,10 +74,32 @@ def _leaving_page(w: World, fetched: tuple) -> tuple:
     return Store(integers(w.near(w.length, lengths.previous_ring_begin).ring), *far), hot, lengths
 
 
-def place_page(w: World, fetched: tuple):
+def _followed(w: World, chosen: int) -> Followed:
+    """Some heads follow one of another number, some that of their own."""
+    lead = (w.batch, w.heads)
+    heads = torch.randint(-1, w.heads, lead, generator=w.g, dtype=I32)
+    fill = torch.randint(0, w.block + 1, (*lead, w.blocks), generator=w.g, dtype=I32)
+    return Followed(heads, torch.full((*lead, chosen), -7, dtype=I32), fill)
+
+
+def follow_step(w: World, fetched: tuple):
     store, hot, lengths = _leaving_page(w, fetched)
     rows = torch.rand(w.batch, w.heads, w.blocks * w.block, generator=w.g).argsort(-1)[..., : w.block]
-    return (store, hot, rows.to(I32).contiguous(), lengths)
+    asked = torch.randint(-1, w.blocks, (w.batch, w.heads, w.pick(1, 5, 300)), generator=w.g, dtype=I32)
+    return (store, hot, _followed(w, asked.shape[2]), asked, rows.to(I32).contiguous(), lengths)
+
+
+def sought_tokens(w: World):
+    return (integers(w.q), integers(w.k), w.lengths_view, True)
+
+
+def follow_prompt(w: World):
+    tokens = w.k.shape[2]
+    order = torch.rand(w.batch, w.heads, tokens, generator=w.g).argsort(-1).to(I32)
+    sought = torch.rand(2, w.batch, w.heads, min(4, tokens), w.pick(7, 30), generator=w.g).argsort(-1)[..., :5].to(I32)
+    sought[torch.rand(sought.shape, generator=w.g) < 0.2] = -1
+    both = w.pick(list(sought), [None, None])
+    return (order, *both, _followed(w, 1), w.lengths_view, w.block, True)
 
 
 def _distinct(tree: Tree, free: torch.Tensor) -> Tree:

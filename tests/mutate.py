@@ -94,9 +94,9 @@ MUTATIONS = (
     Mutation("the kernel packs a value by the scales of its key", "ops/store/rows.py",
              "return c // D * ((D + GROUP - 1) // GROUP) + c % D // GROUP", "return c % D // GROUP",
              "tests/test_packed_pool.py::test_triton_packs_and_unpacks_as_torch_does"),
-    Mutation("what a page holds in the hot buffer is not what its pool does", "ops/store/place_page.py",
+    Mutation("what a page holds in the hot buffer is not what its pool does", "ops/store/follow_step.py",
              "values = store_row(row_at(", "store_row(row_at(",
-             "tests/test_packed_pool.py::test_kernel_equals_reference -k place_page"),
+             "tests/test_packed_pool.py::test_kernel_equals_reference -k follow_step"),
     # ---- select
     Mutation("ties go to the higher block", "ops/select/top_blocks.py",
              STABLE, "(n - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True))[..., : min(k, n)]",

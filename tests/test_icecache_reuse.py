@@ -10,6 +10,7 @@ from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.method import make_method
+from torchsparsekv.ops.store.follow_step import followed_by
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.probe import tapped
 from torchsparsekv.state import Geometry, LayerState
@@ -44,6 +45,11 @@ def numbered(g: torch.Generator, first: int, tokens: int) -> tuple[torch.Tensor,
     return q, k, v
 
 
+def heads_of(layer: Layer) -> torch.Tensor:
+    """Of a follower, the head that each of its own follows."""
+    return followed_by(layer.state.followed.heads)[0]
+
+
 def test_pages_of_a_follower_are_the_same_tokens():
     """Through two prompts and single tokens, in the pool and in what was fetched of it."""
     g = torch.Generator().manual_seed(0)
@@ -57,20 +63,21 @@ def test_pages_of_a_follower_are_the_same_tokens():
             own.append(k)
         first += tokens
     s = anchor.state
-    held = s.leaves.node[0] != -1
-    assert int(held.sum()) == 2 * (int(s.lengths.ring_begin[0]) - 8)
+    all_held = s.leaves.node[0] != -1
+    assert int(all_held.sum()) == 2 * (int(s.lengths.ring_begin[0]) - 8)
     assert int(s.tree.page_count.min()) > 3
-    for layer, own in zip(layers, keys):
-        rows, k = layer.state.far.rows[0], torch.cat(own, 2)[0].to(DEVICE)
+    for layer, own, of in zip(layers, keys, (torch.arange(2, device=DEVICE), heads_of(layers[1]))):
+        rows, k, held = layer.state.far.rows[0], torch.cat(own, 2)[0].to(DEVICE), all_held[of]
         for h in range(2):
             token = values_of(rows)[h, held[h], 0].long()
-            assert torch.equal(token, values_of(s.far.rows)[0, h, held[h], 0].long())
+            assert torch.equal(token, values_of(s.far.rows)[0, of[h], held[h], 0].long())
             assert torch.equal(keys_of(rows)[h, held[h]], k[h, token])
-        hot, pages = layer.state.hot, rows.unflatten(1, (-1, 4))
+        hot, pages, fill = layer.state.hot, rows.unflatten(1, (-1, 4)), s.leaves.fill[0, of]
         for h, slot in (hot.block_of[0] >= 0).nonzero().tolist():
             page = int(hot.block_of[0, h, slot])
-            n = int(s.leaves.fill[0, h, page])
+            n = int(fill[h, page])
             assert torch.equal(hot.rows[0, h, slot, :n], pages[h, page, :n])
+    assert torch.equal(layers[1].state.followed.fill[0], fill)
 
 
 def test_a_follower_has_no_index():
@@ -78,6 +85,37 @@ def test_a_follower_has_no_index():
     g = Geometry(1, 2, 64, 4096, torch.bfloat16)
     own, follows = method.buffers(g), method.buffers(dataclasses.replace(g, follows=True))
     assert set(own) - set(follows) == {"tree", "leaves", "asked"}
+    assert set(follows) - set(own) == {"followed"}
+
+
+@pytest.mark.parametrize("matched", [True, False])
+def test_a_head_follows_the_one_that_looks_for_the_same(matched):
+    """The follower is its anchor with the heads the other way round. A second prompt, whose heads are as they were,
+    changes nothing: what is in the pool lies as those say."""
+    g = torch.Generator().manual_seed(0)
+    anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, match_heads=matched, **OWN))
+    follower = Follower(anchor)
+    for turned in (True, False):
+        q, k, v = numbered(g, 0, 70)
+        anchor.feed(q, k, v)
+        follower.feed(*((t.flip(1) for t in (q, k, v)) if turned else (q, k, v)))
+        assert heads_of(follower).tolist() == ([1, 0] if matched else [0, 1])
+    q, k, v = numbered(g, 140, 1)
+    anchor.feed(q, k, v), follower.feed(q, k, v)
+    asked = anchor.state.asked[0]
+    assert not torch.equal(asked[0], asked[1])
+    assert torch.equal(follower.state.followed.asked[0], asked.flip(0) if matched else asked)
+
+
+def test_where_tokens_leave_while_decoding_heads_follow_their_number():
+    """A prompt that stays in the ring says nothing of a head, and later ones find pages laid out."""
+    g = torch.Generator().manual_seed(0)
+    anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
+    follower = Follower(anchor)
+    for tokens in (12, *[1] * 20, 70):
+        q, k, v = numbered(g, 0, tokens)
+        anchor.feed(q, k, v), follower.feed(q.flip(1), k.flip(1), v)
+    assert follower.state.followed.heads.tolist() == [[-1, -1]]
 
 
 def test_a_prompt_out_of_turn_is_refused():
@@ -100,8 +138,10 @@ def test_followers_attend_to_the_ids_of_their_anchor(layers):
         with tapped(cache, taps):
             greedy_logits(model, ids, mask, 12, cache)
         said = str(handle.report())
+        heads = {i: followed_by(cache.stored[i].state.followed.heads)[..., None] for i in anchors}
     for i, anchor in anchors.items():
-        assert all(torch.equal(x, y) for x, y in zip(chosen[i], chosen[anchor], strict=True))
+        wanted = [y.gather(1, heads[i].expand_as(y)) for y in chosen[anchor]]
+        assert all(torch.equal(x, y) for x, y in zip(chosen[i], wanted, strict=True))
         assert int((chosen[i][-1] >= 0).sum()) > 0
     queried = [chosen[i][-1] for i in range(1, 8) if i not in anchors]
     assert not all(torch.equal(queried[0], x) for x in queried[1:] if x.shape == queried[0].shape)

@@ -8,7 +8,7 @@ import pytest
 from cases import OPS
 
 HERE = Path(__file__).parent
-WITHOUT_GPU_OPS = {"prompt_attention"}  # made of torch's own kernels
+WITHOUT_GPU_OPS = {"prompt_attention", "follow_prompt"}  # made of torch's own kernels
 SHARED = {"fetch_late"}  # by the kernel of another op
 
 

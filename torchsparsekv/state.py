@@ -228,7 +228,7 @@ class LayerState:
     ):  # fmt: skip
         self.row_lengths, self.buffers, self.anchor = row_lengths, buffers, anchor
         self.followers, self._takers = 0, 0
-        self._handed: Tensor | None = None
+        self._handed: Any = None
         self.joins = True
         if anchor is not None:
             anchor.followers += 1
@@ -261,19 +261,19 @@ class LayerState:
     def store(self) -> Store:
         return self._store
 
-    def hand_on(self, order: Tensor) -> None:
-        """The order in which the pool takes a prompt, for as many layers as follow this one."""
+    def hand_on(self, what: Any) -> None:
+        """What there is to know of a prompt, for as many layers as follow this one."""
         self._takers = self.followers
-        self._handed = order if self._takers else None
+        self._handed = what if self._takers else None
 
-    def handed_on(self) -> Tensor:
-        order = self._handed
-        if order is None:
-            raise RuntimeError("no order was handed on: a layer took in a prompt before the one that it follows")
+    def handed_on(self) -> Any:
+        what = self._handed
+        if what is None:
+            raise RuntimeError("nothing was handed on: a layer took in a prompt before the one that it follows")
         self._takers -= 1
         if not self._takers:
             self._handed = None
-        return order
+        return what
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LayerState":
         """The same layer, with `fn` of the tensors in its views and in those of the layer it follows."""

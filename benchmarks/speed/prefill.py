@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import option
+from torchsparsekv.benchmarks._options import check_measured, option, parse
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.method import Offload
@@ -21,6 +21,7 @@ class Options:
     contexts: tuple[int, ...] = (32768, 65536)
     methods: tuple[str, ...] = ("quest", "arkvale")
     offload: Offload = "host"
+    also: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE: one more row for each, changed by it.")
     repeats: int = 3
     chunk: int = option(0, "Tokens of a prompt in one forward, so that its activations stay small; 0: all of them.")
 
@@ -28,6 +29,11 @@ class Options:
     def grows(self) -> int:
         """Tokens that the caches have room for beside the prompt."""
         return 64
+
+    def asked(self) -> list[tuple[str, str, dict]]:
+        """The methods in the order of their rows, what is changed of each, in words and as patch() takes it."""
+        changed = [(name, text, hyper) for text in self.also for name, hyper in parse([text]).items()]
+        return [*((name, "", {}) for name in self.methods), *changed]
 
 
 def prompt(model, rows: int, length: int) -> Tensor:
@@ -61,6 +67,7 @@ def run(o: Options, out: Path | None = None) -> dict:
 
     if o.chunk < 0:
         raise ValueError(f"chunk must not be negative, got {o.chunk}")
+    check_measured(o.also, o.methods, "also changes")
     device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     rows = []
@@ -68,8 +75,9 @@ def run(o: Options, out: Path | None = None) -> dict:
         now(f"prompts of {length} tokens: dense, {', '.join(o.methods)}")
         dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
-        for name in o.methods:
-            with torchsparsekv.patch(model, name, max_length=length + o.grows, offload=o.offload) as handle:
+        for name, changed, hyper in o.asked():
+            room = length + o.grows
+            with torchsparsekv.patch(model, name, max_length=room, offload=o.offload, **hyper) as handle:
                 cache = handle.make_cache(1)
 
                 def fresh(cache=cache):
@@ -78,7 +86,8 @@ def run(o: Options, out: Path | None = None) -> dict:
 
                 ms, peak = time_prompts(model, length, fresh, o)
                 del cache, fresh
-            rows.append({"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak})
+            row = {"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak}
+            rows.append(row | ({"hyper": changed} if changed else {}))
             torch.cuda.empty_cache()
             print(rows[-1], flush=True)
     return _results.finish("prefill", rows, dataclasses.asdict(o), out)

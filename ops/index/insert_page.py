@@ -24,8 +24,8 @@ from torchsparsekv.ops._triton import chain, chained, next_power_of_2, sm_count,
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.index.plant_tree import check_pages
+from torchsparsekv.ops.store.follow_step import put
 from torchsparsekv.ops.store.forget import check_blocks
-from torchsparsekv.ops.store.place_page import put
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width, store_row
 from torchsparsekv.ops.store.views import Hot, Leaves, Lengths, Promotion, Store, Tree
 

@@ -307,6 +307,15 @@ class Leaves(NamedTuple):
     span: Annotated[Tensor, Of("batch heads blocks", I32)]
 
 
+class Followed(NamedTuple):
+    """Of a layer that follows another, by its own kv heads: the head of that one that each follows, -1 for that of the
+    same number; the pages which that one chose, and how many rows of each page hold a token."""
+
+    heads: PerHead
+    asked: Annotated[Tensor, Of("batch heads asked", I32)]
+    fill: Fill
+
+
 class Promotion(NamedTuple):
     """Which tokens rise in the tree, up to `levels`. every > 0: a seeded one of every so many. every = 0: each with
     `chance` of 2^31. What is drawn is a function of seed, position and level."""

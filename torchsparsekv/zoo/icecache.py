@@ -9,13 +9,15 @@ from torchsparsekv.method import Method
 from torchsparsekv.ops._triton import cdiv
 from torchsparsekv.ops.index._residual import widths
 from torchsparsekv.ops.index._tree import NO_SPAN, SALTS, SEEDS
+from torchsparsekv.ops.index.follow_prompt import follow_prompt
 from torchsparsekv.ops.index.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.index.plant_tree import plant_tree
 from torchsparsekv.ops.select.best_pages import best_pages
 from torchsparsekv.ops.select.page_peaks import page_peaks
+from torchsparsekv.ops.select.sought_tokens import sought_tokens
 from torchsparsekv.ops.select.visit_nodes import MILLION, MOST_NODES, visit_nodes
-from torchsparsekv.ops.store.place_page import place_page
-from torchsparsekv.ops.store.views import Attention, Choice, Leaves, Promotion, Scored, Tree, View
+from torchsparsekv.ops.store.follow_step import follow_step
+from torchsparsekv.ops.store.views import Attention, Choice, Followed, Leaves, Promotion, Scored, Tree, View
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
@@ -48,8 +50,10 @@ class IceCache(Method):
     rank_from: what tokens are ranked by: "codes", of 4 bits a channel, or "keys", which take three times the memory and
         find no more (benchmarks/quality/recall_icecache.py).
     reuse_every: of so many layers that follow one another the first has a tree and queries it; the others put their
-        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse". A model
-        whose layers look for different tokens loses answers by it: SmolLM2 most needles (docs/methods/icecache.md).
+        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse". Answers are
+        lost where it happens to look for other tokens than they do (docs/methods/icecache.md).
+    match_heads: a kv head of a layer that reuses follows the head of the other layer which looks for most of the same
+        tokens, by the last queries of the prompt. False: that of the same number, as in the paper.
     seed: of promotion and projection.
 
     A prompt that has less than a page beyond window and sinks is attended to as a whole.
@@ -69,6 +73,7 @@ class IceCache(Method):
     growth: float = 0.25
     rank_from: str = "codes"
     reuse_every: int = 1
+    match_heads: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +93,8 @@ class IceCache(Method):
         self.check_int("levels", 2, SALTS - 1)
         self.check_int("least_view", 1)
         self.check_int("reuse_every", 1)
+        if not isinstance(self.match_heads, bool):
+            raise ValueError(f"{self.name}: match_heads must be True or False, got {self.match_heads!r}")
         self.check_int("seed", 0, SEEDS - 1)
 
     @property
@@ -145,7 +152,11 @@ class IceCache(Method):
         slots = min(self.hot_budgets * chosen, grown.rows // page)
         store = super().buffers(grown) | self.hot_buffers(grown, slots, chosen)
         if g.follows:
-            return store
+            own = Followed(
+                heads=Buffer(g.lead, i32, fill=-1), asked=Buffer((*g.lead, chosen), i32, fill=-1),
+                fill=Buffer((*g.lead, grown.rows // page), i32),
+            )  # fmt: skip
+            return store | {"followed": own}
         return store | self._index(grown, nodes) | {"asked": Buffer((*g.lead, chosen), i32, fill=-1)}
 
     def _index(self, g: Geometry, nodes: int) -> Buffers:
@@ -175,21 +186,24 @@ class IceCache(Method):
     # ---- the index
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+        compares = self.match_heads and (s.anchor is not None or s.followers > 0)
+        sought = sought_tokens(q, k, s.lengths, join) if compares else None
         if s.anchor is not None:
-            return s.anchor.handed_on()
+            order, its = s.anchor.handed_on()
+            return follow_prompt(order, sought, its, s.followed, s.lengths, self.block_size, join)
         order = plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted, join)
-        s.hand_on(order)
+        s.hand_on((order, sought))
         return order
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         if s.anchor is not None:
-            return place_page(s.store, s.hot, s.anchor.tree.placed, s.lengths)
+            return follow_step(s.store, s.hot, s.followed, s.anchor.asked, s.anchor.tree.placed, s.lengths)
         region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
         insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         if s.anchor is not None:
-            return Choice(s.anchor.asked, fill=s.anchor.leaves.fill)
+            return Choice(s.followed.asked, fill=s.followed.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
