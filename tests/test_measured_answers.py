@@ -95,9 +95,9 @@ def test_what_reuse_costs_icecache():
 
 
 def test_what_reuse_costs_on_needles():
-    """By budget the mean of the six tasks, of the dense model and with 1, 2 and 3."""
+    """By budget the mean of the six tasks, of the dense model, with 1, 2 and 3, and with 2 and 3 and the same heads."""
     means: dict[int | None, list[float]] = {}
-    for every in (1, 2, 3):
+    for every in ("1", "2", "3", "2_same", "3_same"):
         rows = [r for r in read(REUSE.parent / f"needles_2048_reuse{every}.jsonl")[0] if "task" in r]
         assert len(rows) == 3 * 6 * 8
         for budget in (None, 64, 256):

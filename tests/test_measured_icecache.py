@@ -53,3 +53,19 @@ def test_what_insertion_takes_icecache():
     assert "with insertions takes {:.1f} ms more at 128K and {:.1f} at 512K".format(*longer) in page
     assert "it is {:.1f} % and {:.1f} % of their time".format(*shares) in page
     assert max(shares) < 2
+
+
+def test_what_choosing_takes_icecache_where_there_is_little_to_read():
+    choosing = "select, all of it (beside)"
+    at = [stages_of("h100/kernels_icecache_short.json", "icecache", n)[choosing]["us"] for n in (131072, 4096)]
+    few = stages_of("h100/kernels_icecache_64_nodes.json", "icecache", 131072)[choosing]["us"]
+    text = "where choosing takes {:.1f} us at 128K, it takes {:.1f} at 4,096 tokens, and at 128K {:.1f} with 64 nodes"
+    assert text.format(*at, few) in said("docs/methods/icecache.md")
+
+
+def test_the_first_token_of_icecache():
+    rows = [r for r in rows_of("h200_prefill_icecache.json") if r["method"] == "icecache"]
+    own, reuse = ([f"{r['over_dense']:.3f}" for r in rows if ("hyper" in r) == more] for more in (False, True))
+    text = "The first token comes {} and {} times as late as from the unpatched model, at 32K and 64K, and with "
+    text += "`reuse_every=3`, heads being matched, {} and {}"
+    assert text.format(*own, *reuse) in said("docs/methods/icecache.md")

@@ -213,17 +213,24 @@ def test_pariskv_searches_as_its_authors_do():
     assert f"twice as many candidates are reranked, and it takes {search:.1f} at 128K" in words
 
 
+def first_tokens(kind: str) -> dict[tuple[str, int], float]:
+    """Over the unpatched model's, by method, with reuse or without, and context."""
+    said = lambda r: r["method"] + ("`, `reuse_every=3" if "reuse_every=3" in r.get("hyper", "") else "")  # noqa: E731
+    return {(said(r), r["context"]): r["over_dense"] for r in rows_of(f"h200_prefill{kind}.json")}
+
+
 def test_time_to_the_first_token():
     for method, kind in (("prkv", "_prkv"), ("icecache", "_icecache"), ("icecache", "_prkv"), ("snapkv", "_prkv")):
-        over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of(f"h200_prefill{kind}.json")}
+        over = first_tokens(kind)
         words = " ".join((PAGES / f"{method}.md").read_text().split())
         assert all(f"{over[method, n]:.3f}" in words for n in (32768, 65536)), method
     found = []
     for method, kind in (
         ("quest", "_pages"), ("pariskv", ""), ("clusterkv", ""), ("louiskv", "_louiskv"),
-        *((m, "_prkv") for m in ("prkv", "arkvale")), ("icecache", "_icecache"), ("snapkv", "_prkv"),
+        *((m, "_prkv") for m in ("prkv", "arkvale")), ("icecache", "_icecache"),
+        ("icecache`, `reuse_every=3", "_icecache"), ("snapkv", "_prkv"),
     ):  # fmt: skip
-        over = {(r["method"], r["context"]): r["over_dense"] for r in rows_of(f"h200_prefill{kind}.json")}
+        over = first_tokens(kind)
         found.append([method, *(f"{over[method, n]:.3f}" for n in (32768, 65536)), f"h200_prefill{kind}"])
     assert found in tables(ROOT / "docs/results.md")
 
@@ -278,11 +285,14 @@ def test_the_pages_of_icecache():
 
 def test_what_reuse_costs_icecache():
     want = []
-    for n, name in ((1, "nodes8"), (2, "reuse2"), (3, "reuse3")):
+    for n, name in (
+        ("1", "nodes8"), ("2", "reuse2"), ("3", "reuse3"), ("2, same heads", "reuse2_same"),
+        ("3, same heads", "reuse3_same"),
+    ):  # fmt: skip
         (result,) = load([RESULTS / f"quality/icecache/text_2048_{name}_cpu.jsonl"])
         at = {r["budget"]: r for r in summarize(result.rows) if r["method"] == "icecache"}
         cells = [(f"{r['kl']:.4f}", f"{r['kl_p95']:.3f}", f"{r['agrees']:.3f}") for r in (at[64], at[256])]
-        want.append([str(n), *cells[0], *cells[1]])
+        want.append([n, *cells[0], *cells[1]])
     assert want in tables(PAGES / "icecache.md")
     ours = [kl_of(f"icecache/text_2048_nodes8_{b}_cpu.jsonl", "icecache", b) for b in (64, 256)]
     theirs = [kl_of("text/text_2048_h200.jsonl", "clusterkv", b) for b in (64, 256)]
