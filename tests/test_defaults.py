@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import torchsparsekv
 from torchsparsekv.method import all_methods, make_method
+from torchsparsekv.ops.select.sought_tokens import QUERIES, WANTED
 from torchsparsekv.state import Geometry
 
 
@@ -50,6 +51,11 @@ DEFAULTS: dict[str, dict[str, object]] = {
     ),
     "streaming": dict(**NEAR, budget=1024, block_size=16),
 }  # fmt: skip
+
+
+def test_by_what_heads_are_matched():
+    """Queries of the prompt, and tokens of each."""
+    assert (QUERIES, WANTED) == (32, 16)
 
 
 def test_there_is_a_line_for_every_method():

@@ -35,28 +35,27 @@ def last_of(q: Tensor) -> Tensor:
 
 
 def reference(q: Queries, k: NewKeys, lengths: Lengths, join: bool) -> Tensor:
-    start, n, old, new = (t[:, None, None] for t in lengths[:4])
+    n, old, new = (t[:, None, None] for t in lengths[1:4])
     by_head = last_of(q).unflatten(1, (k.shape[1], -1))  # [batch, kv heads, group, queries, dim]
     best = (by_head.float() @ k[:, :, None].float().transpose(-1, -2)).amax(2)
     position = n - k.shape[2] + torch.arange(k.shape[2], device=k.device)
     own = position[..., k.shape[2] - best.shape[2] :].movedim(-1, -2)
-    there = (position >= old.maximum(start)) & (position < new.minimum(own)) & (own >= start) & (n > 0)
+    there = (position >= old) & (position < new.minimum(own)) & (n > 0)
     best = best.masked_fill(~there[:, None], -torch.inf)
     return top.reference(Scored(best.flatten(0, 1)), WANTED).unflatten(0, k.shape[:2])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sought(
-    q, k, out, peaks, start, length, old_begin, ring_begin, q_b, q_h, q_s, k_b, k_h, k_s, heads, tokens, last,
+    q, k, out, peaks, length, old_begin, ring_begin, q_b, q_h, q_s, k_b, k_h, k_s, heads, tokens, last,
     G: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    n0, n, old, new = tl.load(start + b), tl.load(length + b), tl.load(old_begin + b), tl.load(ring_begin + b)
+    n, old, new = tl.load(length + b), tl.load(old_begin + b), tl.load(ring_begin + b)
     i, j, d = tl.arange(0, LP), tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
     own, position = n - last + i, n - tokens + j
-    there = (position >= tl.maximum(old, n0)) & (position < tl.where(n > 0, new, 0))
-    asks = (i < last) & (own >= n0)
+    there = (position >= old) & (position < tl.where(n > 0, new, 0))
     best = tl.full((LP, TILE), float("-inf"), tl.float32)
     if tl.max(there.to(tl.int32), 0) > 0:
         key = k + b * k_b + h * k_h + j.to(tl.int64)[:, None] * k_s + d[None, :]
@@ -64,9 +63,9 @@ def _sought(
         column = (tokens - last + i).to(tl.int64)
         for g in tl.static_range(G):
             query = q + b * q_b + (h * G + g) * q_h + column[:, None] * q_s + d[None, :]
-            x = tl.load(query, mask=asks[:, None] & (d < D)[None, :], other=0.0)
+            x = tl.load(query, mask=(i < last)[:, None] & (d < D)[None, :], other=0.0)
             best = tl.maximum(best, tl.dot(x, y, input_precision="ieee"))
-        best = tl.where((there & asks[:, None]) & (position < own[:, None]), best, float("-inf"))
+        best = tl.where(there[None, :] & (position[None, :] < own[:, None]), best, float("-inf"))
     row = bh * last + i
     tl.store(out + row[:, None] * tokens + j[None, :], best, mask=(i < last)[:, None] & (j < tokens)[None, :])
     group, groups = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), tl.cdiv(tokens, GROUP)
@@ -76,11 +75,11 @@ def _sought(
 
 def launch(q, k, lengths, join) -> Tensor:
     (batch, heads, tokens, d), last = k.shape, last_of(q).shape[2]
-    with beside(join, q, k, *lengths[:4]):
+    with beside(join, q, k, *lengths[1:4]):
         scores = k.new_empty((batch * heads, last, tokens), dtype=torch.float32)
         peaks = k.new_empty((batch * heads, last, cdiv(tokens, GROUP)), dtype=torch.float32)
         _sought[(batch * heads, cdiv(tokens, TILE))](
-            q, k, scores, peaks, *lengths[:4], *q.stride()[:3], *k.stride()[:3], heads, tokens, last,
+            q, k, scores, peaks, *lengths[1:4], *q.stride()[:3], *k.stride()[:3], heads, tokens, last,
             G=q.shape[1] // heads, LP=max(16, next_power_of_2(last)), D=d, DP=next_power_of_2(d), TILE=TILE,
             GROUP=GROUP,
         )  # fmt: skip
