@@ -38,6 +38,7 @@ WRONG_ELSEWHERE = {
     "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
+    "prefill --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest, arkvale",
     "first-call --step=eager": "step must be of auto, captured, compiled, got eager",
     "first-call --step=captured,captured": "step must be one or more different",
     "first-call --caches=kept,empty": "caches begin 'empty': there is none to keep before, got kept, empty",
