@@ -17,6 +17,7 @@ from torchsparsekv.ops._impl import torch_kernels
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._side import beside
 from torchsparsekv.ops._signature import Changed, Of
+from torchsparsekv.ops.index.plant_tree import whole_pages
 from torchsparsekv.ops.store.follow_step import followed_by
 from torchsparsekv.ops.store.store_prompt import Order
 from torchsparsekv.ops.store.views import I32, Followed, Lengths
@@ -27,8 +28,7 @@ Sought = Annotated[Tensor, Of("batch heads queries wanted", I32)]
 def check(order, sought, its, followed, lengths, page, join) -> None:
     if (sought is None) != (its is None):
         raise ValueError("what this layer looks for, and what the one that it follows does, are given both or neither")
-    if page < 1 or lengths.sink % page or lengths.interval % page:
-        raise ValueError(f"pages of {page}: sink {lengths.sink} and interval {lengths.interval} must be whole pages")
+    whole_pages(page, lengths, f"pages of {page}")
 
 
 def shared(sought: Tensor, its: Tensor) -> Tensor:

@@ -41,11 +41,14 @@ def check(k, near, tree, leaves, lengths, promotion, join) -> None:
 def check_pages(leaves: Leaves, lengths: Lengths) -> int:
     """How many rows a page has."""
     rows, pages = leaves.node.shape[2], leaves.fill.shape[2]
-    if rows % pages or lengths.sink % (rows // pages) or lengths.interval % (rows // pages):
-        raise ValueError(
-            f"{rows} rows in {pages} pages: sink {lengths.sink} and interval {lengths.interval} must be whole pages"
-        )
-    return rows // pages
+    return whole_pages(0 if rows % pages else rows // pages, lengths, f"{rows} rows in {pages} pages")
+
+
+def whole_pages(page: int, lengths: Lengths, said: str) -> int:
+    """That many rows, if sinks and what leaves the ring at a time are whole pages of them."""
+    if page < 1 or lengths.sink % page or lengths.interval % page:
+        raise ValueError(f"{said}: sink {lengths.sink} and interval {lengths.interval} must be whole pages")
+    return page
 
 
 def reference(

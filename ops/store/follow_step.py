@@ -25,9 +25,8 @@ from torchsparsekv.ops.store.rows import (
     row_width,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import I32, Followed, Hot, Lengths, Store
+from torchsparsekv.ops.store.views import I32, AskedPages, Followed, Hot, Lengths, Store
 
-AskedOf = Annotated[Tensor, Of("batch heads asked", I32)]
 Placed = Annotated[Tensor, Of("batch heads page", I32)]
 WIDE = 256  # ids that are copied at a time
 
@@ -56,7 +55,7 @@ def put(token: Tensor, row: int, pool: Tensor, hot: Hot) -> None:
 
 
 def reference(
-    store: Changed[Store], hot: Changed[Hot], followed: Changed[Followed], asked: AskedOf, placed: Placed,
+    store: Changed[Store], hot: Changed[Hot], followed: Changed[Followed], asked: AskedPages, placed: Placed,
     lengths: Lengths,
 ) -> None:  # fmt: skip
     (ring, pool), page, of = store, placed.shape[2], followed_by(followed.heads)[..., None]

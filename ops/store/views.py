@@ -29,6 +29,7 @@ PerHead: TypeAlias = Annotated[Tensor, Of("batch heads", I32)]
 SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
 Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
 Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
+AskedPages: TypeAlias = Annotated[Tensor, Of("batch heads asked", I32)]
 # Of the type of keys and values, or packed.
 Pool: TypeAlias = Annotated[Tensor, Of("batch heads rows 2 dim", "kv", packed=(PACKED, packed_half))]
 
@@ -312,7 +313,7 @@ class Followed(NamedTuple):
     same number; the pages which that one chose, and how many rows of each page hold a token."""
 
     heads: PerHead
-    asked: Annotated[Tensor, Of("batch heads asked", I32)]
+    asked: AskedPages
     fill: Fill
 
 
