@@ -42,6 +42,22 @@ def check_measured(texts: Sequence[str], methods: Sequence[str], done: str = "hy
         raise ValueError(f"{done} {', '.join(unused)}, which is not measured; methods: {', '.join(methods)}")
 
 
+def changes(also: Sequence[str]) -> list[tuple[str, str]]:
+    """The method of each METHOD.NAME=VALUE that is another row, and that text."""
+    return [(name, text) for text in also for name in parse([text])]
+
+
+def check_also(also: Sequence[str], methods: Sequence[str]) -> None:
+    check_measured(also, methods, "also changes")
+    if repeats(also):
+        raise ValueError(f"also must be different values, got {','.join(also)}")
+
+
+def said(hyper: dict[str, Any]) -> dict[str, str]:
+    """Of hyper-parameters, for a row of results; nothing where a method has the defaults."""
+    return {"hyper": ", ".join(f"{k}={v}" for k, v in hyper.items())} if hyper else {}
+
+
 def pool_told(pool_dtype: str) -> dict[str, str]:
     """What `patch` is told of the pool's type."""
     return {} if pool_dtype == "auto" else {"pool_dtype": pool_dtype}
@@ -98,8 +114,7 @@ class Setup:
 
     def told(self, name: str) -> dict[str, str]:
         """Its own hyper-parameters, for a row of results; nothing where it has the defaults."""
-        own = parse(self.hyper).get(name, {})
-        return {"hyper": ", ".join(f"{k}={v}" for k, v in own.items())} if own else {}
+        return said(parse(self.hyper).get(name, {}))
 
     def recorded(self, methods: Sequence[str]) -> dict[str, Any]:
         """The options as a file holds them: with every hyper-parameter as it acts, since defaults may change later."""

@@ -39,6 +39,8 @@ WRONG_ELSEWHERE = {
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
     "prefill --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest, arkvale",
+    "prefill --methods=icecache --also=icecache.reuse_every=0": "reuse_every must be at least 1, got 0",
+    "prefill --also=quest.block_size=8,quest.block_size=8": "also must be different values",
     "first-call --step=eager": "step must be of auto, captured, compiled, got eager",
     "first-call --step=captured,captured": "step must be one or more different",
     "first-call --caches=kept,empty": "caches begin 'empty': there is none to keep before, got kept, empty",

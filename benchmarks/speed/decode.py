@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, check_measured, different, option, parse, repeats
+from torchsparsekv.benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common, _dense, _inductor
 from torchsparsekv.benchmarks.speed._synthetic import Topics
@@ -83,9 +83,7 @@ class Options(Setup):
         _inductor.settings(self.inductor)
         for name in methods:
             self.near(name)
-        check_measured(self.also, methods, "also changes")
-        if repeats(self.also):
-            raise ValueError(f"also must be different values, got {','.join(self.also)}")
+        check_also(self.also, methods)
         if self.localities and self.locality_of_text:
             raise ValueError("localities are beside --locality, and --locality-of-text has another for each method")
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
@@ -100,8 +98,7 @@ class Options(Setup):
 
     def asked(self) -> list[tuple[str, "Options"]]:
         """The methods in the order of their rows, each with the options that it has there."""
-        changed = [(name, text) for text in self.also for name in parse([text])]
-        more = [(name, dataclasses.replace(self, hyper=(*self.hyper, text))) for name, text in changed]
+        more = [(name, dataclasses.replace(self, hyper=(*self.hyper, text))) for name, text in changes(self.also)]
         return [*((name, self) for name in self.methods), *more]
 
     def near(self, name: str) -> dict[str, float]:

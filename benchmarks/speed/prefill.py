@@ -9,10 +9,10 @@ from torch import Tensor
 
 import torchsparsekv
 from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import check_measured, option, parse
+from torchsparsekv.benchmarks._options import changes, check_also, option, parse, said
 from torchsparsekv.benchmarks._progress import now
 from torchsparsekv.benchmarks.speed import _common
-from torchsparsekv.method import Offload
+from torchsparsekv.method import Offload, make_method
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,9 @@ class Options:
         """Tokens that the caches have room for beside the prompt."""
         return 64
 
-    def asked(self) -> list[tuple[str, str, dict]]:
-        """The methods in the order of their rows, what is changed of each, in words and as patch() takes it."""
-        changed = [(name, text, hyper) for text in self.also for name, hyper in parse([text]).items()]
-        return [*((name, "", {}) for name in self.methods), *changed]
+    def asked(self) -> list[tuple[str, dict]]:
+        """The methods in the order of their rows, and what is changed of each."""
+        return [*((name, {}) for name in self.methods), *((n, parse([text])[n]) for n, text in changes(self.also))]
 
 
 def prompt(model, rows: int, length: int) -> Tensor:
@@ -67,7 +66,9 @@ def run(o: Options, out: Path | None = None) -> dict:
 
     if o.chunk < 0:
         raise ValueError(f"chunk must not be negative, got {o.chunk}")
-    check_measured(o.also, o.methods, "also changes")
+    check_also(o.also, o.methods)
+    for name, hyper in o.asked():
+        make_method(name, **hyper)
     device = _common.prepare(o.methods, o)
     model = _common.build(o.shape, device)
     rows = []
@@ -75,7 +76,7 @@ def run(o: Options, out: Path | None = None) -> dict:
         now(f"prompts of {length} tokens: dense, {', '.join(o.methods)}")
         dense, peak = time_prompts(model, length, lambda: DynamicCache(config=model.config), o)
         rows.append({"method": "dense", "context": length, "ttft_ms": dense, "over_dense": 1.0, "peak_GiB": peak})
-        for name, changed, hyper in o.asked():
+        for name, hyper in o.asked():
             room = length + o.grows
             with torchsparsekv.patch(model, name, max_length=room, offload=o.offload, **hyper) as handle:
                 cache = handle.make_cache(1)
@@ -87,7 +88,7 @@ def run(o: Options, out: Path | None = None) -> dict:
                 ms, peak = time_prompts(model, length, fresh, o)
                 del cache, fresh
             row = {"method": name, "context": length, "ttft_ms": ms, "over_dense": ms / dense, "peak_GiB": peak}
-            rows.append(row | ({"hyper": changed} if changed else {}))
+            rows.append(row | said(hyper))
             torch.cuda.empty_cache()
             print(rows[-1], flush=True)
     return _results.finish("prefill", rows, dataclasses.asdict(o), out)
