@@ -73,20 +73,29 @@ class Plan:
         return [i for i, m in enumerate(self.methods) if m is not None]
 
     def _anchors(self) -> dict[int, int]:
-        """Of layers for which an earlier one chooses, that one: the first of `reuse_every` layers that run the same
-        method on as many heads, whatever lies between them."""
+        """Of layers for which an earlier one chooses, that one: the last that chose, of layers that run the same method
+        on as many heads, whatever lies between them."""
         found: dict[int, int] = {}
         latest: dict[tuple, tuple[int, int]] = {}  # the layer that chooses, and how many there are with it
+        choosing: dict[tuple[int, ...], list[int]] = {}  # by what was asked for
         for i, (method, layer) in enumerate(zip(self.methods, self.layers)):
             if method is None or layer is None:
                 continue
             kind = (method, layer.kv_heads, layer.heads)
             anchor, count = latest.get(kind, (i, 0))
-            if 0 < count < method.reuse_every:
+            if count and not method.chooses(i, count):
                 found[i] = anchor
             else:
                 anchor, count = i, 0
+                if isinstance(method.choosers, tuple):
+                    choosing.setdefault(method.choosers, []).append(i)
             latest[kind] = anchor, count + 1
+        for asked, which in choosing.items():
+            if list(asked) != which:
+                raise ValueError(
+                    f"choosers must be the layers that choose, got {asked} where {tuple(which)} would: of those that "
+                    "retrieve the first one has to, and each that is like none before it"
+                )
         return found
 
     def pool_said(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "full": dict(**NEAR, budget=1024),
     "icecache": dict(
         **NEAR, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
-        growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, seed=0,
+        growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, choosers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
     "oracle": dict(**NEAR, budget=1024, block_size=1),

@@ -125,13 +125,22 @@ def test_a_prompt_out_of_turn_is_refused():
         follower.feed(*numbered(torch.Generator(), 0, 20))
 
 
+CHOOSERS = dict(reuse_every=1, choosers=(1, 2, 6))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("layers", [None, {4: dict(budget=32)}])
-def test_followers_attend_to_the_ids_of_their_anchor(layers):
-    """Layers 1 to 7: 1 and 4 query, or where layer 4 is another method, it and 5."""
+@pytest.mark.parametrize(
+    ("more", "anchors"),
+    [
+        ({}, {2: 1, 3: 1, 5: 4, 6: 4}),
+        (dict(layers={4: dict(budget=32)}), {2: 1, 3: 1, 6: 5, 7: 5}),
+        (CHOOSERS, {3: 2, 4: 2, 5: 2, 7: 6}),
+    ],
+)
+def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
+    """Layers 1 to 7: 1 and 4 query, or where layer 4 is another method, it and 5; or those that are named."""
     model, (ids, mask) = tiny(num_hidden_layers=8), prompts(2, 67)
-    anchors = {2: 1, 3: 1, 5: 4, 6: 4} if layers is None else {2: 1, 3: 1, 6: 5, 7: 5}
-    with torchsparsekv.patch(model, "icecache", **SMALL, layers=layers) as handle:
+    with torchsparsekv.patch(model, "icecache", **SMALL | more) as handle:
         assert handle.planned.anchors == anchors
         cache, chosen = handle.make_cache(2), [[] for _ in range(8)]
         taps = [lambda s, q, a, choice, out, i=i: chosen[i].append(choice and choice.ids.clone()) for i in range(8)]
@@ -145,7 +154,31 @@ def test_followers_attend_to_the_ids_of_their_anchor(layers):
         assert int((chosen[i][-1] >= 0).sum()) > 0
     queried = [chosen[i][-1] for i in range(1, 8) if i not in anchors]
     assert not all(torch.equal(queried[0], x) for x in queried[1:] if x.shape == queried[0].shape)
-    assert "layer 2, 3: attends to what layer 1 chose" in said
+    followers = {a: [str(i) for i in anchors if anchors[i] == a] for a in anchors.values()}
+    for a, others in followers.items():
+        assert f"layer {', '.join(others)}: attends to what layer {a} chose" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        (dict(choosers=(1, 3)), ValueError, r"give choosers or reuse_every, got \(1, 3\) and 3"),
+        (dict(reuse_every=1, choosers=(2, 4)), ValueError, r"got \(2, 4\) where \(1, 2, 4\) would"),
+        (dict(reuse_every=1, choosers=(0, 1)), ValueError, r"got \(0, 1\) where \(1,\) would"),
+        (dict(reuse_every=1, choosers=(1, 9)), ValueError, r"got \(1, 9\) where \(1,\) would"),
+        (dict(reuse_every=1, choosers=(3, 1)), ValueError, r"ascending order.*got \(3, 1\)"),
+        (dict(reuse_every=1, choosers=()), ValueError, r"ascending order.*got \(\)"),
+        (dict(reuse_every=1, choosers=(1, True)), ValueError, r"ascending order.*got \(1, True\)"),
+        (dict(reuse_every=1, choosers=3), ValueError, r"ascending order.*got 3"),
+        (dict(reuse_every=1, choosers="none.json"), ValueError, "none.json is no file of `torchsparsekv choosers`"),
+        (dict(CHOOSERS, layers={4: dict(budget=32)}), ValueError, r"got \(1, 2, 6\) where \(1, 2, 4, 6\) would"),
+    ],
+)
+def test_layers_that_cannot_choose_are_refused(more, error, said):
+    model = tiny(num_hidden_layers=8)
+    with pytest.raises(error, match=said):
+        torchsparsekv.patch(model, "icecache", **SMALL | more)
+    assert model.config._attn_implementation == "sdpa"  # untouched
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -64,9 +64,14 @@ class Method:
         def reuse_every(self) -> int:
             """Of so many layers that follow one another the first chooses for all."""
 
+        @property
+        def choosers(self) -> tuple[int, ...] | str | None:
+            """The layers that choose, as a tuple, for those behind each; None: as `reuse_every` has it."""
+
     else:
         block_size = 1
         reuse_every = 1
+        choosers = None
 
     name: ClassVar[str] = ""
     retrieves: ClassVar[bool] = True  # chooses by content
@@ -151,6 +156,11 @@ class Method:
         """Whether every step chooses for all heads, and says nothing of a choice but ids and `fill`, of blocks that
         nothing moves between steps. Then it may be fetched late."""
         return False
+
+    @final
+    def chooses(self, layer: int, behind: int) -> bool:
+        """Whether this layer does, where it is the `behind`th one after the last that did."""
+        return layer in self.choosers if isinstance(self.choosers, tuple) else behind >= self.reuse_every
 
     @property
     def least_capability(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 Taken where transformers hands them to attention, so rotary positions and norms of heads are in them.
 """
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,19 +54,31 @@ class Heads:
         return (q @ keys.transpose(-1, -2) * self.scale).softmax(-1).flatten(1, 2)
 
 
-@torch.no_grad()
-def heads_of(model: Any, ids: Tensor, layers: Sequence[int], *, below: bool = False) -> Heads:
-    """`ids` [tokens]. The model must be one whose attention transformers dispatches by name, as of all it has now."""
+@contextlib.contextmanager
+def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """The model's attention by `attend(sdpa, module, q, k, v, mask, **more)`. It must be one whose attention
+    transformers dispatches by name, as of all it has now."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, functools.partial(attend, AttentionInterface()["sdpa"]))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation(NAME)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def heads_of(model: Any, ids: Tensor, layers: Sequence[int], *, below: bool = False) -> Heads:
+    """`ids` [tokens]."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     guessed: dict[int, Tensor] = {}
     scales: set[float] = set()
-    before = model.config._attn_implementation
-    sdpa = AttentionInterface()["sdpa"]
 
-    def taking(module, q, k, v, mask, **more):
+    def taking(sdpa, module, q, k, v, mask, **more):
         if mask is GUESS:
             guessed[module.layer_idx] = q[0].float()
             return torch.zeros_like(q).transpose(1, 2), None
@@ -74,14 +87,11 @@ def heads_of(model: Any, ids: Tensor, layers: Sequence[int], *, below: bool = Fa
             scales.add(float(more.get("scaling") or q.shape[-1] ** -0.5))
         return sdpa(module, q, k, v, mask, **more)
 
-    AttentionInterface.register(NAME, taking)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     hooks = _asked_ahead(model, layers) if below else []
     try:
-        model.set_attn_implementation(NAME)
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        with attending(model, taking):
+            model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
-        model.set_attn_implementation(before)
         for hook in hooks:
             hook.remove()
     (scale,) = scales

@@ -1,6 +1,8 @@
 """IceCache: pages of tokens with similar keys, found by descending a tree that grows while decoding (ICLR 2026)."""
+import json
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -54,6 +56,8 @@ class IceCache(Method):
         lost where it happens to look for other tokens than they do (docs/methods/icecache.md).
     match_heads: a kv head of a layer that reuses follows the head of the other layer which looks for most of the same
         tokens, by the last queries of the prompt. False: that of the same number, as in the paper.
+    choosers: the layers that choose, instead of every `reuse_every`th one; each other follows the last of them before
+        it. `torchsparsekv choosers` finds those of a model, and the path of the file that it writes is taken too.
     seed: of promotion and projection.
 
     A prompt that has less than a page beyond window and sinks is attended to as a whole.
@@ -74,9 +78,14 @@ class IceCache(Method):
     rank_from: str = "codes"
     reuse_every: int = 1
     match_heads: bool = True
+    choosers: tuple[int, ...] | str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.choosers, (str, Path)):
+            object.__setattr__(self, "choosers", found(self.choosers))
+        if self.choosers is not None:
+            object.__setattr__(self, "choosers", self._choosers())
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
         super().__post_init__()
@@ -96,6 +105,18 @@ class IceCache(Method):
         if not isinstance(self.match_heads, bool):
             raise ValueError(f"{self.name}: match_heads must be True or False, got {self.match_heads!r}")
         self.check_int("seed", 0, SEEDS - 1)
+
+    def _choosers(self) -> tuple[int, ...]:
+        given = self.choosers
+        layers = tuple(given) if isinstance(given, (tuple, list)) else ()
+        if not layers or any(type(i) is not int or i < 0 for i in layers) or list(layers) != sorted(set(layers)):
+            raise ValueError(
+                f"{self.name}: choosers must be layers in ascending order, or a file of `torchsparsekv choosers`, got "
+                f"{given!r}"
+            )
+        if self.reuse_every != 1:
+            raise ValueError(f"{self.name}: give choosers or reuse_every, got {given!r} and {self.reuse_every}")
+        return layers
 
     @property
     def block_size(self) -> int:
@@ -209,3 +230,12 @@ class IceCache(Method):
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         best_pages(Scored(scores, peaks), s.asked)
         return Choice(s.asked, fill=s.leaves.fill)
+
+
+def found(path: str | Path) -> list[int]:
+    """The layers in a file that `torchsparsekv choosers` wrote."""
+    try:
+        rows = json.loads(Path(path).read_text())["rows"]
+        return [r["layer"] for r in rows if r["follows"] is None]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"icecache: {path} is no file of `torchsparsekv choosers`: {e!r}") from e
