@@ -156,7 +156,8 @@ def test_the_command_writes_what_patch_takes(tmp_path):
     from torchsparsekv.benchmarks.recall_model.model import load
 
     out = tmp_path / "found.json"
-    told = ("choosers", "--tasks", "multivalue", "--length", "512", "--samples", "1", "--budget", "32", "--out", str(out))
+    few = ("--tasks", "multivalue", "--length", "512", "--samples", "1", "--budget", "32")
+    told = ("choosers", *few, "--out", str(out))
     said = answered(*told)
     rows = json.loads(out.read_text())["rows"]
     which = tuple(r["layer"] for r in rows if r["follows"] is None)
