@@ -3,6 +3,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from torchsparsekv.method import Method, Offload, PoolType, all_methods, hyper_parameters, make_method
@@ -54,8 +55,9 @@ def check_also(also: Sequence[str], methods: Sequence[str]) -> None:
 
 
 def said(hyper: dict[str, Any]) -> dict[str, str]:
-    """Of hyper-parameters, for a row of results; nothing where a method has the defaults."""
-    return {"hyper": ", ".join(f"{k}={v}" for k, v in hyper.items())} if hyper else {}
+    """Of hyper-parameters, for a row of results, files without folders; nothing where a method has the defaults."""
+    named = {k: Path(v).name if isinstance(v, str) else v for k, v in hyper.items()}
+    return {"hyper": ", ".join(f"{k}={v}" for k, v in named.items())} if hyper else {}
 
 
 def pool_told(pool_dtype: str) -> dict[str, str]:

@@ -206,7 +206,7 @@ SCRIPTS = (
     "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
     "static_mass", "turn_mass", "turns", "units", "waiting",
 )  # fmt: skip
-ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, "
+ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv choosers, "
 ONLY += ", ".join(f"python benchmarks/quality/{name}.py" for name in SCRIPTS) + ", got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,

@@ -75,7 +75,8 @@ def test_every_file_holds_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
-        "again", "bench", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan", "report",
+        "again", "bench", "calibrate", "choosers", "demo", "eval", "eval-text", "info", "methods", "models", "plan",
+        "report",
     )  # fmt: skip
     speed = (
         "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",

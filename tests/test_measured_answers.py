@@ -1,4 +1,5 @@
 """Answers of few samples, and by other devices than the table of scores: what the pages say is what the files hold."""
+import json
 import statistics
 
 from test_cli import ROOT
@@ -107,6 +108,40 @@ def test_what_reuse_costs_on_needles():
     assert len(dense) == 1
     want = [[str(budget), *dense, *(f"{x:.2f}" for x in found)] for budget, found in means.items()]
     assert want in tables(ROOT / "docs/methods/icecache.md")
+
+
+def mean(name: str, budget: int | None, samples: int) -> float:
+    own = [r["score"] for r in read(REUSE.parent / name)[0] if "task" in r and r["budget"] == budget]
+    assert len(own) == samples
+    return statistics.fmean(own)
+
+
+def test_what_layers_that_were_found_cost():
+    """They are as many as of `reuse_every=3`; the goal is 1.5 points."""
+    page, kinds = said("docs/methods/icecache.md"), ("reuse1", "reuse3", "choosers")
+    needles = {b: [mean(f"needles_2048_h200_{kind}.jsonl", b, 144) for kind in kinds] for b in (None, 64, 256)}
+    assert len(set(needles[None])) == 1
+    want = [[str(b), *(f"{x:.3f}" for x in (needles[None][0], *needles[b]))] for b in (64, 256)]
+    assert want in tables(ROOT / "docs/methods/icecache.md")
+    lost = {b: 100 * (needles[b][0] - needles[b][2]) for b in (64, 256)}
+    assert f"`choosers` lose {lost[64]:.1f} points at 64 tokens and nothing at 256" in page
+    assert max(lost.values()) < 1.5
+    rows = [r for r in read(REUSE)[0] if "task" in r and (r["hyper"] or {}).get("reuse_every") == 1]
+    for budget in (64, 256):
+        whole = statistics.fmean(r["score"] for r in rows if r["budget"] == budget)
+        assert 100 * (whole - mean("recall_choosers.jsonl", budget, 96)) < 1.5
+    for model, layers, evenly in (("smollm2", 28, 46.5), ("recall", 4, None)):
+        found = json.loads((REUSE.parent / f"choosers_{model}.json").read_text())["rows"]
+        which = [r["layer"] for r in found if r["follows"] is None]
+        assert len(found) == layers
+        assert len(which) == -(-layers // 3)
+        if evenly:
+            assert f"{', '.join(map(str, which[:-2]))}, {which[-2]} and {which[-1]}, with" in page
+            assert f"with {sum(r['nats'] for r in found):.1f} nats lost" in page
+            lost_by = sum(r["by"].get(str(2 + i // 3 * 3), 0.0) for i, r in enumerate(found))
+            assert f"where every third layer loses {lost_by:.1f}" in page
+        else:
+            assert f"layers {which[0]} and {which[1]} (" in page
 
 
 def test_answers_from_a_pool_in_8_bits():

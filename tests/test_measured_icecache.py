@@ -27,6 +27,18 @@ def test_steps_of_icecache():
     assert want in tables(ROOT / "docs/methods/icecache.md")
 
 
+def test_a_step_with_layers_that_were_found():
+    _, dense, whole, third, found = rows_of("h200_decode_icecache_choosers.json")
+    assert found["hyper"] == "choosers=choosers_smollm2.json"
+    assert not any(found[x] for x in ("recompiles", "graph_skips", "memory_growth"))
+    told = (found, third, whole, dense)
+    text = "takes {:.2f} ms, {over:.2f} of the floor, where it takes {:.2f} with `reuse_every=3` and {:.2f} without "
+    text += "reuse, our dense attention {:.2f}"
+    page = said("docs/methods/icecache.md")
+    assert text.format(*(r["tpot_ms"] for r in told), over=found["over_floor"]) in page
+    assert found["over_floor"] < 1.08
+
+
 def test_what_choosing_takes_icecache_on_an_h200():
     page = said("docs/methods/icecache.md")
     near, far = (stages_of("h200_kernels_icecache.json", "icecache", n) for n in (131072, 524288))

@@ -287,7 +287,7 @@ def test_what_reuse_costs_icecache():
     want = []
     for n, name in (
         ("1", "nodes8"), ("2", "reuse2"), ("3", "reuse3"), ("2, same heads", "reuse2_same"),
-        ("3, same heads", "reuse3_same"),
+        ("3, same heads", "reuse3_same"), ("choosers", "choosers"),
     ):  # fmt: skip
         (result,) = load([RESULTS / f"quality/icecache/text_2048_{name}_cpu.jsonl"])
         at = {r["budget"]: r for r in summarize(result.rows) if r["method"] == "icecache"}

@@ -2,11 +2,13 @@
 import dataclasses
 import importlib
 import importlib.util
+import json
 import operator
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -124,6 +126,17 @@ class Method:
         if value < least or (most is not None and value > most):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
+
+    def read_file(self, field: str, command: str, take: Callable[[Any], object]) -> None:
+        """A hyper-parameter may be the path of a file that `command` wrote: then it is what `take` finds there."""
+        path = getattr(self, field)
+        if not isinstance(path, (str, Path)):
+            return
+        try:
+            found = take(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{self.name}: {path} is no file of `torchsparsekv {command}`: {e!r}") from e
+        object.__setattr__(self, field, found)
 
     def check_one_of(self, field: str, known: Iterable[str]) -> None:
         """Refuse a hyper-parameter that is none of these words."""

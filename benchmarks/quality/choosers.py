@@ -38,7 +38,7 @@ class Options:
     tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal and readout")
     samples: int = option(2, "Of each task; not those that `eval` asks for.")
     length: int = option(2048, "Tokens of prompt and answer together.")
-    steps: int = option(16, "First tokens of an answer that are predicted again.")
+    steps: int = option(64, "First tokens of an answer that are predicted again.")
     budget: int = option(64, "Tokens that a head retrieves.")
     sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to.")
@@ -190,8 +190,7 @@ def nats(lost: Tensor, choosing: Sequence[int]) -> float:
 
 def check(o: Options, out: Path) -> None:
     at_least(o, every=2, samples=1, length=1, steps=1, budget=1, sink=0, window=1)
-    if o.dtype not in options.DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(options.DTYPES)}, got {o.dtype!r}")
+    options.check_dtype(o.dtype)
     if out.exists():
         raise FileExistsError(f"{out} is there already: name another file")
     make_method("icecache", budget=o.budget, sink=o.sink, window=o.window)

@@ -64,12 +64,16 @@ def resolved(o: Options) -> Options:
     return dataclasses.replace(o, **{name: value for name, value in quick.items() if name in left})
 
 
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
 def check_compared(o: Compared) -> None:
     """All that can be known before a model is loaded."""
     at_least(o, samples=1, probe=0, batch=1)
     different(o, "lengths", "methods", "budgets")
-    if o.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {o.dtype!r}")
+    check_dtype(o.dtype)
     if o.pool_dtype not in get_args(PoolChoice):
         raise ValueError(f"pool_dtype must be one of {', '.join(get_args(PoolChoice))}, got {o.pool_dtype!r}")
     known = all_methods()

@@ -34,7 +34,7 @@ SCRIPTS = tuple(
         "static_mass", "turn_mass", "turns", "units", "waiting",
     )
 )  # fmt: skip
-COMMANDS = ("eval", "eval-text", "bench")
+COMMANDS = ("eval", "eval-text", "bench", "choosers")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
 
 

@@ -12,7 +12,7 @@ TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "
 SEGMENTS, UNITS = "segments", "units"
 NO_FIGURE = (  # in docs
     CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "lengths", "digests",
-    "static_codes", "ablate", UNITS, "misses", "waiting",
+    "static_codes", "ablate", UNITS, "misses", "waiting", "choosers",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, SEGMENTS, *NO_FIGURE)

@@ -1,8 +1,6 @@
 """IceCache: pages of tokens with similar keys, found by descending a tree that grows while decoding (ICLR 2026)."""
-import json
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -82,8 +80,7 @@ class IceCache(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.choosers, (str, Path)):
-            object.__setattr__(self, "choosers", found(self.choosers))
+        self.read_file("choosers", "choosers", lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None])
         if self.choosers is not None:
             object.__setattr__(self, "choosers", self._choosers())
         if self.page_size is not None:
@@ -230,12 +227,3 @@ class IceCache(Method):
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
         best_pages(Scored(scores, peaks), s.asked)
         return Choice(s.asked, fill=s.leaves.fill)
-
-
-def found(path: str | Path) -> list[int]:
-    """The layers in a file that `torchsparsekv choosers` wrote."""
-    try:
-        rows = json.loads(Path(path).read_text())["rows"]
-        return [r["layer"] for r in rows if r["follows"] is None]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"icecache: {path} is no file of `torchsparsekv choosers`: {e!r}") from e

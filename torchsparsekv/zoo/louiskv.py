@@ -1,7 +1,5 @@
 """LouisKV: clusters of the prompt and segments of the output, retrieved only where the query turns."""
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchsparsekv.ops.index._kmeans import WIDEST
 from torchsparsekv.ops.store.views import Boundaries
@@ -34,8 +32,7 @@ class LouisKV(ClusterMethod):
     segment_max: int = 32
 
     def __post_init__(self) -> None:
-        if isinstance(self.tau, (str, Path)):
-            object.__setattr__(self, "tau", calibrated(self.tau))
+        self.read_file("tau", "calibrate", lambda found: found["tau"])
         if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not -1 < self.tau <= 1:
             raise ValueError(f"{self.name}: tau must be in (-1, 1], or a file of `calibrate`, got {self.tau!r}")
         if not isinstance(self.per_head, bool):
@@ -53,11 +50,3 @@ class LouisKV(ClusterMethod):
     @property
     def rule(self) -> Boundaries:
         return Boundaries(float(self.tau), self.per_head, self.segment_min, self.segment_max, float(self.memory))
-
-
-def calibrated(path: str | Path) -> float:
-    """The threshold in a file that `torchsparsekv calibrate` wrote."""
-    try:
-        return json.loads(Path(path).read_text())["tau"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"louiskv: {path} is no file of `torchsparsekv calibrate`: {e!r}") from e
