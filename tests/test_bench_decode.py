@@ -9,6 +9,7 @@ from test_bench import BANK_OF, PROMPT_MS, SMALL
 from test_bench import watch as on_a_cpu
 from test_cli import refused
 
+from torchsparsekv.benchmarks._options import said
 from torchsparsekv.benchmarks.quality.options import METHODS
 from torchsparsekv.benchmarks.speed import _common, _text_rates, decode, kernels, prefill
 from torchsparsekv.benchmarks.speed._synthetic import SINKS, Topics
@@ -328,3 +329,9 @@ def test_prompts_go_in_chunks(watch):
     assert prefill.time_prompt(model, torch.zeros(1, 100), None, chunk=48) == PROMPT_MS
     assert prefill.time_prompt(model, torch.zeros(1, 100), None) == PROMPT_MS
     assert lengths == [48, 48, 4, 100]
+
+
+def test_a_file_is_said_without_its_folder():
+    assert said({"choosers": "a/b/found.json", "rank_from": "keys", "r": 0.5}) == {
+        "hyper": "choosers=found.json, rank_from=keys, r=0.5"
+    }

@@ -100,6 +100,24 @@ def test_what_a_layer_loses(source, answer, layer, chooser):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_is_sought_is_of_the_last_queries(source, answer, layer):
+    ids = torch.tensor(source.sample("words", 96, 7).prompt[:-1], device=DEVICE)
+    heads = heads_of(source.model, ids, range(5))
+    want = [looked_for(heads, layer, at, len(ids)) for at in range(len(ids) - 32, len(ids))]
+    found = [[set(head[i].tolist()) for head in answer.asked.sought[layer][0]] for i in range(32)]
+    assert found == want
+
+
+def test_what_decides_which_are_found():
+    """And no sample of an evaluation is among those they are found by."""
+    assert module.HELD_OUT == 1000
+    o = module.Options()
+    assert (o.every, o.samples, o.length, o.steps) == (3, 2, 2048, 64)
+    assert (o.budget, o.sink, o.window, o.skip_layers) == (64, 32, 64, 2)
+
+
+@torch.no_grad()
 def test_a_budget_of_everything_loses_nothing(source):
     o = module.Options(**vars(OPTIONS) | {"budget": 96})
     answer = module.Answered(source.model, LAYERS, source.sample("words", 96, 7), o)
