@@ -8,7 +8,7 @@ taken to add up, and the layers that choose are those with which their sum is le
 """
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,19 +32,13 @@ HELD_OUT = 1000  # samples from this one on, which no evaluation asks for
 
 
 @dataclass(frozen=True)
-class Options:
-    model: str = option(options.RECALL, "recall, smollm2, a Hugging Face path or name, a .gguf file.")
+class Options(options.OnModel):
     every: int = option(3, "As many layers are to choose as with reuse_every of so many.")
     tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal and readout")
     samples: int = option(2, "Of each task; not those that `eval` asks for.")
     length: int = option(2048, "Tokens of prompt and answer together.")
     steps: int = option(64, "First tokens of an answer that are predicted again.")
     budget: int = option(64, "Tokens that a head retrieves.")
-    sink: int = option(32, "First tokens, always attended to.")
-    window: int = option(64, "Latest tokens, always attended to.")
-    skip_layers: int = option(2, "First layers, which attend densely.")
-    device: str = option("auto", "auto, cpu or cuda.")
-    dtype: str = option("auto", f"One of {', '.join(options.DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
 
 
 class Asked(NamedTuple):
@@ -73,10 +67,10 @@ class Answered:
         said = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
         self.known, self.tokens = prompt.shape[1] - 1, said.shape[1] - 1
         self.given = said[:, self.known : self.tokens]
-        self.asked = self._asked(prompt[:, :-1])
-        self.dense = self.predicted({})
+        self.asked, self.dense = self._asked(prompt[:, :-1])
 
-    def _asked(self, prompt: Tensor) -> Asked:
+    def _asked(self, prompt: Tensor) -> tuple[Asked, Tensor]:
+        """And what the dense model predicts."""
         sought: dict[int, Tensor] = {}
         chosen: dict[int, Tensor] = {}
         at = torch.arange(self.tokens, device=prompt.device)
@@ -101,30 +95,27 @@ class Answered:
 
         with attending(self.model, looking):
             self.cache = self.model(prompt, use_cache=True, logits_to_keep=1).past_key_values
-        with attending(self.model, choosing):
-            self._logits()
-        return Asked(chosen, sought, seen, near)
+        dense = self._predicted(choosing)
+        return Asked(chosen, sought, seen, near), dense
 
-    def _logits(self) -> Tensor:
-        return self.model(self.given, past_key_values=copy.deepcopy(self.cache)).logits[0].float()
-
-    def predicted(self, masks: dict[int, Tensor]) -> Tensor:
-        """Log-probabilities [steps, words], where layers attend to what their mask says."""
-
-        def masked(sdpa, module, q, k, v, mask, **more):
-            return sdpa(module, q, k, v, masks.get(module.layer_idx, mask), **more)
-
-        with attending(self.model, masked):
-            return self._logits().log_softmax(-1)
+    def _predicted(self, attend: Callable[..., Any]) -> Tensor:
+        """Log-probabilities [steps, words] with this attention."""
+        with attending(self.model, attend):
+            logits = self.model(self.given, past_key_values=copy.deepcopy(self.cache)).logits
+        return logits[0].float().log_softmax(-1)
 
     def changed(self, layer: int, chooser: int) -> float:
         """Nats that the answer is farther from the dense one where the layer attends to what that one chose."""
         a = self.asked
         heads = matched(a.sought[layer], a.sought[chooser])[0] if layer != chooser else slice(None)
         mask = (a.chosen[chooser][heads] | a.near) & a.seen
-        group = self.model.config.get_text_config(decoder=True).num_attention_heads // len(mask)
-        predicted = self.predicted({layer: mask.repeat_interleave(group, 0)[None]})
-        return float(torch.nn.functional.kl_div(predicted, self.dense, log_target=True, reduction="sum"))
+
+        def masked(sdpa, module, q, k, v, usual, **more):
+            if module.layer_idx == layer:
+                usual = mask.repeat_interleave(q.shape[1] // len(mask), 0)[None]
+            return sdpa(module, q, k, v, usual, **more)
+
+        return float(torch.nn.functional.kl_div(self._predicted(masked), self.dense, log_target=True, reduction="sum"))
 
 
 @torch.no_grad()

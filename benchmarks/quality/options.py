@@ -18,28 +18,35 @@ METHODS: tuple[str, ...] = tuple(name for name, cls in all_methods().items() if 
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What every comparison of methods on a model is told."""
+class OnModel:
+    """What all that is measured on a model's answers is told."""
 
     model: str = option(
         RECALL, "The project's own recall model; or smollm2, a Hugging Face path or name, a .gguf file: RULER tasks."
     )
+    sink: int = option(32, "First tokens, always attended to.")
+    window: int = option(64, "Latest tokens, always attended to.")
+    skip_layers: int = option(2, "First layers, which attend densely.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
+
+
+@dataclass(frozen=True)
+class Compared(OnModel):
+    """What every comparison of methods on a model is told."""
+
     lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
     methods: tuple[str, ...] = option(METHODS, "comma-separated; beside the dense model")
     budgets: tuple[int, ...] = option((128, 256, 512), "comma-separated; tokens retrieved per kv head and step")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
     probe: int = option(2, "Of these, how many also measure attention mass and output error; they decode eagerly.")
     batch: int = option(1, "Samples in one generate() where their prompts are equally long; counts are then its mean.")
-    sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to; methods that retrieve nothing get the budget too.")
-    skip_layers: int = option(2, "First layers, which attend densely.")
     hyper: tuple[str, ...] = option(
         ("pariskv.full_threshold=0",), "comma-separated METHOD.NAME=VALUE; by default nothing is dense when short"
     )
     offload: str = option("auto", "Where the pool lives: auto, host or device.")
     pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model.")
-    device: str = option("auto", "auto, cpu or cuda.")
-    dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchsparsekv.benchmarks.quality.options import RECALL
+from torchsparsekv.benchmarks.quality.options import RECALL, OnModel
 from torchsparsekv.benchmarks.quality.pretrained import pretrained
 
 
@@ -24,19 +24,6 @@ class Sample(Protocol):
     def new_tokens(self) -> int: ...
 
     def score(self, output: list[int]) -> float: ...
-
-
-class Wanted(Protocol):
-    """Which model, and where: of the options of whatever needs one."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
 
 
 JOURNAL = "journal"  # the long generation: all that is asked for has come through the decode path
@@ -74,12 +61,12 @@ def fingerprint(model) -> str:
     return digest.hexdigest()
 
 
-def load(o: Wanted) -> Source:
+def load(o: OnModel) -> Source:
     device, dtype = placed(o)
     return _recall(device, dtype) if o.model == RECALL else _hugging_face(o.model, device, dtype)
 
 
-def placed(o: Wanted) -> tuple[torch.device, Any]:
+def placed(o: OnModel) -> tuple[torch.device, Any]:
     """Where a model is to be, and in which data type ("auto": as it is stored)."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device)
     if device.type == "cuda" and not torch.cuda.is_available():
