@@ -31,7 +31,8 @@ def prompt(seed: int, way: int, lengths: list[int], tokens: int):
     k, near, tree, *rest = OPS["plant_tree"](w)
     key = of_two_norms(tree.key)
     code, scale = _tree.coded(key)
-    tree = tree._replace(key=key, code=code, scale=scale, radius2=torch.full_like(tree.radius2, 400))
+    norm2, radius2 = key.float().square().sum(-1), torch.full_like(tree.radius2, 400)
+    tree = tree._replace(key=key, code=code, scale=scale, norm2=norm2, radius2=radius2)
     return (of_two_norms(k), near._replace(ring=of_two_norms(near.ring)), tree, *rest)
 
 

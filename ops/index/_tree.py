@@ -130,8 +130,8 @@ def spans_of(node: Tensor, pages: int) -> Tensor:
 
 
 @triton.jit
-def keep_node(x, at, live, key, code, scale, D: tl.constexpr, DP: tl.constexpr):
-    """Keys x [T, DP] become nodes, at places `at`; with their `coded`."""
+def keep_node(x, at, live, key, code, scale, norm2, D: tl.constexpr, DP: tl.constexpr):
+    """Keys x [T, DP] become nodes, at places `at`; with their `coded` and their squared norms."""
     d = tl.arange(0, DP)
     m = live[:, None] & (d < D)[None, :]
     wide = tl.where(m, x.to(tl.float32), 0.0)
@@ -140,6 +140,7 @@ def keep_node(x, at, live, key, code, scale, D: tl.constexpr, DP: tl.constexpr):
     tl.store(key + to, x, mask=m)
     tl.store(code + to, packed_number(wide, its[:, None]), mask=m)
     tl.store(scale + at, its, mask=live)
+    tl.store(norm2 + at, tl.sum(wide * wide, 1), mask=live)
 
 
 @triton.jit
@@ -196,20 +197,24 @@ def level_of(position, chance, salt, EVERY: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def lift_in(norm2, radius2):
+    """`lift_by`"""
+    return tl.sqrt(tl.maximum(radius2 - norm2, 0.0))
+
+
+@triton.jit
 def lift_of(x, radius2):
     x = x.to(tl.float32)
-    return tl.sqrt(tl.maximum(radius2 - tl.sum(x * x, 1), 0.0))
+    return lift_in(tl.sum(x * x, 1), radius2)
 
 
 @triton.jit
 def nearest_of(
-    x, level, key, key_level, radius2, lifts, begin, end, D: tl.constexpr, DP: tl.constexpr, NODES: tl.constexpr,
-    LIFTED: tl.constexpr,
+    x, level, key, norm2, key_level, radius2, begin, end, D: tl.constexpr, DP: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """`nearest` among the nodes from `begin` to `end` of a head, with its score: -inf and the root for none.
 
-    LIFTED: their lifts are known; else `lifts` is not read. Of NODES at a time every place keeps its own best; these
-    are compared at the end.
+    Of NODES at a time every place keeps its own best; these are compared at the end.
     """
     d, place = tl.arange(0, DP), tl.arange(0, NODES)
     far = lift_of(x, radius2)
@@ -220,10 +225,7 @@ def nearest_of(
         m = (u < end)[:, None] & (d < D)[None, :]
         y = tl.load(key + u.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0.0)
         above = tl.load(key_level + u, mask=u < end, other=-1)
-        if LIFTED:
-            lift = tl.load(lifts + u, mask=u < end, other=0.0)
-        else:
-            lift = lift_of(y, radius2)
+        lift = lift_in(tl.load(norm2 + u, mask=u < end, other=0.0), radius2)
         score = tl.dot(x, tl.trans(y), input_precision="ieee") + far[:, None] * lift[None, :]
         better = (above[None, :] == level[:, None] + 1) & (score > top)
         node, top = tl.where(better, u[None, :], node), tl.where(better, score, top)

@@ -29,7 +29,7 @@ from torchsparsekv.ops.index import _residual, _tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row, ring_row_of
 from torchsparsekv.ops.store.views import Leaves, Lengths, Near, NewKeys, Promotion, Tree
 
-NODES, STAGES = 2, 3  # tiles of nodes that a program compares its tile of tokens with at a time, and of loads of these
+NODES, STAGES = 2, 3  # tiles of nodes that a program compares tokens with at a time, and of loads of these
 
 
 def check(k, near, tree, leaves, lengths, promotion, join) -> None:
@@ -93,6 +93,7 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> t
     new = slice(count, count + len(risen))
     tree.key[new], tree.level[new] = x[risen], level[risen].int()
     tree.code[new], tree.scale[new] = _tree.coded(x[risen])
+    tree.norm2[new] = x[risen].float().square().sum(-1)
     tree.node_count.add_(len(risen))
     node = _tree.nearest(x, level, tree.key, tree.level, tree.radius2)
     tree.parent[new] = node[risen]
@@ -103,9 +104,9 @@ def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> t
 
 @triton.jit
 def _take_in(
-    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, code, scale, key_level, before, start,
-    length, old_begin, ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr,
+    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, code, scale, node_norm2, key_level, before,
+    start, length, old_begin, ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The tokens from `old_begin` on into `x`, their squared norms and their products with `sign`. Those that rise go
     into the tree too, behind the `before` nodes that there are, by their number; and all levels as they are then: 1
@@ -135,12 +136,12 @@ def _take_in(
     tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
     tl.store(itself + bh * tokens + i, tl.where(fits, _tree.own_in(node), 0), mask=i < tokens)
     tl.store(key_level + bh * nodes + node, own, mask=fits)
-    _tree.keep_node(values, bh * nodes + node, fits, key, code, scale, D, DP)
+    _tree.keep_node(values, bh * nodes + node, fits, key, code, scale, node_norm2, D, DP)
 
 
 @triton.jit
 def _parents(
-    x, level, itself, key, key_level, lifts, parent, radius2, node_count, out, tokens, nodes,
+    x, level, itself, key, norm2, key_level, parent, radius2, node_count, out, tokens, nodes,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Of all tokens, and into the tree of those that are nodes now."""
@@ -153,8 +154,8 @@ def _parents(
         m = (own > 0)[:, None] & (d < D)[None, :]
         rows = tl.load(x + (bh * tokens + i)[:, None] * D + d[None, :], mask=m, other=0.0)
         _, node = _tree.nearest_of(
-            rows, own, key + bh * nodes * D, key_level + bh * nodes, tl.load(radius2 + bh), lifts + bh * nodes, 1,
-            tl.load(node_count + bh), D, DP, NODES, True,
+            rows, own, key + bh * nodes * D, norm2 + bh * nodes, key_level + bh * nodes, tl.load(radius2 + bh), 1,
+            tl.load(node_count + bh), D, DP, NODES,
         )  # fmt: skip
         place = _tree.own_in(tl.load(itself + bh * tokens + i, mask=own > 1, other=0))
         tl.store(parent + bh * nodes + place, node, mask=own > 1)
@@ -248,7 +249,7 @@ def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
     grid, heads, wide = _tiles(x)
     _take_in[grid](
         k, held, x, level.int(), number, own, itself, norm2, along, sign, tree.key, tree.code, tree.scale,
-        tree.level, before, *lengths[:4], *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink,
+        tree.norm2, tree.level, before, *lengths[:4], *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink,
         tree.key.shape[2], **wide,
     )  # fmt: skip
     tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
@@ -258,15 +259,20 @@ def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
 
 
 def _find_parents(t: _Taken, tree: Tree) -> Tensor:
-    node, lifts = torch.empty_like(t.level), _tree.lift(tree.key, tree.radius2[..., None])
-    grid, _, wide = _tiles(t.x)
-    tile = wide["TILE"] * wide["DP"] * t.x.element_size()  # bytes; one is of tokens, and one is left for reductions
-    stages = max(1, min(STAGES, (shared_bytes(t.x.device) - 2 * tile) // (NODES * tile)))
+    node, (grid, _, wide) = torch.empty_like(t.level), _tiles(t.x)
     _parents[grid](
-        t.x, t.level, t.itself, tree.key, tree.level, lifts, tree.parent, tree.radius2, tree.node_count,
-        node, t.x.shape[2], tree.key.shape[2], NODES=NODES * wide["TILE"], num_stages=stages, **wide,
+        t.x, t.level, t.itself, tree.key, tree.norm2, tree.level, tree.parent, tree.radius2, tree.node_count,
+        node, t.x.shape[2], tree.key.shape[2], **going_over(t.x), **wide,
     )  # fmt: skip
     return node
+
+
+def going_over(x: Tensor) -> dict[str, int]:
+    """How many nodes keys like `x` are compared with at a time, and how many loads of these are on their way."""
+    tile = tile_of(x)
+    nbytes = tile * next_power_of_2(x.shape[-1]) * x.element_size()  # one is of tokens, and one is left for reductions
+    stages = max(1, min(STAGES, (shared_bytes(x.device) - 2 * nbytes) // (NODES * nbytes)))
+    return {"NODES": NODES * tile, "num_stages": stages}
 
 
 def fake(k, *_) -> Tensor:

@@ -273,14 +273,15 @@ class Tree(NamedTuple):
 
     A node of level l has as children tokens of level l - 1, and all tokens of the highest level are children of the
     root. key: the promoted keys. code, scale: the same in 8 bits a channel, as queries are compared with them
-    (ops/index/_tree.py: coded). parent: the node above. level: from 2 on; 0 for the root. open_page: the page that
-    takes the node's next generated token, -1 for none. radius2: the largest squared norm of a key so far, the c^2 of
-    the lifted space. done_count: of the programs that share a head, how many are through.
+    (ops/index/_tree.py: coded). norm2: their squared norms. parent: the node above. level: from 2 on; 0 for the root.
+    open_page: the page that takes the node's next generated token, -1 for none. radius2: the largest squared norm of a
+    key so far, the c^2 of the lifted space. done_count: of the programs that share a head, how many are through.
     """
 
     key: Annotated[Tensor, Of("batch heads nodes dim", "kv")]
     code: Annotated[Tensor, Of("batch heads nodes dim", PACKED)]
     scale: Annotated[Tensor, Of("batch heads nodes", torch.float32)]
+    norm2: Annotated[Tensor, Of("batch heads nodes", torch.float32)]
     parent: Annotated[Tensor, Of("batch heads nodes", I32)]
     level: Annotated[Tensor, Of("batch heads nodes", I32)]
     open_page: Annotated[Tensor, Of("batch heads nodes", I32)]

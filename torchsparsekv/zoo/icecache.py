@@ -180,11 +180,11 @@ class IceCache(Method):
     def _index(self, g: Geometry, nodes: int) -> Buffers:
         lead, page, i32, codes = g.lead, self.block_size, torch.int32, self.rank_from == "codes"
         width, scales = widths(g.head_dim, codes)
-        none, inner = Buffer(lead, i32), Buffer((*lead, nodes), i32)
+        none, inner, number = Buffer(lead, i32), Buffer((*lead, nodes), i32), Buffer((*lead, nodes), torch.float32)
         return {
             "tree": Tree(
                 key=Buffer((*lead, nodes, g.head_dim), g.dtype),
-                code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=Buffer((*lead, nodes), torch.float32),
+                code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=number, norm2=number,
                 parent=inner, level=inner, open_page=Buffer((*lead, nodes), i32, fill=-1),
                 node_count=Buffer(lead, i32, fill=1), page_count=none,
                 radius2=Buffer(lead, torch.float32), done_count=none, placed=Buffer((*lead, page), i32),
