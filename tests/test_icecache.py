@@ -67,7 +67,7 @@ class Life:
     def follow(self, tokens: range, *, together: bool) -> None:
         """Into the plain trees: the tokens of a prompt at once, otherwise one after the other. The parents that the
         layer gave them must be nearest, and are taken over."""
-        levels = levels_of(torch.tensor(list(tokens), dtype=torch.long), self.method.promoted).tolist()
+        levels = levels_of(torch.tensor(list(tokens), dtype=torch.long), self.method.promoted(0)).tolist()
         for h, tree in enumerate(self.trees):
             given = self.parents(h, tokens)
             for t in tokens:  # c is that of all tokens of a page or a prompt
@@ -187,7 +187,7 @@ def a_page_leaves(layer: Layer, keys: torch.Tensor, old: int, region: int) -> No
     s.far.rows[:, :, at] = rows_of(new, new)
     for t, n in zip(s.lengths, (old, old + page + WINDOW, old, old + page)):
         t.fill_(n)
-    insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted, region)
+    insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted(region), region)
 
 
 def test_nothing_is_lost_over_many_insertions():

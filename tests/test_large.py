@@ -10,8 +10,10 @@ from world import DEVICE, World
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token, Units
 from torchsparsekv.state import Geometry
+from torchsparsekv.zoo.icecache import DRAWS
 
 ENTRIES = load_all()
 WRAP = 1 << 32  # an offset of 32 bits that overflows is less by this: there is room for it, so that a test can fail
@@ -142,6 +144,20 @@ def test_budgets_beyond_what_a_program_has_room_for(name, most, said):
     make_method(name, budget=most).buffers(geometry)
     with pytest.raises(ValueError, match=said):
         make_method(name, budget=most + 1).buffers(geometry)
+
+
+@pytest.mark.parametrize("promotion", ["quota", "random"])
+def test_a_tree_of_any_cache_has_room_for_its_nodes(promotion):
+    """By default; not if `r` is given."""
+    method = make_method("icecache", promotion=promotion)
+    for rows, every in ((64_000 * 16, 16), (64_000 * 16 + 16, 17), (1 << 20, 17), (1 << 21, 33)):
+        nodes = method.buffers(Geometry(1, 8, 128, rows, torch.bfloat16))["tree"].key.shape[2]
+        assert method.share(rows) == 1 / every
+        assert rows // every < nodes <= MOST_NODES
+        assert method.promoted(rows) == ((every, 0, 2, 0) if promotion == "quota" else (0, DRAWS // every, 2, 0))
+    given = make_method("icecache", promotion=promotion, r=1 / 16)
+    with pytest.raises(ValueError, match=r"at most 65536 nodes, got \d+ of 2097152 tokens at r=0\.0625"):
+        given.buffers(Geometry(1, 8, 128, 1 << 21, torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["fetch", "fetch_shared"])

@@ -89,7 +89,7 @@ def measure(stream: Keys, budget: int, o) -> dict[tuple[str, str, float], Tensor
     ours = {rank: Planted(stream, budget, rank, o) for rank in ("codes", "keys")}
     method, end, tree = ours["keys"].method, ours["keys"].end, ours["keys"].page
     size, most, least = method.block_size, budget // method.block_size, method.least_view
-    paper = DciTrees(stream.keys[:, :end], levels_of(torch.arange(end), method.promoted))
+    paper = DciTrees(stream.keys[:, :end], levels_of(torch.arange(end), method.promoted(end)))
     paper_pages, plain = paper.pages(size), (torch.arange(end) // size).expand(stream.heads, -1)
     total: dict[tuple[str, str, float], list[list[float]]] = {}
     for _ in range(o.queries):

@@ -20,6 +20,7 @@ from torchsparsekv.ops.store.follow_step import follow_step
 from torchsparsekv.ops.store.views import Attention, Choice, Followed, Leaves, Promotion, Scored, Tree, View
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
+EVERY, SURE_NODES = 16, 64_000  # by default a node of so many tokens; nodes that there is room for, drawn or counted
 PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
 # What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
@@ -34,7 +35,8 @@ RANKS = ("codes", "keys")
 class IceCache(Method):
     """A tree of the keys of each kv head, whose nodes are pages; a query descends it for the pages of its best tokens.
 
-    r: share of the tokens of a level that are promoted to the next one.
+    r: share of the tokens of a level that are promoted to the next one. None: 1/16, or as few as there is room for: one
+        of 17 in a cache of a million tokens, one of 33 of two million.
     levels: of the tree, with that of the leaves.
     promotion: "quota", one token of every 1 / r, drawn; or "random", each token with chance r, as the paper's text has
         it (its code has a quota).
@@ -66,7 +68,7 @@ class IceCache(Method):
     regroups = True
     part_empty = True
 
-    r: float = 1 / 16
+    r: float | None = None
     levels: int = 2
     promotion: str = "quota"
     page_size: int | None = None
@@ -86,7 +88,7 @@ class IceCache(Method):
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
         super().__post_init__()
-        if not (isinstance(self.r, float) and 0 < self.r < 1):
+        if self.r is not None and not (isinstance(self.r, float) and 0 < self.r < 1):
             raise ValueError(f"{self.name}: r must be between 0 and 1, both excluded, got {self.r!r}")
         for field in ("field_of_view", "growth"):
             value = getattr(self, field)
@@ -125,18 +127,22 @@ class IceCache(Method):
         return min(LARGEST, 1 << (share.bit_length() - 1))
 
     def effective(self) -> dict[str, object]:
-        return super().effective() | {"page_size": self.block_size}
+        return super().effective() | {"page_size": self.block_size, "r": self.share(0)}
 
     @property
     def whole_up_to(self) -> int:
         """Pages of generated tokens need not be full, so a budget may hold fewer tokens than it has room for."""
         return self.sink + self.window + self.block_size - 1
 
-    @property
-    def promoted(self) -> Promotion:
+    def share(self, rows: int) -> float:
+        """`r` in a cache of so many tokens."""
+        return 1 / max(EVERY, cdiv(rows, SURE_NODES)) if self.r is None else self.r
+
+    def promoted(self, rows: int) -> Promotion:
+        r = self.share(rows)
         if self.promotion == "random":
-            return Promotion(0, max(1, int(self.r * DRAWS)), self.levels, self.seed)
-        every = max(2, round(1 / max(self.r, 1 / (DRAWS - 1))))  # a 32-bit number, and beyond every pool
+            return Promotion(0, max(1, int(r * DRAWS)), self.levels, self.seed)
+        every = max(2, round(1 / max(r, 1 / (DRAWS - 1))))  # a 32-bit number, and beyond every pool
         return Promotion(every, 0, self.levels, self.seed)
 
     @property
@@ -144,17 +150,17 @@ class IceCache(Method):
         least = min(self.least_view, MOST_NODES)
         if self.field_of_view is not None:
             return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
-        most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.r), MOST_NODES), least)
+        most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.share(0)), MOST_NODES), least)
         return View(round(VIEWED * MILLION), least, most, self.levels)
 
     # ---- what it declares
 
     def nodes(self, rows: int) -> int:
         """Room for nodes: all that a quota promotes of so many tokens; of those that chance does, and is not above."""
-        p = self.promoted
+        p = self.promoted(rows)
         if p.every:
             return 2 + rows // p.every
-        mean = rows * self.r
+        mean = rows * self.share(rows)
         return min(rows, int(mean + 6 * mean**0.5)) + 2
 
     def buffers(self, g: Geometry) -> Buffers:
@@ -209,15 +215,19 @@ class IceCache(Method):
         if s.anchor is not None:
             order, its = s.anchor.handed_on()
             return follow_prompt(order, sought, its, s.followed, s.lengths, self.block_size, join)
-        order = plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted, join)
+        order = plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted(self._rows(s)), join)
         s.hand_on((order, sought))
         return order
 
     def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
         if s.anchor is not None:
             return follow_step(s.store, s.hot, s.followed, s.anchor.asked, s.anchor.tree.placed, s.lengths)
-        region = cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
-        insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted, region)
+        region = self._rows(s)
+        insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted(region), region)
+
+    def _rows(self, s: LayerState) -> int:
+        """Of the pool, without those for generated tokens."""
+        return cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
         if s.anchor is not None:
