@@ -23,6 +23,7 @@ WRONG_ELSEWHERE = {
     "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
     "decode --contexts=256,3000000": "contexts may have 2096732 tokens at most (llama-3.1-8b has 2097152 positions",
     "decode --contexts=10": "a static cache needs contexts of at least 16, got 10",
+    "decode --chunk=-1": "chunk must be at least 0, got -1",
     "decode --batches=0": "batches must be at least 1, got", "decode --batches=": "batches must",
     "decode --batches=1,1": "batches must be one or more different",
     "decode --offload=disk": "offload must be one of auto, host, device, got 'disk'",
@@ -81,6 +82,17 @@ def test_contexts_shorter_than_the_budget(watch, capsys):
     }  # fmt: skip
     said = [("hf-static", 256), *((m, n) for n in (40, 100) for m in ("full", "quest"))]
     assert capsys.readouterr().err.splitlines() == [f"... {m} at {n} tokens, batch 1" for m, n in said], "before each"
+
+
+@pytest.mark.parametrize(("chunk", "pieces"), [(0, [(0, 2500)]), (2048, [(0, 1024), (1024, 2048), (2048, 2500)])])
+def test_a_prompt_comes_so_many_tokens_at_a_time(watch, monkeypatch, chunk, pieces):
+    """Of both rows together."""
+    came, keys = [], Topics.keys
+    monkeypatch.setattr(Topics, "keys", lambda self, rows, *at: came.append(at[:2]) or keys(self, rows, *at))
+    o = decode.Options(**SMALL, contexts=(2500,), batches=(2,), steps=2, hf_static=False, ours=False, dense=())
+    decode.run(dataclasses.replace(o, chunk=chunk))
+    assert came == pieces
+    assert o.chunk == 16384
 
 
 def test_decode_takes_hyper_parameters(watch):

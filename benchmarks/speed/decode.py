@@ -27,7 +27,7 @@ from torchsparsekv.state import LayerState
 
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
-CHUNK = 16384
+CHUNK = 16384  # tokens of a prompt that come at a time, which bounds the memory that its queries take
 HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
 BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
@@ -60,6 +60,7 @@ class Options(Setup):
     turning: float | None = option(
         None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.fetch_late."
     )
+    chunk: int = option(CHUNK, "Tokens of the prompts that come at a time, of all rows, 1024 of each at least; 0: all.")
     steps: int = 100
     hf_static: bool = True
     ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
@@ -78,7 +79,7 @@ class Options(Setup):
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
         different(self, "contexts", "batches")
-        at_least(self, batches=1)
+        at_least(self, batches=1, chunk=0)
         _dense.check(self.dense, self.contexts)
         _inductor.settings(self.inductor)
         for name in methods:
@@ -130,9 +131,10 @@ def topics_of(config, context: int, budget: int) -> Topics:
     return Topics(heads, head_dim_of(config), topics, config.num_attention_heads // heads)
 
 
-def fill(cache, topics: Topics, begin: int, end: int, device) -> None:
-    """Put structured tokens at these positions in the store of every layer, through the ops a prompt goes through."""
-    chunk = max(1024, CHUNK // cache.batch)
+def fill(cache, topics: Topics, begin: int, end: int, device, tokens: int = CHUNK) -> None:
+    """Put structured tokens at these positions in the store of every layer, through the ops a prompt goes through, so
+    many of all rows at a time; 0: all."""
+    chunk = max(1024, tokens // cache.batch) if tokens else end - begin
     for at in range(begin, end, chunk):
         stop = min(at + chunk, end)
         k = topics.keys(cache.batch, at, stop, device, torch.bfloat16)
@@ -262,7 +264,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
     small = {"budget": max(BLOCK, context // BLOCK * BLOCK)} if name != "full" and context < o.budget else {}
     with torchsparsekv.patch(model, name, max_length=length, step="compiled", **told | small) as handle:
         cache = handle.make_cache(batch)
-        fill(cache, topics, 0, context, device)
+        fill(cache, topics, 0, context, device, o.chunk)
         near = o.near(name)
         bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
