@@ -5,15 +5,16 @@ import os
 import pytest
 import torch
 from cases import OPS
+from test_methods import Layer
 from world import DEVICE, World
 
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._impl import mapped
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops.select.visit_nodes import MOST_NODES
+from torchsparsekv.ops.index._tree import levels_of
 from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token, Units
 from torchsparsekv.state import Geometry
-from torchsparsekv.zoo.icecache import DRAWS
+from torchsparsekv.zoo import icecache
 
 ENTRIES = load_all()
 WRAP = 1 << 32  # an offset of 32 bits that overflows is less by this: there is room for it, so that a test can fail
@@ -153,11 +154,27 @@ def test_a_tree_of_any_cache_has_room_for_its_nodes(promotion):
     for rows, every in ((64_000 * 16, 16), (64_000 * 16 + 16, 17), (1 << 20, 17), (1 << 21, 33)):
         nodes = method.buffers(Geometry(1, 8, 128, rows, torch.bfloat16))["tree"].key.shape[2]
         assert method.share(rows) == 1 / every
-        assert rows // every < nodes <= MOST_NODES
-        assert method.promoted(rows) == ((every, 0, 2, 0) if promotion == "quota" else (0, DRAWS // every, 2, 0))
+        assert rows // every < nodes <= icecache.MOST_NODES
+        drawn = promotion == "random"
+        assert method.promoted(rows) == ((0, icecache.DRAWS // every, 2, 0) if drawn else (every, 0, 2, 0))
     given = make_method("icecache", promotion=promotion, r=1 / 16)
     with pytest.raises(ValueError, match=r"at most 65536 nodes, got \d+ of 2097152 tokens at r=0\.0625"):
         given.buffers(Geometry(1, 8, 128, 1 << 21, torch.bfloat16))
+
+
+def test_tokens_rise_by_the_size_of_their_cache(monkeypatch):
+    """In a prompt and behind it, were ten nodes all that there is room for."""
+    monkeypatch.setattr(icecache, "SURE_NODES", 10)
+    layer = Layer(make_method("icecache", sink=8, window=16, page_size=8, budget=64), heads=1, rows=400)
+    k = torch.randn(1, 1, 360, 16, generator=torch.Generator().manual_seed(0))
+    counts = []
+    for part in k.split([250, *[1] * 110], 2):
+        layer.feed(part, part, part)
+        end = int(layer.state.lengths.ring_begin[0])
+        risen = int((levels_of(torch.arange(8, end), icecache.Promotion(40, 0, 2, 0)) > 1).sum())
+        assert int(layer.state.tree.node_count) == 1 + risen
+        counts.append(risen)
+    assert 0 < counts[0] < counts[-1]
 
 
 @pytest.mark.parametrize("name", ["fetch", "fetch_shared"])
