@@ -35,8 +35,8 @@ RANKS = ("codes", "keys")
 class IceCache(Method):
     """A tree of the keys of each kv head, whose nodes are pages; a query descends it for the pages of its best tokens.
 
-    r: share of the tokens of a level that are promoted to the next one. None: 1/16, or as few as there is room for: one
-        of 17 in a cache of a million tokens, one of 33 of two million.
+    r: share of the tokens of a level that are promoted to the next one. None: 1/16, or no more than there is room for:
+        one of 17 in a cache of a million tokens, one of 33 of two million.
     levels: of the tree, with that of the leaves.
     promotion: "quota", one token of every 1 / r, drawn; or "random", each token with chance r, as the paper's text has
         it (its code has a quota).
@@ -127,14 +127,14 @@ class IceCache(Method):
         return min(LARGEST, 1 << (share.bit_length() - 1))
 
     def effective(self) -> dict[str, object]:
-        return super().effective() | {"page_size": self.block_size, "r": self.share(0)}
+        return super().effective() | {"page_size": self.block_size, "r": self.share()}
 
     @property
     def whole_up_to(self) -> int:
         """Pages of generated tokens need not be full, so a budget may hold fewer tokens than it has room for."""
         return self.sink + self.window + self.block_size - 1
 
-    def share(self, rows: int) -> float:
+    def share(self, rows: int = 0) -> float:
         """`r` in a cache of so many tokens."""
         return 1 / max(EVERY, cdiv(rows, SURE_NODES)) if self.r is None else self.r
 
@@ -150,7 +150,7 @@ class IceCache(Method):
         least = min(self.least_view, MOST_NODES)
         if self.field_of_view is not None:
             return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
-        most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.share(0)), MOST_NODES), least)
+        most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.share()), MOST_NODES), least)
         return View(round(VIEWED * MILLION), least, most, self.levels)
 
     # ---- what it declares
