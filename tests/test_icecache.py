@@ -67,7 +67,7 @@ class Life:
     def follow(self, tokens: range, *, together: bool) -> None:
         """Into the plain trees: the tokens of a prompt at once, otherwise one after the other. The parents that the
         layer gave them must be nearest, and are taken over."""
-        levels = levels_of(torch.tensor(list(tokens), dtype=torch.long), self.method.promoted(0)).tolist()
+        levels = levels_of(torch.tensor(list(tokens), dtype=torch.long), self.method.promoted(self.rows)).tolist()
         for h, tree in enumerate(self.trees):
             given = self.parents(h, tokens)
             for t in tokens:  # c is that of all tokens of a page or a prompt

@@ -39,7 +39,7 @@ def flat_tree(code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Tr
     level[..., 0] = 0
     one, each = torch.zeros(batch, heads, **i32), torch.zeros(batch, heads, nodes, **i32)
     rest = (one + nodes, one, one.float(), one, torch.zeros(batch, heads, 4, **i32))
-    return Tree(key, code, scale, scale, each, level, each, *rest)
+    return Tree(key, code, scale, torch.full_like(scale, torch.nan), each, level, each, *rest)
 
 
 @pytest.mark.parametrize("kind", KINDS)
