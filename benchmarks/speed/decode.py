@@ -28,6 +28,7 @@ from torchsparsekv.state import LayerState
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
 CHUNK = 16384  # tokens of a prompt that come at a time, which bounds the memory that its queries take
+LEAST = 1024  # of one row
 HF_STATIC_LIMIT = 131072  # beyond it Hugging Face's compiled static cache takes hundreds of milliseconds a token
 BLOCK = 16  # what a budget for short contexts is a multiple of
 WARM = 8  # steps before the clock runs: compile, warm-up, record, a few replays
@@ -60,7 +61,7 @@ class Options(Setup):
     turning: float | None = option(
         None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.fetch_late."
     )
-    chunk: int = option(CHUNK, "Tokens of the prompts that come at a time, of all rows, 1024 of each at least; 0: all.")
+    chunk: int = option(CHUNK, f"Tokens of all prompts that come at a time, {LEAST} of each at least; 0: all of them.")
     steps: int = 100
     hf_static: bool = True
     ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
@@ -79,7 +80,9 @@ class Options(Setup):
     def check(self, methods: Sequence[str]) -> None:
         super().check(methods)
         different(self, "contexts", "batches")
-        at_least(self, batches=1, chunk=0)
+        if self.chunk and self.chunk < LEAST:
+            raise ValueError(f"chunk must be 0 or at least {LEAST}, got {self.chunk}")
+        at_least(self, batches=1)
         _dense.check(self.dense, self.contexts)
         _inductor.settings(self.inductor)
         for name in methods:
@@ -134,7 +137,7 @@ def topics_of(config, context: int, budget: int) -> Topics:
 def fill(cache, topics: Topics, begin: int, end: int, device, tokens: int = CHUNK) -> None:
     """Put structured tokens at these positions in the store of every layer, through the ops a prompt goes through, so
     many of all rows at a time; 0: all."""
-    chunk = max(1024, tokens // cache.batch) if tokens else end - begin
+    chunk = max(LEAST, tokens // cache.batch) if tokens else end - begin
     for at in range(begin, end, chunk):
         stop = min(at + chunk, end)
         k = topics.keys(cache.batch, at, stop, device, torch.bfloat16)
