@@ -52,6 +52,7 @@ __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 
 // To be held in registers: the compiler would rather compute it anew wherever it is used.
 template <class T> __device__ inline void hold(T*& x) { asm("" : "+l"(x)); }
+__device__ inline void hold(unsigned& x) { asm("" : "+r"(x)); }
 
 // Programmatic dependent launch: the kernels before this one are done; the next one may come. What a kernel reads
 // ahead of this must be older than the kernel before it, if that one waited in the same way; so only what comes from

@@ -17,42 +17,42 @@
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // of a tile, and tiles of a group
 constexpr int LOOKS = (TURN * GROUP + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
-constexpr int EVEN = G + G % 2;  // query heads that have a mark of a node, for two to be loaded at once
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
 struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
+__device__ unsigned twice(const Scales& x, int i) { return __byte_perm(x.at[i], 0, 0x1010); }
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
 static_assert(CHANNELS == 16 && GROUP == 16 && P % 4 == 0 && P <= TILE && G <= HEADS);
 
-struct Pair { float first, second; };
-
-// Products of a node with two query heads, the same one where there is no other.
-__device__ Pair pair_at(const float* x) {
+// Of a node what it is to two query heads, to the same one where there is no other: a product or a word of marks.
+__device__ Run<2> pair_at(const unsigned* x) {
   if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
-  const float2 both = *reinterpret_cast<const float2*>(x);
-  return {both.x, both.y};
+  return load<4>(x);
 }
 
-// And with all.
-__device__ void products_at(float (&to)[G], const float* x) {
+// And to all.
+__device__ Run<G> all_at(const unsigned* x) {
   if constexpr (G == 2 || G == 4 || G == 8) {
-    const Run<G> all = load<2 * G>(x);
-    for (int h = 0; h < G; h++) to[h] = __uint_as_float(all.at[h]);
+    return load<2 * G>(x);
   } else {
-    for (int h = 0; h < G; h++) to[h] = x[h];
+    Run<G> all;
+    for (int h = 0; h < G; h++) all.at[h] = x[h];
+    return all;
   }
 }
 
-// Bits 4 to 7 of each half, as halves: 64 + x is exact, and so is that less 71.5.
-__device__ unsigned levels(unsigned bits) {
-  unsigned x = bits & 0x00F000F0 | 0x54005400;
+// Bits 4 to 7 of each half, as halves: 64 + x is exact, and so is that less 71.5. `these` are the bits, in a register:
+// of two constants an instruction takes one, and the compiler would rather have two instructions.
+__device__ unsigned levels(unsigned bits, unsigned these) {
+  unsigned x;
+  asm("lop3.b32 %0, %1, %2, 0x54005400, 0xEA;" : "=r"(x) : "r"(bits), "r"(these));  // bits & these | 64
   asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x54785478));
   return x;
 }
 
 // What is behind a word of codes: of channels 0 and 2, 8 and 10, 1 and 3, 9 and 11, counted from that of its lowest bits.
-__device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale) {
+__device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale, unsigned these) {
   const unsigned bits[4] = {word << 4, word, word >> 4, word >> 8};
-  for (int i = 0; i < 4; i++) pairs[i] = times(levels(bits[i]), scale);
+  for (int i = 0; i < 4; i++) pairs[i] = times(levels(bits[i], these), scale);
 }
 
 using Query = uint4[WORDS][32];  // as the second factor wants it: of each thread the pairs of its words in turn
@@ -79,37 +79,32 @@ struct Tile {
   float node[2][2];
 };
 
-// What a kv head has.
+// What a kv head has. Of nodes the products and the words of marks are as bits, those of its query heads side by side.
 struct Leaves {
   const unsigned char* codes;
   const unsigned short* scales;
   const int* node;
-  const unsigned* span;
-  const float* products;
+  const unsigned *span, *products, *marks;
   int rows, pages;
 };
 
 // What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
-// the first place on, and from the last one back those of nodes alone. Marks, a word of each query head side by side, and
-// of any.
+// the first place on, and from the last one back those of nodes alone.
 extern __shared__ __align__(16) float pool[];
 struct Shared {
   Query& query;
   int (&count)[2];
-  int most, words;
+  int most;
 
   __device__ float* peaks(int head) const { return pool + head * most * GROUP; }
-  __device__ unsigned* marks(int word) const { return reinterpret_cast<unsigned*>(peaks(G)) + word * EVEN; }
-  __device__ unsigned* any() const { return marks(words); }
   __device__ unsigned short& tile(bool own, int i) const {
-    return reinterpret_cast<unsigned short*>(any() + words)[own ? most * TILES - 1 - i : i];
+    return reinterpret_cast<unsigned short*>(peaks(G))[own ? most * TILES - 1 - i : i];
   }
 };
 
 // And what a thread reads of it.
 struct Source {
-  int head;  // the first of a thread's two, 2 t
-  const float* products;  // with these
+  const unsigned *products, *marks;  // of a thread's two query heads
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
@@ -117,13 +112,14 @@ struct Source {
 
   __device__ explicit Source(const Leaves& x) {
     const int g = lane() / 4, t = lane() % 4;
-    head = 2 * t < G ? 2 * t : 0;
-    products = x.products + head;
+    const int head = 2 * t < G ? 2 * t : 0;
+    products = x.products + head, marks = x.marks + head;
     codes = x.codes + g * (D / 2) + t * (D / 8);
     scales = reinterpret_cast<const Scales*>(x.scales) + g * 4 + t;
     node = x.node + g;
     last = x.rows - 1 - g;
     hold(products), hold(codes);
+    __builtin_assume(__isGlobal(products) && __isGlobal(codes));
   }
 
   // Behind the last token it comes again: nobody looks at the pages there.
@@ -133,7 +129,7 @@ struct Source {
 
   __device__ int2 nodes(long long first) const { return {node[token(first, 0)], node[token(first, 1)]}; }
 
-  __device__ void load(Tile& x, const Shared& s, long long first, int2 nodes) const {
+  __device__ void load(Tile& x, long long first, int2 nodes) const {
     const int u[2] = {nodes.x, nodes.y};
     for (int r = 0; r < 2; r++) {
       const long long at = token(first, r);
@@ -142,20 +138,21 @@ struct Source {
     }
     for (int r = 0; r < 2; r++) {
       const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0), own = u[r] < -1 ? ALL : 0, one = u[r] != -1;
-      const Pair both = pair_at(products + of * G);
-      const uint2 marks = *reinterpret_cast<const uint2*>(s.marks(of / 32) + head);
-      x.node[r][0] = (marks.x | own) >> of % 32 & one ? both.first : none();  // no branch: there is nothing to skip
-      x.node[r][1] = (marks.y | own) >> of % 32 & one ? both.second : none();
+      const Run<2> product = pair_at(products + of * G), mark = pair_at(marks + of / 32 * G);
+      for (int c = 0; c < 2; c++)  // no branch: there is nothing to skip
+        x.node[r][c] = (mark.at[c] | own) >> of % 32 & one ? __uint_as_float(product.at[c]) : none();
     }
   }
 };
 
 __device__ void multiply(float (&sum)[4], const Tile& x, const Query& query) {
+  unsigned these = 0x00F000F0;
+  hold(these);
   for (int w = 0; w < WORDS; w++) {
     unsigned upper[4], lower[4];
     const uint4 own = query[w][lane()];
-    unpack(upper, x.word[0].at[w], x.scale[0].at[w / 2] * 0x10001u);
-    unpack(lower, x.word[1].at[w], x.scale[1].at[w / 2] * 0x10001u);
+    unpack(upper, x.word[0].at[w], twice(x.scale[0], w / 2), these);
+    unpack(lower, x.word[1].at[w], twice(x.scale[1], w / 2), these);
     multiply_add(sum, {upper[0], lower[0], upper[1], lower[1]}, own.x, own.y);
     multiply_add(sum, {upper[2], lower[2], upper[3], lower[3]}, own.z, own.w);
   }
@@ -180,36 +177,17 @@ __device__ void clear(const Shared& s) {
   if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
 }
 
-// Of each query head, and of any.
-__device__ void load_marks(const Shared& s, const unsigned* marks) {
-  constexpr int RUNS = G <= 4 ? 4 : 2;  // on their way at once
-  for (int first = threadIdx.x; first < s.words; first += RUNS * 32 * WARPS) {
-    unsigned mark[RUNS][G];
-    for (int r = 0; r < RUNS; r++)
-      for (int h = 0; h < G; h++) {
-        const int i = first + r * 32 * WARPS;
-        mark[r][h] = i < s.words ? marks[h * s.words + i] : 0;
-      }
-    for (int r = 0; r < RUNS; r++) {
-      const int i = first + r * 32 * WARPS;
-      if (i >= s.words) break;
-      unsigned any = 0;
-      for (int h = 0; h < G; h++) any |= s.marks(i)[h] = mark[r][h];
-      s.any()[i] = any;
-    }
-  }
-}
-
 // Whether some query head sees a node of this span.
-__device__ bool seen(const Shared& s, unsigned span) {
+__device__ bool seen(const unsigned* marks, unsigned span) {
   const unsigned least = span & 0xFFFF, greatest = span >> 16;
-  unsigned marks = 0;
-  for (unsigned w = least / 32; w <= greatest / 32 && !marks; w++) {
-    marks = s.any()[w];
-    if (w == least / 32) marks &= ALL << least % 32;
-    if (w == greatest / 32) marks &= ALL >> (31 - greatest % 32);
+  unsigned found = 0;
+  for (unsigned w = least / 32; w <= greatest / 32 && !found; w++) {
+    const Run<G> each = all_at(marks + w * G);
+    for (int h = 0; h < G; h++) found |= each.at[h];
+    if (w == least / 32) found &= ALL << least % 32;
+    if (w == greatest / 32) found &= ALL >> (31 - greatest % 32);
   }
-  return marks;
+  return found;
 }
 
 // The groups of a turn: the first, how far they are apart, and how many.
@@ -244,11 +222,11 @@ struct Spans {
 };
 
 // Find the tiles.
-__device__ void look(const Shared& s, const Spans& spans, int pages) {
+__device__ void look(const Shared& s, const Spans& spans, const unsigned* marks, int pages) {
   for (int i = 0; i < LOOKS; i++) {
     const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / PAGES;
     if (first >= pages) return;
-    const unsigned found = tiles_of(__ballot_sync(ALL, seen(s, spans.at[i])));
+    const unsigned found = tiles_of(__ballot_sync(ALL, seen(marks, spans.at[i])));
     list(s, false, found, tile);
     list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == OWN_SPAN)) & ~found, tile);
   }
@@ -273,7 +251,7 @@ __device__ void multiply_all(const Shared& s, const Source& from, const Groups& 
   for (int i = warp(); i < s.count[0]; i += WARPS) {
     Tile tile;
     float best[2][2];
-    from.load(tile, s, first(i), nodes);
+    from.load(tile, first(i), nodes);
     if (i + WARPS < s.count[0]) nodes = from.nodes(first(i + WARPS));
     best_of(best, tile, s.query);
     write(s, s.tile(false, i), best);
@@ -284,15 +262,15 @@ __device__ void multiply_all(const Shared& s, const Source& from, const Groups& 
 __device__ void look_up_all(const Shared& s, const Leaves& from, const Groups& groups) {
   for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
     int tile[2], u[2];
-    float best[2][G];
+    Run<G> product[2];
     for (int r = 0; r < 2; r++) {
       tile[r] = s.tile(true, min(begin + 2 * r + lane() / TILE, s.count[1] - 1));  // the last one may come again
       u[r] = from.node[min(groups.page(tile[r] * PAGES) * P + lane() % TILE, from.rows - 1)];
     }
-    for (int r = 0; r < 2; r++) products_at(best[r], from.products + (-2 - min(u[r], -2)) * G);
+    for (int r = 0; r < 2; r++) product[r] = all_at(from.products + (-2 - min(u[r], -2)) * G);
     for (int r = 0; r < 2; r++)
       for (int h = 0; h < G; h++) {
-        float& most = best[r][h] = u[r] < -1 ? best[r][h] : none();
+        float most = u[r] < -1 ? __uint_as_float(product[r].at[h]) : none();
         for (int d = 1; d < P; d *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, d));
         if (lane() % P == 0) s.peaks(h)[tile[r] * PAGES + lane() % TILE / P] = most;
       }
@@ -322,30 +300,27 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
-    const unsigned short* q, const float* products, const unsigned* marks, const unsigned char* codes,
+    const unsigned short* q, const unsigned* products, const unsigned* marks, const unsigned char* codes,
     const unsigned short* scales, const int* node, const unsigned* span, float* out, float* peaks, int q_b, int q_h,
     int heads, int nodes, int rows, int pages, int most) {
   __shared__ Query query;
   __shared__ int count[2];
-  const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y, words = (nodes + 31) / 32;
+  const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y;
   const long long bh = blockIdx.x;
-  const Shared s = {query, count, most, words};
+  const Shared s = {query, count, most};
   const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
-                         span + bh * pages, products + bh * nodes * G, rows, pages};
-  const Source from(leaves);
+                         span + bh * pages, products + bh * nodes * G, marks + bh * ((nodes + 31) / 32) * G, rows, pages};
+  const Source source(leaves);
+  load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
   clear(s);
-  chain();
   for (int first = blockIdx.y; first < all; first += most * step) {
     const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {
-      load_marks(s, marks + bh * G * words);
-      load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
-    }
+    if (first == blockIdx.y) chain();  // queries and spans are older than the products and marks
     __syncthreads();
-    look(s, spans, groups.count * GROUP);
+    look(s, spans, leaves.marks, groups.count * GROUP);
     __syncthreads();
-    multiply_all(s, from, groups);
+    multiply_all(s, source, groups);
     look_up_all(s, leaves, groups);
     __syncthreads();
     write_all(s, groups, out + bh * G * pages, peaks + bh * G * all, pages);

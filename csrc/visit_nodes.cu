@@ -23,7 +23,7 @@ struct View {
   }
 };
 
-// The nodes of a query head, whose products are beside those of the others of its kv head.
+// The nodes of a query head, whose products and marks are beside those of the others of its kv head.
 struct Row {
   const float* products;
   unsigned* marks;
@@ -64,7 +64,7 @@ __device__ void expand_level(const Row& row, const int* level, int known, const 
   }
   for (int i = 0; i < (NODES + 31) / 32; i++) {
     const int step = 32 * i + lane(), u = span.first + 32 * step;
-    unsigned* marks = row.marks + u / 32;
+    unsigned* marks = row.marks + u / 32 * G;
     if (step < NODES && u < span.stop) *marks = word[i] | (top ? u == 0 : *marks);
   }
 }
@@ -88,7 +88,7 @@ __device__ void expand_few(const Row& row, const float* peaks, int room, Shared&
   for (int i = 0; i < SCORES; i++)
     if (key[i] >= max(last, LEAST)) atomicOr(&s.taken[node[i] / 32], 1u << node[i] % 32);
   __syncthreads();
-  for (int w = threadIdx.x; w < (row.nodes + 31) / 32; w += THREADS) row.marks[w] = s.taken[w] | (w == 0);
+  for (int w = threadIdx.x; w < (row.nodes + 31) / 32; w += THREADS) row.marks[w * G] = s.taken[w] | (w == 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
     int share, int least, int most, int at, int top) {
   __shared__ Shared s;
   const long long head = blockIdx.x, bh = head / G;
-  const Row row = {products + bh * nodes * G + head % G, marks + head * ((nodes + 31) / 32), nodes};
+  const Row row = {products + bh * nodes * G + head % G, marks + bh * ((nodes + 31) / 32) * G + head % G, nodes};
   const View view = {share, least, most};
   prepare(s);
   for (int i = threadIdx.x; PEAKS > 0 && i < WORDS; i += THREADS) s.taken[i] = 0;

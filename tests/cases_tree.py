@@ -126,7 +126,7 @@ def page_peaks(w: World):
     reached = torch.rand(shape, generator=w.g) < 0.7
     expanded = reached & (torch.rand(shape, generator=w.g) < 0.7)
     expanded[..., 0] = True  # the root
-    marks = marks_of(expanded)
+    marks = marks_of(expanded, w.group)
     products = products.masked_fill(~reached, -torch.inf).unflatten(1, (-1, w.group)).movedim(2, -1).contiguous()
     return (integers(w.q[:, :, :1]), Visited(products, marks), leaves)
 

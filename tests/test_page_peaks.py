@@ -58,7 +58,7 @@ def many(shape, page: int, dtype, share: float, seed: int):
     reached = products.movedim(-1, 2).flatten(1, 2) > -torch.inf
     expanded = reached & (torch.rand(reached.shape, generator=g) < share**0.5)
     expanded[..., 0] = True  # the root
-    marks = marks_of(expanded)
+    marks = marks_of(expanded, group)
     q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
     leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32), spans_of(node, pages))
     return q, Visited(products, marks), leaves
@@ -110,7 +110,7 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
 
 def test_there_are_marks_for_all_nodes():
     q, visited, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
-    more = torch.nn.functional.pad(visited.marks, (0, 1))
+    more = torch.nn.functional.pad(visited.marks, (0, 0, 0, 1))
     with pytest.raises(ValueError, match="4 nodes, of 65536 at most, have 1 words of marks, got 2"):
         PEAKS.page_peaks(q, visited._replace(marks=more), leaves)
 

@@ -83,7 +83,7 @@ def test_the_best_of_many(kind, nodes, known, room, values, broken, share, dtype
         want = torch.where(known_nodes, x, -torch.inf)
         want[0] = 0
         assert torch.equal(found[b, h], want)
-        bits = marks[b, h, torch.arange(nodes) // 32] >> torch.arange(nodes) % 32 & 1
+        bits = marks[b, h // 2, torch.arange(nodes) // 32, h % 2] >> torch.arange(nodes) % 32 & 1
         assert bits.nonzero()[:, 0].tolist() == sorted([0, *order.tolist()])
 
 

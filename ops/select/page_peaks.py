@@ -18,7 +18,7 @@ from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
 from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, shared_bytes, sm_count, tl, triton
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
 from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, base_in, base_of
@@ -31,7 +31,7 @@ TILE = 64  # rows that are multiplied at a time, at least a page
 # multiprocessor: with more of them they could not be launched early.
 NATIVE_DIMS, NATIVE_PAGES, NATIVE_GROUP = (64, 128, 256), (4, 8, 16), 8
 NATIVE_WARPS, RESIDENT = 16, 2
-NATIVE_TILE, NATIVE_STATIC = 16, 8192  # tokens multiplied at a time; bytes of shared memory of one size
+NATIVE_TILE = 16  # tokens multiplied at a time
 NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, NO_SPAN=NO_SPAN, OWN_SPAN=OWN_SPAN)
 
 
@@ -77,7 +77,7 @@ def _product_of(products, marks, u, m, G: tl.constexpr):
     """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen."""
     of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
-    word = tl.load(marks + of // 32, mask=m & (u >= 0), other=0)
+    word = tl.load(marks + of // 32 * G, mask=m & (u >= 0), other=0)
     return tl.where((u < -1) | ((word >> of % 32 & 1) > 0), product, float("-inf"))
 
 
@@ -91,7 +91,7 @@ def _pages_seen(
     u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
-        own_marks = marks + (bh * G + g) * tl.cdiv(nodes, 32)
+        own_marks = marks + bh * tl.cdiv(nodes, 32) * G + g
         seen = _product_of(products + bh * nodes * G + g, own_marks, u, u == u, G)
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
@@ -121,7 +121,7 @@ def _peaks(
         live = first + i // P < n
         r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
         u = tl.load(node + bh * rows + r, mask=live, other=-1)
-        own_marks = marks + ((bh * G + g) * tl.cdiv(nodes, 32))[:, None]
+        own_marks = marks + bh * tl.cdiv(nodes, 32) * G + g[:, None]
         seen = _product_of(products + bh * nodes * G + g[:, None], own_marks, u[None, :], (g < G)[:, None], G)
         if GROUPS == 0:
             d = tl.arange(0, DP)
@@ -169,10 +169,8 @@ def _fits(q, visited, leaves) -> _cuda.Module | str:
         return f"head_dim {d}, pages of {page} and {group} query heads a kv head"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"queries in {q.dtype}"
-    if not _cuda.aligned(q, leaves.key, leaves.scale) or any(x % 4 for x in q.stride()[:2]):
+    if not _cuda.aligned(q, *visited, leaves.key, leaves.scale) or any(x % 4 for x in q.stride()[:2]):
         return "tensors are not aligned"
-    if _shared_bytes(visited, page, most_groups(group)) > shared_bytes(q.device) - NATIVE_STATIC:
-        return f"{visited.products.shape[2]} nodes, whose marks take too much shared memory"
     return _cuda.load(
         "page_peaks", q.device, D=d, G=group, P=page, BF16=int(q.dtype == torch.bfloat16), TURN=most_groups(group),
         RESIDENT=RESIDENT, **NATIVE,
@@ -184,10 +182,9 @@ def most_groups(group: int) -> int:
     return min(96, 384 // group)
 
 
-def _shared_bytes(visited: Visited, page: int, turn: int) -> int:
-    """For peaks of `turn` groups, marks of each query head, two by two, and of any, and numbers of tiles."""
-    group, words = visited.products.shape[3], visited.marks.shape[2]
-    return 4 * (group * turn * GROUP + (group + group % 2 + 1) * words) + 2 * turn * GROUP * page // NATIVE_TILE
+def _shared_bytes(group: int, page: int, turn: int) -> int:
+    """For peaks of `turn` groups, and numbers of tiles."""
+    return 4 * group * turn * GROUP + 2 * turn * GROUP * page // NATIVE_TILE
 
 
 def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
@@ -199,7 +196,7 @@ def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
     kernels.launch(
         "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *visited, *leaves[:3], leaves.span, out, peaks,
         q.stride(0), q.stride(1), heads, visited.products.shape[2], rows, out.shape[2], turn,
-        shared=_shared_bytes(visited, page, turn),
+        shared=_shared_bytes(group, page, turn),
     )  # fmt: skip
     return out, peaks
 

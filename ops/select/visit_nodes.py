@@ -4,7 +4,7 @@ Level by level, from the highest: the nodes whose parent is expanded are scored 
 their key, and the best of them are expanded, as many as `view` says of the nodes of that level; ties go to the lower
 node. The root is always expanded. Returns the products of those that were scored, fp32 [batch, kv_heads, nodes,
 group], that of the root being 0, and -inf for the others: every query head for itself. The second result says by bits
-which ones are expanded: bit u % 32 of word u / 32.
+which ones are expanded, [batch, kv_heads, words, group]: bit u % 32 of word u / 32.
 
 Keys of nodes are taken in their codes of 8 bits. Scoring is limited by reading these once for all query heads of a kv
 head (8.7 MB at 128K tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes: csrc/score_nodes.cu for
@@ -50,16 +50,17 @@ def check(q, tree, view) -> None:
         raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
 
 
-def marks_of(expanded: Tensor) -> Tensor:
-    """A bit each."""
+def marks_of(expanded: Tensor, group: int) -> Tensor:
+    """A bit each, of [batch, q_heads, nodes]; `group` query heads share a kv head."""
     bits = torch.nn.functional.pad(expanded, (0, -expanded.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    return (bits.long() << torch.arange(WORD, device=expanded.device)).sum(-1).to(torch.int32)
+    words = (bits.long() << torch.arange(WORD, device=expanded.device)).sum(-1).to(torch.int32)
+    return words.unflatten(1, (-1, group)).transpose(2, 3).contiguous()
 
 
 def expanded_of(marks: Tensor, nodes: int) -> Tensor:
     """Back from these."""
     bits = marks[..., None] >> torch.arange(WORD, device=marks.device) & 1
-    return bits.flatten(-2)[..., :nodes].bool()
+    return bits.permute(0, 1, 3, 2, 4).flatten(3)[..., :nodes].flatten(1, 2).bool()
 
 
 def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
         rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         products = torch.where(reached, scores, products)
         expanded |= reached & (rank < room)
-    return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), marks_of(expanded)
+    return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), marks_of(expanded, group)
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def _scores(
     m = (g < G)[:, None] & there[None, :]
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
-        word = tl.load(marks + ((bh * G + g) * tl.cdiv(nodes, 32))[:, None] + above[None, :] // 32, mask=m, other=0)
+        of = bh * tl.cdiv(nodes, 32) + above // 32
+        word = tl.load(marks + of[None, :] * G + g[:, None], mask=m, other=0)
         m = m & ((word >> (above % 32)[None, :] & 1) > 0)
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
@@ -136,9 +138,10 @@ def _expand(
     word, words = tl.arange(0, N // 32), tl.cdiv(nodes, 32)
     bits = (take | (TOP & (u == 0))).to(tl.int32) << (u % 32)
     bits = tl.sum(tl.reshape(bits, (N // 32, 32)), 1)
+    to = marks + (bh * words + word) * G + row % G
     if not TOP:
-        bits = bits | tl.load(marks + row * words + word, mask=word < words, other=0)
-    tl.store(marks + row * words + word, bits, mask=word < words)
+        bits = bits | tl.load(to, mask=word < words, other=0)
+    tl.store(to, bits, mask=word < words)
 
 
 def room_of(view: View, nodes: int) -> int:
@@ -227,9 +230,9 @@ def _score_cuda(kernels: _cuda.Module, q, tree, marks, products, peaks: Tensor |
 
 
 def fake(q, tree, *_) -> tuple[Tensor, Tensor]:
-    (batch, heads, nodes, _), q_heads = tree.key.shape, q.shape[1]
-    products = q.new_empty((batch, heads, nodes, q_heads // heads), dtype=torch.float32)
-    return products, q.new_empty((batch, q_heads, cdiv(nodes, WORD)), dtype=torch.int32)
+    (batch, heads, nodes, _), group = tree.key.shape, q.shape[1] // tree.key.shape[1]
+    products = q.new_empty((batch, heads, nodes, group), dtype=torch.float32)
+    return products, q.new_empty((batch, heads, cdiv(nodes, WORD), group), dtype=torch.int32)
 
 
 visit_nodes = register(
