@@ -10,6 +10,7 @@ from world import DEVICE, World
 
 from torchsparsekv.ops._impl import tensors
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops._top import GROUP
 from torchsparsekv.ops.index import _tree
 
 ENTRY = load_all()["plant_tree"]
@@ -49,10 +50,20 @@ def test_many_tokens(seed, way, lengths, tokens):
         close(g.cpu(), x, "argument")
 
 
+def gathered(rows: list, page: int) -> list:
+    """The rows of pages as they were before the pages were dealt out, like cards, to hands of GROUP; hand behind hand,
+    and then what was not enough for another card to each."""
+    pages = [rows[i : i + page] for i in range(0, len(rows), page)]
+    hands, dealt = len(pages) // GROUP, len(pages) // GROUP * GROUP
+    taken = [pages[hand * GROUP + turn] for turn in range(GROUP) for hand in range(hands)]
+    return [row for one in taken + pages[dealt:] for row in one]
+
+
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES)
 def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
-    """Rows that moved are in order of nodes, and of a node in order of the projections; none is lost."""
+    """Rows that moved are in order of nodes, and of a node in order of the projections, before their pages are dealt
+    out; none is lost."""
     k, _, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))
     order = ENTRY.run(kind, *things)
     start, length, old, new = (t.tolist() for t in lengths[:4])
@@ -66,5 +77,5 @@ def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
         took, own = order[b, h, columns].long(), leaves.node[b, h, first : new[b]].long()
         nodes = torch.where(own < -1, tree.parent[b, h, _tree.own(own).clamp(min=0)], own).tolist()
         assert sorted(took.tolist()) == list(range(columns.start, columns.stop))
-        at = list(zip(nodes, along[b, h, took].tolist(), took.tolist()))
+        at = gathered(list(zip(nodes, along[b, h, took].tolist(), took.tolist())), page)
         assert at == sorted(at)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._hash import mix, mixed
+from torchsparsekv.ops._top import GROUP
 from torchsparsekv.ops._triton import tl, triton
 from torchsparsekv.ops.store.rows import in_8_bits, packed_number, scale_of, scales_of, size_of
 from torchsparsekv.ops.store.views import Promotion
@@ -87,13 +88,26 @@ def projections(x: Tensor, radius2: Tensor, seed: int) -> Tensor:
     return x.float() @ sign[:-1] + sign[-1] * lift(x, radius2)
 
 
-def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor) -> Tensor:
-    """Which token each row takes: those that move by (node, projection), behind those that do not, which come first."""
+def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor, page: int) -> Tensor:
+    """Which token each row takes: those that move by (node, projection), behind those that do not, which come first.
+    Their pages are dealt out."""
     index = torch.arange(node.shape[-1], device=node.device).expand_as(node)
     along = torch.where(moves, projection, index.float())
     order = along.argsort(dim=-1, stable=True)
     group = torch.where(moves, node + 1, torch.where(live, 0, torch.iinfo(torch.int32).max).int())
-    return order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
+    order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
+    many, stay = moves.sum(-1, keepdim=True), (live & ~moves).sum(-1, keepdim=True)
+    row = index - stay
+    dealt = stay + dealt_out(row // page, many // page) * page + row % page
+    return order.gather(-1, torch.where((row >= 0) & (row < many), dealt, index))
+
+
+def dealt_out(place: Tensor, many: Tensor) -> Tensor:
+    """Which of so many pages, in the order of a tree, each place of the pool takes. A query looks for pages that are
+    near to one another there, and GROUP places that follow one another are ranked by one program: so pages are dealt
+    out to as many groups as they fill, one to each at a time. Those left over stay behind."""
+    groups = many // GROUP
+    return torch.where(place < groups * GROUP, place % GROUP * groups + place // GROUP, place)
 
 
 def coded(key: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 Which of them rise is drawn (ops/index/_tree.py); every risen one becomes a node, as long as there is room for nodes,
 and every token is a child of the nearest node one level above its own, of those that were there and those that came
 with it. Whole pages of new tokens are laid out by (parent, projection): so the children of a node stand side by side,
-siblings share pages, and all pages are full. The tokens that were in the ring before, and those up to the next page
+siblings share pages, and all pages are full. Many pages are then dealt out, so that neighbours are not ranked by the
+same program (ops/index/_tree.py: dealt_out). The tokens that were in the ring before, and those up to the next page
 behind them, stay where they are, in pages of their own.
 
 Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside
@@ -70,7 +71,7 @@ def reference(
             own = Tree(*(t[b, h] for t in tree))
             node, itself = _planted(x[h], position, own, promotion)
             along = _tree.projections(x[h], own.radius2, promotion.seed)
-            takes = _tree.arrangement(node, along, moves, torch.ones_like(moves))
+            takes = _tree.arrangement(node, along, moves, torch.ones_like(moves), page)
             at = (b, h, slice(old, new))
             of = torch.where(itself < 0, itself, node)[takes]
             leaves.node[at] = of
@@ -209,7 +210,7 @@ def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
     node = _find_parents(taken, tree)
     moves = live & (position >= (torch.maximum(start, old) + page - 1) // page * page)
     moves, live = (t[:, None].expand_as(node) for t in (moves, live))
-    takes = _tree.arrangement(node, taken.along, moves, live).int()
+    takes = _tree.arrangement(node, taken.along, moves, live, page).int()
     order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
     grid, heads, wide = _tiles(taken.x)
     _arrange[grid](
