@@ -316,7 +316,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   for (int first = blockIdx.y; first < all; first += most * step) {
     const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) chain();  // queries and spans are older than the products and marks
+    if (first == blockIdx.y)  // queries and spans are older than products and marks
+      chain();
     __syncthreads();
     look(s, spans, leaves.marks, groups.count * GROUP);
     __syncthreads();
