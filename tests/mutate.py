@@ -62,7 +62,7 @@ MUTATIONS = (
              "torch.where(moves, 1,",
              "tests/test_plant_tree.py::test_children_of_a_node_stand_side_by_side"),
     Mutation("neighbours of a tree are ranked by the same program", "ops/index/_tree.py",
-             "stay + dealt_out(row // page, many // page) * page + row % page", "stay + row",
+             "stay + dealt_out(row // page, pages) * page + row % page", "stay + row",
              "tests/test_plant_tree.py::test_children_of_a_node_stand_side_by_side"),
     Mutation("the norms of nodes are not stored", "ops/index/_tree.py",
              "tl.store(norm2 + at, tl.sum(wide * wide, 1), mask=live)", "pass",

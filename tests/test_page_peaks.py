@@ -64,6 +64,13 @@ def many(shape, page: int, dtype, share: float, seed: int):
     return q, Visited(products, marks), leaves
 
 
+def test_marks_of_more_nodes_than_a_word_has():
+    things = many((2, 3, 48, 64), 16, torch.float16, 0.2, 0)
+    assert things[1].marks.shape[2] == 2
+    got, _ = ENTRY.run("triton", *on(DEVICE, things))
+    torch.testing.assert_close(got.cpu(), ENTRY.reference(*things)[0], rtol=0, atol=8 * TOLERANCE[torch.float16])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("resident", [0, PEAKS.RESIDENT])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 8), (128, 4), (128, 3), (256, 5)])

@@ -98,6 +98,22 @@ def test_the_root_takes_nobodys_place(kind, nodes):
     assert VISIT.expanded_of(marks.cpu(), nodes)[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parents_of_any_number_are_known(kind):
+    """Nodes of the third level have marks in several words, which those below are told by."""
+    nodes, g = 160, torch.Generator().manual_seed(0)
+    q, tree = tree_of(torch.randint(-99, 99, (2, 2, nodes), generator=g).float())
+    above = torch.tensor([7, 40, 70, 71, 100, 159], device=DEVICE)
+    parent = above[torch.randint(len(above), tree.parent.shape, generator=g).to(DEVICE)].int()
+    parent[..., above], tree.level[..., above] = 0, 3
+    tree, view = tree._replace(parent=parent), View(0, 2, 9, 3)
+    want = ENTRY.reference(q, tree, view)
+    for got, x in zip(ENTRY.run(kind, q, tree, view), want, strict=True):
+        assert torch.equal(got, x)
+    expanded = above[VISIT.expanded_of(want[1], nodes)[..., above].nonzero()[:, -1]]
+    assert len(set((expanded // 32).tolist())) > 2
+
+
 SCORERS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -96,17 +96,17 @@ def arrangement(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor, p
     order = along.argsort(dim=-1, stable=True)
     group = torch.where(moves, node + 1, torch.where(live, 0, torch.iinfo(torch.int32).max).int())
     order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
-    many, stay = moves.sum(-1, keepdim=True), (live & ~moves).sum(-1, keepdim=True)
-    row = index - stay
-    dealt = stay + dealt_out(row // page, many // page) * page + row % page
-    return order.gather(-1, torch.where((row >= 0) & (row < many), dealt, index))
+    stay = (live & ~moves).sum(-1, keepdim=True)
+    row, pages = index - stay, moves.sum(-1, keepdim=True) // page
+    dealt = stay + dealt_out(row // page, pages) * page + row % page
+    return order.gather(-1, torch.where(row < 0, index, dealt))
 
 
-def dealt_out(place: Tensor, many: Tensor) -> Tensor:
+def dealt_out(place: Tensor, pages: Tensor) -> Tensor:
     """Which of so many pages, in the order of a tree, each place of the pool takes. A query looks for pages that are
     near to one another there, and GROUP places that follow one another are ranked by one program: so pages are dealt
-    out to as many groups as they fill, one to each at a time. Those left over stay behind."""
-    groups = many // GROUP
+    out to as many groups as they fill, one to each at a time. Those left over stay behind, as does what is no page."""
+    groups = pages // GROUP
     return torch.where(place < groups * GROUP, place % GROUP * groups + place // GROUP, place)
 
 
