@@ -119,7 +119,7 @@ struct Source {
     node = x.node + g;
     last = x.rows - 1 - g;
     hold(products), hold(codes);
-    __builtin_assume(__isGlobal(products) && __isGlobal(codes));
+    __builtin_assume(__isGlobal(products) && __isGlobal(codes));  // what is held so, the compiler no longer knows
   }
 
   // Behind the last token it comes again: nobody looks at the pages there.
