@@ -16,6 +16,7 @@ struct Shared : Grouped<THREADS * SCORES / GROUP> {
   Turns turns;
   unsigned long long key[K];
   int order[THREADS];  // of all query heads, in the first program
+  Bell bell;  // of this
 };
 
 // Of equal scores that of the lower page is greater.
@@ -36,7 +37,7 @@ __device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
   const Span span(count, 32);
   unsigned key[SCORES];
   int page[SCORES];
-  look_at(key, page, scores, n, 1, span, PEAKS > 0, s);
+  look_at(key, page, scores, n, span, PEAKS > 0, s);
   if (PEAKS == 0) r = range_of(key, K, lanes, s);
   const unsigned least = cut(key, span, count, r, 0, FEW, s.bins + ROUNDS / 2, s);
   return compact(key, least, s.totals[1], [&](int i, int at) { s.key[at] = key_of(key[i], page[i]); });
@@ -49,19 +50,22 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   prepare(s);
   prepare(s.turns);
   s.order[i] = EMPTY;
+  __syncthreads();
+  if (head == 0 && i == 0) expect(s.bell, G * K);
   arrive();
   chain();
   const int taken = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
   wait();
   __syncthreads();
+  int rank = i;  // of those that it has not
   if (i < taken) {
-    int rank = 0;
+    rank = 0;
 #pragma unroll 8
     for (int j = 0; j < taken; j++) rank += s.key[j] > s.key[i];
-    store_to(0, &s.order[rank * G + head], ~(unsigned)s.key[i]);
   }
-  meet();
+  if (i < K) send(0, &s.order[rank * G + head], s.bell, i < taken ? ~(unsigned)s.key[i] : EMPTY);
   if (head > 0) return;
+  receive(s.bell);
   const int page = s.order[i];
   compact(s.turns, out + blockIdx.x / G * K, is_first(s.turns, page, i) ? page : EMPTY, K);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Programs of a cluster: each can read and write the shared memory of the others. Nothing but `meet` says that what was
-// written before is there.
+// Programs of a cluster: each can read and write the shared memory of the others. Nothing but `meet`, or a Bell, says that
+// what was written before is there.
 
 __device__ inline unsigned there(int rank, const void* at) {
   unsigned x;
@@ -16,11 +16,30 @@ __device__ inline float load_from(int rank, const float* at) {
   return x;
 }
 
-__device__ inline void store_to(int rank, void* at, unsigned x) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there(rank, at)), "r"(x) : "memory");
-}
-
 // Wait for the other programs, in one or in two steps.
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void meet() { arrive(), wait(); }
+
+// In the shared memory of a program: it rings when as many numbers have come as it expects. That is quicker than to meet,
+// which waits until all that was written anywhere is seen by all.
+using Bell = unsigned long long;
+
+__device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
+
+// Once only; by one thread, and before the programs meet.
+__device__ inline void expect(Bell& bell, int numbers) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(here(&bell)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here(&bell)), "r"(4 * numbers) : "memory");
+}
+
+__device__ inline void send(int rank, void* at, Bell& bell, unsigned x) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+               ::"r"(there(rank, at)), "r"(x), "r"(there(rank, &bell)) : "memory");
+}
+
+__device__ inline void receive(Bell& bell) {
+  asm volatile("{ .reg .pred there; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], 0;"
+               " @!there bra again; }" ::"r"(here(&bell)) : "memory");
+}

@@ -12,6 +12,9 @@ __device__ inline unsigned ordered(float x) {
   return bits ^ (bits >> 31 | 0x80000000);
 }
 
+// And back.
+__device__ inline float number_of(unsigned key) { return __uint_as_float(key >> 31 ? key ^ 0x80000000 : ~key); }
+
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 

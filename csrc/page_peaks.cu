@@ -16,14 +16,15 @@
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // of a tile, and tiles of a group
-constexpr int LOOKS = (TURN * GROUP + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
+constexpr int LOOKERS = 2;  // threads that look at a page
+constexpr int LOOKS = (TURN * GROUP * LOOKERS + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
 struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
 __device__ unsigned twice(const Scales& x, int i) { return __byte_perm(x.at[i], 0, 0x1010); }
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
 static_assert(CHANNELS == 16 && GROUP == 16 && P % 4 == 0 && P <= TILE && G <= HEADS);
 
-// Of a node what it is to two query heads, to the same one where there is no other: a product or a word of marks.
+// The products of a node with two query heads, or with the same one where there is no other.
 __device__ Run<2> pair_at(const unsigned* x) {
   if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
   return load<4>(x);
@@ -79,19 +80,19 @@ struct Tile {
   float node[2][2];
 };
 
-// What a kv head has. Of nodes the products and the words of marks are as bits, those of its query heads side by side.
+// What a kv head has. Products are as bits, those of its query heads side by side.
 struct Leaves {
   const unsigned char* codes;
   const unsigned short* scales;
   const int* node;
-  const unsigned *span, *products, *marks;
+  const unsigned *span, *products;
   int rows, pages;
 };
 
 // What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
 // the first place on, and from the last one back those of nodes alone.
 extern __shared__ __align__(16) float pool[];
-struct Shared {
+struct Pool {
   Query& query;
   int (&count)[2];
   int most;
@@ -104,7 +105,8 @@ struct Shared {
 
 // And what a thread reads of it.
 struct Source {
-  const unsigned *products, *marks;  // of a thread's two query heads
+  const unsigned* products;  // of a thread's two query heads
+  float least[2];  // of these, of nodes that are expanded
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
@@ -112,14 +114,18 @@ struct Source {
 
   __device__ explicit Source(const Leaves& x) {
     const int g = lane() / 4, t = lane() % 4;
-    const int head = 2 * t < G ? 2 * t : 0;
-    products = x.products + head, marks = x.marks + head;
+    products = x.products + (2 * t < G ? 2 * t : 0);
     codes = x.codes + g * (D / 2) + t * (D / 8);
     scales = reinterpret_cast<const Scales*>(x.scales) + g * 4 + t;
     node = x.node + g;
     last = x.rows - 1 - g;
     hold(products), hold(codes);
     __builtin_assume(__isGlobal(products) && __isGlobal(codes));  // what is held so, the compiler no longer knows
+  }
+
+  __device__ void load_least(const unsigned* from) {
+    const Run<2> two = pair_at(from + (lane() % 4 * 2 < G ? lane() % 4 * 2 : 0));
+    for (int c = 0; c < 2; c++) least[c] = __uint_as_float(two.at[c]);
   }
 
   // Behind the last token it comes again: nobody looks at the pages there.
@@ -137,10 +143,12 @@ struct Source {
       x.scale[r] = scales[at * 4];
     }
     for (int r = 0; r < 2; r++) {
-      const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0), own = u[r] < -1 ? ALL : 0, one = u[r] != -1;
-      const Run<2> product = pair_at(products + of * G), mark = pair_at(marks + of / 32 * G);
-      for (int c = 0; c < 2; c++)  // no branch: there is nothing to skip
-        x.node[r][c] = (mark.at[c] | own) >> of % 32 & one ? __uint_as_float(product.at[c]) : none();
+      const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0);
+      const Run<2> product = pair_at(products + of * G);
+      for (int c = 0; c < 2; c++) {  // no branch: there is nothing to skip
+        const float value = __uint_as_float(product.at[c]), bar = u[r] > 0 ? least[c] : none();
+        x.node[r][c] = value >= bar & u[r] != -1 ? value : none();
+      }
     }
   }
 };
@@ -172,23 +180,27 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
 }
 
 // For a turn.
-__device__ void clear(const Shared& s) {
+__device__ void clear(const Pool& s) {
   for (int i = threadIdx.x; i < G * s.most * GROUP; i += 32 * WARPS) s.peaks(0)[i] = none();
   if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
 }
 
-// Whether some query head sees a node of this span.
-__device__ bool seen(const unsigned* marks, unsigned span) {
-  const unsigned least = span & 0xFFFF, greatest = span >> 16;
-  unsigned found = 0;
-  for (unsigned w = least / 32; w <= greatest / 32 && !found; w++) {
-    const Run<G> each = all_at(marks + w * G);
-    for (int h = 0; h < G; h++) found |= each.at[h];
-    if (w == least / 32) found &= ALL << least % 32;
-    if (w == greatest / 32) found &= ALL >> (31 - greatest % 32);
+// The nodes between the least and the greatest of a page, of which a thread looks at every LOOKERS-th.
+struct Between {
+  unsigned at, last;
+  __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
+  __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
+  // Whether some query head sees the children of one of them; `each` are the products of the first. It sees those of the
+  // root.
+  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& least) {
+    bool found = at == 0;
+    for (; at <= last && !found; each = load(products)) {
+      for (int h = 0; h < G; h++) found |= __uint_as_float(each.at[h]) >= __uint_as_float(least.at[h]);
+      at += LOOKERS;
+    }
+    return found;
   }
-  return found;
-}
+};
 
 // The groups of a turn: the first, how far they are apart, and how many.
 struct Groups {
@@ -197,43 +209,46 @@ struct Groups {
   __device__ int page(int i) const { return at(i / GROUP) * GROUP + i % GROUP; }
 };
 
-// Of pages, a bit each, the bits of those that are the first of their tile.
-__device__ unsigned tiles_of(unsigned pages) {
-  for (int d = 1; d < PAGES; d *= 2) pages |= pages >> d;
-  return pages & ALL / ((1u << PAGES) - 1);
+// Of threads that look at pages, a bit each, the bits of those that are the first of their tile.
+__device__ unsigned tiles_of(unsigned threads) {
+  for (int d = 1; d < LOOKERS * PAGES; d *= 2) threads |= threads >> d;
+  return threads & ALL / ((1u << LOOKERS * PAGES) - 1);
 }
 
-__device__ void list(const Shared& s, bool own, unsigned found, int tile) {
+__device__ void list(const Pool& s, bool own, unsigned found, int tile) {
   int place = 0;
   if (lane() == 0 && found) place = atomicAdd(&s.count[own], __popc(found));
   place = __shfl_sync(ALL, place, 0) + __popc(found & (1u << lane()) - 1);
   if (found >> lane() & 1) s.tile(own, place) = tile;
 }
 
-// Of the pages of a turn, each looked at by a thread, the spans.
+// Of the pages of a turn, that a thread looks at, the spans.
 struct Spans {
   unsigned at[LOOKS];
   __device__ Spans(const Leaves& from, const Groups& groups) {
     for (int i = 0; i < LOOKS; i++) {
-      const int place = i * 32 * WARPS + threadIdx.x, page = groups.page(place);
+      const int place = (i * 32 * WARPS + threadIdx.x) / LOOKERS, page = groups.page(place);
       at[i] = place < groups.count * GROUP && page < from.pages ? from.span[page] : NO_SPAN;
     }
   }
 };
 
-// Find the tiles.
-__device__ void look(const Shared& s, const Spans& spans, const unsigned* marks, int pages) {
+// Find the tiles. `next` are the products of the first node that a thread looks at.
+__device__ void look(
+    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int pages) {
   for (int i = 0; i < LOOKS; i++) {
-    const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / PAGES;
-    if (first >= pages) return;
-    const unsigned found = tiles_of(__ballot_sync(ALL, seen(marks, spans.at[i])));
+    const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / (LOOKERS * PAGES);
+    if (first >= LOOKERS * pages) return;
+    const Run<G> own = next;
+    if (i + 1 < LOOKS) next = Between(spans.at[i + 1]).load(products);
+    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, least)));
     list(s, false, found, tile);
     list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == OWN_SPAN)) & ~found, tile);
   }
 }
 
 // The peaks of a tile's pages.
-__device__ void write(const Shared& s, int tile, const float (&best)[2][2]) {
+__device__ void write(const Pool& s, int tile, const float (&best)[2][2]) {
   const int g = lane() / 4, t = lane() % 4;
   for (int c = 0; c < 2; c++) {
     if (g % SPAN || 2 * t + c >= G) continue;
@@ -244,7 +259,7 @@ __device__ void write(const Shared& s, int tile, const float (&best)[2][2]) {
 }
 
 // Of all tiles that were found, but for those of nodes alone.
-__device__ void multiply_all(const Shared& s, const Source& from, const Groups& groups) {
+__device__ void multiply_all(const Pool& s, const Source& from, const Groups& groups) {
   const auto first = [&](int i) { return groups.page(s.tile(false, i) * PAGES) * (long long)P; };
   int2 nodes = {};  // of a tile, asked for while the one before it is multiplied
   if (warp() < s.count[0]) nodes = from.nodes(first(warp()));
@@ -259,7 +274,7 @@ __device__ void multiply_all(const Shared& s, const Source& from, const Groups& 
 }
 
 // Of those: half a warp has two tiles, a thread a node of each with all query heads. Warps that multiply least are first.
-__device__ void look_up_all(const Shared& s, const Leaves& from, const Groups& groups) {
+__device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& groups) {
   for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
     int tile[2], u[2];
     Run<G> product[2];
@@ -278,7 +293,7 @@ __device__ void look_up_all(const Shared& s, const Leaves& from, const Groups& g
 }
 
 // Of all pages, four a thread, and of all groups.
-__device__ void write_all(const Shared& s, const Groups& groups, float* out, float* peaks, int pages) {
+__device__ void write_all(const Pool& s, const Groups& groups, float* out, float* peaks, int pages) {
   const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP / 4 + 31) / 32;
   for (int i = warp(); i < G * runs; i += WARPS) {
     const int head = i % G, at = 4 * (i / G * 32 + lane()), group = groups.at(at / GROUP);
@@ -300,26 +315,29 @@ __device__ void write_all(const Shared& s, const Groups& groups, float* out, flo
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
-    const unsigned short* q, const unsigned* products, const unsigned* marks, const unsigned char* codes,
+    const unsigned short* q, const unsigned* products, const unsigned* least, const unsigned char* codes,
     const unsigned short* scales, const int* node, const unsigned* span, float* out, float* peaks, int q_b, int q_h,
     int heads, int nodes, int rows, int pages, int most) {
   __shared__ Query query;
   __shared__ int count[2];
   const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y;
   const long long bh = blockIdx.x;
-  const Shared s = {query, count, most};
+  const Pool s = {query, count, most};
   const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
-                         span + bh * pages, products + bh * nodes * G, marks + bh * ((nodes + 31) / 32) * G, rows, pages};
-  const Source source(leaves);
+                         span + bh * pages, products + bh * nodes * G, rows, pages};
+  Source source(leaves);
   load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
   clear(s);
   for (int first = blockIdx.y; first < all; first += most * step) {
     const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y)  // queries and spans are older than products and marks
-      chain();
+    if (first == blockIdx.y) {
+      chain();  // queries and spans are older than products
+      source.load_least(least + bh * G);
+    }
+    const Run<G> next = Between(spans.at[0]).load(leaves.products), all_least = all_at(least + bh * G);
     __syncthreads();
-    look(s, spans, leaves.marks, groups.count * GROUP);
+    look(s, spans, next, leaves.products, all_least, groups.count * GROUP);
     __syncthreads();
     multiply_all(s, source, groups);
     look_up_all(s, leaves, groups);

@@ -69,7 +69,7 @@ template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int 
 }
 
 // Narrow the range until no more than `spare` keys too many are inside, or no more than `few` keys, or all are equal.
-// Where there are fewer keys than wanted, all are.
+// Where there are fewer keys than wanted, all are, and fewer inside.
 template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins, Search& s) {
   while (true) {
     const unsigned width = r.to - r.from;
@@ -88,7 +88,7 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
     bins++;
     r.inside = f.inside;
     if (f.before + f.inside < r.wanted) {
-      r.wanted = r.inside = f.before + f.inside;
+      r.inside += f.before;
       return r;
     }
     r.wanted -= f.before, r.to -= (unsigned)f.bin << shift;
@@ -137,6 +137,44 @@ template <int N> __device__ unsigned cut(
   return last.key;
 }
 
+// The key of rank k of so many, of which each thread of a warp has one, or 0.
+__device__ unsigned key_in(unsigned key, int k, int count) {
+  int better = 0, equal = 0;
+  for (int i = 0; i < count; i++) {
+    const unsigned other = __shfl_sync(ALL, key, i);
+    better += other > key, equal += other == key;
+  }
+  return __reduce_max_sync(ALL, better < k & k <= better + equal ? key : 0);
+}
+
+// The key of rank k, for the first thread; LEAST where there are fewer. The first bins are as wide in numbers, not in keys:
+// of scores of which a few are far above the others these leave fewer inside.
+template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Search& s) {
+  Range r = range_of(key, k, lanes_of(k), s);
+  const float high = number_of(r.to), bins = BINS / (high - number_of(r.from));
+  int bin[N];
+  for (int i = 0; i < N; i++) {
+    bin[i] = key[i] < r.from ? BINS + lane() : min((int)((high - number_of(key[i])) * bins), BINS - 1);
+    atomicAdd(&s.bins[0][bin[i]], 1);
+  }
+  __syncthreads();
+  const Reached found = find<BINS / 32>(s.bins[0], k);
+  for (int i = 0; i < N && found.inside <= 32; i++)
+    if (bin[i] == found.bin) s.few[atomicAdd(&s.listed, 1)] = {key[i], 0};
+  __syncthreads();
+  if (found.before + found.inside < k) return LEAST;
+  if (found.inside <= 32) return key_in(s.few[lane()].key, k - found.before, found.inside);
+  Bins* rest = s.bins + 1;
+  r = narrow(key, r, 0, FEW, rest, s);
+  if (r.inside <= FEW) return last_of(key, Span(N * THREADS), r, s).key;
+  unsigned least = ALL;  // all of them are wanted, or equal
+  for (int i = 0; i < N; i++) least = key[i] >= r.from ? min(least, key[i]) : least;
+  least = __reduce_min_sync(ALL, least);
+  if (lane() == 0) s.low[warp()] = least;
+  __syncthreads();
+  return __reduce_min_sync(ALL, lane() < WARPS ? s.low[lane()] : ALL);
+}
+
 // put(step, number) for the keys that are not below `least`, numbered by their places; how many these are.
 template <int N, class Put> __device__ int compact(const unsigned (&key)[N], unsigned least, int* totals, Put put) {
   unsigned taken[N];
@@ -175,13 +213,12 @@ template <int N, int MOST> __device__ int choose(
   return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }
 
-// Of a row of n scores, so many numbers apart, those in these groups, or all: their names and keys. Warps have whole
-// steps.
+// Of a row of n scores those in these groups, or all: their names and keys. Warps have whole steps.
 template <int N, int MOST> __device__ void look_at(
-    unsigned (&key)[N], int (&name)[N], const float* scores, int n, int apart, const Span& span, bool grouped,
+    unsigned (&key)[N], int (&name)[N], const float* scores, int n, const Span& span, bool grouped,
     const Grouped<MOST>& s) {
   float x[N];
   for (int i = 0; i < N; i++) name[i] = span.place(i) >= span.stop ? n : grouped ? s.number(span, i) : span.place(i);
-  for (int i = 0; i < N; i++) x[i] = name[i] < n ? scores[(long long)name[i] * apart] : none();
+  for (int i = 0; i < N; i++) x[i] = name[i] < n ? scores[name[i]] : none();
   keys_of(key, x);
 }

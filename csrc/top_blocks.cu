@@ -28,7 +28,7 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
   const Span span(count, 32);
   unsigned key[SCORES];
   int name[SCORES];
-  look_at(key, name, row.scores, row.n, 1, span, PEAKS > 0, s);
+  look_at(key, name, row.scores, row.n, span, PEAKS > 0, s);
   if (!PEAKS) r = range_of(key, k, lanes, s);
   if (row.ids)  // on their way while it is found whose are needed
     for (int i = 0; i < SCORES; i++)

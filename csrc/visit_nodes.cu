@@ -1,109 +1,210 @@
-// Which nodes of a level a query head expands, as ops/select/visit_nodes.py specifies it: a program for each query head,
-// which marks them by a bit each (search.cuh says why not Triton).
+// The products of queries with the nodes of a tree of two levels, and the least of those that are expanded, as
+// ops/select/visit_nodes.py specifies them. A warp has tiles of 16 nodes, each for all query heads of a kv head. The first
+// programs of a kv head, one for each query head, are a cluster that writes no products: beside the others each computes a
+// share of a sample, and then seeks the least of its query head in all of it.
 //
-// Set by the compilation: THREADS; NODES nodes that a thread looks at, or, of a tree of two levels that has many, PEAKS that
-// it looks at before and SCORES of the groups that have these (PEAKS 0: all nodes are looked at); GROUP scores that share a
-// peak; WORDS of marks; G query heads of a kv head; MILLION, a share of 1; FLAT for trees of two levels, whose nodes all
-// are of one.
+// Why not Triton: it takes codes through shared memory to where the tensor cores want them. Which channels are next to
+// one another does not matter as long as queries and keys agree, so here a thread multiplies the very 16 bytes that it
+// loads. For the search search.cuh says why not.
+//
+// Set by the compilation: D channels (a multiple of 64), G query heads of a kv head (up to 8), BF16 queries, THREADS of a
+// program, TILES of a warp, SAMPLE nodes of a sample, and MILLION, a share of 1.
 
+#include "cluster.cuh"
 #include "search.cuh"
+#include "tensor.cuh"
 
-static_assert(NODES <= 64, "a bit each");
-constexpr int MOST = PEAKS ? THREADS * SCORES / GROUP : 1;
+constexpr int TILE = 16, HEADS = 8;  // nodes and query heads of a product
+constexpr int RUNS = D / 64;  // of a code that a thread loads: 16 channels each
+constexpr int SHARE = (SAMPLE + TILE * WARPS * G - 1) / (TILE * WARPS * G);  // of a warp in its tiles
+constexpr int KEYS = (SAMPLE + THREADS - 1) / THREADS;  // of a sample, that a thread looks at
+static_assert(D % 64 == 0 && G <= HEADS && SAMPLE % TILE == 0);
 
-struct Shared : Grouped<MOST> {
-  unsigned taken[PEAKS ? WORDS : 1];
-};
-
-// How many of so many nodes are expanded.
-struct View {
-  int share, least, most;
-  __device__ int room(int all) const {
-    return min(max((int)(((long long)all * share + MILLION - 1) / MILLION), least), most);
-  }
-};
-
-// The nodes of a query head, whose products and marks are beside those of the others of its kv head.
-struct Row {
-  const float* products;
-  unsigned* marks;
+// What a kv head has, and what it is told.
+struct Head {
+  const unsigned char* code;
+  const float* scale;
+  float* products;
   int nodes;
 };
 
-// The sum over the threads of a program.
-__device__ int total_of(int mine, Search& s) {
-  mine = __reduce_add_sync(ALL, mine);
-  if (lane() == 0) s.totals[0][warp()] = mine;
-  __syncthreads();
-  return __reduce_add_sync(ALL, lane() < WARPS ? s.totals[0][lane()] : 0);
+// Nodes that are so far apart.
+struct Nodes {
+  int first, apart;
+  __device__ int at(int i) const { return first + i * apart; }
+};
+
+struct Shared : Search {
+  unsigned key[SAMPLE];  // of the program's query head
+  Bell bell;
+};
+
+// Bytes 0 and 2, or 1 and 3, as halves; they are signed, and 1024 + 128 + x is exact.
+__device__ unsigned pair_of(unsigned bytes, bool odd) {
+  unsigned x = __byte_perm(bytes ^ 0x80808080, 0x64646464, odd ? 0x4341 : 0x4240);
+  asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x64806480));
+  return x;
 }
 
-// Of level `at`, all of them looked at; the marks of higher levels are kept.
-__device__ void expand_level(const Row& row, const int* level, int known, const View& view, int at, bool top, Search& s) {
-  const Span span(row.nodes, 32);  // a warp has whole words of marks
-  const int first = span.place(0), rest = span.stop - first;
-  const float* product = row.products + (long long)first * G;
-  unsigned key[NODES];
-  int there = 0;  // nodes of this level
-  for (int i = 0; i < NODES; i++) {
-    const int its = FLAT ? at : 32 * i < rest ? level[first + 32 * i] : 0;  // both loads at once
-    const float score = 32 * i < rest ? product[32 * i * G] : none();  // of unknown nodes it is -inf anyway
-    const bool mine = FLAT || its == at && 32 * i < known - first;
-    there += mine;
-    key[i] = mine ? ordered(score) : 0;
+// A query head as the second factor wants it, in the order of those bytes.
+struct Query {
+  unsigned at[RUNS][4][2];
+
+  __device__ Query(const unsigned short* q, int q_h) {
+    q += min(lane() / 4, G - 1) * (long long)q_h + lane() % 4 * 16;
+    for (int r = 0; r < RUNS; r++)
+      for (int w = 0; w < 4; w++) {
+        const uint2 x = *reinterpret_cast<const uint2*>(q + 64 * r + 4 * w);
+        for (int odd = 0; odd < 2; odd++) at[r][w][odd] = every_other<BF16>(x, odd);
+      }
   }
-  if (first == 0) key[0] = 0;  // the root
-  const int room = view.room(FLAT ? known - 1 : total_of(there, s));
-  // Where every thread has nodes as many groups as wanted will do, and leave a narrower range than twice as many.
-  const Range range = range_of(key, room, lanes_of(FLAT ? (room + 1) / 2 : room), s);
-  const unsigned last = max(cut(key, span, row.nodes, range, 0, FEW, s.bins, s), LEAST);
-  unsigned word[(NODES + 31) / 32] = {};  // lane i has that of step i
-  for (int i = 0; i < NODES; i++) {
-    const unsigned bits = __ballot_sync(ALL, key[i] >= last);
-    if (lane() == i % 32) word[i / 32] = bits;
+};
+
+// What a thread has of a tile: nodes lane / 4, and 8 behind it.
+struct Tile {
+  Words run[2][RUNS];
+  float scale[2];
+
+  __device__ void load(const Head& x, const Nodes& nodes) {
+    for (int r = 0; r < 2; r++) {
+      const int u = min(nodes.at(lane() / 4 + 8 * r), x.nodes - 1);
+      for (int i = 0; i < RUNS; i++) run[r][i] = load_once(x.code + (long long)u * D + lane() % 4 * 16 + 64 * i);
+      scale[r] = x.scale[u];
+    }
   }
-  for (int i = 0; i < (NODES + 31) / 32; i++) {
-    const int step = 32 * i + lane(), u = span.first + 32 * step;
-    unsigned* marks = row.marks + u / 32 * G;
-    if (step < NODES && u < span.stop) *marks = word[i] | (top ? u == 0 : *marks);
+
+  // With query heads 2 t and 2 t + 1; -inf where nobody is, at the root, and for NaN.
+  __device__ void multiply(float (&product)[2][2], const Query& query, const Nodes& nodes, int known) const {
+    float sum[4] = {};
+    for (int i = 0; i < RUNS; i++)
+      for (int w = 0; w < 4; w++) {
+        const unsigned upper = run[0][i].at[w], lower = run[1][i].at[w];
+        multiply_add(sum, {pair_of(upper, false), pair_of(lower, false), pair_of(upper, true), pair_of(lower, true)},
+                     query.at[i][w][0], query.at[i][w][1]);
+      }
+    for (int r = 0; r < 2; r++) {
+      const int u = nodes.at(lane() / 4 + 8 * r);
+      for (int c = 0; c < 2; c++) product[r][c] = 0 < u & u < known ? fmaxf(sum[2 * r + c] * scale[r], none()) : none();
+    }
+  }
+};
+
+// A node's products with two query heads, or with the one that there is.
+__device__ void put(float* to, float first, float second, bool both) {
+  if (G % 2 == 0) {
+    *reinterpret_cast<float2*>(to) = {first, second};
+  } else {
+    to[0] = first;
+    if (both) to[1] = second;
   }
 }
 
-// Of the one level of a tree of two, by its peaks. The root has no part in these, nor is it looked at.
-__device__ void expand_few(const Row& row, const float* peaks, int room, Shared& s) {
-  const int groups = (row.nodes + GROUP - 1) / GROUP;
-  const Span of_peaks(groups);
-  float peak[PEAKS ? PEAKS : 1];
-  for (int i = 0; i < PEAKS; i++) peak[i] = of_peaks.place(i) < of_peaks.stop ? peaks[of_peaks.place(i)] : none();
-  Range range;
-  const int count = GROUP * choose(peak, of_peaks, groups, room, lanes_of(room), range, s);
-  __syncthreads();
-  const Span span(count, 32);
-  int node[PEAKS ? SCORES : 1];
-  unsigned key[PEAKS ? SCORES : 1];
-  look_at(key, node, row.products, row.nodes, G, span, true, s);
-  for (int i = 0; i < SCORES; i++)
-    if (node[i] == 0) key[i] = 0;
-  const unsigned last = cut(key, span, count, range, 0, FEW, s.bins + ROUNDS / 2, s);
-  for (int i = 0; i < SCORES; i++)
-    if (key[i] >= max(last, LEAST)) atomicOr(&s.taken[node[i] / 32], 1u << node[i] % 32);
-  __syncthreads();
-  for (int w = threadIdx.x; w < (row.nodes + 31) / 32; w += THREADS) row.marks[w * G] = s.taken[w] | (w == 0);
+// The products of a tile.
+__device__ void write(const Head& x, const Nodes& nodes, const float (&product)[2][2]) {
+  const int head = lane() % 4 * 2;
+  for (int r = 0; r < 2; r++) {
+    const int u = nodes.at(lane() / 4 + 8 * r);
+    if (u >= x.nodes || head >= G) continue;
+    const bool root = u == 0;
+    put(x.products + (long long)u * G + head, root ? 0 : product[r][0], root ? 0 : product[r][1], head + 1 < G);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) expand(
-    const int* level, const int* node_count, const float* products, const float* peaks, unsigned* marks, int nodes,
-    int share, int least, int most, int at, int top) {
+// Of a warp, those of its tiles from this one on, a step apart. The first are asked for ahead of everything else: what has
+// to be waited for does not say where they are.
+__device__ void write_all(const Head& x, const unsigned short* q, int q_h, const int* node_count, int tile, int step) {
+  const auto nodes = [&](int i) { return Nodes{(tile + i) * TILE, 1}; };
+  Tile tiles[TILES];
+  for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(i));
+  __syncwarp();
+  const int known = *node_count;
+  const Query query(q, q_h);
+  while (true) {
+    for (int i = 0; i < TILES; i++) {
+      float product[2][2];
+      tiles[i].multiply(product, query, nodes(i), known);
+      write(x, nodes(i), product);
+    }
+    tile += step;
+    if (tile * TILE >= x.nodes) return;
+    for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(i));
+  }
+}
+
+// How far the nodes of the sample are apart.
+__device__ int apart_of(int known) { return max(1, (known - 1 + SAMPLE - 1) / SAMPLE); }
+
+// For a program's share of the sample, ahead of time.
+__device__ void ask_sample(const Head& x, int apart) {
+  for (int i = blockIdx.y * THREADS + threadIdx.x; i < SAMPLE; i += G * THREADS) {
+    const long long u = min(1 + i * apart, x.nodes - 1);
+    for (int c = 0; c < D; c += 128) ask(x.code + u * D + c);
+    ask(x.scale + u);
+  }
+}
+
+// The keys of that share, to the programs of their query heads; and how many nodes there are. Where to look is told by how
+// many there were: should there be more now, that is done again.
+__device__ int sample(const Head& x, const unsigned short* q, int q_h, const int* node_count, int were, Shared& s) {
+  const int head = lane() % 4 * 2;
+  const auto first = [&](int tile) { return (int)((tile * G + blockIdx.y) * WARPS + warp()) * TILE; };
+  const auto nodes = [&](int tile, int apart) { return Nodes{1 + first(tile) * apart, apart}; };
+  Tile tiles[TILES];
+  int apart = apart_of(were), known;
+  for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(i, apart));
+  __syncwarp();
+  known = *node_count;
+  const Query query(q, q_h);
+  for (int tile = 0; tile < SHARE; tile += TILES) {
+    if (tile > 0 || apart != apart_of(known)) {
+      apart = apart_of(known);
+      for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(tile + i, apart));
+    }
+    for (int i = 0; i < TILES; i++) {
+      float product[2][2];
+      tiles[i].multiply(product, query, nodes(tile + i, apart), known);
+      for (int r = 0; r < 2; r++)
+        for (int c = 0; c < 2; c++)
+          if (head + c < G && first(tile + i) < SAMPLE)
+            send(head + c, &s.key[first(tile + i) + lane() / 4 + 8 * r], s.bell, ordered(product[r][c]));
+    }
+  }
+  return known;
+}
+
+// The key of the least product that a query head expands, of whose sample so many keys are expanded, for the first thread.
+__device__ unsigned least_of(int rank, Shared& s) {
+  unsigned key[KEYS];
+  for (int i = 0; i < KEYS; i++) key[i] = i * THREADS + threadIdx.x < SAMPLE ? s.key[i * THREADS + threadIdx.x] : 0;
+  return key_at(key, rank, s);
+}
+
+extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) score(
+    const unsigned short* q, const unsigned char* code, const float* scale, const int* node_count, float* products,
+    float* least, int q_b, int q_h, int heads, int nodes, int share, int few, int most) {
   __shared__ Shared s;
-  const long long head = blockIdx.x, bh = head / G;
-  const Row row = {products + bh * nodes * G + head % G, marks + bh * ((nodes + 31) / 32) * G + head % G, nodes};
-  const View view = {share, least, most};
+  const long long bh = blockIdx.x;
+  const Head head = {code + bh * nodes * D, scale + bh * nodes, products + bh * nodes * G, nodes};
+  q += bh / heads * q_b + bh % heads * G * q_h, node_count += bh;
+  if (threadIdx.x < G) ask(q + threadIdx.x * (long long)q_h);
+  if (blockIdx.y >= G) {
+    chain();
+    const int step = WARPS * TILES;
+    write_all(head, q, q_h, node_count, (blockIdx.y - G) * step + warp() * TILES, (gridDim.y - G) * step);
+    return;
+  }
+  if (threadIdx.x == 0) expect(s.bell, SAMPLE);
+  arrive();
+  const int were = __ldcg(node_count);
+  ask_sample(head, apart_of(were));
   prepare(s);
-  for (int i = threadIdx.x; PEAKS > 0 && i < WORDS; i += THREADS) s.taken[i] = 0;
+  wait();
   chain();
-  const int known = node_count[bh];
-  if constexpr (PEAKS > 0)
-    expand_few(row, peaks + head * ((nodes + GROUP - 1) / GROUP), view.room(known - 1), s);
-  else
-    expand_level(row, level + bh * nodes, known, view, at, top, s);
+  const int known = sample(head, q, q_h, node_count, were, s), all = known - 1, apart = apart_of(known);
+  const int room = min(max((int)((all * (long long)share + MILLION - 1) / MILLION), few), most);
+  const int rank = (room + apart - 1) / apart;
+  now(rank);
+  receive(s.bell);
+  const unsigned key = room < all ? least_of(rank, s) : LEAST;
+  if (threadIdx.x == 0) least[bh * G + blockIdx.y] = number_of(key);
 }

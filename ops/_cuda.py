@@ -32,8 +32,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # of programs where these are asked for. What is older is left to Triton.
 OLDEST = {
     "best_pages": (9, 0), "bound_scores": (8, 9), "centroid_votes": (8, 0), "collide": (8, 0), "fetch": (8, 0),
-    "page_peaks": (8, 0), "rerank": (8, 0), "score_nodes": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
-    "union_pages": (8, 0), "visit_nodes": (8, 0),
+    "page_peaks": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
+    "union_pages": (8, 0), "visit_nodes": (9, 0),
 }  # fmt: skip
 SOURCES = files("torchsparsekv") / "csrc"
 _loaded: dict[tuple, "Module | str"] = {}

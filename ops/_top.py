@@ -47,6 +47,15 @@ def take_top(key, k):
 
 
 @triton.jit
+def least_of_top(key, k):
+    """What has the least of the `k` largest keys; where fewer are above zero it is the lowest number."""
+    last = tl.min(tl.where(take_top(key, k), key, 0xFFFFFFFF).to(tl.uint32), 0)
+    LOWEST: tl.constexpr = 0x00800000
+    last = tl.where(tl.sum((key > 0).to(tl.int32), 0) < k, LOWEST, last).to(tl.uint32)
+    return tl.where(last >> 31 != 0, last ^ 0x80000000, ~last).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def range_of(key):
     """The least key but zero, and the largest."""
     return tl.min(tl.where(key > 0, key, 0xFFFFFFFF).to(tl.uint32), 0), tl.max(key, 0)

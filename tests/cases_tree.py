@@ -5,7 +5,6 @@ from world import World, integers
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index import _residual
 from torchsparsekv.ops.index._tree import coded, decoded, own, spans_of
-from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Followed, Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
 
 I32 = torch.int32
@@ -121,14 +120,12 @@ def visit_nodes(w: World):
 
 def page_peaks(w: World):
     tree, leaves = _tree(w, 3)
-    shape = (w.batch, w.heads * w.group, tree.key.shape[2])
+    shape = (w.batch, w.heads, tree.key.shape[2], w.group)
     products = torch.randint(-9, 10, shape, generator=w.g).float()
-    reached = torch.rand(shape, generator=w.g) < 0.7
-    expanded = reached & (torch.rand(shape, generator=w.g) < 0.7)
-    expanded[..., 0] = True  # the root
-    marks = marks_of(expanded, w.group)
-    products = products.masked_fill(~reached, -torch.inf).unflatten(1, (-1, w.group)).movedim(2, -1).contiguous()
-    return (integers(w.q[:, :, :1]), Visited(products, marks), leaves)
+    products[torch.rand(shape, generator=w.g) >= 0.7] = -torch.inf
+    products[:, :, 0] = 0  # the root
+    least = torch.randint(-9, 12, (w.batch, w.heads, w.group), generator=w.g).float()
+    return (integers(w.q[:, :, :1]), Visited(products, least), leaves)
 
 
 def best_pages(w: World):

@@ -19,7 +19,6 @@ import torchsparsekv
 from torchsparsekv.ops import _cuda, _impl
 from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import GROUP
-from torchsparsekv.ops.store.views import View
 
 BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
     importlib.import_module(f"torchsparsekv.ops.select.{name}")
@@ -66,13 +65,8 @@ VARIANTS = {
         for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
     ],
     "visit_nodes": [
-        dict(G=4, **NODES.native(n, View(1_000_000, 1, most, 2)))
-        for n, most in ((2050, 512), (32770, 512), (100, 512), (4096, 512), (8194, 512), (16386, 512), (32770, 32770),
-                        (NODES.MOST_NODES, 512), (NODES.MOST_NODES, NODES.MOST_NODES))
-    ],
-    "score_nodes": [
-        dict(D=d, G=g, BF16=bf16, **NODES.NATIVE_TILES)
-        for d, g, bf16 in ((64, 1, 0), (128, 4, 1), (256, 8, 1), (128, 7, 0))
+        NODES.native(d, g, nodes, bf16)
+        for d, g, nodes, bf16 in ((64, 1, 99, False), (128, 4, 8194, True), (256, 8, 32770, True), (128, 7, 99, False))
     ],
     "best_pages": [
         BEST.native(n, k, g)

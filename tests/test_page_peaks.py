@@ -14,7 +14,6 @@ from torchsparsekv.ops._registry import load_all
 from torchsparsekv.ops._top import peaks_of
 from torchsparsekv.ops.index._residual import coded
 from torchsparsekv.ops.index._tree import own, spans_of
-from torchsparsekv.ops.select.visit_nodes import marks_of
 from torchsparsekv.ops.store.views import Leaves, Visited
 
 PEAKS = importlib.import_module("torchsparsekv.ops.select.page_peaks")
@@ -55,20 +54,13 @@ def many(shape, page: int, dtype, share: float, seed: int):
     scale[itself] = 0
     products = torch.randn(2, heads, nodes, group, generator=g)
     products[torch.rand(products.shape, generator=g) >= share**0.5] = -torch.inf
-    reached = products.movedim(-1, 2).flatten(1, 2) > -torch.inf
-    expanded = reached & (torch.rand(reached.shape, generator=g) < share**0.5)
-    expanded[..., 0] = True  # the root
-    marks = marks_of(expanded, group)
+    products[:, :, 0] = 0  # the root
+    best = products.sort(2, descending=True).values
+    few = torch.randint(0, max(1, int(share**0.5 * nodes)), (2, heads, 1, group), generator=g)  # or more than there are
+    least = best.gather(2, few)[:, :, 0].clamp(min=torch.finfo(torch.float32).min)
     q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
     leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32), spans_of(node, pages))
-    return q, Visited(products, marks), leaves
-
-
-def test_marks_of_more_nodes_than_a_word_has():
-    things = many((2, 3, 48, 64), 16, torch.float16, 0.2, 0)
-    assert things[1].marks.shape[2] == 2
-    got, _ = ENTRY.run("triton", *on(DEVICE, things))
-    torch.testing.assert_close(got.cpu(), ENTRY.reference(*things)[0], rtol=0, atol=8 * TOLERANCE[torch.float16])
+    return q, Visited(products, least), leaves
 
 
 @pytest.mark.gpu
@@ -108,18 +100,11 @@ ODD = {
 def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     dtype = torch.float32 if odd == "float32" else torch.float16
     dim, group = 80 if odd == "head_dim" else 128, 9 if odd == "group" else 2
-    q, visited, leaves = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
+    q, of, leaves = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
     if odd == "keys":
         keys = torch.randn(*leaves.node.shape, dim).to(dtype)
         leaves = leaves._replace(key=keys, scale=leaves.scale[..., :0].contiguous())
-    assert ENTRY.chain.chosen(*on(DEVICE, (q, visited, leaves))) == ("triton", {"cuda": ODD[odd]})
-
-
-def test_there_are_marks_for_all_nodes():
-    q, visited, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
-    more = torch.nn.functional.pad(visited.marks, (0, 0, 0, 1))
-    with pytest.raises(ValueError, match="4 nodes, of 65536 at most, have 1 words of marks, got 2"):
-        PEAKS.page_peaks(q, visited._replace(marks=more), leaves)
+    assert ENTRY.chain.chosen(*on(DEVICE, (q, of, leaves))) == ("triton", {"cuda": ODD[odd]})
 
 
 def test_what_the_native_kernel_is_for():

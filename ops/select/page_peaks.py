@@ -1,7 +1,7 @@
 """The largest q.k of every page's tokens, of those that a query sees: the children of the nodes it expands.
 
 Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it pages come as they do when tokens are
-taken from the best down and each brings its page. `visited` has the products of nodes, and marks of those that are
+taken from the best down and each brings its page. `visited` has the products of nodes, and the least of those that are
 expanded (visit_nodes.py): where leaves are codes, a token's product is that of its node and that of what it differs by
 from it. Tokens that are nodes themselves differ by nothing. The second result are the peaks of these (ops/_top.py).
 What is behind codes is taken in fp16, also for queries in bf16, which are exact in fp16 up to 65504.
@@ -21,8 +21,8 @@ from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
-from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, base_in, base_of
-from torchsparsekv.ops.select.visit_nodes import MOST_NODES, WORD, expanded_of
+from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, ROOT, base_in, base_of
+from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.views import Leaves, Query, Visited
 
 LOOKED = 1024  # rows of a program
@@ -38,9 +38,9 @@ NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, NO_SPAN
 def check(q, visited, leaves) -> None:
     _check.heads(q, leaves.key)
     _residual.check_leaves(leaves, q.shape[3], q.dtype)
-    nodes, words, group = visited.products.shape[2], visited.marks.shape[2], visited.products.shape[3]
-    if words != (wanted := cdiv(nodes, WORD)) or nodes > MOST_NODES:
-        raise ValueError(f"{nodes} nodes, of {MOST_NODES} at most, have {wanted} words of marks, got {words}")
+    nodes, group = visited.products.shape[2:]
+    if nodes > MOST_NODES:
+        raise ValueError(f"at most {MOST_NODES} nodes, got {nodes}")
     if group * leaves.key.shape[1] != q.shape[1]:
         raise ValueError(f"products with {group} query heads a kv head, where {q.shape[1]} have {leaves.key.shape[1]}")
     if leaves.node.shape[2] % leaves.fill.shape[2]:
@@ -53,8 +53,9 @@ def products_of(visited: Visited, node: Tensor) -> Tensor:
     products = visited.products.movedim(-1, 2).flatten(1, 2)
     node = node.repeat_interleave(visited.products.shape[3], 1)
     of = base_of(node).clamp(min=0).long()
-    expanded = expanded_of(visited.marks, products.shape[2]).gather(2, of)
-    return torch.where((node < -1) | (node >= 0) & expanded, products.gather(2, of), -torch.inf)
+    product = products.gather(2, of)
+    expanded = (node == ROOT) | (node > 0) & (product >= visited.least.flatten(1)[..., None])
+    return torch.where((node < -1) | expanded, product, -torch.inf)
 
 
 def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tensor]:
@@ -73,17 +74,16 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _product_of(products, marks, u, m, G: tl.constexpr):
+def _product_of(products, least, u, m, G: tl.constexpr):
     """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen."""
     of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
-    word = tl.load(marks + of // 32 * G, mask=m & (u >= 0), other=0)
-    return tl.where((u < -1) | ((word >> of % 32 & 1) > 0), product, float("-inf"))
+    return tl.where((u <= 0) | (product >= tl.load(least, mask=m, other=0.0)), product, float("-inf"))
 
 
 @triton.jit
 def _pages_seen(
-    products, marks, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
+    products, least, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
 ):
     """Into `found` those of this program's pages, from `first` on, of which some head sees a token, and how many; the
     others are -inf to all."""
@@ -91,8 +91,7 @@ def _pages_seen(
     u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
-        own_marks = marks + bh * tl.cdiv(nodes, 32) * G + g
-        seen = _product_of(products + bh * nodes * G + g, own_marks, u, u == u, G)
+        seen = _product_of(products + bh * nodes * G + g, least + bh * G + g + 0 * u, u, u == u, G)
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
     page = first + tl.arange(0, LOOKED // P)
@@ -105,7 +104,7 @@ def _pages_seen(
 
 @triton.jit
 def _peaks(
-    q, products, marks, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr,
+    q, products, least, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +112,7 @@ def _peaks(
     MINE: tl.constexpr = LOOKED // P
     bh, from_page = tl.program_id(0).to(tl.int64), tl.program_id(1) * MINE
     found += (bh * tl.num_programs(1) + tl.program_id(1)) * MINE
-    n = _pages_seen(products, marks, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
+    n = _pages_seen(products, least, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
@@ -121,8 +120,8 @@ def _peaks(
         live = first + i // P < n
         r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
         u = tl.load(node + bh * rows + r, mask=live, other=-1)
-        own_marks = marks + bh * tl.cdiv(nodes, 32) * G + g[:, None]
-        seen = _product_of(products + bh * nodes * G + g[:, None], own_marks, u[None, :], (g < G)[:, None], G)
+        of_head, there = bh * G + g[:, None] + 0 * u[None, :], (g < G)[:, None]
+        seen = _product_of(products + bh * nodes * G + g[:, None], least + of_head, u[None, :], there, G)
         if GROUPS == 0:
             d = tl.arange(0, DP)
             m = live[:, None] & (d < D)[None, :]
@@ -209,7 +208,7 @@ def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
     parts = cdiv(rows, looked)
     found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
     _peaks[(batch * heads, parts)](
-        q, visited.products, visited.marks, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0),
+        q, visited.products, visited.least, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0),
         q.stride(1), heads, visited.products.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=page, LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP,
         num_stages=1, **chained(q.device, batch * heads * parts),

@@ -1,21 +1,21 @@
 """Descend the tree of keys from its root: which nodes a query expands.
 
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
-their key, and the best of them are expanded, as many as `view` says of the nodes of that level; ties go to the lower
-node. The root is always expanded. Returns the products of those that were scored, fp32 [batch, kv_heads, nodes,
-group], that of the root being 0, and -inf for the others: every query head for itself. The second result says by bits
-which ones are expanded, [batch, kv_heads, words, group]: bit u % 32 of word u / 32.
+their key, and the best of them are expanded, as many as `view` says of the nodes of that level, and those that are
+equal to the last of these. The root is always expanded. Returns the products of those that were scored, fp32 [batch,
+kv_heads, nodes, group], that of the root being 0, and -inf for the others: every query head for itself. The second
+result are the least products of nodes of level 2 that are expanded, [batch, kv_heads, group].
+
+In a tree of two levels with many nodes a sample tells that: nodes that are equally far apart, of whose best as large a
+share is expanded. So as many nodes as wanted are expanded in the mean only, with a deviation of about one part in the
+square root of how many of the sample are (by default 64 at 128K tokens); but nobody has to wait until one program has
+looked at all nodes. Of up to SAMPLE nodes, and of deeper trees, all are the sample.
 
 Keys of nodes are taken in their codes of 8 bits. Scoring is limited by reading these once for all query heads of a kv
-head (8.7 MB at 128K tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes: csrc/score_nodes.cu for
-trees of two levels and queries in 2 bytes, or Triton. The choice is a second launch for each level, where a program
-holds all products of one query head in registers and searches for the threshold: csrc/visit_nodes.cu by histograms,
-Triton by counts (ops/_top.py). Where few of many nodes are wanted csrc/visit_nodes.cu holds their peaks first, and then
-the products of the groups that have the best of these.
+head (8.7 MB at 128K tokens, r = 1/16 and 8 heads of 128), so it is spread over tiles of nodes. csrc/visit_nodes.cu, for
+trees of two levels and queries in 2 bytes, scores the sample beside them and searches it, all in one launch. In Triton
+the search is a second launch for each level, where a program holds all that it looks at in registers (ops/_top.py).
 """
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -23,21 +23,18 @@ from torchsparsekv.ops import _check, _cuda
 from torchsparsekv.ops._impl import cuda as by_cuda
 from torchsparsekv.ops._impl import triton as by_triton
 from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._top import GROUP, ordered, take_top
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._top import least_of_top, ordered
+from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index._tree import ROOT, SALTS
 from torchsparsekv.ops.store.views import Query, Tree, View
 
 MILLION = 1_000_000
 MOST_NODES = 1 << 16  # that a program can choose among
+SAMPLE, LARGE_SAMPLE, LARGE_TREE = 1024, 2048, 9216  # nodes of a sample, and of that of a tree with room for more
 TILE = 64  # nodes of a program
-WORD = 32
-# Of csrc/visit_nodes.cu: up to so many nodes a program has the fewer threads.
-NATIVE_FEW, NATIVE_THREADS = 4096, (256, 1024)
-# Of a tree of two levels with more nodes it looks at their peaks first, and at so many of the scores that share these.
-NATIVE_ALL, NATIVE_SCORES = 16384, 12
-NATIVE_TILES = dict(WARPS=8, TILES=2, GROUP=GROUP)  # of csrc/score_nodes.cu
+NATIVE_TILE = 16  # nodes that csrc/visit_nodes.cu multiplies at a time
+NATIVE = dict(THREADS=256, TILES=2, MILLION=MILLION)
 
 
 def check(q, tree, view) -> None:
@@ -50,17 +47,9 @@ def check(q, tree, view) -> None:
         raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
 
 
-def marks_of(expanded: Tensor, group: int) -> Tensor:
-    """A bit each, of [batch, q_heads, nodes]; `group` query heads share a kv head."""
-    bits = torch.nn.functional.pad(expanded, (0, -expanded.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    words = (bits.long() << torch.arange(WORD, device=expanded.device)).sum(-1).to(torch.int32)
-    return words.unflatten(1, (-1, group)).transpose(2, 3).contiguous()
-
-
-def expanded_of(marks: Tensor, nodes: int) -> Tensor:
-    """Back from these."""
-    bits = marks[..., None] >> torch.arange(WORD, device=marks.device) & 1
-    return bits.permute(0, 1, 3, 2, 4).flatten(3)[..., :nodes].flatten(1, 2).bool()
+def sample_of(nodes: int, levels: int) -> int:
+    """Nodes of a sample at most, of a tree that has room for so many."""
+    return MOST_NODES if levels > 2 else LARGE_SAMPLE if nodes > LARGE_TREE else SAMPLE
 
 
 def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
@@ -73,22 +62,31 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
     products[..., ROOT], expanded[..., ROOT] = 0, True
     for at in range(view.levels, 1, -1):
         there = level == at
-        room = ((there.sum(-1, keepdim=True) * view.share + MILLION - 1) // MILLION).clamp(view.least, view.most)
         reached = there & expanded.gather(2, parent) & ~scores.isnan()  # NaN is nobody's best
-        rank = scores.masked_fill(~reached, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         products = torch.where(reached, scores, products)
-        expanded |= reached & (rank < room)
-    return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), marks_of(expanded, group)
+        least = _least_of(products.masked_fill(~reached, -torch.inf), there.sum(-1, keepdim=True), view)
+        expanded |= reached & (products >= least)
+    return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), least.view(*tree.key.shape[:2], group)
+
+
+def _least_of(products: Tensor, count: Tensor, view: View) -> Tensor:
+    """The least product of those that are expanded, of so many nodes of a level; -inf are those not reached."""
+    size, last, lowest = sample_of(products.shape[-1], view.levels), products.shape[-1], torch.finfo(torch.float32).min
+    room = ((count * view.share + MILLION - 1) // MILLION).clamp(view.least, view.most)
+    apart = ((count + size - 1) // size).clamp(min=1)
+    sampled = (torch.arange(last, device=products.device) - ROOT - 1) % apart == 0
+    best = products.masked_fill(~sampled, -torch.inf).sort(dim=-1, descending=True).values
+    rank = torch.where(room < count, (room + apart - 1) // apart, last)
+    return best.gather(-1, rank.clamp(max=last) - 1).clamp(min=lowest)
 
 
 @triton.jit
 def _scores(
-    q, code, scale, parent, level, node_count, marks, products, peaks, q_b, q_h, heads, nodes, AT: tl.constexpr,
-    TOP: tl.constexpr, FLAT: tl.constexpr, PEAKS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    q, code, scale, parent, level, node_count, least, products, q_b, q_h, heads, nodes, AT: tl.constexpr,
+    TOP: tl.constexpr, FLAT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels.
-    With PEAKS their peaks (ops/_top.py), in which the root has no part."""
+    """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels."""
     chain(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -99,9 +97,8 @@ def _scores(
     m = (g < G)[:, None] & there[None, :]
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
-        of = bh * tl.cdiv(nodes, 32) + above // 32
-        word = tl.load(marks + of[None, :] * G + g[:, None], mask=m, other=0)
-        m = m & ((word >> (above % 32)[None, :] & 1) > 0)
+        of = tl.load(products + ((bh * nodes + above) * G)[None, :] + g[:, None], mask=m, other=0.0)
+        m = m & ((of >= tl.load(least + bh * G + g, mask=g < G, other=0.0)[:, None]) | (above == 0)[None, :])
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
         x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -109,11 +106,6 @@ def _scores(
         score = tl.dot(x, tl.trans(y.to(x.dtype)), input_precision="ieee")
         score *= tl.load(scale + bh * nodes + u, mask=there, other=0.0)[None, :]
         score = tl.where(m & (score == score), score, float("-inf"))
-    if PEAKS:
-        group, groups = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP), tl.cdiv(nodes, GROUP)
-        best = tl.max(tl.reshape(score, (GP, TILE // GROUP, GROUP)), 2)
-        at = ((bh * G + g) * groups)[:, None] + group[None, :]
-        tl.store(peaks + at, best, mask=(g < G)[:, None] & (group < groups)[None, :])
     if TOP:
         there = u < nodes
     out = ((bh * nodes + u) * G)[None, :] + g[:, None]
@@ -121,118 +113,90 @@ def _scores(
 
 
 @triton.jit
-def _expand(
-    level, node_count, products, marks, nodes, share, least, most, AT: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr,
-    N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
+def _least(
+    level, node_count, products, out, nodes, share, least, most, sample, AT: tl.constexpr, FLAT: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query head marks the best nodes of level AT."""
+    """Of the nodes of level AT that one query head expands; of a sample, N nodes at most."""
     chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    bh, u = row // G, tl.arange(0, N)
-    known = u < tl.load(node_count + bh)
-    there = known & (tl.load(level + bh * nodes + u, mask=known, other=0) == AT)
-    room = (tl.sum(there.to(tl.int64), 0) * share + MILLION - 1) // MILLION
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    bh, known = row // G, tl.load(node_count + row // G)
+    if FLAT:
+        count = known - 1
+        apart = tl.maximum(1, tl.cdiv(count, sample))
+        u = 1 + i * apart
+        there = u < known
+    else:
+        u, apart = i, 1
+        there = (u < known) & (tl.load(level + bh * nodes + u, mask=u < known, other=0) == AT)
+        count = tl.sum(there.to(tl.int32), 0)
+    room = (count.to(tl.int64) * share + MILLION - 1) // MILLION
     room = tl.minimum(tl.maximum(room, least), most).to(tl.int32)
-    product = tl.load(products + (bh * nodes + u) * G + row % G, mask=there, other=float("-inf"))
-    take = there & take_top(ordered(product), room)
-    word, words = tl.arange(0, N // 32), tl.cdiv(nodes, 32)
-    bits = (take | (TOP & (u == 0))).to(tl.int32) << (u % 32)
-    bits = tl.sum(tl.reshape(bits, (N // 32, 32)), 1)
-    to = marks + (bh * words + word) * G + row % G
-    if not TOP:
-        bits = bits | tl.load(to, mask=word < words, other=0)
-    tl.store(to, bits, mask=word < words)
+    key = ordered(tl.load(products + (bh * nodes + u) * G + row % G, mask=there, other=float("-inf")))
+    tl.store(out + row, least_of_top(key, tl.where(room < count, tl.cdiv(room, apart), N + 1)))
 
 
-def room_of(view: View, nodes: int) -> int:
-    """How many of so many nodes are expanded."""
-    return min(max(cdiv(nodes * view.share, MILLION), view.least), view.most)
-
-
-def native(nodes: int, view: View) -> dict[str, int]:
-    """How csrc/visit_nodes.cu is compiled for so many."""
-    threads, room = NATIVE_THREADS[nodes > NATIVE_FEW], room_of(view, nodes)
-    flat = view.levels == 2
-    shape = dict(THREADS=threads, MILLION=MILLION, GROUP=GROUP, WORDS=MOST_NODES // WORD, SCORES=NATIVE_SCORES)
-    shape["FLAT"] = int(flat)
-    if nodes > NATIVE_ALL and flat and room * 5 // 4 <= threads * NATIVE_SCORES // GROUP:
-        return shape | dict(NODES=1, PEAKS=next_power_of_2(cdiv(cdiv(nodes, GROUP), threads)))
-    return shape | dict(NODES=cdiv(cdiv(nodes, threads // 32), 32), PEAKS=0, WORDS=1)
-
-
-def _fits(q, tree, view) -> tuple[_cuda.Module, _cuda.Module | None, dict[str, int]] | str:
-    shape = native(tree.key.shape[2], view)
-    choice = _cuda.load("visit_nodes", q.device, G=q.shape[1] // tree.key.shape[1], **shape)
-    return choice if isinstance(choice, str) else (choice, _scorer(q, tree, view), shape)
-
-
-def _scorer(q, tree, view) -> _cuda.Module | None:
-    """csrc/score_nodes.cu where it can take these; Triton can in any case."""
-    group, d = q.shape[1] // tree.key.shape[1], q.shape[3]
-    if view.levels != 2 or q.element_size() != 2 or d % 64 or group > 8:
-        return None
+def _fits(q, tree, view) -> _cuda.Module | str:
+    group, d, nodes = q.shape[1] // tree.key.shape[1], q.shape[3], tree.key.shape[2]
+    if view.levels != 2:
+        return f"trees of {view.levels} levels"
+    if q.element_size() != 2:
+        return f"queries in {q.dtype}"
+    if d % 64 or group > 8:
+        return f"head_dim {d} and {group} query heads a kv head"
     if not _cuda.aligned(q, tree.code) or any(x % 4 for x in q.stride()[:2]):
-        return None
-    kernels = _cuda.load("score_nodes", q.device, D=d, G=group, BF16=int(q.dtype is torch.bfloat16), **NATIVE_TILES)
-    return None if isinstance(kernels, str) else kernels
+        return "tensors are not aligned"
+    return _cuda.load("visit_nodes", q.device, **native(d, group, nodes, q.dtype is torch.bfloat16))
 
 
-def _launch_cuda(fitting, q, tree, view) -> tuple[Tensor, Tensor]:
-    kernels, scorer, shape = fitting
-    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
-    peaks = q.new_empty((rows, cdiv(nodes, GROUP)), dtype=torch.float32) if shape["PEAKS"] else None
-    score = partial(_score_cuda, scorer) if scorer else _score
-    return _descend(q, tree, view, peaks, score, lambda products, marks, at, top: kernels.launch(
-        "expand", (rows, 1, 1), shape["THREADS"], tree.level, tree.node_count, products, peaks, marks, nodes,
-        view.share, view.least, view.most, at, int(top),
-    ))  # fmt: skip
+def native(d: int, group: int, nodes: int, bf16: bool) -> dict[str, int]:
+    """How csrc/visit_nodes.cu is compiled."""
+    return NATIVE | dict(D=d, G=group, BF16=int(bf16), SAMPLE=sample_of(nodes, 2))
+
+
+def _clusters(nodes: int, group: int, heads: int, device: torch.device) -> int:
+    """Of programs that compute products, so many clusters. Where there is work for more than can be launched early, but
+    not for twice as many, those have it all."""
+    wanted = cdiv(nodes, group * NATIVE["THREADS"] // 32 * NATIVE["TILES"] * NATIVE_TILE)
+    early = 2 * sm_count(device) // (heads * group) - 1
+    return early if early < wanted <= 2 * early else wanted
+
+
+def _launch_cuda(kernels, q, tree, view) -> tuple[Tensor, Tensor]:
+    products, least = fake(q, tree)
+    batch, heads, nodes, group = products.shape
+    programs = group * (1 + _clusters(nodes, group, batch * heads, q.device))
+    kernels.launch(
+        "score", (batch * heads, programs, 1), NATIVE["THREADS"], q, tree.code, tree.scale, tree.node_count, products,
+        least, q.stride(0), q.stride(1), heads, nodes, *view[:3],
+    )  # fmt: skip
+    return products, least
 
 
 def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
-    rows, nodes = q.shape[0] * q.shape[1], tree.key.shape[2]
-    wide = max(WORD, next_power_of_2(nodes))
-    return _descend(q, tree, view, None, _score, lambda products, marks, at, top: _expand[(rows,)](
-        tree.level, tree.node_count, products, marks, nodes, view.share, view.least, view.most, AT=at, TOP=top,
-        G=q.shape[1] // tree.key.shape[1], N=wide, MILLION=MILLION,
-        num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
-    ))  # fmt: skip
-
-
-def _descend(q, tree, view, peaks: Tensor | None, score: Callable, expand: Callable) -> tuple[Tensor, Tensor]:
-    """Level by level: `score` writes the products of those reached, with their peaks if wanted; `expand` marks the
-    best."""
-    products, marks = fake(q, tree)
+    products, least = fake(q, tree)
+    batch, heads, nodes, group = products.shape
+    d, tiles, rows, sample = q.shape[3], cdiv(nodes, TILE), batch * heads * group, sample_of(nodes, view.levels)
+    flat = view.levels == 2
+    wide = max(32, next_power_of_2(min(sample, nodes)))
     for at in range(view.levels, 1, -1):
-        top = at == view.levels
-        score(q, tree, marks, products, peaks, at, top)
-        expand(products, marks, at, top)
-    return products, marks
-
-
-def _score(q, tree, marks, products, peaks: Tensor | None, at: int, top: bool) -> None:
-    batch, heads, nodes, d = tree.key.shape
-    group, tiles = q.shape[1] // heads, cdiv(nodes, TILE)
-    _scores[(batch * heads, tiles)](
-        q, tree.code, tree.scale, tree.parent, tree.level, tree.node_count, marks, products,
-        products if peaks is None else peaks, q.stride(0), q.stride(1), heads, nodes, AT=at, TOP=top,
-        FLAT=top and at == 2, PEAKS=peaks is not None, GROUP=GROUP, G=group, GP=max(16, next_power_of_2(group)), D=d,
-        DP=next_power_of_2(d), TILE=TILE, **chained(q.device, batch * heads * tiles),
-    )  # fmt: skip
-
-
-def _score_cuda(kernels: _cuda.Module, q, tree, marks, products, peaks: Tensor | None, *_) -> None:
-    batch, heads, nodes, _ = tree.key.shape
-    warps = NATIVE_TILES["WARPS"]
-    kernels.launch(
-        "score", (batch * heads, cdiv(nodes, GROUP * warps * NATIVE_TILES["TILES"]), 1), 32 * warps, q, tree.code,
-        tree.scale, tree.node_count, products, peaks, q.stride(0), q.stride(1), heads, nodes,
-    )  # fmt: skip
+        _scores[(batch * heads, tiles)](
+            q, tree.code, tree.scale, tree.parent, tree.level, tree.node_count, least, products, q.stride(0),
+            q.stride(1), heads, nodes, AT=at, TOP=at == view.levels, FLAT=flat, G=group,
+            GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
+            **chained(q.device, batch * heads * tiles),
+        )  # fmt: skip
+        _least[(rows,)](
+            tree.level, tree.node_count, products, least, nodes, *view[:3], sample, AT=at, FLAT=flat, G=group, N=wide,
+            MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
+        )  # fmt: skip
+    return products, least
 
 
 def fake(q, tree, *_) -> tuple[Tensor, Tensor]:
     (batch, heads, nodes, _), group = tree.key.shape, q.shape[1] // tree.key.shape[1]
-    products = q.new_empty((batch, heads, nodes, group), dtype=torch.float32)
-    return products, q.new_empty((batch, heads, cdiv(nodes, WORD), group), dtype=torch.int32)
+    new = lambda *shape: q.new_empty(shape, dtype=torch.float32)  # noqa: E731
+    return new(batch, heads, nodes, group), new(batch, heads, group)
 
 
 visit_nodes = register(

@@ -340,11 +340,11 @@ class View(NamedTuple):
 
 class Visited(NamedTuple):
     """The products of nodes with the query heads of their kv head: of those that one reaches, which are the children of
-    nodes that it expands, and -inf for the others. And which ones it expands, a bit each in words of 32, those of the
-    query heads of a kv head side by side. What visit_nodes returns stands for one."""
+    nodes that it expands, and -inf for the others. And the least product of nodes that it expands, of those that have
+    tokens as children; the root is always expanded. What visit_nodes returns stands for one."""
 
     products: Annotated[Tensor, Of("batch heads nodes group", torch.float32)]
-    marks: Annotated[Tensor, Of("batch heads words group", I32)]
+    least: Annotated[Tensor, Of("batch heads group", torch.float32)]
 
 
 class Scored(NamedTuple):
