@@ -97,7 +97,7 @@ def test_what_choosing_takes_icecache_where_there_is_little_to_read():
     choosing = "select, all of it (beside)"
     at = [stages_of("h100/kernels_icecache_short.json", "icecache", n)[choosing]["us"] for n in (131072, 4096)]
     few = stages_of("h100/kernels_icecache_64_nodes.json", "icecache", 131072)[choosing]["us"]
-    text = "where choosing takes {:.1f} us at 128K, it takes {:.1f} at 4,096 tokens, and at 128K {:.1f} with 64 nodes"
+    text = "choosing took {:.1f} us at 128K, it took {:.1f} at 4,096 tokens, and at 128K {:.1f} with 64 nodes"
     assert text.format(*at, few) in said("docs/methods/icecache.md")
 
 
