@@ -331,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   for (int first = blockIdx.y; first < all; first += most * step) {
     const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {
-      chain();  // queries and spans are older than products
+    if (first == blockIdx.y) {  // queries and spans are older than products
+      chain();
       source.load_least(least + bh * G);
     }
     const Run<G> next = Between(spans.at[0]).load(leaves.products), all_least = all_at(least + bh * G);

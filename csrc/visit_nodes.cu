@@ -187,19 +187,21 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
   const Head head = {code + bh * nodes * D, scale + bh * nodes, products + bh * nodes * G, nodes};
   q += bh / heads * q_b + bh % heads * G * q_h, node_count += bh;
   if (threadIdx.x < G) ask(q + threadIdx.x * (long long)q_h);
+  int were = 0;
+  if (blockIdx.y < G) {
+    if (threadIdx.x == 0) expect(s.bell, SAMPLE);
+    arrive();
+    were = __ldcg(node_count);
+    ask_sample(head, apart_of(were));
+    prepare(s);
+    wait();
+  }
+  chain();
   if (blockIdx.y >= G) {
-    chain();
     const int step = WARPS * TILES;
     write_all(head, q, q_h, node_count, (blockIdx.y - G) * step + warp() * TILES, (gridDim.y - G) * step);
     return;
   }
-  if (threadIdx.x == 0) expect(s.bell, SAMPLE);
-  arrive();
-  const int were = __ldcg(node_count);
-  ask_sample(head, apart_of(were));
-  prepare(s);
-  wait();
-  chain();
   const int known = sample(head, q, q_h, node_count, were, s), all = known - 1, apart = apart_of(known);
   const int room = min(max((int)((all * (long long)share + MILLION - 1) / MILLION), few), most);
   const int rank = (room + apart - 1) / apart;
