@@ -23,7 +23,8 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
     known = torch.arange(nodes) < node_count[..., None]
     known[..., 0] = False
     level = torch.where(known, drawn(2, levels + 1, nodes), 0)
-    parent = torch.where(known & (level < levels), drawn(0, 12, nodes) % node_count[..., None], 0)
+    above = known[..., None, :] & (level[..., None, :] == level[..., None] + 1) & known[..., None]
+    parent = torch.where(above, torch.rand(above.shape, generator=w.g), 0).argmax(-1).to(I32)  # the root is number 0
     key = torch.where(known[..., None], integers(torch.randn(*lead, nodes, w.dim, generator=w.g)), 0).to(w.dtype)
     fill = drawn(0, block + 1, rows // block)
     held = (torch.arange(block) < fill[..., None]).flatten(2)
