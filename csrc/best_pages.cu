@@ -50,7 +50,6 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   prepare(s);
   prepare(s.turns);
   s.order[i] = EMPTY;
-  __syncthreads();
   if (head == 0 && i == 0) expect(s.bell, G * K);
   arrive();
   chain();

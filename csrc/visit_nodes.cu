@@ -150,10 +150,10 @@ __device__ int sample(const Head& x, const unsigned short* q, int q_h, const int
   const auto first = [&](int tile) { return (int)((tile * G + blockIdx.y) * WARPS + warp()) * TILE; };
   const auto nodes = [&](int tile, int apart) { return Nodes{1 + first(tile) * apart, apart}; };
   Tile tiles[TILES];
-  int apart = apart_of(were), known;
+  int apart = apart_of(were);
   for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(i, apart));
   __syncwarp();
-  known = *node_count;
+  const int known = *node_count;
   const Query query(q, q_h);
   for (int tile = 0; tile < SHARE; tile += TILES) {
     if (tile > 0 || apart != apart_of(known)) {

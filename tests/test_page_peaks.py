@@ -107,5 +107,11 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     assert ENTRY.chain.chosen(*on(DEVICE, (q, of, leaves))) == ("triton", {"cuda": ODD[odd]})
 
 
+def test_every_query_head_has_a_least_product():
+    q, of, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
+    with pytest.raises(ValueError, match=r"visited.least must have shape \(2, 1, 2\), got \(2, 1, 1\)"):
+        PEAKS.page_peaks(q, of._replace(least=of.least[..., :1]), leaves)
+
+
 def test_what_the_native_kernel_is_for():
     assert ENTRY.chain.chosen(*on(DEVICE, many((1, 4, 3, 128), 16, torch.float16, 0.5, 0))) == NATIVE

@@ -75,10 +75,11 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _product_of(products, least, u, m, G: tl.constexpr):
-    """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen."""
+    """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen.
+    `least` is that of nodes that are expanded."""
     of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
-    return tl.where((u <= 0) | (product >= tl.load(least, mask=m, other=0.0)), product, float("-inf"))
+    return tl.where((u <= 0) | (product >= least), product, float("-inf"))
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _pages_seen(
     u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
-        seen = _product_of(products + bh * nodes * G + g, least + bh * G + g + 0 * u, u, u == u, G)
+        seen = _product_of(products + bh * nodes * G + g, tl.load(least + bh * G + g), u, u == u, G)
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
     page = first + tl.arange(0, LOOKED // P)
@@ -116,12 +117,12 @@ def _peaks(
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
+    of_head = tl.load(least + bh * G + g, mask=g < G, other=0.0)[:, None]
     for first in range(0, n, TILE // P):
         live = first + i // P < n
         r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
         u = tl.load(node + bh * rows + r, mask=live, other=-1)
-        of_head, there = bh * G + g[:, None] + 0 * u[None, :], (g < G)[:, None]
-        seen = _product_of(products + bh * nodes * G + g[:, None], least + of_head, u[None, :], there, G)
+        seen = _product_of(products + bh * nodes * G + g[:, None], of_head, u[None, :], (g < G)[:, None], G)
         if GROUPS == 0:
             d = tl.arange(0, DP)
             m = live[:, None] & (d < D)[None, :]

@@ -45,8 +45,8 @@ class IceCache(Method):
     field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. None: a
         tenth, but no more than 512 or, if these are more, than have eight times the budget as children in the mean.
         Of more than 1024 nodes it is met in the mean, told by a sample (ops/select/visit_nodes.py). At 1.0 the choice
-        is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens
-        as it takes to fill the budget with their pages.
+        is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill
+        the budget with their pages.
     growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
         node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
         counts as `page_size` tokens of the budget.
