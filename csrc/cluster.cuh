@@ -1,7 +1,7 @@
 #pragma once
 
-// Programs of a cluster: each can read and write the shared memory of the others. Nothing but `meet`, or a Bell, says that
-// what was written before is there.
+// Programs of a cluster: each can write to the shared memory of the others. Nothing but a Bell, or to `arrive` and to
+// `wait`, says that what was written before is there.
 
 __device__ inline unsigned there(int rank, const void* at) {
   unsigned x;
@@ -9,20 +9,12 @@ __device__ inline unsigned there(int rank, const void* at) {
   return x;
 }
 
-// What program number `rank` has at a place of its shared memory.
-__device__ inline float load_from(int rank, const float* at) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there(rank, at)) : "memory");
-  return x;
-}
-
-// Wait for the other programs, in one or in two steps.
+// Wait for the other programs, in two steps.
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ inline void meet() { arrive(), wait(); }
 
-// In the shared memory of a program: it rings when as many numbers have come as it expects. That is quicker than to meet,
-// which waits until all that was written anywhere is seen by all.
+// In the shared memory of a program: it rings when as many numbers have come as it expects. That is quicker than to wait
+// for all programs, until all that was written anywhere is seen by all.
 using Bell = unsigned long long;
 
 __device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }

@@ -2,12 +2,12 @@
 // up to 8 query heads of a kv head, in fp16 and bf16.
 //
 // Why not Triton: there it is two launches, and in between what the programs of a head found goes through memory. Here
-// they are a cluster, and add up what they have in each other's shared memory. A product does not care in which order
-// it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp has 16 tokens, 8
-// KiB at head_dim 128, on their way at a time.
+// they are a cluster: each adds up a slice of the output, of which the others send it what they have. A product does not
+// care in which order it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp
+// has 16 tokens, 8 KiB at head_dim 128, on their way at a time.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
-// FILLED, BF16, WARPS of a program and programs of a CLUSTER.
+// FILLED, BF16, WARPS of a program, programs RESIDENT on a multiprocessor, and programs of a CLUSTER.
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -20,7 +20,7 @@ constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // loads of 8 channels that a
 constexpr int PAIRS = 4 * OF_VALUE;  // of channels that a thread adds up, for two query heads each
 constexpr int STRIDE = D + 4;  // of query heads in shared memory: the threads of a warp meet all banks
 constexpr int SLICE = G * D / CLUSTER;  // of the output, a program of the cluster each
-static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0);
+static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS);
 
 // A softmax as far as a warp has come. Thread 4 g + t has the largest logit of query head g and its share of the total,
 // and of heads 2 t and 2 t + 1 the sums of its channels.
@@ -126,14 +126,18 @@ __device__ void ask_for(const char* ring, int tile, int ring_rows) {
     for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row_at<D>(ring, row) + at);
 }
 
-// What the programs of a cluster show each other: of each channel and query head the sum, and what belongs to it.
+// What a program is sent for its slice of the output, by itself too: by each program the sums, and what belongs to them of
+// all query heads.
 struct Found {
-  float sum[G * D];
-  End end[G];
+  float sum[CLUSTER][SLICE];
+  End end[CLUSTER][G];
+  Bell bell;
 };
+constexpr int NUMBERS = CLUSTER * (SLICE + 2 * G);  // of these
 
-// Add up over the warps of a program. Channels stand in the order in which the products left them.
-__device__ void add_warps(Found& found, State& s, float* parts) {
+// Add up over the warps of a program, and send it to the others. Channels stand in the order in which the products left
+// them.
+__device__ void add_warps(Found& found, int rank, State& s, float* parts) {
   __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   if (t == 0) tops[warp][g] = s.top;
@@ -147,27 +151,31 @@ __device__ void add_warps(Found& found, State& s, float* parts) {
     for (int c = 0; c < 4; c++)
       if (2 * t + c % 2 < G) parts[(warp * G + 2 * t + c % 2) * STRIDE + (2 * j + c / 2) * 8 + g] = s.sum[j][c];
   __syncthreads();
+  wait();  // until all expect something
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
     float sum = 0;
     for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
-    found.sum[i] = sum;
+    send(i / SLICE, &found.sum[rank][i % SLICE], found.bell, __float_as_uint(sum));
   }
-  if (warp == 0 && t == 0 && g < G) {
+  if (warp < CLUSTER && t == 0 && g < G) {
     float total = 0;
     for (int w = 0; w < WARPS; w++) total += totals[w][g];
-    found.end[g] = {top, total};
+    send(warp, &found.end[rank][g].top, found.bell, __float_as_uint(top));
+    send(warp, &found.end[rank][g].total, found.bell, __float_as_uint(total));
   }
 }
 
-// Add up a slice of the output over the programs, by as many threads for each number.
+// Add up a program's slice over those that sent it, by as many threads for each number.
 __device__ void add_programs(
-    const Found& found, int rank, const unsigned short* sink_logits, unsigned short* out, bool broken) {
+    Found& found, int rank, const unsigned short* sink_logits, unsigned short* out, bool broken) {
   const int from = threadIdx.x % CLUSTER;
-  for (int i = rank * SLICE + threadIdx.x / CLUSTER; i < (rank + 1) * SLICE; i += THREADS / CLUSTER) {
-    const int head = i / D, c = i % D, channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
-    const End end = {load_from(from, &found.end[head].top), load_from(from, &found.end[head].total)};
+  receive(found.bell);
+  for (int i = threadIdx.x / CLUSTER; i < SLICE; i += THREADS / CLUSTER) {
+    const int head = (rank * SLICE + i) / D, c = (rank * SLICE + i) % D;
+    const int channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
+    const End end = found.end[from][head];
     const float logit = sink_logits ? number<BF16>(sink_logits[head]) : none();
-    float sum = load_from(from, &found.sum[i]), top = fmaxf(end.top, logit);
+    float sum = found.sum[from][i], top = fmaxf(end.top, logit);
     for (int d = 1; d < CLUSTER; d *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, d));
     const float mine = share(end.top, top);
     float total = mine * end.total;
@@ -181,7 +189,7 @@ __device__ void add_programs(
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, D > 128 ? 1 : 2) attend(
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, RESIDENT) attend(
     const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* fill,
     const int* length, const int* begins, const unsigned short* sink_logits, unsigned short* out, int q_b, int q_h, int heads, int per,
     int ring_rows, int hot_rows, int blocks, int chosen, int sink, float scale, float softcap) {
@@ -191,6 +199,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
+  if (threadIdx.x == 0) expect(found.bell, NUMBERS);
+  arrive();
   ask_for(ring, rank + CLUSTER * warp, ring_rows);
   chain();
   const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
@@ -200,8 +210,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int row = tokens.row(tile);
     if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
   }
-  add_warps(found, s, parts);
-  meet();
+  add_warps(found, rank, s, parts);
   add_programs(found, rank, sink_logits ? sink_logits + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
-  meet();  // no program leaves while others read what it found
 }

@@ -71,6 +71,23 @@ def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
     assert (want.isnan() | want.isinf()).sum() == (128 if broken == "q" else 4)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "dim", "batch", "warps"),
+    [
+        (64, 256, 128, 1, 8), (336, 1024, 128, 1, 11), (336, 2048, 128, 1, 10), (336, 1024, 256, 1, 8),
+        (336, 1024, 128, 2, 11), (336, 1024, 128, 4, 11), (336, 1024, 128, 40, 8),
+    ],
+)  # fmt: skip
+def test_warps_of_a_program(rows, tokens, dim, batch, warps, monkeypatch):
+    """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10."""
+    monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
+    w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
+    q, near, hot, *_ = OPS["sparse_attention"](w)
+    near = near._replace(ring=near.ring.new_empty(batch, 8, rows, 2, dim))
+    hot = hot._replace(chosen=hot.chosen.new_empty(batch, 8, tokens // 16))
+    assert ATTENTION._warps(q, near, hot) == warps
+
+
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"
 ODD = {
     "float32": "queries in torch.float32 with sink logits in torch.float32",

@@ -17,10 +17,11 @@ from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, 
 
 # What csrc/sparse_attention.cu is for; other shapes and types are left to Triton.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
-# Programs of a kv head, and warps of each. 16 warps would take a tile of 1360 tokens each, but they fill a
-# multiprocessor, and such a program cannot be launched before fetch is done: 10.6 instead of 10.4 us for both. With
-# clusters of 16, which not every GPU has, they take 17.
-NATIVE_CLUSTER, NATIVE_WARPS = 8, 8
+# Programs of a kv head, and warps of each: as many as have a tile of tokens each, up to MOST_WARPS. 16 would fill a
+# multiprocessor, and such a program cannot be launched before fetch is done: 10.6 us for both where 8 took 10.4, of
+# which some had two tiles of 1360 tokens. With clusters of 16, which not every GPU has, they took 17.
+NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
+NATIVE_TILE = 16  # tokens of a warp at a time
 
 
 def check(q, near, hot, lengths, reach, attention) -> None:
@@ -92,6 +93,18 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
+def _warps(q: Tensor, near: Near, hot: Hot) -> int:
+    """Of a program: as few as need no more rounds. Registers are too few for more than 8 where heads are wide, or a
+    multiprocessor has several programs."""
+    heads, p = near.ring.shape[1], hot.rows.shape[3]
+    cluster = _cluster(q, heads)
+    if q.shape[3] > 128 or q.shape[0] * heads * cluster > sm_count(q.device):
+        return NATIVE_WARPS
+    tiles = cdiv(near.ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * p, NATIVE_TILE)
+    rounds = cdiv(tiles, cluster * MOST_WARPS)
+    return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
+
+
 def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
     d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
@@ -101,15 +114,20 @@ def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, near.ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
-    sizes = dict(D=d, G=group, P=hot.rows.shape[3], WARPS=NATIVE_WARPS, CLUSTER=_cluster(q, heads))
-    sizes["FILLED"] = int(reach.fill is not None)
+    sizes = native(d, group, hot.rows.shape[3], reach.fill is not None, _warps(q, near, hot), _cluster(q, heads))
     return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+
+
+def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int) -> dict[str, int]:
+    """How csrc/sparse_attention.cu is compiled, for either type."""
+    resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
+    return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
 
 
 def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
     """csrc/sparse_attention.cu"""
     batch, heads, ring_rows, _, d = near.ring.shape
-    out, warps, p = result_like(q), NATIVE_WARPS, hot.rows.shape[3]
+    out, warps, p = result_like(q), _warps(q, near, hot), hot.rows.shape[3]
     begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
