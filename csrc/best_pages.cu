@@ -10,11 +10,14 @@
 #include "search.cuh"
 #include "turns.cuh"
 
+constexpr int LEFT = 2 * K < THREADS ? 2 * K : THREADS;  // pages of a query head that are ranked at most
+constexpr int EACH = THREADS / LEFT > 3 ? 4 : THREADS / LEFT > 1 ? 2 : 1;  // threads for one of them
 static_assert(G * K <= THREADS && G <= 8);
 
 struct Shared : Grouped<THREADS * SCORES / GROUP> {
   Turns turns;
-  unsigned long long key[K];
+  unsigned long long key[LEFT];
+  int left;
   int order[THREADS];  // of all query heads, in the first program
   Bell bell;  // of this
 };
@@ -22,7 +25,7 @@ struct Shared : Grouped<THREADS * SCORES / GROUP> {
 // Of equal scores that of the lower page is greater.
 __device__ unsigned long long key_of(unsigned score, int page) { return (unsigned long long)score << 32 | ~(unsigned)page; }
 
-// This query head's best pages; how many.
+// Of this query head's pages the best and a few others, in any order; how many.
 __device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
   const int groups = (n + GROUP - 1) / GROUP, lanes = lanes_of(K);
   int count = n;
@@ -39,8 +42,23 @@ __device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
   int page[SCORES];
   look_at(key, page, scores, n, span, PEAKS > 0, s);
   if (PEAKS == 0) r = range_of(key, K, lanes, s);
-  const unsigned least = cut(key, span, count, r, 0, FEW, s.bins + ROUNDS / 2, s);
-  return compact(key, least, s.totals[1], [&](int i, int at) { s.key[at] = key_of(key[i], page[i]); });
+  const unsigned least = cut(key, span, count, r, LEFT - K, 0, s.bins + ROUNDS / 2, s);
+  for (int i = 0; i < SCORES; i++)
+    if (key[i] >= least) s.key[atomicAdd(&s.left, 1)] = key_of(key[i], page[i]);
+  __syncthreads();
+  return s.left;
+}
+
+// Tell the first program by rank which pages of this query head are the best; EMPTY where there are not so many.
+__device__ void send_ranked(int head, int left, Shared& s) {
+  const int one = threadIdx.x / EACH;
+  const unsigned long long own = one < left ? s.key[one] : 0;
+  int rank = 0;
+#pragma unroll 8
+  for (int j = threadIdx.x % EACH; j < left; j += EACH) rank += s.key[j] > own;
+  for (int d = 1; d < EACH; d *= 2) rank += __shfl_xor_sync(ALL, rank, d);
+  if (threadIdx.x % EACH == 0 && one < left && rank < K) send(0, &s.order[rank * G + head], s.bell, ~(unsigned)own);
+  if (left <= threadIdx.x && threadIdx.x < K) send(0, &s.order[threadIdx.x * G + head], s.bell, (unsigned)EMPTY);
 }
 
 extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) best(
@@ -50,19 +68,13 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   prepare(s);
   prepare(s.turns);
   s.order[i] = EMPTY;
+  if (i == 0) s.left = 0;
   if (head == 0 && i == 0) expect(s.bell, G * K);
   arrive();
   chain();
-  const int taken = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
+  const int left = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
   wait();
-  __syncthreads();
-  int rank = i;  // of those that it has not
-  if (i < taken) {
-    rank = 0;
-#pragma unroll 8
-    for (int j = 0; j < taken; j++) rank += s.key[j] > s.key[i];
-  }
-  if (i < K) send(0, &s.order[rank * G + head], s.bell, i < taken ? ~(unsigned)s.key[i] : EMPTY);
+  send_ranked(head, left, s);
   if (head > 0) return;
   receive(s.bell);
   const int page = s.order[i];

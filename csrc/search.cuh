@@ -137,14 +137,16 @@ template <int N> __device__ unsigned cut(
   return last.key;
 }
 
-// The key of rank k of so many, of which each thread of a warp has one, or 0.
-__device__ unsigned key_in(unsigned key, int k, int count) {
+// The key of rank k of up to 32 that are listed, for the first warp.
+__device__ unsigned key_in(int k, const Search& s) {
+  const unsigned own = s.few[lane()].key;
   int better = 0, equal = 0;
-  for (int i = 0; i < count; i++) {
-    const unsigned other = __shfl_sync(ALL, key, i);
-    better += other > key, equal += other == key;
+#pragma unroll
+  for (int i = 0; i < 32; i++) {
+    const unsigned other = s.few[i].key;
+    better += other > own, equal += other == own;
   }
-  return __reduce_max_sync(ALL, better < k & k <= better + equal ? key : 0);
+  return __reduce_max_sync(ALL, better < k & k <= better + equal ? own : 0);
 }
 
 // The key of rank k, for the first thread; LEAST where there are fewer. The first bins are as wide in numbers, not in keys:
@@ -163,7 +165,7 @@ template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Sea
     if (bin[i] == found.bin) s.few[atomicAdd(&s.listed, 1)] = {key[i], 0};
   __syncthreads();
   if (found.before + found.inside < k) return LEAST;
-  if (found.inside <= 32) return key_in(s.few[lane()].key, k - found.before, found.inside);
+  if (found.inside <= 32) return warp() == 0 ? key_in(k - found.before, s) : 0;
   Bins* rest = s.bins + 1;
   r = narrow(key, r, 0, FEW, rest, s);
   if (r.inside <= FEW) return last_of(key, Span(N * THREADS), r, s).key;

@@ -38,7 +38,7 @@ def test_the_best_of_many_by_turns(kind, group, k, n, values, unseen, seed):
 
 
 def test_what_the_native_kernel_is_for():
-    assert BEST.native(10240, 64, 4)["THREADS"] == 256
+    assert BEST.native(10240, 64, 4)["THREADS"] == 512
     assert BEST.native(10240, 128, 8)["THREADS"] == 1024
     assert BEST.native(10240, 64, 9) == "9 query heads a kv head"
     assert BEST.native(10240, 129, 8) == "the best 129 of 10240 scores with peaks"

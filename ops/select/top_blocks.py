@@ -218,10 +218,10 @@ def _launch_triton(scored, k, ids, counter, few, width) -> Tensor:
     return _launch(best, named, k, 1, answer)[0].view(shape)
 
 
-def native(n: int, k: int, peaks: bool, least: int = 1) -> dict[str, int] | str:
+def native(n: int, k: int, peaks: bool, least: int = 1, shapes=NATIVE) -> dict[str, int] | str:
     """How csrc/top_blocks.cu is compiled for rows like these, with so many threads at least, or why it is not."""
     groups = cdiv(n, GROUP)
-    for threads, each in NATIVE:
+    for threads, each in shapes:
         if threads < least:
             continue
         most = threads * each // GROUP  # groups whose scores can be looked at
