@@ -363,11 +363,11 @@ def test_pages_follow_the_budget():
 
 
 def test_what_a_query_expands_is_pinned():
-    """A tenth of the nodes; where that is more than 512 these, or those with eight times the budget in children."""
-    for budget, most in ((64, 512), (256, 512), (1024, 512), (4096, 2048)):
+    """A tenth of the nodes; where that is more than 640 these, or those with eight times the budget in children."""
+    for budget, most in ((64, 640), (256, 640), (1024, 640), (4096, 2048)):
         assert make_method("icecache", budget=budget).view == View(100_000, 32, most, 2)
     assert make_method("icecache", budget=1024, r=0.25).view.most == 2048
-    assert make_method("icecache", least_view=600).view == View(100_000, 600, 600, 2)
+    assert make_method("icecache", least_view=700).view == View(100_000, 700, 700, 2)
     assert make_method("icecache", field_of_view=0.1).view == View(100_000, 32, MOST_NODES, 2), "as it was given"
     assert make_method("icecache", field_of_view=1.0, least_view=1).view == View(1_000_000, 1, MOST_NODES, 2)
     beyond = View(100_000, MOST_NODES, MOST_NODES, 2)

@@ -25,7 +25,7 @@ PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens i
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
 # What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
 # children.
-VIEWED, MANY_NODES, BUDGETS = 0.1, 512, 8
+VIEWED, MANY_NODES, BUDGETS = 0.1, 640, 8
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
 RANKS = ("codes", "keys")
@@ -43,7 +43,7 @@ class IceCache(Method):
     page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
         pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
     field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. None: a
-        tenth, but no more than 512 or, if these are more, than have eight times the budget as children in the mean.
+        tenth, but no more than 640 or, if these are more, than have eight times the budget as children in the mean.
         Of more than 1024 nodes it is met in the mean, told by a sample (ops/select/visit_nodes.py). At 1.0 the choice
         is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill
         the budget with their pages.
