@@ -75,6 +75,12 @@ def recall_at_128k(nodes: int, budget: int = 1024) -> float:
     return found["recall"]
 
 
+def recall_at_512k(nodes: int) -> float:
+    rows = [r for r in rows_of("quality/icecache/structured_512k_sample_cpu.json") if r["choice"] == "codes"]
+    (found,) = (r for r in rows if abs(r["field_of_view"] * 524288 / 16 - nodes) < 4)
+    return found["recall"]
+
+
 def test_what_more_nodes_find_icecache():
     assert MANY_NODES == 640
     text = "at 128K with 1024 tokens {:.3f} of a query's 32 best are found, and {:.3f} with 512 nodes, where the "
@@ -82,6 +88,8 @@ def test_what_more_nodes_find_icecache():
     told = recall_at_128k(MANY_NODES), recall_at_128k(512), recall_at_128k(512, 256)
     assert text.format(*told) in said("docs/methods/icecache.md")
     assert f"{told[2]:.3f}" == f"{recall_at_128k(MANY_NODES, 256):.3f}"
+    far = recall_at_512k(MANY_NODES), recall_at_512k(512)
+    assert "at 512K {:.3f} and {:.3f}, of two heads and four queries".format(*far) in said("docs/methods/icecache.md")
 
 
 def test_what_choosing_takes_icecache_on_an_h200():
