@@ -85,7 +85,7 @@ def test_warps_of_a_program(rows, tokens, dim, batch, warps, monkeypatch):
     q, near, hot, *_ = OPS["sparse_attention"](w)
     near = near._replace(ring=near.ring.new_empty(batch, 8, rows, 2, dim))
     hot = hot._replace(chosen=hot.chosen.new_empty(batch, 8, tokens // 16))
-    assert ATTENTION._warps(q, near, hot) == warps
+    assert ATTENTION._warps(q, near, hot, ATTENTION._cluster(q, 8)) == warps
 
 
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"

@@ -93,19 +93,17 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _warps(q: Tensor, near: Near, hot: Hot) -> int:
+def _warps(q: Tensor, near: Near, hot: Hot, cluster: int) -> int:
     """Of a program: as few as need no more rounds. Registers are too few for more than 8 where heads are wide, or a
     multiprocessor has several programs."""
-    heads, p = near.ring.shape[1], hot.rows.shape[3]
-    cluster = _cluster(q, heads)
-    if q.shape[3] > 128 or q.shape[0] * heads * cluster > sm_count(q.device):
+    if q.shape[3] > 128 or q.shape[0] * near.ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles = cdiv(near.ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * p, NATIVE_TILE)
+    tiles = cdiv(near.ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
     rounds = cdiv(tiles, cluster * MOST_WARPS)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
-def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
+def _fits(q, near, hot, lengths, reach, attention) -> tuple[_cuda.Module, int, int] | str:
     d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -114,8 +112,11 @@ def _fits(q, near, hot, lengths, reach, attention) -> _cuda.Module | str:
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, near.ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
-    sizes = native(d, group, hot.rows.shape[3], reach.fill is not None, _warps(q, near, hot), _cluster(q, heads))
-    return _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+    cluster = _cluster(q, heads)
+    warps = _warps(q, near, hot, cluster)
+    sizes = native(d, group, hot.rows.shape[3], reach.fill is not None, warps, cluster)
+    kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+    return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
 
 
 def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int) -> dict[str, int]:
@@ -124,13 +125,13 @@ def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int
     return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
 
 
-def _launch_cuda(kernels, q, near, hot, lengths, reach, attention) -> Tensor:
+def _launch_cuda(fitting, q, near, hot, lengths, reach, attention) -> Tensor:
     """csrc/sparse_attention.cu"""
-    batch, heads, ring_rows, _, d = near.ring.shape
-    out, warps, p = result_like(q), _warps(q, near, hot), hot.rows.shape[3]
+    (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, near.ring.shape
+    out, p = result_like(q), hot.rows.shape[3]
     begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
     kernels.launch(
-        "attend", (batch * heads * _cluster(q, heads), 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
+        "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
         hot.block_of, reach.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
         per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p, lengths.sink,
         float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
