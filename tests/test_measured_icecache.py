@@ -6,6 +6,8 @@ from test_results import tables
 
 from torchsparsekv.zoo.icecache import MANY_NODES
 
+NEAR, FAR = "128k_sample_h200", "512k_sample_cpu"
+
 
 def test_icecache_since():
     found, names = [], {"full": "dense: ours", "icecache": "icecache"}
@@ -62,22 +64,17 @@ def test_the_goals_of_icecache():
     assert found["over_floor"] <= 1.12
     assert far["over_floor"] <= 1.4
     assert max(r["over_floor"] for r in (third, chosen)) <= 1.08
-    recall = recall_at_128k(640)
+    recall = recall_at(NEAR, 640)
     assert f"{recall:.3f} of the best tokens are found" in page
     assert near["select, all of it (beside)"]["us"] <= 20
     assert recall >= 0.88
 
 
-def recall_at_128k(nodes: int, budget: int = 1024) -> float:
+def recall_at(where: str, nodes: int, budget: int = 1024) -> float:
     """Of keys that are made up, by codes of the tree's pages."""
-    rows = [r for r in rows_of("quality/icecache/structured_128k_sample_h200.json") if r["choice"] == "codes"]
-    (found,) = (r for r in rows if r["budget"] == budget and round(r["field_of_view"] * 131072 / 16) == nodes)
-    return found["recall"]
-
-
-def recall_at_512k(nodes: int) -> float:
-    rows = [r for r in rows_of("quality/icecache/structured_512k_sample_cpu.json") if r["choice"] == "codes"]
-    (found,) = (r for r in rows if abs(r["field_of_view"] * 524288 / 16 - nodes) < 4)
+    rows = rows_of(f"quality/icecache/structured_{where}.json")
+    near = [r for r in rows if abs(r["field_of_view"] * r["context"] / 16 - nodes) < 4]
+    (found,) = (r for r in near if r["choice"] == "codes" and r["budget"] == budget)
     return found["recall"]
 
 
@@ -85,10 +82,10 @@ def test_what_more_nodes_find_icecache():
     assert MANY_NODES == 640
     text = "at 128K with 1024 tokens {:.3f} of a query's 32 best are found, and {:.3f} with 512 nodes, where the "
     text += "default stopped before; with 256 tokens {:.3f} with either"
-    told = recall_at_128k(MANY_NODES), recall_at_128k(512), recall_at_128k(512, 256)
+    told = recall_at(NEAR, MANY_NODES), recall_at(NEAR, 512), recall_at(NEAR, 512, 256)
     assert text.format(*told) in said("docs/methods/icecache.md")
-    assert f"{told[2]:.3f}" == f"{recall_at_128k(MANY_NODES, 256):.3f}"
-    far = recall_at_512k(MANY_NODES), recall_at_512k(512)
+    assert f"{told[2]:.3f}" == f"{recall_at(NEAR, MANY_NODES, 256):.3f}"
+    far = recall_at(FAR, MANY_NODES), recall_at(FAR, 512)
     assert "at 512K {:.3f} and {:.3f}, of two heads and four queries".format(*far) in said("docs/methods/icecache.md")
 
 

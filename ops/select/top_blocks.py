@@ -219,7 +219,8 @@ def _launch_triton(scored, k, ids, counter, few, width) -> Tensor:
 
 
 def native(n: int, k: int, peaks: bool, least: int = 1, shapes=NATIVE) -> dict[str, int] | str:
-    """How csrc/top_blocks.cu is compiled for rows like these, with so many threads at least, or why it is not."""
+    """How csrc/top_blocks.cu is compiled for rows like these: as the first of `shapes` that can look at them and has so
+    many threads at least. Or why it is not."""
     groups = cdiv(n, GROUP)
     for threads, each in shapes:
         if threads < least:

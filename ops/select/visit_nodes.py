@@ -8,7 +8,7 @@ result are the least products of nodes of level 2 that are expanded, [batch, kv_
 
 In a tree of two levels with many nodes a sample tells that: nodes that are equally far apart, of whose best as large a
 share is expanded. So as many nodes as wanted are expanded in the mean only, with a deviation of about one part in the
-square root of how many of the sample are (by default 64 at 128K tokens); but nobody has to wait until one program has
+square root of how many of the sample are (by default 80 at 128K tokens); but nobody has to wait until one program has
 looked at all nodes. Of up to SAMPLE nodes, and of deeper trees, all are the sample.
 
 Keys of nodes are taken in their codes of 8 bits. Scoring is limited by reading these once for all query heads of a kv
