@@ -69,7 +69,7 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   prepare(s.turns);
   s.order[i] = EMPTY;
   if (i == 0) s.left = 0;
-  if (head == 0 && i == 0) expect(s.bell, G * K);
+  if (head == 0) expect(s.bell, G * K);
   arrive();
   chain();
   const int left = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);

@@ -19,11 +19,16 @@ using Bell = unsigned long long;
 
 __device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
 
-// Once only; by one thread, and before the programs meet.
+// Once only; by all threads of the first warp at least, and before the programs meet. The bell is made and told what to
+// expect by one thread, but in two steps with the warp between them: racecheck of compute-sanitizer knows no other order.
 __device__ inline void expect(Bell& bell, int numbers) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(here(&bell)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here(&bell)), "r"(4 * numbers) : "memory");
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(here(&bell)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  if (threadIdx.x == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(here(&bell)), "r"(4 * numbers) : "memory");
 }
 
 __device__ inline void send(int rank, void* at, Bell& bell, unsigned x) {

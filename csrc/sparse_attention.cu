@@ -199,7 +199,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
-  if (threadIdx.x == 0) expect(found.bell, NUMBERS);
+  expect(found.bell, NUMBERS);
   arrive();
   ask_for(ring, rank + CLUSTER * warp, ring_rows);
   chain();

@@ -189,7 +189,7 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
   if (threadIdx.x < G) ask(q + threadIdx.x * (long long)q_h);
   int were = 0;
   if (blockIdx.y < G) {
-    if (threadIdx.x == 0) expect(s.bell, SAMPLE);
+    expect(s.bell, SAMPLE);
     arrive();
     were = __ldcg(node_count);
     ask_sample(head, apart_of(were));
