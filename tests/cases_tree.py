@@ -41,7 +41,8 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
     at = node.clamp(min=0).long()[..., None].expand(keys.shape)
     keys = torch.where(itself[..., None], key.gather(2, at), keys)
     if w.pick(True, False):
-        codes, scale = _residual.coded(keys.float() - decoded(code, scale).gather(2, at))
+        difference = keys.float() - decoded(code, scale).gather(2, at)
+        codes, scale = _residual.coded(difference.masked_fill(itself[..., None], 0))
     else:
         codes, scale = keys.masked_fill(~held[..., None], torch.nan), torch.empty(*lead, rows, 0, dtype=torch.float16)
     assert (codes.shape[-1], scale.shape[-1]) == _residual.widths(w.dim, codes.dtype == torch.uint8)

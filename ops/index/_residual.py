@@ -3,7 +3,8 @@
 Of every 16 channels the largest difference gives the scale, fp16; each channel is one of 16 levels between it and its
 negative, half a level off zero. Channels j and j + 8 of a group share a byte, the lower one in its low bits. The node
 is taken in the 8 bits that queries meet it in: its product with a query is known when leaves are looked at, so no
-rotation is needed to make the rest of equal size in all channels, and the query stays as it is.
+rotation is needed to make the rest of equal size in all channels, and the query stays as it is. A key that is a node
+itself is taken to differ by nothing: its product is that of the node, and nobody has to read its codes.
 
 80 bytes at head_dim 128, where ParisKV's codes take 96 without their ids and the key 256; benchmarks/quality/
 recall_icecache.py has what they find.
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._triton import cdiv, tl, triton
-from torchsparsekv.ops.store.views import Leaves
+from torchsparsekv.ops.index import _tree
+from torchsparsekv.ops.store.views import Leaves, Tree
 
 GROUP = 16  # channels of a scale
 BYTES = GROUP // 2
@@ -58,10 +60,13 @@ def difference(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
     return (level * scale.float()[..., None]).flatten(-2)[..., :dim]
 
 
-def keep(leaves: Leaves, at: tuple, keys: Tensor, nodes: Tensor) -> None:
-    """Leaves `at` these indices are `keys`, children of `nodes` (_tree.decoded)."""
+def keep(leaves: Leaves, at: tuple, keys: Tensor, of: Tensor, tree: Tree) -> None:
+    """Leaves `at` these indices are `keys`, children `of` these nodes of a head's tree, or nodes (Leaves.node)."""
+    leaves.node[at] = of
     if leaves.key.dtype == torch.uint8:
-        leaves.key[at], leaves.scale[at] = coded(keys.float() - nodes)
+        base = _tree.base_of(of).long()
+        nodes = _tree.decoded(tree.code[base], tree.scale[base])
+        leaves.key[at], leaves.scale[at] = coded(torch.where(of[..., None] < 0, 0, keys.float() - nodes))
     else:
         leaves.key[at] = keys
 
@@ -76,19 +81,21 @@ UNFUSED = {"enable_fp_fusion": False}
 
 @triton.jit
 def keep_of(
-    x, node, row, live, code, scale, row_key, row_scale, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+    x, of, row, live, code, scale, row_key, row_scale, row_node, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """`keep` for T keys [T, DP] in rows `row`, children of `node` in a head whose nodes have these codes and scales; 0
-    GROUPS: leaves are keys."""
+    """`keep` for T keys [T, DP] in rows `row`, in a head whose nodes have these codes and scales; 0 GROUPS: leaves are
+    keys."""
+    tl.store(row_node + row, of, mask=live)
     d = tl.arange(0, DP)
     m = live[:, None] & (d < D)[None, :]
     if GROUPS == 0:
         tl.store(row_key + row[:, None] * D + d[None, :], x, mask=m)
     else:
-        of = tl.load(code + node.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0).to(tl.float32)
-        of *= tl.load(scale + node, mask=live, other=0.0)[:, None]
-        r = tl.where(m, x.to(tl.float32) - of, 0.0)
+        m = m & (of >= 0)[:, None]
+        node = tl.load(code + of.to(tl.int64)[:, None] * D + d[None, :], mask=m, other=0).to(tl.float32)
+        node *= tl.load(scale + of, mask=live & (of >= 0), other=0.0)[:, None]
+        r = tl.where(m, x.to(tl.float32) - node, 0.0)
         r = tl.reshape(r, (T, DP // _GROUP, _GROUP))
         its = tl.minimum(tl.max(tl.abs(r), 2) * _STEP, _LARGEST).to(tl.float16)
         s = its.to(tl.float32)[:, :, None]

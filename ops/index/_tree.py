@@ -126,7 +126,7 @@ def own(node):
 
 
 def base_of(node: Tensor) -> Tensor:
-    """By Leaves.node: the node whose key a token's codes are counted from, its parent or itself; -1 for no token."""
+    """By Leaves.node: the node whose product tells of a token's, its parent or itself; -1 for no token."""
     return torch.where(node < -1, own(node), node)
 
 

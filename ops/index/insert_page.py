@@ -62,10 +62,8 @@ def reference(
             nodes, itself = _grown(keys_of(rows[h]), position, own, promotion)
             to = _places(nodes, own, leaves.fill[b, h], page, region) or position.tolist()
             own.placed.copy_(torch.tensor(to))
-            for node, of, row, token in zip(nodes, itself, to, rows[h]):
-                leaves.node[b, h, row] = of
-                base = _tree.own(of) if of < 0 else node
-                _residual.keep(leaves, (b, h, row), keys_of(token), _tree.decoded(own.code[base], own.scale[base]))
+            for of, row, token in zip(itself, to, rows[h]):
+                _residual.keep(leaves, (b, h, row), keys_of(token), leaves.node.new_tensor(of), own)
                 leaves.fill[b, h, row // page] = row % page + 1
                 put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
@@ -174,9 +172,8 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 
 
 @triton.jit
-def _name(row_node, span, page, node, place, risen, live, fits):
-    """The nodes of rows, and the spans of the pages that these are in; where they do not fit, of that of the ring."""
-    tl.store(row_node, tl.where(risen, _tree.own_in(place), node), mask=live)
+def _span(span, page, node, risen, live, fits):
+    """The spans of the pages that tokens are in; where they do not fit, of that of the ring."""
     together = (page[:, None] == page[None, :]) & live[None, :]
     has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
     has_own = tl.max((together & risen[None, :]).to(tl.int32), 1) > 0
@@ -216,10 +213,10 @@ def _commit(
     tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
-    _name(row_node + bh * pages * P + row, span + bh * pages + page, page, node, place, risen, live, fits)
+    _span(span + bh * pages + page, page, node, risen, live, fits)
     _residual.keep_of(
-        x, tl.where(risen, place, node), bh * pages * P + row, live, code + bh * nodes * D, scale + bh * nodes,
-        row_key, row_scale, D, DP, T, GROUPS,
+        x, tl.where(risen, _tree.own_in(place), node), bh * pages * P + row, live, code + bh * nodes * D,
+        scale + bh * nodes, row_key, row_scale, row_node, D, DP, T, GROUPS,
     )  # fmt: skip
     m = live[:, None] & in_row(c, D)[None, :]
     values = tl.load(from_row[:, None] + c[None, :], mask=m, other=0.0)

@@ -74,9 +74,7 @@ def reference(
             takes = _tree.arrangement(node, along, moves, torch.ones_like(moves), page)
             at = (b, h, slice(old, new))
             of = torch.where(itself < 0, itself, node)[takes]
-            leaves.node[at] = of
-            base = _tree.base_of(of).long()
-            _residual.keep(leaves, at, x[h][takes], _tree.decoded(own.code[base], own.scale[base]))
+            _residual.keep(leaves, at, x[h][takes], of, own)
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
@@ -184,10 +182,9 @@ def _arrange(
         own = tl.load(itself + bh * tokens + take, mask=live, other=0)
         of = tl.where(own < 0, own, tl.load(node + bh * tokens + take, mask=live, other=0))
         _residual.keep_of(
-            values, _tree.base_in(of), bh * rows + row, live, code + bh * nodes * D, scale + bh * nodes, row_key,
-            row_scale, D, DP, TILE, GROUPS,
+            values, of, bh * rows + row, live, code + bh * nodes * D, scale + bh * nodes, row_key, row_scale, row_node,
+            D, DP, TILE, GROUPS,
         )  # fmt: skip
-        tl.store(row_node + bh * rows + row, of, mask=live)
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
         first = columns - n

@@ -298,8 +298,8 @@ class Leaves(NamedTuple):
     span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/index/_tree.py:
     spans_of).
 
-    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from its node in 8 bits, or
-    from the one that it is (ops/index/_residual.py).
+    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from its node in 8 bits,
+    nothing where it is a node itself (ops/index/_residual.py).
     """
 
     key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]
