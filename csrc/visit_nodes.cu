@@ -73,7 +73,7 @@ struct Tile {
     }
   }
 
-  // With query heads 2 t and 2 t + 1; -inf where nobody is, at the root, and for NaN.
+  // With query heads 2 t and 2 t + 1; -inf where nobody is, and for NaN.
   __device__ void multiply(float (&product)[2][2], const Query& query, const Nodes& nodes, int known) const {
     float sum[4] = {};
     for (int i = 0; i < RUNS; i++)
@@ -84,7 +84,7 @@ struct Tile {
       }
     for (int r = 0; r < 2; r++) {
       const int u = nodes.at(lane() / 4 + 8 * r);
-      for (int c = 0; c < 2; c++) product[r][c] = 0 < u & u < known ? fmaxf(sum[2 * r + c] * scale[r], none()) : none();
+      for (int c = 0; c < 2; c++) product[r][c] = u < known ? fmaxf(sum[2 * r + c] * scale[r], none()) : none();
     }
   }
 };

@@ -18,7 +18,7 @@ def wait_for_side(device: torch.device) -> None:
     if device.type == "cuda":
         main = torch.cuda.current_stream(device)
         for beside in (None, main.cuda_stream):
-            main.wait_stream(_stream(device, beside))
+            main.wait_stream(_stream(main.device, beside))  # which has a number also where none was given
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def beside(join: bool, *used: Tensor, of_step: bool = False) -> Iterator[None]:
         yield
         return
     main = torch.cuda.current_stream(device)
-    side = _stream(device, main.cuda_stream if of_step else None)
+    side = _stream(main.device, main.cuda_stream if of_step else None)
     side.wait_stream(main)  # with `join` too: a graph can wait only for what was captured with it
     if join:
         main.wait_stream(side)

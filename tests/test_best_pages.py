@@ -3,13 +3,13 @@ import importlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_union_pages import by_turns
 from world import DEVICE
 
 from torchsparsekv.ops._registry import load_all
-from torchsparsekv.ops._top import peaks_of
+from torchsparsekv.ops._top import GROUP, peaks_of
 from torchsparsekv.ops.store.views import Scored
 
 BEST = importlib.import_module("torchsparsekv.ops.select.best_pages")
@@ -19,14 +19,18 @@ ENTRY = load_all()["best_pages"]
 @pytest.mark.parametrize("kind", ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 @given(
     group=st.integers(1, 8), k=st.sampled_from([1, 7, 16, 64, 128]), n=st.sampled_from([1, 63, 2048, 10240, 40960]),
-    values=st.sampled_from([2, 1 << 20]), unseen=st.sampled_from([0.0, 0.3, 0.99, 1.0]), seed=st.integers(0, 99),
+    values=st.sampled_from([2, 1 << 20]), unseen=st.sampled_from([0.0, 0.3, 0.99, 1.0]),
+    far=st.sampled_from([None, -1, 0, 1]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_the_best_of_many_by_turns(kind, group, k, n, values, unseen, seed):
-    """Of two kv heads; scores of two values are ties mostly."""
+@example(group=4, k=64, n=40960, values=1 << 20, unseen=0.0, far=-1, seed=0)
+def test_the_best_of_many_by_turns(kind, group, k, n, values, unseen, far, seed):
+    """Of two kv heads; scores of two values are ties mostly, or k and so many more of other groups are far above."""
     if DEVICE.type == "cpu":
         n = min(n, 2048)
     g = torch.Generator().manual_seed(seed)
     scores = torch.randint(-values, values, (1, 2 * group, n), generator=g).float()
+    if far is not None:
+        scores[..., : (k + far) * GROUP : GROUP] += 1e9
     scores[torch.rand(scores.shape, generator=g) < unseen] = -torch.inf
     union = torch.full((1, 2, k), -7, dtype=torch.int32, device=DEVICE)
     ENTRY.run(kind, Scored(scores.to(DEVICE), peaks_of(scores).to(DEVICE)), union)

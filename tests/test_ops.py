@@ -8,6 +8,7 @@ from world import DEVICE, TOLERANCE, World, worlds
 
 from torchsparsekv.ops._impl import mapped, tensors
 from torchsparsekv.ops._registry import load_all
+from torchsparsekv.ops._side import wait_for_side
 
 ENTRIES = load_all()
 KERNELS = [
@@ -60,6 +61,7 @@ def run_both(name: str, kind: str, w: World):
         return  # what it is not for; that most cases are is seen by the tests of the single op
     want = entry.reference(*want_things)
     got = entry.run(kind, *got_things)
+    wait_for_side(DEVICE)  # some may be told not to
     for g, x in zip(tensors(got_things), tensors(want_things), strict=True):
         close(g.cpu(), x, f"{name} argument")
     results = (want, got) if isinstance(want, tuple) else ((want,), (got,))

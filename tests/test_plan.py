@@ -1,4 +1,5 @@
 """What a cache takes, before it is there: by buffer, and what is then allocated."""
+import gc
 import re
 
 import pytest
@@ -50,7 +51,8 @@ def test_memory_is_what_is_then_allocated(method):
 def test_memory_within_a_hundredth_of_what_the_device_gives(method):
     hyper = hyper_of(method, max_length=65536, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
     with torchsparsekv.patch(tiny(max_position_embeddings=65536), method, **hyper, offload="host") as handle:
-        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # what a test before left is given whole where less than 1 MiB would be left over
         before = torch.cuda.memory_allocated()
         cache = handle.make_cache()
         taken = torch.cuda.memory_allocated() - before

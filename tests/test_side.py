@@ -83,5 +83,5 @@ def test_steps_of_another_stream_have_a_side_of_their_own(streams):
     assert "on side2" in streams.launched(False, of_step=True)
     assert "on side3" in streams.launched(False), "and prompts"
     streams.log.clear()
-    _side.wait_for_side(CUDA)
+    _side.wait_for_side(torch.device("cuda"))  # is the same
     assert streams.log == ["other waits for side3", "other waits for side2"]

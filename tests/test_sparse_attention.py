@@ -54,8 +54,21 @@ def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
 
 
+KINDS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kind", ["reference", *KINDS])
+def test_attention_over_no_token_is_zero(kind):
+    """Of a row in which there is none yet, beside one with tokens."""
+    w = Long(lengths=[0, 90], group=4, dim=128, dtype=torch.float16)
+    q, near, hot, *rest = OPS["sparse_attention"](w)
+    hot.chosen[0] = -1
+    got = ENTRY.run(kind, *on(DEVICE, (q, near, hot, *rest))).cpu()
+    assert [bool(x.any()) for x in got] == [False, True]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
-@pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", ["q", "ring"])
 def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
     """As in the reference: a NaN of one head, or of a row that counts, is in what it touches and nowhere else."""

@@ -76,9 +76,10 @@ def least_of(x: torch.Tensor, view: View, size: int) -> float:
 @given(
     nodes=st.sampled_from([2, 33, 255, 1025, 2050, 4097, 8194, 16386, VISIT.MOST_NODES]), known=st.floats(0, 1),
     room=st.floats(0, 1), values=st.sampled_from([2, 30, 1 << 20]), broken=st.sampled_from([0, 0.3]),
-    share=st.booleans(), far=st.booleans(), dtype=st.sampled_from([torch.float32, *HALVES]), seed=st.integers(0, 99),
+    share=st.booleans(), most=st.sampled_from([40, VISIT.MOST_NODES]), far=st.booleans(),
+    dtype=st.sampled_from([torch.float32, *HALVES]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_the_best_of_many(kind, nodes, known, room, values, broken, share, far, dtype, seed):
+def test_the_best_of_many(kind, nodes, known, room, values, broken, share, most, far, dtype, seed):
     """Products of few values are ties mostly, or a few are far above the others; those of two rows and two kv heads
     differ. NaN is nobody's best."""
     if DEVICE.type == "cpu":
@@ -92,7 +93,7 @@ def test_the_best_of_many(kind, nodes, known, room, values, broken, share, far, 
     there = 1 + round(known * (nodes - 1))
     tree.node_count[0], tree.node_count[1] = there, nodes
     part = room**4
-    view = View(round(part * MILLION), 1, nodes, 2) if share else View(0, max(1, round(part * nodes)), nodes, 2)
+    view = View(round(part * MILLION), 1, most, 2) if share else View(0, max(1, round(part * nodes)), nodes, 2)
     found, least = (x.cpu() for x in ENTRY.run(kind, q, tree, view))
     for b, h in itertools.product(range(2), range(4)):
         count = int(tree.node_count[b, 0])
