@@ -106,13 +106,14 @@ struct Pool {
 // And what a thread reads of it.
 struct Source {
   const unsigned* products;  // of a thread's two query heads
-  float least[2];  // of these, of nodes that are expanded
+  float least[2];  // of these, of nodes that are expanded, as those are that `always` are
+  int always;
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
   long long last;
 
-  __device__ explicit Source(const Leaves& x) {
+  __device__ Source(const Leaves& x, int always) : always(always) {
     const int g = lane() / 4, t = lane() % 4;
     products = x.products + (2 * t < G ? 2 * t : 0);
     codes = x.codes + g * (D / 2) + t * (D / 8);
@@ -146,7 +147,7 @@ struct Source {
       const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0);
       const Run<2> product = pair_at(products + of * G);
       for (int c = 0; c < 2; c++) {  // no branch: there is nothing to skip
-        const float value = __uint_as_float(product.at[c]), bar = u[r] > 0 ? least[c] : none();
+        const float value = __uint_as_float(product.at[c]), bar = u[r] >= always ? least[c] : none();
         x.node[r][c] = value >= bar & u[r] != -1 ? value : none();
       }
     }
@@ -191,9 +192,9 @@ struct Between {
   __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
   __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
   // Whether some query head sees the children of one of them; `each` are the products of the first. It sees those of the
-  // root.
-  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& least) {
-    bool found = at == 0;
+  // nodes that `always` are expanded.
+  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& least, unsigned always) {
+    bool found = at < always;
     for (; at <= last && !found; each = load(products)) {
       for (int h = 0; h < G; h++) found |= __uint_as_float(each.at[h]) >= __uint_as_float(least.at[h]);
       at += LOOKERS;
@@ -235,13 +236,13 @@ struct Spans {
 
 // Find the tiles. `next` are the products of the first node that a thread looks at.
 __device__ void look(
-    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int pages) {
+    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int always, int pages) {
   for (int i = 0; i < LOOKS; i++) {
     const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / (LOOKERS * PAGES);
     if (first >= LOOKERS * pages) return;
     const Run<G> own = next;
     if (i + 1 < LOOKS) next = Between(spans.at[i + 1]).load(products);
-    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, least)));
+    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, least, always)));
     list(s, false, found, tile);
     list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == OWN_SPAN)) & ~found, tile);
   }
@@ -317,7 +318,7 @@ __device__ void write_all(const Pool& s, const Groups& groups, float* out, float
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
     const unsigned short* q, const unsigned* products, const unsigned* least, const unsigned char* codes,
     const unsigned short* scales, const int* node, const unsigned* span, float* out, float* peaks, int q_b, int q_h,
-    int heads, int nodes, int rows, int pages, int most) {
+    int heads, int nodes, int rows, int pages, int most, int always) {
   __shared__ Query query;
   __shared__ int count[2];
   const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y;
@@ -325,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   const Pool s = {query, count, most};
   const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
                          span + bh * pages, products + bh * nodes * G, rows, pages};
-  Source source(leaves);
+  Source source(leaves, always);
   load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
   clear(s);
   for (int first = blockIdx.y; first < all; first += most * step) {
@@ -337,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
     }
     const Run<G> next = Between(spans.at[0]).load(leaves.products), all_least = all_at(least + bh * G);
     __syncthreads();
-    look(s, spans, next, leaves.products, all_least, groups.count * GROUP);
+    look(s, spans, next, leaves.products, all_least, always, groups.count * GROUP);
     __syncthreads();
     multiply_all(s, source, groups);
     look_up_all(s, leaves, groups);

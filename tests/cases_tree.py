@@ -127,7 +127,7 @@ def page_peaks(w: World):
     products[torch.rand(shape, generator=w.g) >= 0.7] = -torch.inf
     products[:, :, 0] = 0  # the root
     least = torch.randint(-9, 12, (w.batch, w.heads, w.group), generator=w.g).float()
-    return (integers(w.q[:, :, :1]), Visited(products, least), leaves)
+    return (integers(w.q[:, :, :1]), Visited(products, least), leaves, w.pick(1, 4))
 
 
 def best_pages(w: World):

@@ -33,18 +33,21 @@ class DciTree:
 
     def query(
         self, q: torch.Tensor, expanded: dict[int, int] | None, shown: dict[int, torch.Tensor] | None = None,
-        nodes_by: dict[int, torch.Tensor] | None = None,
+        nodes_by: dict[int, torch.Tensor] | None = None, always: int = 1,
     ) -> list[int]:  # fmt: skip
         """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all.
-        `shown`: what tokens are ranked by, and `nodes_by`: what nodes are, None: their keys."""
+        `shown`: what tokens are ranked by, and `nodes_by`: what nodes are, None: their keys. `always`: so many are
+        expanded anyway, the root and the first that rose."""
         by = self.keys | (nodes_by or {})
+        first = [t for t, level in self.level.items() if level > 1][: always - 1]
         seen: list[int] = []
         frontier = {ROOT}
         for level in range(max(self.level.values(), default=1), 0, -1):
             children = [t for t, p in self.parent.items() if p in frontier]
             seen += [t for t in children if t not in seen]
             nodes = sorted((t for t in children if self.level[t] == level), key=lambda t: -float(q @ by[t]))
-            frontier = frontier | set(nodes if expanded is None else nodes[: expanded.get(level, 0)])
+            best = nodes if expanded is None else nodes[: expanded.get(level, 0)]
+            frontier = frontier | set(best) | set(nodes).intersection(first)
         return sorted(set(seen), key=lambda t: -float(q @ (shown or self.keys)[t]))
 
     def nodes_in_eight_bits(self) -> dict[int, torch.Tensor]:

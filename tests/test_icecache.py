@@ -286,7 +286,7 @@ def check_choice(life: Life, expanded) -> None:
         for h in range(life.heads):
             heads = q[0, h * life.group : (h + 1) * life.group, 0].double()
             tree, nodes = life.trees[h], life.trees[h].nodes_in_eight_bits()
-            ranked = [tree.query(x, expanded(tree), shown[h], nodes) for x in heads]
+            ranked = [tree.query(x, expanded(tree), shown[h], nodes, life.method.view.least) for x in heads]
             want = page_select(ranked, life.pages(h), life.method.budget // PAGE)
             ids = [x for x in got[h].tolist() if x >= 0]
             assert sorted(ids) == sorted(want)
@@ -308,11 +308,11 @@ def test_all_nodes_visited_is_brute_force(group, levels):
 @pytest.mark.parametrize("rank_from", ["codes", "keys"])
 @pytest.mark.parametrize(("group", "levels"), [(1, 2), (8, 2), (8, 3)])
 def test_some_nodes_visited_is_the_papers_query(group, levels, rank_from):
-    life = lived(group, 0.2, levels=levels, rank_from=rank_from)
+    life = lived(group, 0.2, levels=levels, rank_from=rank_from, least_view=4)
 
     def some(tree):
         count = {at: sum(level == at for level in tree.level.values()) for at in range(2, levels + 1)}
-        return {at: max(2, math.ceil(0.2 * n)) for at, n in count.items()}
+        return {at: max(4, math.ceil(0.2 * n)) for at, n in count.items()}
 
     seen = life.trees[0].query(torch.ones(DIM).double(), some(life.trees[0]))
     assert 0 < len(seen) < (life.begin - SINK) / 2  # else the test would say nothing

@@ -159,3 +159,19 @@ def test_answers_from_a_pool_in_8_bits():
     want = [[m, *(f"{means[0][m, budget]:.2f}" for budget in (64, 64, 256, 256))] for m, _ in list(means[0])[::2]]
     table = next(t for t in tables(ROOT / "docs/quality.md") if want[0] in t)
     assert [row for row in table if row[0] not in ("quest", "pariskv")] == want
+
+
+def test_answers_of_icecache_told_by_a_sample():
+    """Of five tasks, 8 samples each; those missed in 32K are of one task."""
+    page = said("docs/methods/icecache.md")
+    for length in (8192, 16384, 32768):
+        dense, *found = (mean(f"recall_{length}_sample.jsonl", budget, 40) for budget in (None, 64, 256))
+        lost = {"8192": [], "16384": [], "32768": ["0.994", "0.994"]}[str(length)]
+        assert [f"{x / dense:.3f}" for x in found if x < dense] == lost
+    assert "the dense model at 8K and 16K, 8 samples of each task, and at 32K 0.994 of them" in page
+
+
+def test_what_icecache_lost_of_its_own_text():
+    dense, *found = (mean("journal_h200_float32.jsonl", budget, 8) for budget in (None, 64, 256))
+    assert (dense, [f"{x:.3f}" for x in found]) == (1, ["0.961", "0.961"])
+    assert "it found 0.961 of the answers, with 64 tokens and with 256 alike" in said("docs/methods/icecache.md")

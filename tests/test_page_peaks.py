@@ -60,7 +60,7 @@ def many(shape, page: int, dtype, share: float, seed: int):
     least = best.gather(2, few)[:, :, 0].clamp(min=torch.finfo(torch.float32).min)
     q = torch.randn(2, heads * group, 1, dim, generator=g).to(dtype)
     leaves = Leaves(codes, scale, node, torch.zeros(*lead, pages, dtype=torch.int32), spans_of(node, pages))
-    return q, Visited(products, least), leaves
+    return q, Visited(products, least), leaves, 1
 
 
 @pytest.mark.gpu
@@ -69,11 +69,11 @@ def many(shape, page: int, dtype, share: float, seed: int):
 @given(
     page=st.sampled_from(PEAKS.NATIVE_PAGES), pages=st.sampled_from([1, 15, 16, 17, 100, 3000]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
-    strided=st.booleans(), seed=st.integers(0, 99),
+    always=st.sampled_from([1, 32]), strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(resident, dim, group, page, pages, dtype, share, strided, seed):
+def test_native(resident, dim, group, page, pages, dtype, share, always, strided, seed):
     """csrc/page_peaks.cu by one program a head, in turns, and by many; and Triton's kernel at the same shapes."""
-    things = many((2, group, pages, dim), page, dtype, share, seed)
+    things = (*many((2, group, pages, dim), page, dtype, share, seed)[:3], always)
     q, *rest = on(DEVICE, things)
     if strided:  # as if it were cut from the output of one product for q, k and v
         q = q.transpose(1, 2).repeat(1, 1, 1, 3)[..., dim : 2 * dim].transpose(1, 2)
@@ -100,17 +100,23 @@ ODD = {
 def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     dtype = torch.float32 if odd == "float32" else torch.float16
     dim, group = 80 if odd == "head_dim" else 128, 9 if odd == "group" else 2
-    q, of, leaves = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
+    q, of, leaves, always = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
     if odd == "keys":
         keys = torch.randn(*leaves.node.shape, dim).to(dtype)
         leaves = leaves._replace(key=keys, scale=leaves.scale[..., :0].contiguous())
-    assert ENTRY.chain.chosen(*on(DEVICE, (q, of, leaves))) == ("triton", {"cuda": ODD[odd]})
+    assert ENTRY.chain.chosen(*on(DEVICE, (q, of, leaves, always))) == ("triton", {"cuda": ODD[odd]})
 
 
 def test_every_query_head_has_a_least_product():
-    q, of, leaves = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
+    q, of, leaves, always = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
     with pytest.raises(ValueError, match=r"visited.least must have shape \(2, 1, 2\), got \(2, 1, 1\)"):
-        PEAKS.page_peaks(q, of._replace(least=of.least[..., :1]), leaves)
+        PEAKS.page_peaks(q, of._replace(least=of.least[..., :1]), leaves, always)
+
+
+def test_the_root_is_expanded():
+    q, of, leaves, _ = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
+    with pytest.raises(ValueError, match="the root is expanded always, so at least 1 node, got 0"):
+        PEAKS.page_peaks(q, of, leaves, 0)
 
 
 def test_what_the_native_kernel_is_for():

@@ -68,8 +68,9 @@ class Planted:
         return self.seeing(share).choose(self.state, self._query(q), Attention(1.0)).ids[0].long().cpu()
 
     def visited(self, q: Tensor, share: float) -> float:
-        visited = Visited(*visit_nodes(self._query(q), self.state.tree, self.seeing(share).view))
-        seen = products_of(visited, self.state.leaves.node[..., : self.end]) > -torch.inf
+        view = self.seeing(share).view
+        visited = Visited(*visit_nodes(self._query(q), self.state.tree, view))
+        seen = products_of(visited, self.state.leaves.node[..., : self.end], view.least) > -torch.inf
         return float(seen.float().mean())
 
 

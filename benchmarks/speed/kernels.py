@@ -221,7 +221,7 @@ class IceCacheStages:
         m = b.method
         visit = lambda i, s: visit_nodes(b.q[i], s.tree, m.view)  # noqa: E731
         visited = [visit(i, s) for i, s in enumerate(b.states)]
-        rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves)  # noqa: E731
+        rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves, m.view.least)  # noqa: E731
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
         rows = [
             b.index_update(),

@@ -2,9 +2,10 @@
 
 Per query head, [batch, q_heads, pages]; -inf where it sees none. In order of it pages come as they do when tokens are
 taken from the best down and each brings its page. `visited` has the products of nodes, and the least of those that are
-expanded (visit_nodes.py): where leaves are codes, a token's product is that of its node and that of what it differs by
-from it. Tokens that are nodes themselves differ by nothing. The second result are the peaks of these (ops/_top.py).
-What is behind codes is taken in fp16, also for queries in bf16, which are exact in fp16 up to 65504.
+expanded (visit_nodes.py), as nodes below number `always` are anyway, the root among them. Where leaves are codes, a
+token's product is that of its node and that of what it differs by from it; tokens that are nodes themselves differ by
+nothing. The second result are the peaks of these (ops/_top.py). What is behind codes is taken in fp16, also for queries
+in bf16, which are exact in fp16 up to 65504.
 
 With a tenth of the nodes expanded a seventh of the rows is read, once for all query heads of the group. In Triton a
 program has LOOKED rows of a kv head: first it finds the pages of which some query head sees a token, then it goes
@@ -21,7 +22,7 @@ from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.index import _residual
-from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, ROOT, base_in, base_of
+from torchsparsekv.ops.index._tree import NO_SPAN, OWN_SPAN, base_in, base_of
 from torchsparsekv.ops.select.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.views import Leaves, Query, Visited
 
@@ -35,10 +36,12 @@ NATIVE_TILE = 16  # tokens multiplied at a time
 NATIVE = dict(CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, NO_SPAN=NO_SPAN, OWN_SPAN=OWN_SPAN)
 
 
-def check(q, visited, leaves) -> None:
+def check(q, visited, leaves, always) -> None:
     _check.heads(q, leaves.key)
     _residual.check_leaves(leaves, q.shape[3], q.dtype)
     nodes, group = visited.products.shape[2:]
+    if always < 1:
+        raise ValueError(f"the root is expanded always, so at least 1 node, got {always}")
     if nodes > MOST_NODES:
         raise ValueError(f"at most {MOST_NODES} nodes, got {nodes}")
     if group * leaves.key.shape[1] != q.shape[1]:
@@ -47,22 +50,22 @@ def check(q, visited, leaves) -> None:
         raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
 
 
-def products_of(visited: Visited, node: Tensor) -> Tensor:
+def products_of(visited: Visited, node: Tensor, always: int) -> Tensor:
     """Of tokens, by Leaves.node, the products of each query head with the nodes that they are, or whose children they
     are; -inf where it does not see them."""
     products = visited.products.movedim(-1, 2).flatten(1, 2)
     node = node.repeat_interleave(visited.products.shape[3], 1)
     of = base_of(node).clamp(min=0).long()
     product = products.gather(2, of)
-    expanded = (node == ROOT) | (node > 0) & (product >= visited.least.flatten(1)[..., None])
-    return torch.where((node < -1) | expanded, product, -torch.inf)
+    expanded = (node < always) | (product >= visited.least.flatten(1)[..., None])
+    return torch.where((node != -1) & expanded, product, -torch.inf)
 
 
-def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tensor]:
+def reference(q: Query, visited: Visited, leaves: Leaves, always: int) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // leaves.key.shape[1]
     page = leaves.node.shape[2] // leaves.fill.shape[2]
     each = lambda t: t.repeat_interleave(group, 1)  # noqa: E731
-    seen = products_of(visited, leaves.node)
+    seen = products_of(visited, leaves.node, always)
     codes, keys = leaves.scale.shape[3] > 0, leaves.key
     if codes:
         keys = _residual.difference(keys, leaves.scale, q.shape[3])
@@ -74,25 +77,26 @@ def reference(q: Query, visited: Visited, leaves: Leaves) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _product_of(products, least, u, m, G: tl.constexpr):
+def _product_of(products, least, always, u, m, G: tl.constexpr):
     """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen.
-    `least` is that of nodes that are expanded."""
+    `least` is that of nodes that are expanded, but for those that `always` are."""
     of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
-    return tl.where((u <= 0) | (product >= least), product, float("-inf"))
+    return tl.where((u < always) | (product >= least), product, float("-inf"))
 
 
 @triton.jit
 def _pages_seen(
-    products, least, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr
-):
+    products, least, always, node, out, found, bh, first, nodes, rows, G: tl.constexpr, P: tl.constexpr,
+    LOOKED: tl.constexpr,
+):  # fmt: skip
     """Into `found` those of this program's pages, from `first` on, of which some head sees a token, and how many; the
     others are -inf to all."""
     i, pages = tl.arange(0, LOOKED), rows // P
     u = tl.load(node + bh * rows + first * P + i, mask=first * P + i < rows, other=-1)
     sees = tl.zeros((LOOKED,), tl.int32)
     for g in tl.static_range(G):
-        seen = _product_of(products + bh * nodes * G + g, tl.load(least + bh * G + g), u, u == u, G)
+        seen = _product_of(products + bh * nodes * G + g, tl.load(least + bh * G + g), always, u, u == u, G)
         sees = tl.maximum(sees, (seen > float("-inf")).to(tl.int32))
     some = tl.max(tl.reshape(sees, (LOOKED // P, P)), 1)
     page = first + tl.arange(0, LOOKED // P)
@@ -105,7 +109,7 @@ def _pages_seen(
 
 @triton.jit
 def _peaks(
-    q, products, least, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, G: tl.constexpr,
+    q, products, least, key, scale, node, out, peaks, found, q_b, q_h, heads, nodes, rows, always, G: tl.constexpr,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +117,7 @@ def _peaks(
     MINE: tl.constexpr = LOOKED // P
     bh, from_page = tl.program_id(0).to(tl.int64), tl.program_id(1) * MINE
     found += (bh * tl.num_programs(1) + tl.program_id(1)) * MINE
-    n = _pages_seen(products, least, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
+    n = _pages_seen(products, least, always, node, out, found, bh, from_page, nodes, rows, G, P, LOOKED)
     tl.debug_barrier()
     i, p, g = tl.arange(0, TILE), tl.arange(0, TILE // P), tl.arange(0, GP)
     own = q + bh // heads * q_b + bh % heads * G * q_h
@@ -122,7 +126,7 @@ def _peaks(
         live = first + i // P < n
         r = tl.load(found + first + i // P, mask=live, other=0) * P + i % P
         u = tl.load(node + bh * rows + r, mask=live, other=-1)
-        seen = _product_of(products + bh * nodes * G + g[:, None], of_head, u[None, :], (g < G)[:, None], G)
+        seen = _product_of(products + bh * nodes * G + g[:, None], of_head, always, u[None, :], (g < G)[:, None], G)
         if GROUPS == 0:
             d = tl.arange(0, DP)
             m = live[:, None] & (d < D)[None, :]
@@ -160,7 +164,7 @@ def _of_codes(
     return tl.dot(high, tl.trans(y_high.to(high.dtype)), product, input_precision="ieee")
 
 
-def _fits(q, visited, leaves) -> _cuda.Module | str:
+def _fits(q, visited, leaves, always) -> _cuda.Module | str:
     d, heads, page = q.shape[3], leaves.key.shape[1], leaves.node.shape[2] // leaves.fill.shape[2]
     group = q.shape[1] // heads
     if leaves.scale.shape[3] == 0:
@@ -187,7 +191,7 @@ def _shared_bytes(group: int, page: int, turn: int) -> int:
     return 4 * group * turn * GROUP + 2 * turn * GROUP * page // NATIVE_TILE
 
 
-def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, q, visited, leaves, always) -> tuple[Tensor, Tensor]:
     """csrc/page_peaks.cu"""
     (batch, heads, rows), (out, peaks), group = leaves.node.shape, fake(q, visited, leaves), visited.products.shape[3]
     page = rows // out.shape[2]
@@ -195,13 +199,13 @@ def _launch_cuda(kernels, q, visited, leaves) -> tuple[Tensor, Tensor]:
     turn = min(most_groups(group), cdiv(peaks.shape[2], parts))
     kernels.launch(
         "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *visited, *leaves[:3], leaves.span, out, peaks,
-        q.stride(0), q.stride(1), heads, visited.products.shape[2], rows, out.shape[2], turn,
+        q.stride(0), q.stride(1), heads, visited.products.shape[2], rows, out.shape[2], turn, always,
         shared=_shared_bytes(group, page, turn),
     )  # fmt: skip
     return out, peaks
 
 
-def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
+def _launch_triton(q, visited, leaves, always) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = leaves.key.shape
     (out, peaks), group = fake(q, visited, leaves), q.shape[1] // heads
     page, d = rows // leaves.fill.shape[2], q.shape[3]
@@ -210,14 +214,14 @@ def _launch_triton(q, visited, leaves) -> tuple[Tensor, Tensor]:
     found = torch.empty((batch * heads, parts, looked // page), dtype=torch.int32, device=q.device)
     _peaks[(batch * heads, parts)](
         q, visited.products, visited.least, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0),
-        q.stride(1), heads, visited.products.shape[2], rows, G=group, GP=max(16, next_power_of_2(group)), D=d,
+        q.stride(1), heads, visited.products.shape[2], rows, always, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=page, LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP,
         num_stages=1, **chained(q.device, batch * heads * parts),
     )  # fmt: skip
     return out, peaks
 
 
-def fake(q, visited, leaves) -> tuple[Tensor, Tensor]:
+def fake(q, visited, leaves, *_) -> tuple[Tensor, Tensor]:
     shape = q.shape[0], q.shape[1], leaves.fill.shape[2]
     new = q.new_empty
     return new(shape, dtype=torch.float32), new((*shape[:2], cdiv(shape[2], GROUP)), dtype=torch.float32)

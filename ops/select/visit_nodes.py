@@ -2,9 +2,11 @@
 
 Level by level, from the highest: the nodes whose parent is expanded are scored by the inner product of the query with
 their key, and the best of them are expanded, as many as `view` says of the nodes of that level, and those that are
-equal to the last of these. The root is always expanded. Returns the products of those that were scored, fp32 [batch,
-kv_heads, nodes, group], that of the root being 0, and -inf for the others: every query head for itself. The second
-result are the least products of nodes of level 2 that are expanded, [batch, kv_heads, group].
+equal to the last of these. The root is always expanded, and so are nodes below number `view.least`: under them are
+tokens that came when there were few nodes, and got the nearest of those, which may be far (decoding after a short
+prompt). Returns the products of those that were scored, fp32 [batch, kv_heads, nodes, group], that of the root being 0,
+and -inf for the others: every query head for itself. The second result are the least products of nodes of level 2 that
+are expanded, [batch, kv_heads, group].
 
 In a tree of two levels with many nodes a sample tells that: nodes that are equally far apart, of whose best as large a
 share is expanded. So as many nodes as wanted are expanded in the mean only, with a deviation of about one part in the
@@ -65,7 +67,7 @@ def reference(q: Query, tree: Tree, view: View) -> tuple[Tensor, Tensor]:
         reached = there & expanded.gather(2, parent) & ~scores.isnan()  # NaN is nobody's best
         products = torch.where(reached, scores, products)
         least = _least_of(products.masked_fill(~reached, -torch.inf), there.sum(-1, keepdim=True), view)
-        expanded |= reached & (products >= least)
+        expanded |= reached & ((products >= least) | (torch.arange(nodes, device=q.device) < view.least))
     return products.unflatten(1, (-1, group)).movedim(2, -1).contiguous(), least.view(*tree.key.shape[:2], group)
 
 
@@ -82,7 +84,7 @@ def _least_of(products: Tensor, count: Tensor, view: View) -> Tensor:
 
 @triton.jit
 def _scores(
-    q, code, scale, parent, level, node_count, least, products, q_b, q_h, heads, nodes, AT: tl.constexpr,
+    q, code, scale, parent, level, node_count, least, products, q_b, q_h, heads, nodes, always, AT: tl.constexpr,
     TOP: tl.constexpr, FLAT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +100,7 @@ def _scores(
     if not TOP:
         above = tl.load(parent + bh * nodes + u, mask=there, other=0)
         of = tl.load(products + ((bh * nodes + above) * G)[None, :] + g[:, None], mask=m, other=0.0)
-        m = m & ((of >= tl.load(least + bh * G + g, mask=g < G, other=0.0)[:, None]) | (above == 0)[None, :])
+        m = m & ((of >= tl.load(least + bh * G + g, mask=g < G, other=0.0)[:, None]) | (above < always)[None, :])
     score = tl.full((GP, TILE), float("-inf"), tl.float32)
     if tl.max(m.to(tl.int32)) > 0:
         x = load_query(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -182,7 +184,7 @@ def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
     for at in range(view.levels, 1, -1):
         _scores[(batch * heads, tiles)](
             q, tree.code, tree.scale, tree.parent, tree.level, tree.node_count, least, products, q.stride(0),
-            q.stride(1), heads, nodes, AT=at, TOP=at == view.levels, FLAT=flat, G=group,
+            q.stride(1), heads, nodes, view.least, AT=at, TOP=at == view.levels, FLAT=flat, G=group,
             GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
             **chained(q.device, batch * heads * tiles),
         )  # fmt: skip

@@ -42,7 +42,8 @@ class IceCache(Method):
         it (its code has a quota).
     page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
         pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
-    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least. None: a
+    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least; so many of
+        the first, the root among them, it expands anyway, since what came when there were few is under them. None: a
         tenth, but no more than 640 or, if these are more, than have eight times the budget as children in the mean.
         Of more than 1024 nodes it is met in the mean, told by a sample (ops/select/visit_nodes.py). At 1.0 the choice
         is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill
@@ -235,6 +236,6 @@ class IceCache(Method):
             return Choice(s.followed.asked, fill=s.followed.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
-        scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves)
+        scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves, view.least)
         best_pages(Scored(scores, peaks), s.asked)
         return Choice(s.asked, fill=s.leaves.fill)
