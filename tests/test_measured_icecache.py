@@ -1,7 +1,7 @@
 """What docs/results.md and the page of icecache say of its time on an H200."""
 from test_cli import ROOT
 from test_measured_h100 import said
-from test_measured_pages import rows_of, stages_of
+from test_measured_pages import kl_of, rows_of, stages_of
 from test_results import tables
 
 from torchsparsekv.zoo.icecache import MANY_NODES
@@ -131,3 +131,10 @@ def test_the_first_token_of_icecache():
     text = "The first token comes {} and {} times as late as from the unpatched model, at 32K and 64K, and with "
     text += "`reuse_every=3`, heads being matched, {} and {}"
     assert text.format(*own, *reuse) in said("docs/methods/icecache.md")
+
+
+def test_what_the_first_nodes_change_of_a_prompt():
+    now, before = ([kl_of(f"icecache/text_2048_{name}_cpu.jsonl", "icecache", b) for b in (64, 256)]
+                   for name in ("always", "nodes8"))  # fmt: skip
+    text = "the KL is {:.4f} at 64 tokens and {:.4f} at 256, and was {:.4f} and {:.4f}"
+    assert text.format(*now, *before) in said("docs/methods/icecache.md")
