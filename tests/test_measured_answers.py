@@ -175,3 +175,4 @@ def test_what_icecache_lost_of_its_own_text():
     dense, *found = (mean("journal_h200_float32.jsonl", budget, 8) for budget in (None, 64, 256))
     assert (dense, [f"{x:.3f}" for x in found]) == (1, ["0.961", "0.961"])
     assert "it found 0.961 of the answers, with 64 tokens and with 256 alike" in said("docs/methods/icecache.md")
+    assert [mean("journal_always.jsonl", budget, 5) for budget in (None, 64)] == [1, 1]
