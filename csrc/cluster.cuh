@@ -19,8 +19,8 @@ using Bell = unsigned long long;
 
 __device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
 
-// Once only; by all threads of the first warp at least, and before the programs meet. The bell is made and told what to
-// expect by one thread, but in two steps with the warp between them: racecheck of compute-sanitizer knows no other order.
+// Once only; called by all threads of the first warp at least, before the programs meet. One thread makes the bell and
+// tells it what to expect; without the __syncwarp between, racecheck of compute-sanitizer warns of the two.
 __device__ inline void expect(Bell& bell, int numbers) {
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(here(&bell)) : "memory");

@@ -106,8 +106,8 @@ struct Pool {
 // And what a thread reads of it.
 struct Source {
   const unsigned* products;  // of a thread's two query heads
-  float least[2];  // of these, of nodes that are expanded, as those are that `always` are
-  int always;
+  float least[2];  // of these, of nodes that are expanded
+  int always;  // nodes below this number are expanded anyway
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
@@ -191,8 +191,8 @@ struct Between {
   unsigned at, last;
   __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
   __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
-  // Whether some query head sees the children of one of them; `each` are the products of the first. It sees those of the
-  // nodes that `always` are expanded.
+  // Whether some query head sees the children of one of them; `each` are the products of the first. All see those of
+  // nodes below number `always`.
   __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& least, unsigned always) {
     bool found = at < always;
     for (; at <= last && !found; each = load(products)) {
@@ -236,7 +236,8 @@ struct Spans {
 
 // Find the tiles. `next` are the products of the first node that a thread looks at.
 __device__ void look(
-    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int always, int pages) {
+    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int always,
+    int pages) {
   for (int i = 0; i < LOOKS; i++) {
     const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / (LOOKERS * PAGES);
     if (first >= LOOKERS * pages) return;

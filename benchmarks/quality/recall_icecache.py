@@ -9,8 +9,9 @@ best tokens that lie on the pages, `mass` the attention weight there, averaged o
 - token order, exact: pages of consecutive tokens, chosen by the exact q.k of their tokens, round-robin over the group.
 - tree, exact: pages of the tree, chosen alike: beside the first what grouping gives.
 - tree, codes or keys: chosen by our descent, which expands `field_of_view` of the nodes; tree, paper: by the paper's
-  query on the same tree (_dci.py), with as many nodes; paper, paper: its own tree and pages too. `agrees` is the share
-  of the exactly chosen pages among those chosen, `visited` the share of tokens that a query head sees. `of_paper` and
+  query on the same tree (_dci.py), with as many nodes but the first that ours expands anyway; paper, paper: its own
+  tree and pages too. `agrees` is the share of the exactly chosen pages among those chosen, `visited` the share of
+  tokens that a query head sees. `of_paper` and
   `of_paper_pages` are recall over that of the paper's query on our pages and on its own, with the same nodes to visit.
 """
 import dataclasses

@@ -64,8 +64,8 @@ def keep(leaves: Leaves, at: tuple, keys: Tensor, of: Tensor, tree: Tree) -> Non
     """Leaves `at` these indices are `keys`, children `of` these nodes of a head's tree, or nodes (Leaves.node)."""
     leaves.node[at] = of
     if leaves.key.dtype == torch.uint8:
-        base = _tree.base_of(of).long()
-        nodes = _tree.decoded(tree.code[base], tree.scale[base])
+        parent = of.clamp(min=0).long()
+        nodes = _tree.decoded(tree.code[parent], tree.scale[parent])
         leaves.key[at], leaves.scale[at] = coded(torch.where(of[..., None] < 0, 0, keys.float() - nodes))
     else:
         leaves.key[at] = keys

@@ -172,7 +172,7 @@ def _among_each_other(x, level, place, c2, best, node, T: tl.constexpr):
 
 
 @triton.jit
-def _span(span, page, node, risen, live, fits):
+def _store_spans(span, page, node, risen, live, fits):
     """The spans of the pages that tokens are in; where they do not fit, of that of the ring."""
     together = (page[:, None] == page[None, :]) & live[None, :]
     has_child = tl.max((together & ~risen[None, :]).to(tl.int32), 1) > 0
@@ -213,7 +213,7 @@ def _commit(
     tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
     row = page.to(tl.int64) * P + slot
     tl.store(placed + bh * P + i, row.to(tl.int32), mask=live)
-    _span(span + bh * pages + page, page, node, risen, live, fits)
+    _store_spans(span + bh * pages + page, page, node, risen, live, fits)
     _residual.keep_of(
         x, tl.where(risen, _tree.own_in(place), node), bh * pages * P + row, live, code + bh * nodes * D,
         scale + bh * nodes, row_key, row_scale, row_node, D, DP, T, GROUPS,

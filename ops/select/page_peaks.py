@@ -79,7 +79,7 @@ def reference(q: Query, visited: Visited, leaves: Leaves, always: int) -> tuple[
 @triton.jit
 def _product_of(products, least, always, u, m, G: tl.constexpr):
     """With the node that a token is, or that it is a child of, by what Leaves.node has; -inf where it is not seen.
-    `least` is that of nodes that are expanded, but for those that `always` are."""
+    `least` is that of nodes that are expanded; those below number `always` are anyway."""
     of = base_in(u)
     product = tl.load(products + of * G, mask=m & (u != -1), other=float("-inf"))
     return tl.where((u < always) | (product >= least), product, float("-inf"))

@@ -330,7 +330,7 @@ class Promotion(NamedTuple):
 
 class View(NamedTuple):
     """How many nodes of a level a query expands: `share` millionths of those there are, but `least` at least and `most`
-    at most."""
+    at most; and nodes below number `least` anyway, the root among them."""
 
     share: int
     least: int
@@ -341,7 +341,7 @@ class View(NamedTuple):
 class Visited(NamedTuple):
     """The products of nodes with the query heads of their kv head: of those that one reaches, which are the children of
     nodes that it expands, and -inf for the others. And the least product of nodes that it expands, of those that have
-    tokens as children; the root is always expanded. What visit_nodes returns stands for one."""
+    tokens as children; the first nodes are expanded whatever theirs are. What visit_nodes returns stands for one."""
 
     products: Annotated[Tensor, Of("batch heads nodes group", torch.float32)]
     least: Annotated[Tensor, Of("batch heads group", torch.float32)]
