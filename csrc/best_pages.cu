@@ -19,7 +19,7 @@ struct Shared : Grouped<THREADS * SCORES / GROUP> {
   unsigned long long key[LEFT];
   int left;
   int order[THREADS];  // of all query heads, in the first program
-  Bell bell;  // of this
+  Bell<G> bell;  // of this
 };
 
 // Of equal scores that of the lower page is greater.
@@ -57,8 +57,8 @@ __device__ void send_ranked(int head, int left, Shared& s) {
 #pragma unroll 8
   for (int j = threadIdx.x % EACH; j < left; j += EACH) rank += s.key[j] > own;
   for (int d = 1; d < EACH; d *= 2) rank += __shfl_xor_sync(ALL, rank, d);
-  if (threadIdx.x % EACH == 0 && one < left && rank < K) send(0, &s.order[rank * G + head], s.bell, ~(unsigned)own);
-  if (left <= threadIdx.x && threadIdx.x < K) send(0, &s.order[threadIdx.x * G + head], s.bell, (unsigned)EMPTY);
+  if (threadIdx.x % EACH == 0 && one < left && rank < K) s.bell.send(0, &s.order[rank * G + head], ~(unsigned)own);
+  if (left <= threadIdx.x && threadIdx.x < K) s.bell.send(0, &s.order[threadIdx.x * G + head], (unsigned)EMPTY);
 }
 
 extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) best(
@@ -69,14 +69,14 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   prepare(s.turns);
   s.order[i] = EMPTY;
   if (i == 0) s.left = 0;
-  if (head == 0) expect(s.bell, G * K);
+  if (head == 0) s.bell.expect(G * K);
   arrive();
   chain();
   const int left = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
   wait();
   send_ranked(head, left, s);
   if (head > 0) return;
-  receive(s.bell);
+  s.bell.receive();
   const int page = s.order[i];
   compact(s.turns, out + blockIdx.x / G * K, is_first(s.turns, page, i) ? page : EMPTY, K);
 }

@@ -131,7 +131,7 @@ __device__ void ask_for(const char* ring, int tile, int ring_rows) {
 struct Found {
   float sum[CLUSTER][SLICE];
   End end[CLUSTER][G];
-  Bell bell;
+  Bell<CLUSTER> bell;
 };
 constexpr int NUMBERS = CLUSTER * (SLICE + 2 * G);  // of these
 
@@ -155,13 +155,13 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
     float sum = 0;
     for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
-    send(i / SLICE, &found.sum[rank][i % SLICE], found.bell, __float_as_uint(sum));
+    found.bell.send(i / SLICE, &found.sum[rank][i % SLICE], __float_as_uint(sum));
   }
   if (warp < CLUSTER && t == 0 && g < G) {
     float total = 0;
     for (int w = 0; w < WARPS; w++) total += totals[w][g];
-    send(warp, &found.end[rank][g].top, found.bell, __float_as_uint(top));
-    send(warp, &found.end[rank][g].total, found.bell, __float_as_uint(total));
+    found.bell.send(warp, &found.end[rank][g].top, __float_as_uint(top));
+    found.bell.send(warp, &found.end[rank][g].total, __float_as_uint(total));
   }
 }
 
@@ -169,7 +169,7 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
 __device__ void add_programs(
     Found& found, int rank, const unsigned short* sink_logits, unsigned short* out, bool broken) {
   const int from = threadIdx.x % CLUSTER;
-  receive(found.bell);
+  found.bell.receive();
   for (int i = threadIdx.x / CLUSTER; i < SLICE; i += THREADS / CLUSTER) {
     const int head = (rank * SLICE + i) / D, c = (rank * SLICE + i) % D;
     const int channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
@@ -199,7 +199,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
-  expect(found.bell, NUMBERS);
+  found.bell.expect(NUMBERS);
   arrive();
   ask_for(ring, rank + CLUSTER * warp, ring_rows);
   chain();

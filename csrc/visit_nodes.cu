@@ -36,7 +36,7 @@ struct Nodes {
 
 struct Shared : Search {
   unsigned key[SAMPLE];  // of the program's query head
-  Bell bell;
+  Bell<G> bell;
 };
 
 // Bytes 0 and 2, or 1 and 3, as halves; they are signed, and 1024 + 128 + x is exact.
@@ -166,7 +166,7 @@ __device__ int sample(const Head& x, const unsigned short* q, int q_h, const int
       for (int r = 0; r < 2; r++)
         for (int c = 0; c < 2; c++)
           if (head + c < G && first(tile + i) < SAMPLE)
-            send(head + c, &s.key[first(tile + i) + lane() / 4 + 8 * r], s.bell, ordered(product[r][c]));
+            s.bell.send(head + c, &s.key[first(tile + i) + lane() / 4 + 8 * r], ordered(product[r][c]));
     }
   }
   return known;
@@ -189,9 +189,9 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
   if (threadIdx.x < G) ask(q + threadIdx.x * (long long)q_h);
   int were = 0;
   if (blockIdx.y < G) {
-    expect(s.bell, SAMPLE);
+    s.bell.expect(SAMPLE);
     arrive();
-    were = __ldcg(node_count);
+    were = min(__ldcg(node_count), nodes);
     ask_sample(head, apart_of(were));
     prepare(s);
     wait();
@@ -206,7 +206,7 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
   const int room = min(max((int)((all * (long long)share + MILLION - 1) / MILLION), few), most);
   const int rank = (room + apart - 1) / apart;
   now(rank);
-  receive(s.bell);
+  s.bell.receive();
   const unsigned key = room < all ? least_of(rank, s) : LEAST;
   if (threadIdx.x == 0) least[bh * G + blockIdx.y] = number_of(key);
 }

@@ -2,6 +2,8 @@
 
     make sanitize > sanitize.log      or      python tests/sanitize.py [--tools memcheck,racecheck] [--ops append,fetch]
 
+With --tests tests/test_visit_nodes.py,... it is what these do on a GPU instead, at shapes of theirs, which are larger.
+
 Needs a GPU and the tool of the CUDA toolkit. Exits with 1 if it reports anything but what is explained below.
 """
 import argparse
@@ -22,7 +24,9 @@ EXPLAINED = {
 }
 SHAPES = [
     dict(dim=dim, group=group, heads=heads, lengths=lengths, dtype=dtype)
-    for dim, group, heads, lengths in ((16, 2, 2, [37, 20]), (80, 3, 1, [60, 1]), (128, 4, 2, [33, 64]))
+    for dim, group, heads, lengths in (
+        (16, 2, 2, [37, 20]), (80, 3, 1, [60, 1]), (128, 4, 2, [33, 64]), (64, 1, 2, [40, 9]),
+    )
     for dtype in ("float32", "bfloat16")
 ]
 
@@ -66,14 +70,17 @@ def found(text: str, tool: str) -> tuple[list[str], list[str]]:
     return [x for x in lines if x not in known], known
 
 
-def watch(tool: str, ops: str) -> bool:
+def watch(tool: str, ops: str, tests: str) -> bool:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).is_file():
         raise SystemExit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     here = Path(__file__).resolve()
     paths = os.pathsep.join([str(here.parents[1]), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    watched = [str(here), "--watched", "--ops", ops]
+    if tests:
+        watched = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", "gpu", *tests.split(",")]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--print-limit", "1000", sys.executable, str(here), "--watched", "--ops", ops],
+        [sanitizer, "--tool", tool, "--print-limit", "1000", sys.executable, *watched],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths},
     )  # fmt: skip
@@ -82,19 +89,20 @@ def watch(tool: str, ops: str) -> bool:
     print(f"{tool}: rc {done.returncode}, {len(wrong)} reports, {len(known)} more that are explained:")
     for kernel, why in EXPLAINED.get(tool, {}).items():
         print(f"    {kernel}: {why}")
-    return done.returncode == 0 and not wrong and "ran " in done.stdout
+    return done.returncode == 0 and not wrong and (" passed" if tests else "ran ") in done.stdout
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--ops", default="")
+    parser.add_argument("--tests", default="", help="files of tests that need a GPU, instead of ops")
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     o = parser.parse_args()
     if o.watched:
         run_ops([x for x in o.ops.split(",") if x])
         return 0
-    good = [watch(tool, o.ops) for tool in o.tools.split(",")]
+    good = [watch(tool, o.ops, o.tests) for tool in o.tools.split(",")]
     return int(not all(good))
 
 

@@ -31,5 +31,5 @@ def test_every_op_is_called_with_what_it_takes(monkeypatch, capsys):
     sanitize.run_ops([])
     said = capsys.readouterr().out
     kind = {name: "triton" if "triton" in entry.chain.kinds else "torch" for name, entry in _registry.OPS.items()}
-    assert all(f"ran {name} {kind[name]} {36 if name in TAKING else 18} times" in said for name in OPS)
+    assert all(f"ran {name} {kind[name]} {48 if name in TAKING else 24} times" in said for name in OPS)
     assert "cuda" in ran
