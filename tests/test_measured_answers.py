@@ -1,6 +1,7 @@
 """Answers of few samples, and by other devices than the table of scores: what the pages say is what the files hold."""
 import json
 import statistics
+from itertools import product
 
 from test_cli import ROOT
 from test_measured_h100 import said
@@ -176,3 +177,5 @@ def test_what_icecache_lost_of_its_own_text():
     assert (dense, [f"{x:.3f}" for x in found]) == (1, ["0.961", "0.961"])
     assert "it found 0.961 of the answers, with 64 tokens and with 256 alike" in said("docs/methods/icecache.md")
     assert [mean("journal_always.jsonl", budget, 5) for budget in (None, 64)] == [1, 1]
+    for kind, budget in product(("", "_float32"), (64, 256)):
+        assert [mean(f"journal_always_h200{kind}_{budget}.jsonl", at, 8) for at in (None, budget)] == [1, 1]

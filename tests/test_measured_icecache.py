@@ -138,3 +138,18 @@ def test_what_the_first_nodes_change_of_a_prompt():
                    for name in ("always", "nodes8"))  # fmt: skip
     text = "the KL is {:.4f} at 64 tokens and {:.4f} at 256, and was {:.4f} and {:.4f}"
     assert text.format(*now, *before) in said("docs/methods/icecache.md")
+
+
+def test_what_it_loses_of_a_text_beside_clusterkv():
+    page, over = said("docs/methods/icecache.md"), "{:.2f} and {:.2f} times as much"
+    now, before = ([kl_of(f"icecache/text_2048_{kind}_{b}_cpu.jsonl", "icecache", b) for b in (64, 256)]
+                   for kind in ("always", "nodes8"))  # fmt: skip
+    theirs = [kl_of("text/text_2048_h200.jsonl", "clusterkv", b) for b in (64, 256)]
+    text = "has {:.4f} at 64 tokens and {:.4f} at 256, where `clusterkv` has {:.4f} and {:.4f} on a GPU: " + over
+    assert text.format(*now, *theirs, *(a / b for a, b in zip(now, theirs))) in page
+    text = "it was {:.4f} and {:.4f}, " + over
+    assert text.format(*before, *(a / b for a, b in zip(before, theirs))) in page
+    assert all(a <= 1.1 * b for a, b in zip(now, theirs))
+    quality = said("docs/quality.md")
+    text = "and as it is today {:.4f} at 64 tokens and {:.4f} at 256, {:.2f} and {:.2f} times"
+    assert text.format(*now, *(a / b for a, b in zip(now, theirs))) in quality

@@ -294,13 +294,6 @@ def test_what_reuse_costs_icecache():
         cells = [(f"{r['kl']:.4f}", f"{r['kl_p95']:.3f}", f"{r['agrees']:.3f}") for r in (at[64], at[256])]
         want.append([n, *cells[0], *cells[1]])
     assert want in tables(PAGES / "icecache.md")
-    ours = [kl_of(f"icecache/text_2048_nodes8_{b}_cpu.jsonl", "icecache", b) for b in (64, 256)]
-    theirs = [kl_of("text/text_2048_h200.jsonl", "clusterkv", b) for b in (64, 256)]
-    said = " ".join((PAGES / "icecache.md").read_text().split())
-    text = "have {:.4f} at 64 tokens and {:.4f} at 256, where `clusterkv` has {:.4f} and {:.4f} on a GPU: "
-    text += "{:.2f} and {:.2f} times as much"
-    assert text.format(*ours, *theirs, *(a / b for a, b in zip(ours, theirs))) in said
-    assert all(a <= 1.1 * b for a, b in zip(ours, theirs))
 
 
 def test_what_snapkv_loses_on_a_text():
