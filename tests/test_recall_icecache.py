@@ -60,8 +60,8 @@ def test_the_papers_algorithms_are_those_of_the_tests():
         one.parent[t] = min(far, key=lambda x: (far[x], x)) if far else ROOT
     assert trees.parent[0].tolist() == [one.parent[t] for t in range(n)]
     scores = (q @ keys[0].T)[None]
-    seen = trees.sees(scores, 0.2, 2)
-    expanded = {at: max(2, math.ceil(0.2 * int((levels == at).sum()))) for at in (2, 3)}
+    seen = trees.sees(scores, 0.2, 2, 3)
+    expanded = {at: max(2, math.ceil(0.2 * int((levels == at).sum()))) + 3 for at in (2, 3)}
     ranked = [one.query(x.double(), expanded) for x in q]
     assert [set(s.nonzero()[:, 0].tolist()) for s in seen[0]] == [set(r) for r in ranked]
     page = trees.pages(size)

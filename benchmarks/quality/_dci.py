@@ -32,15 +32,15 @@ class DciTrees:
                 parent[part] = torch.where(best.values.isfinite(), above[best.indices], ROOT)
         return parent
 
-    def sees(self, scores: Tensor, share: float, least: int) -> Tensor:
+    def sees(self, scores: Tensor, share: float, least: int, more: int = 0) -> Tensor:
         """Algorithm 4 with Flag = True, of the query with these scores [heads, queries, tokens]: which tokens it adds
-        to its queue."""
+        to its queue, if it visits so large a share of the nodes of a level, but `least` at least, and so many more."""
         wide = self.parent[:, None].expand(scores.shape)
         expanded = torch.zeros_like(scores, dtype=torch.bool)
         seen = wide == ROOT
         for level in range(int(self.levels.max()), 1, -1):
             there = self.levels == level
-            room = max(least, math.ceil(int(there.sum()) * share))
+            room = max(least, math.ceil(int(there.sum()) * share)) + more
             best = scores.masked_fill(~(seen & there), -torch.inf).topk(min(room, scores.shape[2]))
             expanded.scatter_(2, best.indices, best.values > -torch.inf)
             seen |= expanded.gather(2, wide.clamp(min=0)) & (wide != ROOT)

@@ -9,10 +9,10 @@ best tokens that lie on the pages, `mass` the attention weight there, averaged o
 - token order, exact: pages of consecutive tokens, chosen by the exact q.k of their tokens, round-robin over the group.
 - tree, exact: pages of the tree, chosen alike: beside the first what grouping gives.
 - tree, codes or keys: chosen by our descent, which expands `field_of_view` of the nodes; tree, paper: by the paper's
-  query on the same tree (_dci.py), with as many nodes but the first that ours expands anyway; paper, paper: its own
-  tree and pages too. `agrees` is the share of the exactly chosen pages among those chosen, `visited` the share of
-  tokens that a query head sees. `of_paper` and
-  `of_paper_pages` are recall over that of the paper's query on our pages and on its own, with the same nodes to visit.
+  query on the same tree (_dci.py), with as many nodes, and as many more as there are first ones, which ours expands
+  anyway and which may be among those; paper, paper: its own tree and pages too. `agrees` is the share of the exactly
+  chosen pages among those chosen, `visited` the share of tokens that a query head sees. `of_paper` and
+  `of_paper_pages` are recall over that of the paper's query on our pages and on its own.
 """
 import dataclasses
 from typing import Any
@@ -101,7 +101,7 @@ def measure(stream: Keys, budget: int, o) -> dict[tuple[str, str, float], Tensor
         rows = [("tree", "exact", 1.0, tree, exact, 1.0)]
         rows.append(("token order", "exact", 1.0, plain, page_select(x, plain, most), 1.0))
         for share in o.views:
-            sees = paper.sees(x, share, least)
+            sees = paper.sees(x, share, least, least - 1)
             asked, visited = x.masked_fill(~sees, -torch.inf), float(sees.float().mean())
             rows += [("tree", rank, share, tree, p.choose(q, share), p.visited(q, share)) for rank, p in ours.items()]
             rows.append(("tree", "paper", share, tree, page_select(asked, tree, most), visited))
