@@ -5,9 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo report results real-model test quick fuzz sanitize long lint clean
+.PHONY: help demo report results real-model test full fuzz sanitize long lint clean
 help:
-	@echo "make demo | report | test | quick (no slow tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | report | test | full (slow tests too) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: what is committed as measured, again where the hardware is;  ONLY='h200_decode* quality/*' chooses"
 	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
 
@@ -31,11 +31,13 @@ results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
 	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
 
+# All but what tests/slow.txt lists, in less than twelve minutes on two cores.
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal
-
-quick: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# Every test; twenty-five minutes on two cores.
+full: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
 fuzz: $(READY)

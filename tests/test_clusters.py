@@ -297,7 +297,6 @@ def life(method, past: Past, kind: str | None):
     return {(view, n): t.cpu() for view, parts in held.items() for n, t in parts.items()}, out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["triton", pytest.param(None, marks=pytest.mark.gpu, id="as on a GPU")])
 @pytest.mark.parametrize(("name", "more"), HOW)
 @settings(max_examples=max(1, settings().max_examples // 4))  # some forty steps each

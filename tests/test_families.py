@@ -108,7 +108,6 @@ AT_THE_SEAM = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", AT_THE_SEAM)
 def test_decode_is_one_graph(family):
     counters.clear()

@@ -24,7 +24,6 @@ def environment() -> dict:
     return {**kept, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
 def test_every_kernel_compiles_for_sm_90(tmp_path):
     """In an empty cache: a kernel that was compiled once need not compile now."""
@@ -38,7 +37,6 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert len(compiled) >= len(OPS) - len(without), f"only {sorted(compiled)} were compiled"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
 def test_a_prompt_and_a_step_share_their_kernels():
     """Triton makes a constant of a number that is 1, and compiles anew: half a second before the first token."""

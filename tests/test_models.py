@@ -55,7 +55,6 @@ def test_each_row_of_a_padded_batch_is_that_prompt_alone(method):
             torch.testing.assert_close(together[b], alone[b], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("method", "family", "rows"), CELLS)
 def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
     torch._dynamo.utils.counters.clear()
@@ -72,7 +71,6 @@ def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
     assert ReinplaceCounters.get_total_missed_bytes() == 0, "state is copied in the compiled step"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", SEVERAL)
 def test_compiled_prompts_are_dense_and_share_a_graph(method):
     """Prompt and decode through one compiled forward: a third prompt length needs no third graph; a bad mask is NaN."""
@@ -103,7 +101,6 @@ def prompt_then_step(forward, ids, mask, cache):
     return torch.cat([first, forward(ids[:, :1].contiguous(), position_ids=at, past_key_values=cache).logits], 1)
 
 
-@pytest.mark.slow
 def test_long_run_keeps_graph_and_addresses():
     """200 steps and a second prompt of another length: one graph, no state tensor moved."""
     counters.clear()

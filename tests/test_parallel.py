@@ -9,7 +9,6 @@ from torchsparsekv.benchmarks.report import again
 from torchsparsekv.benchmarks.speed import _common, decode, parallel
 
 
-@pytest.mark.slow
 def test_two_ranks(tmp_path):
     found = torchrun("parallel_ranks.py")
     assert found["share"]["heads"] == _common.SHAPES["tiny"]["num_key_value_heads"] // 2

@@ -318,7 +318,6 @@ def test_small_budget_rows_of_a_batch_are_independent(group):
     torch.testing.assert_close(together[1], alone[1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_compiled_step_is_the_eager_one_on_both_sides_of_full_threshold():
     """One row below the threshold, one that crosses it, one above: one graph, the same logits."""
     model = tiny(num_hidden_layers=2)

@@ -85,7 +85,6 @@ def test_too_short_a_readout_is_refused():
         readout(2047, 0)
 
 
-@pytest.mark.slow
 def test_the_dense_model_reads_it_out():
     net, _ = model.load(device=torch.device("cpu"), dtype=torch.float32)
     r = readout(2048, 0)

@@ -233,7 +233,6 @@ def test_journal_keeps_to_its_plan_and_is_scored_by_what_it_said():
     assert j.score(out) == 1
 
 
-@pytest.mark.slow
 def test_training_learns_and_its_folder_loads(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

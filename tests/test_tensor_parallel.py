@@ -1,12 +1,10 @@
 """Two tensor parallel ranks on the CPU: each keeps the store of its own kv heads, and the answers are those of one."""
-import pytest
 from models import tiny
 from ranks import torchrun
 
 HEADS = {"llama": 1, "olmo2": 2, "phi3": 2}  # of two: shared, or on every rank, where a norm or a slice needs all
 
 
-@pytest.mark.slow
 def test_two_ranks_answer_as_one(tmp_path):
     for family in (*HEADS, "gpt_oss"):
         tiny(family, vocab_size=98).cpu().save_pretrained(tmp_path / family)  # 5.17 wants it shared alike

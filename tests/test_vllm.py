@@ -101,7 +101,6 @@ def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method,
         assert counter(llm, "vllm:num_preemptions") > 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
 @pytest.mark.parametrize("graphs", WAYS)
 def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, pytestconfig):

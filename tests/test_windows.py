@@ -62,7 +62,6 @@ def test_every_method_stands_beside_windows(method):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_steps_compile_without_copies_and_prompts_compile():
     counters.clear()
     ReinplaceCounters.clear()
