@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".txt")
-LIMIT = 1.5  # seconds of one core
+LIMIT = 1.0  # seconds of one core
 KEPT = (
     "test_captured.py::test_other_weights",
     "test_cli.py::test_a_command_is_imported_when_it_is_called[methods]",
