@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from hypothesis import HealthCheck, settings
-from slow import FILE
+from slow import are_slow
 
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
@@ -32,10 +32,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves any out
 def pytest_collection_modifyitems(items):
-    slow = {*FILE.read_text().splitlines()}
-    for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+    for item in are_slow(items):
+        item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that the last to end is not one that is long
     if torch.cuda.is_available():
         return

@@ -3,7 +3,9 @@ two cores, all that it sets up included.
 
     python -m pytest -n auto --dist worksteal --durations=0 > log      and then      python tests/slow.py log
 
-lists those that take longer than LIMIT, but for what KEPT names: one or a few of each kind of which all are long.
+lists those that take longer than LIMIT in any of the logs, but for what KEPT names: one or a few of each kind of which
+all are long. Those that need one of FIXTURES are left out too: the first of them pays for all, whichever it is. As does
+the first that compiles, so remove what torch keeps in its temporary folder before.
 """
 import re
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".txt")
 LIMIT = 1.0  # seconds of one core
+FIXTURES = ("test_bench.py::whole", "test_demo.py::shown", "test_report.py::evaluated", "test_segments.py::measured",
+            "test_turns.py::measured")  # fmt: skip
 KEPT = (
     "test_captured.py::test_other_weights",
     "test_cli.py::test_a_command_is_imported_when_it_is_called[methods]",
@@ -27,7 +31,6 @@ KEPT = (
     "test_icecache_reuse.py",
     "test_imports.py::test_core_works_without[absent0]",
     "test_models.py::test_compiled_decode_is_dense_and_compiles_once[quest-qwen3-4]",
-    "test_models.py::test_compiled_prompts_are_dense_and_share_a_graph[quest]",
     "test_models.py::test_each_row_of_a_padded_batch_is_that_prompt_alone",
     "test_ops.py::test_kernel_equals_reference[best_pages",
     "test_ops.py::test_kernel_equals_reference[page_peaks",
@@ -45,14 +48,24 @@ KEPT = (
 )
 
 
-def slow_of(log: str) -> list[str]:
-    """By a log of pytest, with the durations of all setups, calls and teardowns."""
-    seconds: Counter[str] = Counter()
-    for found in re.finditer(r"^ *([\d.]+)s +(?:setup|call|teardown) +(tests/\S+::.*?) *$", log, re.M):
-        seconds[found[2]] += float(found[1])
+def slow_of(logs: list[str]) -> list[str]:
+    """By logs of pytest, with the durations of all setups, calls and teardowns."""
+    found: set[str] = set()
+    for log in logs:
+        seconds: Counter[str] = Counter()
+        for line in re.finditer(r"^ *([\d.]+)s +(?:setup|call|teardown) +(tests/\S+::.*?) *$", log, re.M):
+            seconds[line[2]] += float(line[1])
+        found |= {name for name, s in seconds.items() if s > LIMIT}
     kept = tuple(f"tests/{name}" for name in KEPT)
-    return sorted(name for name, s in seconds.items() if s > LIMIT and not name.startswith(kept))
+    return sorted(name for name in found if not name.startswith(kept))
+
+
+def are_slow(items: list) -> list:
+    """Of collected tests."""
+    listed, fixtures = {*FILE.read_text().splitlines()}, {f"tests/{name}" for name in FIXTURES}
+    needs = lambda x: {f"{x.nodeid.partition('::')[0]}::{f}" for f in getattr(x, "fixturenames", ())}  # noqa: E731
+    return [x for x in items if x.nodeid in listed or needs(x) & fixtures]
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(f"{name}\n" for name in slow_of(Path(sys.argv[1]).read_text())))
+    FILE.write_text("".join(f"{name}\n" for name in slow_of([Path(log).read_text() for log in sys.argv[1:]])))
