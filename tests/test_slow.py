@@ -15,7 +15,9 @@ LOG = """\
 
 
 def test_what_is_long_is_listed_but_for_what_is_kept():
-    assert slow.slow_of([LOG, "1.10s call     tests/test_b.py::test_one\n"]) == ["tests/test_a.py::test_one[two words]", "tests/test_a.py::test_two", "tests/test_b.py::test_one"]
+    other = "1.10s call     tests/test_b.py::test_one\n"
+    long = ["tests/test_a.py::test_one[two words]", "tests/test_a.py::test_two", "tests/test_b.py::test_one"]
+    assert slow.slow_of([LOG, other]) == long
 
 
 def test_what_is_listed_or_kept_is_there():
