@@ -31,7 +31,7 @@ results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
 	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
 
-# All but what tests/slow.txt lists, in less than twelve minutes on two cores.
+# All but what tests/slow.py leaves to `make full`, in less than twelve minutes on two cores.
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 

@@ -1,11 +1,11 @@
-"""Which tests `make test` leaves to `make full`: those in tests/slow.txt, so that it takes less than twelve minutes on
-two cores, all that it sets up included.
+"""Which tests `make test` leaves to `make full`, so that it takes less than twelve minutes on two cores, all that it
+sets up included: those in tests/slow.txt, and those that need one of FIXTURES.
 
     python -m pytest -n auto --dist worksteal --durations=0 > log      and then      python tests/slow.py log
 
-lists those that take longer than LIMIT in any of the logs, but for what KEPT names: one or a few of each kind of which
-all are long. Those that need one of FIXTURES are left out too: the first of them pays for all, whichever it is. As does
-the first that compiles, so remove what torch keeps in its temporary folder before.
+writes the list: what takes longer than LIMIT in any of the logs, but for what KEPT names, one or a few of each kind of
+which all are long. A log charges a fixture to the first test that needs it, so no list can tell who does. It charges
+what is compiled to the first test that compiles it: remove what torch has cached of compiled graphs before.
 """
 import re
 import sys

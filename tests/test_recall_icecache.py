@@ -39,6 +39,7 @@ def test_a_choice_comes_closer_to_the_exact_one_as_more_is_visited():
     few, some, exact = (rows["tree", "keys", share] for share in (0.02, 0.5, 1.0))
     assert exact["agrees"] == exact["visited"] == exact["of_paper"] == 1.0
     assert few["visited"] < some["visited"] < 0.8
+    assert all(rows["tree", "paper", share]["visited"] >= rows["tree", "keys", share]["visited"] for share in O.views)
     assert few["agrees"] < some["agrees"]
     assert some["agrees"] > 0.95
     assert exact["recall"] == rows["tree", "exact", 1.0]["recall"] == rows["tree", "paper", 1.0]["recall"]

@@ -32,7 +32,7 @@ class DciTrees:
                 parent[part] = torch.where(best.values.isfinite(), above[best.indices], ROOT)
         return parent
 
-    def sees(self, scores: Tensor, share: float, least: int, more: int = 0) -> Tensor:
+    def sees(self, scores: Tensor, share: float, least: int, more: int) -> Tensor:
         """Algorithm 4 with Flag = True, of the query with these scores [heads, queries, tokens]: which tokens it adds
         to its queue, if it visits so large a share of the nodes of a level, but `least` at least, and so many more."""
         wide = self.parent[:, None].expand(scores.shape)
