@@ -19,19 +19,19 @@ report: $(READY)
 	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
 		benchmarks/results/quality/text/*.jsonl benchmarks/results/quality/static/*.json \
 		-o benchmarks/results/report/report.html
-	$(BIN)/python -m torchsparsekv.benchmarks.report.readme
+	$(BIN)/python -m torchsparsekv_benchmarks.report.readme
 
 # A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[real]"
-	$(BIN)/python -m torchsparsekv.benchmarks.quality.real_model
+	$(BIN)/python -m torchsparsekv_benchmarks.quality.real_model
 
 # What is on the page, measured again, and the page: also where some runs failed (1), but not of a call that was refused.
 results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
 	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
 
-# All but what tests/slow.py leaves to `make full`, in less than twelve minutes on two cores.
+# All but what tests/tools/slow.py leaves to `make full`, in less than twelve minutes on two cores.
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
@@ -41,28 +41,30 @@ full: $(READY)
 
 # Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
 fuzz: $(READY)
-	TORCHSPARSEKV_FUZZ=1000 $(BIN)/python -m pytest -n auto --dist worksteal tests/test_ops.py
-	TORCHSPARSEKV_FUZZ=500 $(BIN)/python -m pytest -n auto --dist worksteal tests/test_store_machine.py
+	TORCHSPARSEKV_FUZZ=1000 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/_machinery/test_ops.py
+	TORCHSPARSEKV_FUZZ=500 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/store/test_store_machine.py
 
 # Every kernel under compute-sanitizer; needs a GPU and the tool, which comes with the CUDA toolkit.
 sanitize: $(READY)
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/tools/sanitize.py
 
 # Ten thousand tokens with every method: nothing may grow, recompile or leave the graph.
 long: $(READY)
-	$(BIN)/python tests/long_run.py
+	$(BIN)/python tests/tools/long_run.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy
+	$(BIN)/python tests/tools/link.py .mypy_cache/house
+	MYPYPATH=.mypy_cache/house $(BIN)/python -m mypy -p torchsparsekv -p torchsparsekv_benchmarks
 
 # torch goes first and alone, so that the version above is what the others are resolved against.
-$(READY): pyproject.toml setup.py
+$(READY): pyproject.toml setup.py benchmarks/pyproject.toml benchmarks/setup.py
 	@test ! -L "$(VENV)" || { echo "$(VENV) is a link to another environment: not installing into that"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed (make PYTHON=...)")'
 	$(PYTHON) -m venv "$(VENV)"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[hf,cli,report,test,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps --editable benchmarks
 	@touch $@
 
 clean:

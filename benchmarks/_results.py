@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks._table import table
+from torchsparsekv_benchmarks._table import table
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -1,4 +1,4 @@
-// The best pages of query heads by turns, as ops/select/best_pages.py specifies it: a program for each query head, which
+// The best pages of query heads by turns, as ops/icecache/best_pages.py specifies it: a program for each query head, which
 // ranks its own; those of a kv head are a cluster, and the first of them takes the turns.
 //
 // Why not Triton: what search.cuh and turns.cuh say. In one launch the pages of a query head need not go through memory.

@@ -1,4 +1,4 @@
-// The votes that each centroid gets from a query, and the rotated query, as ops/select/centroid_votes.py specifies them,
+// The votes that each centroid gets from a query, and the rotated query, as ops/pariskv/centroid_votes.py specifies them,
 // for subspaces of 8 dimensions (256 centroids). A program has one subspace of up to four query heads.
 //
 // Set by the compilation: B subspaces (8, 16 or 32), F queries of a kv head, each the sum of G heads of D channels of a

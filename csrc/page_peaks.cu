@@ -1,4 +1,4 @@
-// The largest q.k of every page's tokens, as ops/select/page_peaks.py specifies it, for tokens in codes, pages of 4, 8 or
+// The largest q.k of every page's tokens, as ops/icecache/page_peaks.py specifies it, for tokens in codes, pages of 4, 8 or
 // 16 of them, and up to 8 query heads of a kv head.
 //
 // Why not Triton: few pages are seen. Here the warps of a program find out first which ones may be, from the nodes between

@@ -1,4 +1,4 @@
-// Stage II of ParisKV, as ops/select/rerank.py specifies it, for subspaces of 8 dimensions and up to 8 query heads.
+// Stage II of ParisKV, as ops/pariskv/rerank.py specifies it, for subspaces of 8 dimensions and up to 8 query heads.
 //
 // Why not Triton: a dot product does not care in which order it takes the channels. So each thread of four takes a
 // quarter of a candidate's codes, 16 bytes of the usual 64, and they are unpacked right where the tensor cores want

@@ -1,4 +1,4 @@
-// Pages by turns of the query heads, as ops/select/union_pages.py specifies it: a program for each kv head, a thread for
+// Pages by turns of the query heads, as ops/icecache/union_pages.py specifies it: a program for each kv head, a thread for
 // each page of each query head.
 //
 // Why not Triton: it has no atomics on shared memory, so that it tells what is there already by comparing every page with

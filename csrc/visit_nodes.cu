@@ -1,5 +1,5 @@
 // The products of queries with the nodes of a tree of two levels, and the least of those that are expanded, as
-// ops/select/visit_nodes.py specifies them. A warp has tiles of 16 nodes, each for all query heads of a kv head. The first
+// ops/icecache/visit_nodes.py specifies them. A warp has tiles of 16 nodes, each for all query heads of a kv head. The first
 // programs of a kv head, one for each query head, are a cluster that writes no products: beside the others each computes a
 // share of a sample, and then seeks the least of its query head in all of it.
 //

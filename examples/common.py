@@ -24,7 +24,7 @@ def load(name: str):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if name == RECALL:
-        from torchsparsekv.benchmarks.recall_model import model
+        from torchsparsekv_benchmarks.recall_model import model
 
         net, tokenizer = model.load(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
         return net.eval(), tokenizer

@@ -3,7 +3,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
 from torchsparsekv.method import Method
-from torchsparsekv.ops._side import wait_for_side
+from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._use import Use
@@ -117,7 +117,7 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         """As it was made. What an interrupted prompt still does to it on another stream is waited for."""
-        wait_for_side(next(iter(self.row_lengths.values())).seq_len.device)
+        wait_for_side_stream(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()
         self.use.end_of_model()

@@ -6,10 +6,10 @@ import weakref
 
 from torchsparsekv.method import Method, as_int
 from torchsparsekv.patches import _switch, _use
-from torchsparsekv.patches._ahead import compile_ahead
 from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, pool_on_host
 from torchsparsekv.patches._plan import Memory, Plan
+from torchsparsekv.patches._precompile import precompile
 from torchsparsekv.report import LayerReport, Report, cache_bytes, layer_report
 
 SMALLEST_BUCKET = 1024
@@ -50,7 +50,7 @@ class Handle:
             self._say_how_much(batch, length)
         check_memory(self.planned, batch, length, pool_on_host=on_host)
         cache = SparseCache(self.planned, batch, length, self._owner, pool_on_host=on_host)
-        compile_ahead(cache.stored.values())
+        precompile(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
 
@@ -154,9 +154,9 @@ class Handle:
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
         found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
-        methods = [m for m, n in found if m is not None and not m.dense and not (m.part_empty and n > m.whole_up_to)]
+        methods = [m for m, n in found if m is not None and not m.dense and not (m.partial_blocks and n > m.dense_threshold)]
         return [
-            f"density 1.000: {m.name} attends to all of rows of up to {m.whole_up_to} tokens, so nothing was saved here"
+            f"density 1.000: {m.name} attends to all of rows of up to {m.dense_threshold} tokens, so nothing was saved here"
             for m in dict.fromkeys(methods)
         ]
 

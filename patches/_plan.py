@@ -87,13 +87,13 @@ class Plan:
                 found[i] = anchor
             else:
                 anchor, count = i, 0
-                if isinstance(method.choosers, tuple):
-                    choosing.setdefault(method.choosers, []).append(i)
+                if isinstance(method.selecting_layers, tuple):
+                    choosing.setdefault(method.selecting_layers, []).append(i)
             latest[kind] = anchor, count + 1
         for asked, which in choosing.items():
             if list(asked) != which:
                 raise ValueError(
-                    f"choosers must be the layers that choose, got {asked} where {tuple(which)} would: of those that "
+                    f"selecting_layers must be the layers that choose, got {asked} where {tuple(which)} would: of those that "
                     "retrieve the first one has to, and each that is like none before it"
                 )
         return found
@@ -131,7 +131,7 @@ class Plan:
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
         pool = None if self._dense_among_others(i) else self.pool_dtype
         g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool)
-        return checked(method.buffers(g), method.fetch_late is not None)
+        return checked(method.buffers(g), method.prefetch_async is not None)
 
     def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""

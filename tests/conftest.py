@@ -1,6 +1,11 @@
 """Without a GPU, Triton kernels run in the interpreter; the switch must be set before they are defined."""
 import gc
 import os
+import sys
+from pathlib import Path
+
+# Helpers (support/, tools/) and test files are modules by their bare names, wherever they stand.
+sys.path[:0] = [str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below
 
@@ -63,7 +68,7 @@ def _fresh_dynamo():
 
 @pytest.fixture
 def replays(monkeypatch):
-    """CUDA graphs, or where there are none what stands for them (tests/graphs.py): the replays of each."""
+    """CUDA graphs, or where there are none what stands for them (tests/support/graphs.py): the replays of each."""
     from graphs import pretend
 
     return pretend(monkeypatch)

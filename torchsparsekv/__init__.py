@@ -2,4 +2,4 @@
 from torchsparsekv.api import methods, patch, use_kernels
 
 __all__ = ["methods", "patch", "use_kernels"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

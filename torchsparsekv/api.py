@@ -3,7 +3,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchsparsekv.method import Offload, PoolType, Step, all_methods, as_int, hyper_parameters, make_method
-from torchsparsekv.ops._impl import use_kernels
+from torchsparsekv.ops._machinery.chain import use_kernels
 
 __all__ = ["methods", "patch", "use_kernels"]
 

@@ -18,8 +18,8 @@ from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.gather.fetch_late import fetch_late
-from torchsparsekv.ops.gather.find_turned import find_turned
+from torchsparsekv.ops.gather.prefetch_async import prefetch_async
+from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
@@ -44,9 +44,9 @@ class Method:
     budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
     hot_budgets: room for so many times the budget in the hot buffer, on the device: blocks that were chosen before and
         may be again. More of them cross the link less often.
-    fetch_late: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
+    prefetch_async: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
         before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now comes
-        while later layers compute (ops/gather/find_turned.py). The lower it is, the less waits for the link, and the
+        while later layers compute (ops/gather/query_drift_gate.py). The lower it is, the less waits for the link, and the
         less exact are answers: docs/methods.md.
     """
 
@@ -54,7 +54,7 @@ class Method:
     sink: int = 64
     window: int = 256
     hot_budgets: int = 2  # with just one it would thrash
-    fetch_late: float | None = None
+    prefetch_async: float | None = None
 
     if TYPE_CHECKING:  # these are fields where they can be chosen
 
@@ -67,13 +67,13 @@ class Method:
             """Of so many layers that follow one another the first chooses for all."""
 
         @property
-        def choosers(self) -> tuple[int, ...] | str | None:
+        def selecting_layers(self) -> tuple[int, ...] | str | None:
             """The layers that choose, as a tuple, for those behind each; None: as `reuse_every` has it."""
 
     else:
         block_size = 1
         reuse_every = 1
-        choosers = None
+        selecting_layers = None
 
     name: ClassVar[str] = ""
     retrieves: ClassVar[bool] = True  # chooses by content
@@ -83,7 +83,7 @@ class Method:
     forgets: ClassVar[bool] = False  # what leaves its ring is gone: it keeps no pool
     places: ClassVar[bool] = False  # puts tokens at pool rows of its own choice, beyond the length of their row too
     regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
-    part_empty: ClassVar[bool] = False  # blocks that it retrieves may hold fewer tokens than block_size
+    partial_blocks: ClassVar[bool] = False  # blocks that it retrieves may hold fewer tokens than block_size
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
@@ -104,15 +104,15 @@ class Method:
                 raise ValueError(
                     f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
-        if self.fetch_late is not None:
-            self.check_fetch_late(self.fetch_late)
+        if self.prefetch_async is not None:
+            self.check_prefetch_async(self.prefetch_async)
 
-    def check_fetch_late(self, value: object) -> None:
+    def check_prefetch_async(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
-            raise ValueError(f"{self.name}: fetch_late must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.chooses_always:
+            raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
+        if not self.selects_every_step:
             raise ValueError(
-                f"{self.name}: fetch_late is for methods that choose at every step and leave what they chose where it "
+                f"{self.name}: prefetch_async is for methods that choose at every step and leave what they chose where it "
                 f"is, got {value!r}: leave it out"
             )
 
@@ -149,7 +149,7 @@ class Method:
         return dataclasses.asdict(self)
 
     @property
-    def whole_up_to(self) -> int:
+    def dense_threshold(self) -> int:
         """Rows of so many tokens, and shorter ones, are attended to whole."""
         return self.sink + self.window + self.budget
 
@@ -165,7 +165,7 @@ class Method:
         return False
 
     @property
-    def chooses_always(self) -> bool:
+    def selects_every_step(self) -> bool:
         """Whether every step chooses for all heads, and says nothing of a choice but ids and `fill`, of blocks that
         nothing moves between steps. Then it may be fetched late."""
         return False
@@ -173,7 +173,7 @@ class Method:
     @final
     def chooses(self, layer: int, behind: int) -> bool:
         """Whether this layer does, where it is the `behind`th one after the last that did."""
-        return layer in self.choosers if isinstance(self.choosers, tuple) else behind >= self.reuse_every
+        return layer in self.selecting_layers if isinstance(self.selecting_layers, tuple) else behind >= self.reuse_every
 
     @property
     def least_capability(self) -> tuple[int, int]:
@@ -192,7 +192,7 @@ class Method:
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
         """Room for so many blocks on the device, of which `chosen` at most are attended to."""
-        late = {} if self.fetch_late is None else {"late": late_buffers(g, chosen)}
+        late = {} if self.prefetch_async is None else {"late": late_buffers(g, chosen)}
         return {"hot": hot_buffer(g, self.block_size, slots, chosen)} | late
 
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor | None:
@@ -200,11 +200,11 @@ class Method:
 
         What was in the ring before is in the pool by now, and still in the ring; the new keys are in `k` alone. Returns
         the order in which the pool is to take the new tokens (ops/store/store_prompt.py), or None for their own.
-        `join`: see ops/_side.py.
+        `join`: see ops/_machinery/side_stream.py.
         """
 
     def observed_queries(self, s: LayerState) -> Tensor | None:
-        """Where the queries of the latest tokens are kept, if they are (ops/store/observe.py)."""
+        """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
 
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
@@ -229,7 +229,7 @@ class Method:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.steer is not None:
             q = s.steer(s, q)
-        self.take_token(s, q, k, v)
+        self.ingest_token(s, q, k, v)
         choice = None
         if self.dense:
             out = dense_attention(q, s.far, s.lengths, a)
@@ -241,27 +241,27 @@ class Method:
             out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
         if s.tap is not None:
             s.tap(s, q, a, choice, out)
-        if self.fetch_late is not None:
-            fetch_late(out, s.late, s.far, s.hot, s.joins)
+        if self.prefetch_async is not None:
+            prefetch_async(out, s.late, s.far, s.hot, s.joins)
         return out
 
     @final
     def in_time(self, s: LayerState, q: Tensor, choice: Choice) -> Choice:
         """What of a choice is fetched before this step attends: all of it, where none may come late."""
-        if self.fetch_late is None:
+        if self.prefetch_async is None:
             return choice
-        find_turned(q, choice.ids, s.late, s.stats, s.lengths, float(self.fetch_late), self.part_empty)
+        query_drift_gate(q, choice.ids, s.late, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
         return choice._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
 
     @final
-    def take_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One new token into the store and the index."""
         observed = self.observed_queries(s)
         append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
         self.step(s, q, k)
 
     @final
-    def take_in(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
+    def ingest(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
         """Many new tokens into the store and the index."""
         flush_ring(s.store, s.lengths)
         order = self.prompt(s, q, k, join=join)
@@ -274,18 +274,18 @@ class Method:
         join = last or torch.compiler.is_compiling()
         if self.forgets:  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.near, s.lengths, a, self.window)
-            self.take_in(s, q, k, v, a, join=join)
+            self.ingest(s, q, k, v, a, join=join)
             return out
-        self.take_in(s, q, k, v, a, join=join)
+        self.ingest(s, q, k, v, a, join=join)
         return prompt_attention(q, k, v, s.far, s.lengths, a, s.row_lengths.spans(k.shape[2]))
 
 
 def all_methods() -> dict[str, type[Method]]:
-    """Every method that users can choose, by name; a file in torchsparsekv/zoo is all it takes to be one."""
-    from torchsparsekv import zoo
+    """Every method that users can choose, by name; a file in torchsparsekv/_methods is all it takes to be one."""
+    from torchsparsekv import _methods
 
-    for m in pkgutil.iter_modules(zoo.__path__):
-        importlib.import_module(f"{zoo.__name__}.{m.name}")
+    for m in pkgutil.iter_modules(_methods.__path__):
+        importlib.import_module(f"{_methods.__name__}.{m.name}")
     return {name: cls for name, cls in sorted(_METHODS.items()) if cls.offered}
 
 

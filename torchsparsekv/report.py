@@ -114,7 +114,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         waited = int(state.late.waits.sum()) / count
     fetched = total["missed"] + late
     attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
-    if method.part_empty:
+    if method.partial_blocks:
         attended = min(attended, total["context"])
     moved = _bytes_read(method, state, total, fetched)
     rate, share, lost = float(method.retrieves and steps > 0), None, None
@@ -140,7 +140,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         retrieval_rate=rate,
         static_share=share,
         lost=lost,
-        at_most=method.part_empty,
+        at_most=method.partial_blocks,
         waited=waited,
         prompted=bool((state.lengths.length > 0).any()),
     )

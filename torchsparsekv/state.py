@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv import host
-from torchsparsekv.ops._impl import mapped
+from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
@@ -102,7 +102,7 @@ def checked(buffers: Buffers, late: bool) -> Buffers:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     if ("late" in buffers) != late:
         raise TypeError(
-            "buffers() of a method: one with fetch_late has `late`, which hot_buffers() makes beside the hot buffer, "
+            "buffers() of a method: one with prefetch_async has `late`, which hot_buffers() makes beside the hot buffer, "
             "and no other has it"
         )
     if taken := sorted(buffers.keys() & (OF_STATE | set(dir(LayerState)))):
@@ -214,7 +214,7 @@ class LayerState:
     """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned.
 
     anchor: the state of the earlier layer whose index this one uses, where it has none. Of one prompt what that one
-    `hand_on`s is there for the layers that follow it, up to the last of them. joins: what the layers before it and this
+    `publish`s is there for the layers that follow it, up to the last of them. joins: what the layers before it and this
     one fetch late is here at its end.
     """
 
@@ -261,12 +261,12 @@ class LayerState:
     def store(self) -> Store:
         return self._store
 
-    def hand_on(self, what: Any) -> None:
+    def publish(self, what: Any) -> None:
         """What there is to know of a prompt, for as many layers as follow this one."""
         self._takers = self.followers
         self._handed = what if self._takers else None
 
-    def handed_on(self) -> Any:
+    def consume(self) -> Any:
         what = self._handed
         if what is None:
             raise RuntimeError("nothing was handed on: a layer took in a prompt before the one that it follows")

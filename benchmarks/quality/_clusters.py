@@ -2,8 +2,8 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops.index._kmeans import DRAWS, kmeans
-from torchsparsekv.ops.select.pick_units import scores
+from torchsparsekv.ops.clusters._kmeans import DRAWS, kmeans
+from torchsparsekv.ops.clusters.pick_units import scores
 
 
 def chosen_tokens(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
+from torchsparsekv_benchmarks import _results
 
 STRETCH = 48  # tokens a topic lasts, on average
 NOISE = 0.7  # of a key around its topic, in norms of a topic

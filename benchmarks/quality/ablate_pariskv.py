@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import texts
-from torchsparsekv.benchmarks.quality._recall import exact, finish, parser, shares, show
-from torchsparsekv.benchmarks.quality.heads import Recorded, recorded
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.recall_pariskv import Index, Prompted
-from torchsparsekv.benchmarks.quality.text_options import Options
+from torchsparsekv_benchmarks.quality import texts
+from torchsparsekv_benchmarks.quality._recall import exact, finish, parser, shares, show
+from torchsparsekv_benchmarks.quality.heads import Recorded, recorded
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.recall_pariskv import Index, Prompted
+from torchsparsekv_benchmarks.quality.text_options import Options
 
 BENCHMARK = "ablate"
 VARIANTS: dict[str, dict[str, Any]] = {

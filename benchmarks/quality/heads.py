@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.quality import texts
-from torchsparsekv.benchmarks.quality.options import RECALL
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.recall_model import journal, vocabulary
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks.quality import texts
+from torchsparsekv_benchmarks.quality.options import RECALL
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.recall_model import journal, vocabulary
 
 NAME = "torchsparsekv_heads"
 NOT_SHOWN = ("by_layer", "layers", "model")  # of a row, where it is printed
@@ -250,7 +250,7 @@ def read(o: argparse.Namespace, *, below: bool = False) -> Heads:
 
 def _computed(o: argparse.Namespace, stride: int, *, below: bool = False) -> Heads:
     if o.model == RECALL:
-        from torchsparsekv.benchmarks.recall_model.model import load
+        from torchsparsekv_benchmarks.recall_model.model import load
 
         net, _ = load(dtype=torch.float32)
         ids = written(o.length)

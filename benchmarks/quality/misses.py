@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import heads as model_heads
-from torchsparsekv.benchmarks.quality.heads import Heads
-from torchsparsekv.benchmarks.quality.static_mass import Fed
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.store.rows import counted
 from torchsparsekv.ops.store.views import Asked
+from torchsparsekv_benchmarks.quality import heads as model_heads
+from torchsparsekv_benchmarks.quality.heads import Heads
+from torchsparsekv_benchmarks.quality.static_mass import Fed
 
 RUNNERS_UP, BELOW = "runners up", "layer below"
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from torchsparsekv.benchmarks._options import PoolChoice, at_least, different, option, parse, pool_told
 from torchsparsekv.method import all_methods, make_method
+from torchsparsekv_benchmarks._options import PoolChoice, at_least, different, option, parse, pool_told
 
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchsparsekv.benchmarks.quality import real_model
+from torchsparsekv_benchmarks.quality import real_model
 
 GGUF = ".gguf"
 NO_TOKENIZER = "has no tokenizer that makes tokens of a text: put the model's own beside it"

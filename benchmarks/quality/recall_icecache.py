@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import pretrained, real_model
-from torchsparsekv.benchmarks.quality._dci import DciTrees, page_select
-from torchsparsekv.benchmarks.quality._recall import Keys, Stream, finish, logits, parser, show
-from torchsparsekv.benchmarks.quality.heads import recorded
-from torchsparsekv.benchmarks.quality.options import Options
-from torchsparsekv.benchmarks.quality.sources import load
 from torchsparsekv.method import make_method
-from torchsparsekv.ops.index._tree import levels_of
-from torchsparsekv.ops.select.page_peaks import products_of
-from torchsparsekv.ops.select.visit_nodes import visit_nodes
+from torchsparsekv.ops.icecache._tree import levels_of
+from torchsparsekv.ops.icecache.page_peaks import products_of
+from torchsparsekv.ops.icecache.visit_nodes import visit_nodes
 from torchsparsekv.ops.store.views import Attention, Visited
 from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv_benchmarks.quality import pretrained, real_model
+from torchsparsekv_benchmarks.quality._dci import DciTrees, page_select
+from torchsparsekv_benchmarks.quality._recall import Keys, Stream, finish, logits, parser, show
+from torchsparsekv_benchmarks.quality.heads import recorded
+from torchsparsekv_benchmarks.quality.options import Options
+from torchsparsekv_benchmarks.quality.sources import load
 
 KINDS = ("structured", "recall", "smollm2")
 WINDOW = 16

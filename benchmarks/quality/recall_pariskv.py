@@ -20,16 +20,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality._recall import NOISE, Keys, Stream, exact, finish, parser, shares, show
-from torchsparsekv.ops._srht import turned
-from torchsparsekv.ops.index.encode_keys import encode_keys
-from torchsparsekv.ops.select.centroid_votes import centroid_votes, pair, votes_of
-from torchsparsekv.ops.select.collide import candidates_of, collide
-from torchsparsekv.ops.select.rerank import rerank
+from torchsparsekv._methods.pariskv import ParisKV
+from torchsparsekv.ops.pariskv._srht import turned
+from torchsparsekv.ops.pariskv.centroid_votes import centroid_votes, pair, votes_of
+from torchsparsekv.ops.pariskv.encode_keys import encode_keys
+from torchsparsekv.ops.pariskv.rank_by_votes import candidates_of, rank_by_votes
+from torchsparsekv.ops.pariskv.rerank import rerank
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.rows import keys_of, rows_of
 from torchsparsekv.ops.store.views import Codes, Far, Lengths
-from torchsparsekv.zoo.pariskv import ParisKV
+from torchsparsekv_benchmarks.quality._recall import NOISE, Keys, Stream, exact, finish, parser, shares, show
 
 
 class Index:
@@ -69,7 +69,7 @@ class Index:
         room = candidates_of(self.end, ratios, k, 0)
         rows = [t[:, :, : self.end].contiguous() for t in self.codes[:3]]
         codes = Codes._make((*rows, self.codes.counts))
-        some = collide(votes, codes, lengths, ratios, k, 0, self.end)[..., :room].contiguous()
+        some = rank_by_votes(votes, codes, lengths, ratios, k, 0, self.end)[..., :room].contiguous()
         return some[0].cpu(), top_blocks(rerank(rotated, codes, some), k, some)[0].cpu()
 
 
@@ -126,12 +126,12 @@ class Prompted:
         return some, some.gather(1, exact.topk(k).indices)
 
 
-def measure(stream: Stream, end: int, k: int, queries: int, choosers: dict) -> dict[str, dict[str, float]]:
-    total = {name: torch.zeros(4, dtype=torch.float64) for name in choosers}
+def measure(stream: Stream, end: int, k: int, queries: int, selecting_layers: dict) -> dict[str, dict[str, float]]:
+    total = {name: torch.zeros(4, dtype=torch.float64) for name in selecting_layers}
     for _ in range(queries):
         q = stream.query(end)
         mass, top, top_mean = exact(stream, q, end, k)
-        for name, choose in choosers.items():
+        for name, choose in selecting_layers.items():
             some, got = choose(q)
             held = mass.gather(1, got.long()).sum(-1) / mass.gather(1, top).sum(-1)
             row = (shares(top, got, end), shares(top_mean, got, end), shares(top, some, end), float(held.mean()))
@@ -164,11 +164,11 @@ def drift(o) -> list[dict]:
     for step in torch.linspace(o.first, o.steps, o.points).int().tolist():
         end = o.prefill + step
         index.grow(end)
-        choosers = {"pariskv " + rule: (lambda q, rule=rule: index.choose(q, o.k, rule)) for rule in ("mean", "max")}
+        selecting_layers = {"pariskv " + rule: (lambda q, rule=rule: index.choose(q, o.k, rule)) for rule in ("mean", "max")}
         given = dict(end=end, k=o.k, ratios=index.method.ratios)
-        choosers["k-means of the prompt"] = partial(prompted.colliding, **given)
-        choosers["product quantization of the prompt"] = partial(prompted.quantized, **given)
-        for name, result in measure(stream, end, o.k, o.queries, choosers).items():
+        selecting_layers["k-means of the prompt"] = partial(prompted.colliding, **given)
+        selecting_layers["product quantization of the prompt"] = partial(prompted.quantized, **given)
+        for name, result in measure(stream, end, o.k, o.queries, selecting_layers).items():
             rows.append({"step": step, "method": name, **result})
             show(rows[-1])
     return rows

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._progress import watched
-from torchsparsekv.benchmarks.quality import summary
-from torchsparsekv.benchmarks.quality.options import (
+from torchsparsekv.probe import Probe, probe
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._progress import watched
+from torchsparsekv_benchmarks.quality import summary
+from torchsparsekv_benchmarks.quality.options import (
     DENSE,
     Compared,
     Options,
@@ -22,9 +23,8 @@ from torchsparsekv.benchmarks.quality.options import (
     settings,
     widened,
 )
-from torchsparsekv.benchmarks.quality.sources import Sample, Source, load
-from torchsparsekv.benchmarks.quality.store import Store, key
-from torchsparsekv.probe import Probe, probe
+from torchsparsekv_benchmarks.quality.sources import Sample, Source, load
+from torchsparsekv_benchmarks.quality.store import Store, key
 
 BENCHMARK = "eval"
 Work = tuple[dict, Sample]  # a row without its results, and what is asked

@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks._results import save
-from torchsparsekv.benchmarks.quality import sources, texts, turns
-from torchsparsekv.benchmarks.quality._clusters import in_order
-from torchsparsekv.benchmarks.quality._recall import given, parser, show
-from torchsparsekv.benchmarks.quality.ablate_pariskv import DENSE
-from torchsparsekv.benchmarks.quality.heads import Recorded, continued, recorded
-from torchsparsekv.benchmarks.quality.options import RECALL, Options
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.text_options import Options as TextOptions
-from torchsparsekv.benchmarks.quality.turn_mass import SINK
-from torchsparsekv.benchmarks.quality.turn_mass import turns as turned
-from torchsparsekv.benchmarks.recall_model.journal import LIKELIEST
-from torchsparsekv.ops.index._kmeans import DRAWS, kmeans
-from torchsparsekv.zoo.louiskv import LouisKV
+from torchsparsekv._methods.louiskv import LouisKV
+from torchsparsekv.ops.clusters._kmeans import DRAWS, kmeans
+from torchsparsekv_benchmarks._results import save
+from torchsparsekv_benchmarks.quality import sources, texts, turns
+from torchsparsekv_benchmarks.quality._clusters import in_order
+from torchsparsekv_benchmarks.quality._recall import given, parser, show
+from torchsparsekv_benchmarks.quality.ablate_pariskv import DENSE
+from torchsparsekv_benchmarks.quality.heads import Recorded, continued, recorded
+from torchsparsekv_benchmarks.quality.options import RECALL, Options
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.text_options import Options as TextOptions
+from torchsparsekv_benchmarks.quality.turn_mass import SINK
+from torchsparsekv_benchmarks.quality.turn_mass import turns as turned
+from torchsparsekv_benchmarks.recall_model.journal import LIKELIEST
 
 BENCHMARK = "segments"
 TAUS = (0.7, 0.85, 0.95)  # the paper's for long answers and for long prompts, and our default
@@ -96,8 +96,8 @@ def lengths(now: Tensor) -> list[int]:
 
 
 def cut(now: Tensor, begin: int, prompt: int, shortest: int, longest: int) -> list[int]:
-    """Where the segments end that are whole, as ops/index/find_boundary.py cuts them; the tokens of the prompt from
-    `begin` on every `longest`, as settle_segments.py does. now [steps]: whether a step is a boundary."""
+    """Where the segments end that are whole, as ops/clusters/find_boundary.py cuts them; the tokens of the prompt from
+    `begin` on every `longest`, as close_segments.py does. now [steps]: whether a step is a boundary."""
     start = begin + max(prompt - 1 - begin, 0) // longest * longest
     ends = [*range(begin + longest, start + 1, longest)]
     for p, found in enumerate(now.tolist(), prompt):

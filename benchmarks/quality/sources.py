@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from torchsparsekv.benchmarks.quality.options import RECALL, OnModel
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.options import RECALL, OnModel
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
 
 
 class Sample(Protocol):
@@ -76,7 +76,7 @@ def placed(o: OnModel) -> tuple[torch.device, Any]:
 
 
 def _recall(device: torch.device, dtype) -> Source:
-    from torchsparsekv.benchmarks.recall_model import journal, model, readout, tasks
+    from torchsparsekv_benchmarks.recall_model import journal, model, readout, tasks
 
     def sample(task: str, length: int, index: int) -> Sample:
         if task == READOUT:
@@ -91,7 +91,7 @@ def _recall(device: torch.device, dtype) -> Source:
 
 
 def _hugging_face(name: str, device: torch.device, dtype) -> Source:
-    from torchsparsekv.benchmarks.quality import ruler
+    from torchsparsekv_benchmarks.quality import ruler
 
     tokenizer, model = pretrained(name, device, dtype)
     return Source(name, "ruler", model, ruler.TASKS, ruler.Ruler(tokenizer).sample)

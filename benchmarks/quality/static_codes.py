@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import heads as model_heads
-from torchsparsekv.benchmarks.quality.heads import Heads
-from torchsparsekv.benchmarks.quality.static_mass import Fed
 from torchsparsekv.method import make_method
-from torchsparsekv.ops.select.choose_static import window_scores
+from torchsparsekv.ops.prkv.choose_static import window_scores
 from torchsparsekv.ops.store.views import Attention
+from torchsparsekv_benchmarks.quality import heads as model_heads
+from torchsparsekv_benchmarks.quality.heads import Heads
+from torchsparsekv_benchmarks.quality.static_mass import Fed
 
 
 def chosen(heads: Heads, at: int, o: argparse.Namespace, size: int, source: str) -> tuple[Tensor, int, int]:

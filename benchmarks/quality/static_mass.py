@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import heads as model_heads
-from torchsparsekv.benchmarks.quality.heads import Heads
+from torchsparsekv._methods.prkv import PRKV
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
-from torchsparsekv.ops.index.relocate import gathered
+from torchsparsekv.ops.prkv.relocate import gathered
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.ops.store.views import Attention, Choice
 from torchsparsekv.state import Geometry, LayerState, RowLengths
-from torchsparsekv.zoo.prkv import PRKV
+from torchsparsekv_benchmarks.quality import heads as model_heads
+from torchsparsekv_benchmarks.quality.heads import Heads
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
 SNAPKV: dict[str, dict[str, Any]] = {"snapkv": {}, "snapkv maxpool": dict(kernel_size=7, pooling="maxpool")}
@@ -98,9 +98,9 @@ class Fed:
         self.lengths.advance(tokens)
         s = self.state
         if tokens > 1:
-            self.method.take_in(s, q, k, v, self.attention, join=True)
+            self.method.ingest(s, q, k, v, self.attention, join=True)
             return None
-        self.method.take_token(s, q, k, v)
+        self.method.ingest_token(s, q, k, v)
         return self.method.choose(s, q, self.attention)
 
     def kept(self, choice: Choice | None) -> Tensor:

@@ -39,7 +39,7 @@ def of_the_teacher(teacher: Tensor, ids: Tensor) -> Forced:
 
 
 @torch.no_grad()
-def take_in(model, ids: Tensor, steps: int, cache) -> None:
+def ingest(model, ids: Tensor, steps: int, cache) -> None:
     """All but the scored steps as a prompt. Its own last logits are exact whatever the method, so the first token that
     is scored is the one after it."""
     model(ids[:, : ids.shape[1] - 1 - steps], past_key_values=cache, logits_to_keep=1)
@@ -60,7 +60,7 @@ def steps_through(model, ids: Tensor, teacher: Tensor, cache, before: Callable[[
 
 def decoded(model, ids: Tensor, teacher: Tensor, cache) -> Forced:
     """A patched model: the prompt, then token by token."""
-    take_in(model, ids, teacher.shape[1], cache)
+    ingest(model, ids, teacher.shape[1], cache)
     return steps_through(model, ids, teacher, cache)
 
 

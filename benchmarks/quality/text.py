@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._progress import watched
-from torchsparsekv.benchmarks.quality import summary, teacher, text_summary, texts
-from torchsparsekv.benchmarks.quality.options import Setting, settings
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.run import check_setting, cost, kept, patched, tell
-from torchsparsekv.benchmarks.quality.sources import about, placed
-from torchsparsekv.benchmarks.quality.store import Store, key
-from torchsparsekv.benchmarks.quality.text_options import Options, check
 from torchsparsekv.probe import probe
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._progress import watched
+from torchsparsekv_benchmarks.quality import summary, teacher, text_summary, texts
+from torchsparsekv_benchmarks.quality.options import Setting, settings
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.run import check_setting, cost, kept, patched, tell
+from torchsparsekv_benchmarks.quality.sources import about, placed
+from torchsparsekv_benchmarks.quality.store import Store, key
+from torchsparsekv_benchmarks.quality.text_options import Options, check
 
 BENCHMARK = "eval-text"
 DIGITS = 4  # of a single step's values in the file

@@ -2,9 +2,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchsparsekv.benchmarks._options import at_least, different, option
-from torchsparsekv.benchmarks.quality import real_model
-from torchsparsekv.benchmarks.quality.options import METHODS, RECALL, Compared, check_compared
+from torchsparsekv_benchmarks._options import at_least, different, option
+from torchsparsekv_benchmarks.quality import real_model
+from torchsparsekv_benchmarks.quality.options import METHODS, RECALL, Compared, check_compared
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from torchsparsekv.benchmarks.quality import summary
-from torchsparsekv.benchmarks.quality.options import DENSE
+from torchsparsekv_benchmarks.quality import summary
+from torchsparsekv_benchmarks.quality.options import DENSE
 
 ABOUT = (
     "perplexity: of the scored tokens, each after the true ones. KL: nats from the dense model's distribution of the "

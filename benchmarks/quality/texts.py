@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality.text_options import Options, name_of, path_of
+from torchsparsekv_benchmarks.quality.text_options import Options, name_of, path_of
 
 
 @dataclass(frozen=True)

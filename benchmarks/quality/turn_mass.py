@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import texts
-from torchsparsekv.benchmarks.quality._clusters import chosen_tokens
-from torchsparsekv.benchmarks.quality._recall import finish, parser, show
-from torchsparsekv.benchmarks.quality.ablate_pariskv import DENSE
-from torchsparsekv.benchmarks.quality.heads import Recorded, recorded
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.text_options import Options
-from torchsparsekv.benchmarks.quality.turns import RULES, Rule, key
+from torchsparsekv_benchmarks.quality import texts
+from torchsparsekv_benchmarks.quality._clusters import chosen_tokens
+from torchsparsekv_benchmarks.quality._recall import finish, parser, show
+from torchsparsekv_benchmarks.quality.ablate_pariskv import DENSE
+from torchsparsekv_benchmarks.quality.heads import Recorded, recorded
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.text_options import Options
+from torchsparsekv_benchmarks.quality.turns import RULES, Rule, key
 
 BENCHMARK = "turns"
 OURS = (16, False)  # keys of a cluster, whether by cosine, and rounds and draws of k-means if they are others

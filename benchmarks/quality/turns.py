@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 import torchsparsekv
-from torchsparsekv.benchmarks._results import begun, save
-from torchsparsekv.benchmarks.quality import teacher, texts
-from torchsparsekv.benchmarks.quality._recall import finish, given, parser, show
-from torchsparsekv.benchmarks.quality.pretrained import pretrained
-from torchsparsekv.benchmarks.quality.text_options import Options
-from torchsparsekv.benchmarks.quality.text_summary import percentile
+from torchsparsekv_benchmarks._results import begun, save
+from torchsparsekv_benchmarks.quality import teacher, texts
+from torchsparsekv_benchmarks.quality._recall import finish, given, parser, show
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.text_options import Options
+from torchsparsekv_benchmarks.quality.text_summary import percentile
 
 BENCHMARK = "turns"
 ALL = 1.0  # the threshold that every step is below
@@ -102,7 +102,7 @@ def measure(model, text: Text, rules: Sequence[Rule]) -> Iterator[dict]:
     dense = teacher.dense_logits(model, text.ids, text.steps)
     with patched(model, text, rules[0]) as handle:
         full = handle.make_cache(len(text.ids))
-        teacher.take_in(model, text.ids, text.steps, full)
+        teacher.ingest(model, text.ids, text.steps, full)
     for rule in rules:
         begin = time.perf_counter()
         with patched(model, text, rule) as handle:

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks._results import save
-from torchsparsekv.benchmarks.quality import teacher
-from torchsparsekv.benchmarks.quality._recall import given, show
-from torchsparsekv.benchmarks.quality.options import RECALL
-from torchsparsekv.benchmarks.quality.segments import SIZE, Read, of_a_language_model, of_recall, options
-from torchsparsekv.ops.index._kmeans import add_units
-from torchsparsekv.ops.index.find_boundary import cosines, find_boundary
-from torchsparsekv.ops.index.settle_segments import settle_segments
+from torchsparsekv._methods.louiskv import LouisKV
+from torchsparsekv.ops.clusters._kmeans import add_units
+from torchsparsekv.ops.clusters.close_segments import close_segments
+from torchsparsekv.ops.clusters.find_boundary import cosines, find_boundary
 from torchsparsekv.patches._install import install
 from torchsparsekv.state import LayerState, RingPlan
-from torchsparsekv.zoo.louiskv import LouisKV
+from torchsparsekv_benchmarks._results import save
+from torchsparsekv_benchmarks.quality import teacher
+from torchsparsekv_benchmarks.quality._recall import given, show
+from torchsparsekv_benchmarks.quality.options import RECALL
+from torchsparsekv_benchmarks.quality.segments import SIZE, Read, of_a_language_model, of_recall, options
 
 BENCHMARK = "units"
 TAUS = {"prompt": (0.95,), "own": (0.7, 0.95)}
@@ -56,7 +56,7 @@ class EveryStep(LouisKV):
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
         if not self.paged:
             return super().prompt(s, q, k, join=join)
-        settle_segments(s.near, s.units, s.segments, s.lengths, self.paged)
+        close_segments(s.near, s.units, s.segments, s.lengths, self.paged)
         order = torch.arange(k.shape[2], dtype=torch.int32).expand(*k.shape[:2], -1).contiguous()
         ((n0, n, end),) = torch.stack([s.lengths.start, s.lengths.length, s.lengths.ring_begin], 1).tolist()
         begin = max(n0, s.lengths.sink)

@@ -4,7 +4,7 @@
 
 Queries and keys are those of a model over one text, by a dense forward (heads.py). First --prompt tokens at once, then
 --steps one by one; the first --settle of these do not count. Every step chooses and fetches by the ops that decoding
-has. Without `fetch_late`, and with every value of it that is asked for:
+has. Without `prefetch_async`, and with every value of it that is asked for:
 - turned: share of the choices, of a kv head at a step, that the step waits for, mostly since the query turned.
 - late: share of the blocks over the link that come behind a step.
 - hits: share of the chosen blocks that were in the hot buffer when they were to be fetched.
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.quality import heads as model_heads
-from torchsparsekv.benchmarks.quality.heads import Heads
-from torchsparsekv.benchmarks.quality.static_mass import Fed
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.gather.fetch_late import fetch_late
+from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.store.rows import counted
 from torchsparsekv.probe import attended_blocks
+from torchsparsekv_benchmarks.quality import heads as model_heads
+from torchsparsekv_benchmarks.quality.heads import Heads
+from torchsparsekv_benchmarks.quality.static_mass import Fed
 
 
 class Waiting(Fed):
@@ -37,8 +37,8 @@ class Waiting(Fed):
         fetch(choice.asked, s.far, s.hot, s.stats)
         kept = self.kept(choice._replace(ids=attended_blocks(s)))
         weight = (self.heads.weights(at) * kept.repeat_interleave(self.heads.group, 1)).sum(-1)
-        if self.method.fetch_late is not None:
-            fetch_late(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.far, s.hot, s.joins)
+        if self.method.prefetch_async is not None:
+            prefetch_async(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.far, s.hot, s.joins)
         heads = s.hot.done_count.numel()
         counts = torch.tensor([heads, weight.sum(), weight.numel()], dtype=torch.float64)
         return torch.cat([self.counts() - before, counts])
@@ -47,20 +47,20 @@ class Waiting(Fed):
         """Since the beginning: choices that a step waited for, blocks chosen, fetched in all, fetched late."""
         s, waits, late = self.state, 0, 0
         chosen, missed = (int(counted(s.stats.counts, name).sum()) for name in ("selected", "missed"))
-        if self.method.fetch_late is not None:
+        if self.method.prefetch_async is not None:
             waits = int(s.late.waits.sum())
             chosen, late = (int(counted(s.late.counts, name).sum()) for name in ("selected", "missed"))
         return torch.tensor([waits, chosen, missed + late, late], dtype=torch.float64)
 
 
 def measured(heads: Heads, o: argparse.Namespace, budget: int, value: float | None) -> dict[str, Any]:
-    method = make_method(o.method, budget=budget, fetch_late=value, sink=o.sink, window=o.window)
+    method = make_method(o.method, budget=budget, prefetch_async=value, sink=o.sink, window=o.window)
     fed = Waiting(method, heads)
     fed.take(o.prompt)
     total = torch.stack([fed.step() for _ in range(o.steps)])[o.settle :].sum(0).tolist()
     turns, selected, missed, late, asked, weight, many = total
     waits = {"turned": round(turns / asked, 4), "late": round(late / missed, 4)}
-    told = {} if value is None else {"fetch_late": value, **waits}
+    told = {} if value is None else {"prefetch_async": value, **waits}
     return {"budget": budget, **told, "hits": round(1 - missed / selected, 4), "weight": round(weight / many, 5)}
 
 
@@ -68,7 +68,7 @@ def measured(heads: Heads, o: argparse.Namespace, budget: int, value: float | No
 def rows(o: argparse.Namespace) -> Iterator[dict[str, Any]]:
     heads = model_heads.read(o)
     for budget in o.budgets:
-        for value in (None, *o.fetch_late):
+        for value in (None, *o.prefetch_async):
             yield measured(heads, o, budget, value)
 
 

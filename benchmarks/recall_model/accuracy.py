@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchsparsekv.benchmarks.recall_model import documents, flat, tasks
+from torchsparsekv_benchmarks.recall_model import documents, flat, tasks
 
 TOKENS = 1 << 20  # of a batch of prompts
 

@@ -2,9 +2,9 @@
 forms, and now and then a page that is exactly a sample of a task."""
 import numpy as np
 
-from torchsparsekv.benchmarks.recall_model import pages
-from torchsparsekv.benchmarks.recall_model.pages import Rng, Runs
-from torchsparsekv.benchmarks.recall_model.tasks import (
+from torchsparsekv_benchmarks.recall_model import pages
+from torchsparsekv_benchmarks.recall_model.pages import Rng, Runs
+from torchsparsekv_benchmarks.recall_model.tasks import (
     CODES,
     LAST,
     MAKERS,
@@ -16,7 +16,7 @@ from torchsparsekv.benchmarks.recall_model.tasks import (
     ask_trace,
     listing,
 )  # fmt: skip
-from torchsparsekv.benchmarks.recall_model.vocabulary import END, TEXT, TOP
+from torchsparsekv_benchmarks.recall_model.vocabulary import END, TEXT, TOP
 
 SAMPLES, LISTS = 0.1, 0.06  # shares of documents; the others are mixtures
 FULL, ASKED = (0.2, 0.5, 0.95), (0.2, 0.5, 0.6)  # share of a mixture that is runs, and of these that is questions

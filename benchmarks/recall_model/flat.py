@@ -2,7 +2,7 @@
 
 Everything but attention works token by token, and every step has as many tokens, so what is compiled here is compiled
 once for all lengths of the curriculum; a recompile would cost ten to twenty seconds of a nine-minute run. The modules
-are those of the Hugging Face model, and `tests/test_recall_model.py` holds the result to its forward.
+are those of the Hugging Face model, and `tests/benchmarks/test_recall_model.py` holds the result to its forward.
 """
 import functools
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchsparsekv.benchmarks.recall_model.tasks import CODES
+from torchsparsekv_benchmarks.recall_model.tasks import CODES
 
 KINDS = len(CODES) + 1  # code 0: no answer
 

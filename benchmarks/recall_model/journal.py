@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks.recall_model import pages, vocabulary
-from torchsparsekv.benchmarks.recall_model.vocabulary import ASK, BOS, END, TEXT, VALUES
+from torchsparsekv_benchmarks.recall_model import pages, vocabulary
+from torchsparsekv_benchmarks.recall_model.vocabulary import ASK, BOS, END, TEXT, VALUES
 
 QUESTIONS = 16
 ANY_VALUE, ANY_TEXT, LIKELIEST = -1, -2, -3  # in a plan, where no token is given

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch
 
-from torchsparsekv.benchmarks.recall_model import vocabulary
+from torchsparsekv_benchmarks.recall_model import vocabulary
 
 WEIGHTS = Path(__file__).parent / "weights"
 LONGEST = 131072

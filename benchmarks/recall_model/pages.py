@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchsparsekv.benchmarks.recall_model.vocabulary import BOS, END, KEYS, LINK, TEXT, VALUES
+from torchsparsekv_benchmarks.recall_model.vocabulary import BOS, END, KEYS, LINK, TEXT, VALUES
 
 Rng = np.random.Generator
 VALUE = 4  # tokens of a value

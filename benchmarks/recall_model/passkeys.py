@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchsparsekv.benchmarks.recall_model import pages
-from torchsparsekv.benchmarks.recall_model.journal import LIKELIEST, Writer
-from torchsparsekv.benchmarks.recall_model.vocabulary import ASK, END, KEYS
+from torchsparsekv_benchmarks.recall_model import pages
+from torchsparsekv_benchmarks.recall_model.journal import LIKELIEST, Writer
+from torchsparsekv_benchmarks.recall_model.vocabulary import ASK, END, KEYS
 
 SHARE = 0.5  # of the text that is records
 _RECORD, _QUESTION = 3 + pages.VALUE, 4 + pages.VALUE

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchsparsekv.benchmarks.recall_model import pages
-from torchsparsekv.benchmarks.recall_model.journal import LIKELIEST, Writer
-from torchsparsekv.benchmarks.recall_model.tasks import Sample as Question
-from torchsparsekv.benchmarks.recall_model.tasks import ask_all, ask_many
-from torchsparsekv.benchmarks.recall_model.vocabulary import END
+from torchsparsekv_benchmarks.recall_model import pages
+from torchsparsekv_benchmarks.recall_model.journal import LIKELIEST, Writer
+from torchsparsekv_benchmarks.recall_model.tasks import Sample as Question
+from torchsparsekv_benchmarks.recall_model.tasks import ask_all, ask_many
+from torchsparsekv_benchmarks.recall_model.vocabulary import END
 
 QUESTIONS, TOGETHER = 16, 4  # questions, and the records that each asks for
 SHARE = 0.25  # of the prompt that is other records

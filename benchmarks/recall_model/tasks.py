@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchsparsekv.benchmarks.recall_model import pages
-from torchsparsekv.benchmarks.recall_model.pages import Rng, Runs, column
-from torchsparsekv.benchmarks.recall_model.vocabulary import (
+from torchsparsekv_benchmarks.recall_model import pages
+from torchsparsekv_benchmarks.recall_model.pages import Rng, Runs, column
+from torchsparsekv_benchmarks.recall_model.vocabulary import (
     ALL,
     ASK,
     BOS,

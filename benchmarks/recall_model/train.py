@@ -1,7 +1,7 @@
 """Train the recall model: one command, one GPU, a time budget.
 
-    python -m torchsparsekv.benchmarks.recall_model.train --out weights --minutes 8.5
-    python -m torchsparsekv.benchmarks.recall_model.train --out tried --quick            (CPU, half a minute)
+    python -m torchsparsekv_benchmarks.recall_model.train --out weights --minutes 8.5
+    python -m torchsparsekv_benchmarks.recall_model.train --out tried --quick            (CPU, half a minute)
 
 The schedule goes by the clock: whatever the speed, lengths grow from 256 to 32K and the rate falls to zero when the
 time is up. --out receives the model, its tokenizer, config.json, train.jsonl (a line every few seconds) and
@@ -30,10 +30,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks.recall_model import accuracy, documents, flat, optimizer
-from torchsparsekv.benchmarks.recall_model import model as shipped
-from torchsparsekv.benchmarks.recall_model.tasks import CODES
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks.recall_model import accuracy, documents, flat, optimizer
+from torchsparsekv_benchmarks.recall_model import model as shipped
+from torchsparsekv_benchmarks.recall_model.tasks import CODES
 
 LOG_EVERY = 4.0  # seconds
 AHEAD = 16  # batches made beforehand

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks.report.load import load
+from torchsparsekv_benchmarks.report.load import load
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
 SCRIPTS = tuple(
@@ -34,7 +34,7 @@ SCRIPTS = tuple(
         "static_mass", "turn_mass", "turns", "units", "waiting",
     )
 )  # fmt: skip
-COMMANDS = ("eval", "eval-text", "bench", "choosers")
+COMMANDS = ("eval", "eval-text", "bench", "selecting_layers")
 WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
 
 

@@ -2,13 +2,13 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from torchsparsekv.benchmarks.quality.options import DENSE, defaults_since
-from torchsparsekv.benchmarks.quality.store import key
-from torchsparsekv.benchmarks.quality.summary import head_means
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure
-from torchsparsekv.benchmarks.report.load import Result
-from torchsparsekv.benchmarks.report.scores import (
+from torchsparsekv_benchmarks.quality.options import DENSE, defaults_since
+from torchsparsekv_benchmarks.quality.store import key
+from torchsparsekv_benchmarks.quality.summary import head_means
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure
+from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.scores import (
     STREAMING,
     Scores,
     averaged,

@@ -1,7 +1,7 @@
 """The figure of benchmarks/quality/recall_pariskv.py: what an index still finds after the keys have moved away."""
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import DRIFT, Result
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import DRIFT, Result
 
 MEASURES = {"recall": "share of the exact top-k chosen", "mass": "attention weight kept, of the exact top-k's"}
 

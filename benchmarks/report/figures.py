@@ -3,7 +3,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchsparsekv.benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.load import Result
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchsparsekv.benchmarks.quality import store
+from torchsparsekv_benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
 TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
 SEGMENTS, UNITS = "segments", "units"
 NO_FIGURE = (  # in docs
     CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "lengths", "digests",
-    "static_codes", "ablate", UNITS, "misses", "waiting", "choosers",
+    "static_codes", "ablate", UNITS, "misses", "waiting", "selecting_layers",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, SEGMENTS, *NO_FIGURE)

@@ -2,10 +2,10 @@
 import re
 from pathlib import Path
 
-from torchsparsekv.benchmarks._progress import watched
-from torchsparsekv.benchmarks.quality import summary, text_summary
-from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import (
+from torchsparsekv_benchmarks._progress import watched
+from torchsparsekv_benchmarks.quality import summary, text_summary
+from torchsparsekv_benchmarks.quality.options import DENSE
+from torchsparsekv_benchmarks.report import (
     answers,
     drift,
     page,
@@ -18,8 +18,8 @@ from torchsparsekv.benchmarks.report import (
     tree,
     turns,
 )
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import EVAL, TEXT, Result, load
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import EVAL, TEXT, Result, load
 
 FIGURES: tuple[Figure, ...] = tuple(
     figure for part in (text, turns, segments, answers, speed, static, tree, drift) for figure in part.FIGURES

@@ -3,9 +3,9 @@ import base64
 import html
 from pathlib import Path
 
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure
-from torchsparsekv.benchmarks.report.load import Result
-from torchsparsekv.benchmarks.report.style import DPI
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure
+from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.style import DPI
 
 STYLE = """
 :root { color-scheme: light; }

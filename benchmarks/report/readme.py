@@ -1,14 +1,14 @@
 """The figure of the README: time per token against context, of two methods and of dense attention.
 
-    python -m torchsparsekv.benchmarks.report.readme
+    python -m torchsparsekv_benchmarks.report.readme
 
 Nothing is measured here. Each line says which file its points are from; a method at a context has one point, so a run
 that measured dense attention again beside another method does not take its place.
 """
 from pathlib import Path
 
-from torchsparsekv.benchmarks.report import speed, style
-from torchsparsekv.benchmarks.report.load import Result, load
+from torchsparsekv_benchmarks.report import speed, style
+from torchsparsekv_benchmarks.report.load import Result, load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, OUT = ROOT / "benchmarks/results", ROOT / "docs/tpot.png"

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.quality.store import key
-from torchsparsekv.benchmarks.quality.summary import wilson
-from torchsparsekv.benchmarks.recall_model.tasks import TASKS
-from torchsparsekv.benchmarks.report import page, style
-from torchsparsekv.benchmarks.report.figures import by_model, of
-from torchsparsekv.benchmarks.report.load import EVAL, Result
+from torchsparsekv_benchmarks.quality.options import DENSE
+from torchsparsekv_benchmarks.quality.store import key
+from torchsparsekv_benchmarks.quality.summary import wilson
+from torchsparsekv_benchmarks.recall_model.tasks import TASKS
+from torchsparsekv_benchmarks.report import page, style
+from torchsparsekv_benchmarks.report.figures import by_model, of
+from torchsparsekv_benchmarks.report.load import EVAL, Result
 
 STREAMING = "streaming"
 APART = ("common",)  # asks for what is all over the text: it needs no retrieval, and no mean should hide that

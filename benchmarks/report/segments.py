@@ -1,10 +1,10 @@
 """The figures of benchmarks/quality/segments.py: LouisKV's units beside pages, and how long its segments are."""
 from statistics import fmean
 
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import MODELS, SEGMENTS, Result
-from torchsparsekv.benchmarks.report.turns import TEXTS
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import MODELS, SEGMENTS, Result
+from torchsparsekv_benchmarks.report.turns import TEXTS
 
 SHADES = {0.7: "#d55e00", 0.85: "#009e73", 0.95: "#0072b2"}  # by tau
 OURS, ALIKE = ("clusters and segments", "segments"), "pages as long"

@@ -1,9 +1,9 @@
 """Figures of `bench`: time per token, throughput, memory, and the stages of a decode step."""
 from collections.abc import Iterable, Sequence
 
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, by_model, of
-from torchsparsekv.benchmarks.report.load import DECODE, KERNELS, PREFILL, THROUGHPUT, Result
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, by_model, of
+from torchsparsekv_benchmarks.report.load import DECODE, KERNELS, PREFILL, THROUGHPUT, Result
 
 Line = tuple[str, str, list[tuple[int, float]]]  # label, method, points by context
 STATIC = "hf-static"

@@ -1,9 +1,9 @@
 """The figure of benchmarks/quality/static_mass.py: attention weight that PRKV keeps by its static share."""
 from statistics import fmean
 
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import STATIC, Result
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import STATIC, Result
 
 LEVELS = ("oracle", "quest", "prkv_static")  # settings that have no share
 LITERAL, ENDS = "literal", {"prkv 0.0", "prkv 1.0"}

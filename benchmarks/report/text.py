@@ -2,13 +2,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from torchsparsekv.benchmarks.quality import text_summary
-from torchsparsekv.benchmarks.quality.options import DENSE
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.answers import budget_counts, changed, holding
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure
-from torchsparsekv.benchmarks.report.load import TEXT, Result
-from torchsparsekv.benchmarks.report.scores import budgets, groups, method_order, ordered
+from torchsparsekv_benchmarks.quality import text_summary
+from torchsparsekv_benchmarks.quality.options import DENSE
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.answers import budget_counts, changed, holding
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure
+from torchsparsekv_benchmarks.report.load import TEXT, Result
+from torchsparsekv_benchmarks.report.scores import budgets, groups, method_order, ordered
 
 # Column of the summary, title, and whether its axis is logarithmic.
 PANELS = (

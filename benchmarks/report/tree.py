@@ -1,7 +1,7 @@
 """The figure of benchmarks/quality/recall_icecache.py: what grouping by a tree gives, and what choosing by it does."""
-from torchsparsekv.benchmarks.report import style
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import ICECACHE, Result
+from torchsparsekv_benchmarks.report import style
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import ICECACHE, Result
 
 MEASURES = {
     "recall": "best tokens held", "mass": "attention weight held",

@@ -1,6 +1,6 @@
 """The figure of benchmarks/quality/turns.py: what LouisKV loses against how seldom it retrieves."""
-from torchsparsekv.benchmarks.report.figures import Drawn, Figure, of
-from torchsparsekv.benchmarks.report.load import TURNS, Result
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import TURNS, Result
 
 PANELS = {
     "kl": "KL to dense, mean (nats)", "agrees": "top-1 agreement with dense", "mass": "attention weight kept",

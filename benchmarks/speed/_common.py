@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchsparsekv.benchmarks._options import Setup, at_least
 from torchsparsekv.method import Method, check_device, check_skip_layers
+from torchsparsekv_benchmarks._options import Setup, at_least
 
 # Real shapes, random weights. `kv` is what matters here: layers, heads, head_dim.
 SHAPES: dict[str, dict] = {

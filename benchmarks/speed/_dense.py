@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchsparsekv.benchmarks._options import repeats
-from torchsparsekv.benchmarks.speed import _flashinfer
 from torchsparsekv.patches._family import head_dim_of
+from torchsparsekv_benchmarks._options import repeats
+from torchsparsekv_benchmarks.speed import _flashinfer
 
 SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 FLASHINFER = "flashinfer"

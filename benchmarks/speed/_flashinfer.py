@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._triton import cdiv
+from torchsparsekv.ops._machinery.triton import cdiv
 
 PAGE = 16
 WORKSPACE = 128 << 20  # bytes, as its documentation has it

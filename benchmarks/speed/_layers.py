@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from torchsparsekv import host
-from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.method import Method
 from torchsparsekv.ops.store.views import Far
 from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv_benchmarks.speed import _common
 
 
 class Layers:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from torchsparsekv.benchmarks._results import FOLDER
+from torchsparsekv_benchmarks._results import FOLDER
 
 FILE = FOLDER / "results" / "quality" / "text" / "text_2048_h200.jsonl"
 SHARE = 8  # of a text; a budget above one eighth of it finds nearly all of its tokens there whatever it chooses

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common
-from torchsparsekv.benchmarks.speed._layers import Layers
-from torchsparsekv.benchmarks.speed._synthetic import Topics
+from torchsparsekv._methods.louiskv import LouisKV
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
+from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
+from torchsparsekv.ops.clusters.find_boundary import find_boundary
+from torchsparsekv.ops.clusters.pick_units import pick_units
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.index.cluster_keys import cluster_keys
-from torchsparsekv.ops.index.find_boundary import find_boundary
-from torchsparsekv.ops.select.pick_units import pick_units
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.views import Asked, Attention, Reach, Token, Units
 from torchsparsekv.state import Geometry, LayerState, RowLengths
-from torchsparsekv.zoo.louiskv import LouisKV
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common
+from torchsparsekv_benchmarks.speed._layers import Layers
+from torchsparsekv_benchmarks.speed._synthetic import Topics
 
 CALLS = 24  # inputs of a replay: several times the L2 even where one call's are small
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common, _dense, _inductor
-from torchsparsekv.benchmarks.speed._synthetic import Topics
-from torchsparsekv.benchmarks.speed._text_rates import nearest
 from torchsparsekv.method import all_methods
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
+from torchsparsekv_benchmarks.speed._synthetic import Topics
+from torchsparsekv_benchmarks.speed._text_rates import nearest
 
 FLOOR_CONTEXT = 256
 BANK = 512  # steered queries, used in turn
@@ -59,7 +59,7 @@ class Options(Setup):
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
     turning: float | None = option(
-        None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.fetch_late."
+        None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.prefetch_async."
     )
     chunk: int = option(CHUNK, f"Tokens of all prompts that come at a time, {LEAST} of each at least; 0: all of them.")
     steps: int = 100
@@ -145,7 +145,7 @@ def fill(cache, topics: Topics, begin: int, end: int, device, tokens: int = CHUN
         for lengths in cache.row_lengths.values():
             lengths.advance(stop - at)
         for layer in cache.stored.values():
-            layer.method.take_in(layer.state, q, k, k, Attention(topics.dim**-0.5), join=layer.last)
+            layer.method.ingest(layer.state, q, k, k, Attention(topics.dim**-0.5), join=layer.last)
     torch.cuda.synchronize()
 
 

@@ -17,11 +17,11 @@ from typing import get_args
 
 import torch
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import at_least, different, option
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.method import Step
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import at_least, different, option
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common
 
 CACHES = ("empty", "kept")
 LONGER = 3  # times as many tokens, for the time of one

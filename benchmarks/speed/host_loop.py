@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
 from torchsparsekv.patches import _attention, _captured
+from torchsparsekv_benchmarks import _results
 
 PROMPT, SHORT, TOKEN, REPEATS = 64, 100, 5, 5
 

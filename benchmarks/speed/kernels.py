@@ -14,30 +14,30 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchsparsekv import host
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import PoolChoice, check_measured, option, parse, pool_told
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common, _flashinfer
-from torchsparsekv.benchmarks.speed._layers import Layers
-from torchsparsekv.benchmarks.speed._synthetic import Topics
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.gather.fetch import fetch
-from torchsparsekv.ops.select.best_pages import best_pages
+from torchsparsekv.ops.icecache.best_pages import best_pages
+from torchsparsekv.ops.icecache.page_peaks import page_peaks
+from torchsparsekv.ops.icecache.visit_nodes import visit_nodes
+from torchsparsekv.ops.pariskv.centroid_votes import centroid_votes
+from torchsparsekv.ops.pariskv.rank_by_votes import rank_by_votes
+from torchsparsekv.ops.pariskv.rerank import rerank
+from torchsparsekv.ops.prkv.update_static_set import update_static_set
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.select.centroid_votes import centroid_votes
-from torchsparsekv.ops.select.collide import collide
-from torchsparsekv.ops.select.page_peaks import page_peaks
-from torchsparsekv.ops.select.rerank import rerank
-from torchsparsekv.ops.select.restructure import restructure
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.select.visit_nodes import visit_nodes
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import stored_width
 from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Scored, Token
 from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.state import Geometry, LayerState
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import PoolChoice, check_measured, option, parse, pool_told
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common, _flashinfer
+from torchsparsekv_benchmarks.speed._layers import Layers
+from torchsparsekv_benchmarks.speed._synthetic import Topics
 
 READ, LINK = "read in HBM", "read of pinned host memory"
 PINNED_GIB = 16  # to be pinned for their time, a quarter of the free host memory at most; torch is slow and gets less
@@ -165,7 +165,7 @@ class ParisKVStages:
         rotated, votes = zip(*(vote(i, s) for i, s in enumerate(b.states)))
 
         def stage_1(i, s):
-            return collide(votes[i], s.codes, s.lengths, m.ratios, m.budget, dense, capacity)
+            return rank_by_votes(votes[i], s.codes, s.lengths, m.ratios, m.budget, dense, capacity)
 
         candidates = [stage_1(i, s) for i, s in enumerate(b.states)]
         stage_2 = lambda i, s: rerank(rotated[i], s.codes, candidates[i])  # noqa: E731
@@ -174,7 +174,7 @@ class ParisKVStages:
         return [
             b.index_update(),
             b.row("votes", vote),
-            b.row("collide", stage_1, codes.ids.nbytes),
+            b.row("rank_by_votes", stage_1, codes.ids.nbytes),
             b.row("rerank", stage_2, found * (b.o.head_dim // 2 + 2 * codes.weights.shape[-1])),
             b.row("top of the candidates", lambda i, s: top_blocks(scored[i], m.budget, candidates[i])),
             b.row("torch.topk (beside)", lambda i, s: scored[i][0].topk(m.budget)),
@@ -190,7 +190,7 @@ class PRKVStages(PageStages):
 
         def update(i, s):
             store = CopiedStore(s.store.ring, s.store.pool, b.method.coarse(s))
-            restructure(s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
+            update_static_set(s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
 
         def pages(i, s):
             return b.method.best(*bound_scores(b.q[i], s.digests, s.lengths, s.static.count))

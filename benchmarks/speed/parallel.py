@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import option
-from torchsparsekv.benchmarks.speed import _common, _dense, decode
 from torchsparsekv.patches._family import head_dim_of
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import option
+from torchsparsekv_benchmarks.speed import _common, _dense, decode
 
 OF_RANKS = ("host_GiB", "device_GiB", "peak_GiB")  # told for each rank; of the rest, what the slowest has
 SUMMED = ("recompiles", "graph_skips")

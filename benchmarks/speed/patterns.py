@@ -2,7 +2,7 @@
 
 The outputs are integrated, not generated: at `points` contexts, evenly from the first token of an output to its last,
 `steps` compiled steps are timed (after 8 that are not), and the trapezoid rule makes of their means the time of all.
-Between the points tokens enter the store as a prompt does, through `take_in`: there louiskv and clusterkv have clusters
+Between the points tokens enter the store as a prompt does, through `ingest`: there louiskv and clusterkv have clusters
 of 16 tokens on average where an output would have segments of 8 to 32. The timed steps themselves are generated.
 
 A prompt is one timed forward of all rows of the batch, up to `prompt_rows`; of larger batches the time of so many is
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, different, option
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common, decode
-from torchsparsekv.benchmarks.speed.prefill import prompt, time_prompt
-from torchsparsekv.benchmarks.speed.throughput import largest_batch
 from torchsparsekv.patches._family import head_dim_of
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import Setup, at_least, different, option
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common, decode
+from torchsparsekv_benchmarks.speed.prefill import prompt, time_prompt
+from torchsparsekv_benchmarks.speed.throughput import largest_batch
 
 NAME = "patterns"
 LOADING = 4096  # tokens of an untimed prompt, in which kernels load

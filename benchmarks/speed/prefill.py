@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import changes, check_also, option, parse, said
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common
 from torchsparsekv.method import Offload, make_method
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import changes, check_also, option, parse, said
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common
 
 
 @dataclass(frozen=True)

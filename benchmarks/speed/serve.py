@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import at_least, different, option
-from torchsparsekv.benchmarks.speed import _common, decode
 from torchsparsekv.engines._blocks import BlockStore
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import at_least, different, option
+from torchsparsekv_benchmarks.speed import _common, decode
 
 BACKENDS = {"triton": "TRITON_ATTN", "device": "CUSTOM", "host": "CUSTOM"}
 BLOCK, CHUNK, WARM = 16, 8192, 8  # tokens of a block, of a step with prompts; steps before those that are timed

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import torchsparsekv
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, different, option
-from torchsparsekv.benchmarks._progress import now
-from torchsparsekv.benchmarks.speed import _common, decode
-from torchsparsekv.benchmarks.speed._planted import Chain, plant
 from torchsparsekv.method import check_skip_layers
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import Setup, at_least, different, option
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.speed import _common, decode
+from torchsparsekv_benchmarks.speed._planted import Chain, plant
 
 ANSWERS = 9  # the first is of the prompt, which is dense: it does not count
 POSITIONS = 1 << 18  # the real ones of some end at 131072, where there would be none left for what is generated

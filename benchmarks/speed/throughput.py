@@ -8,11 +8,11 @@ import torch
 
 import torchsparsekv
 from torchsparsekv import host
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._options import Setup, at_least, option
-from torchsparsekv.benchmarks.speed import _common, _dense
-from torchsparsekv.benchmarks.speed.decode import Options as DecodeOptions
-from torchsparsekv.benchmarks.speed.decode import collect, run_method, run_static
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import Setup, at_least, option
+from torchsparsekv_benchmarks.speed import _common, _dense
+from torchsparsekv_benchmarks.speed.decode import Options as DecodeOptions
+from torchsparsekv_benchmarks.speed.decode import collect, run_method, run_static
 
 SPARE_GIB = 1.5  # activations, the graph's own pool, the context of the driver
 HOST_SHARE = 0.85

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 

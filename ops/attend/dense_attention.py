@@ -2,10 +2,10 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import torch_kernels
-from torchsparsekv.ops._registry import register
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import torch_kernels
+from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops.attend._split import causal_attention, empty_result
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
 from torchsparsekv.ops.store.views import Attention, Far, Lengths, NewKeys, Queries

@@ -6,11 +6,12 @@ begin. With `fill` a block counts with so many of its first rows.
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
-from torchsparsekv.ops._impl import cuda as by_cuda
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, sm_count, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, Reach

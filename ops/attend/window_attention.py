@@ -8,10 +8,10 @@ memory, as models want it next.
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import QUERIES, empty_result, fold, over_nothing, softmax_attention, tile_of
 from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Near, NewKeys, Queries

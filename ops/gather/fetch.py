@@ -17,13 +17,13 @@ import math
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _cuda
-from torchsparsekv.ops._impl import cuda as by_cuda
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._top import take_top
-from torchsparsekv.ops._triton import LANES, cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import LANES, cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import (
     MISSED,

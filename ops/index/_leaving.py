@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._triton import tl, triton
+from torchsparsekv.ops._machinery.triton import tl, triton
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
 from torchsparsekv.ops.store.views import Far, Lengths
 

@@ -11,11 +11,11 @@ Where there is a `coarse` copy of the keys, that of these keys is made on the wa
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX, to_e4m3
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Far, Lengths, NewKeys

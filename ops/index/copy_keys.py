@@ -8,11 +8,11 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._fp8 import FP8, FP8_MAX, to_e4m3
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed, Of
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX, to_e4m3
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
 from torchsparsekv.ops.store.views import Far, Lengths, NewKeys

@@ -6,10 +6,10 @@ heads of the group. Blocks that hold no retrievable token score -inf.
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import load_query, soft_capped
 from torchsparsekv.ops.store.rows import keys_of, load_key, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Query, Store

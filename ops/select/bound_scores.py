@@ -2,25 +2,26 @@
 
 For a box (spread per channel) |q| is taken per channel, for a ball (one spread) it is the norm of q. Written this way
 both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
-(the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/_top.py).
+(the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/select/_top.py).
 
 The first retrievable blocks, those of `pinned` tokens of a (row, kv head), score +inf: they are chosen whatever their
-digests say (a static set stands there: ops/index/relocate.py).
+digests say (a static set stands there: ops/prkv/relocate.py).
 """
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _check, _cuda
-from torchsparsekv.ops._fp8 import FP8, FP8_MAX
-from torchsparsekv.ops._impl import cuda as by_cuda
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import FLOATS, Of
-from torchsparsekv.ops._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import FLOATS, Of
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
+from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]

@@ -7,10 +7,10 @@ retrievable token score -inf.
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._hash import LOW, mix, mixed
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._triton import cdiv, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.hash import LOW, mix, mixed
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 from torchsparsekv.ops.store.views import Lengths
 
 TILE = 1024

@@ -1,7 +1,7 @@
 """The ids of the k best scores of each row, in ascending order of id; ties go to the lower id.
 
 No sort: `take_within` searches an order-preserving integer key for the k-th, then one compaction. Rows too long for one
-program are best given with their peaks (ops/_top.py): one launch takes k groups, then k of their scores. Without,
+program are best given with their peaks (ops/select/_top.py): one launch takes k groups, then k of their scores. Without,
 they are cut into chunks whose winners meet in a second launch. Scores of -inf are never chosen; unused places are -1
 and stand at the end. With `ids` (ascending where scores are above -inf), what is returned is the id at the place of
 each winner.
@@ -17,13 +17,13 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops import _cuda
-from torchsparsekv.ops._impl import cuda as by_cuda
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Of
-from torchsparsekv.ops._top import GROUP, ordered, range_of, take_within
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Of
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.select._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops.store.views import I32, PerRow, Scored
 
 Ids = Annotated[Tensor, Of("batch heads n", I32)]

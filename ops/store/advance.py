@@ -11,10 +11,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed, Of, SymInt
-from torchsparsekv.ops._triton import next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed, Of, SymInt
+from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store.views import Lengths, PerRow
 
 Padding = Annotated[Tensor, Of("batch", (torch.int32, torch.int64))]

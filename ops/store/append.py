@@ -6,11 +6,11 @@ query of the token becomes its newest.
 """
 import torch
 
-from torchsparsekv.ops import _check
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import (
     CONTEXT,
     NEAR,

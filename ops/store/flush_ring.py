@@ -5,10 +5,10 @@ they do. Of a layer whose pool has no rows the ring is all there is.
 """
 import torch
 
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, ring_position_of, ring_row, row_at, row_width
 from torchsparsekv.ops.store.views import Lengths, Store
 

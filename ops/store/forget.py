@@ -8,10 +8,10 @@ from typing import Annotated
 
 from torch import Tensor
 
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._signature import Changed, Of
-from torchsparsekv.ops._triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_numbers, copy_rows, row_at, row_width
 from torchsparsekv.ops.store.views import I32, Far, Hot, SharedHot
 

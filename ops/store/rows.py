@@ -1,7 +1,7 @@
 """How a token lies in memory, in torch and in Triton; csrc/store.cuh says the same in CUDA C++.
 
 A row is a key and, side by side with it, a value. Rows of a head follow one another. The ring has the sinks in front
-and uses the rows behind them in turn. tests/test_store_law.py sees to it that nobody else spells any of this.
+and uses the rows behind them in turn. tests/ops/store/test_store_law.py sees to it that nobody else spells any of this.
 
 Rows of the pool are of the model's type, or packed: of int8, one scale for every GROUP channels of a key or a value. A
 packed row has the numbers of the key, those of the value, the scales of both, and fills up to whole 16 bytes, so that
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchsparsekv.ops._triton import cdiv, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 
 STATS = ("steps", "context", "near", "selected", "missed")  # the counters of a (row, kv head)
 STEPS, CONTEXT, NEAR, SELECTED, MISSED = map(tl.constexpr, range(len(STATS)))

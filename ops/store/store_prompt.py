@@ -3,7 +3,7 @@
 Afterwards the pool, if it has rows at all, holds every token of the row (ops/store/flush_ring.py has brought what was
 in the ring), and the ring its sinks and its newest tokens. Ragged: the new tokens of a row are the last
 `length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the pool runs beside the
-next layer, unless told to `join` (ops/_side.py).
+next layer, unless told to `join` (ops/_machinery/side_stream.py).
 
 With `order` [batch, kv_heads, tokens] a column's row of the pool takes the token of column `order[column]` instead of
 its own: a method that moves groups of tokens together writes them side by side. It permutes new tokens that do not stay
@@ -14,11 +14,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._impl import triton as by_triton
-from torchsparsekv.ops._registry import register
-from torchsparsekv.ops._side import beside
-from torchsparsekv.ops._signature import Changed, Of
-from torchsparsekv.ops._triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_stored, ring_row, ring_row_of, row_at, rows_of, store_key, store_value
 from torchsparsekv.ops.store.views import I32, Lengths, NewKeys, Store
 

@@ -1,15 +1,15 @@
 """What belongs together in the store and in the indices, as the ops take it.
 
 A view groups tensors of one layer; an op says `Changed[View]` where it writes it. Sizes by the same name are the same
-in the whole op (ops/_signature.py). Where a token lies within a row is said in ops/store/rows.py, and nowhere else.
+in the whole op (ops/_machinery/signature.py). Where a token lies within a row is said in ops/store/rows.py, and nowhere else.
 """
 from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._fp8 import FP8
-from torchsparsekv.ops._signature import FLOATS, Of
+from torchsparsekv.ops._machinery.fp8 import FP8
+from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops.store.rows import PACKED, packed_half
 
 I32 = torch.int32
@@ -101,7 +101,7 @@ class Hot(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/find_turned.py).
+    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/query_drift_gate.py).
 
     query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what
     this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. waits:
@@ -228,11 +228,11 @@ class Static(NamedTuple):
 
     ids: the pool rows that they had when they were chosen, ascending, -1 behind them. count: how many there are.
     target: how many there are to be. updated: whether this step chose them anew. at: the length at which they were
-    chosen, the first time less `lead`; NOT_YET (ops/store/observe.py): not since the last prompt. lead: by how much the
+    chosen, the first time less `lead`; NOT_YET (ops/index/observe.py): not since the last prompt. lead: by how much the
     second choice comes earlier than its interval, so that layers are due at different steps. every: that interval.
-    updates: how often they were chosen. arrived, gone: where the programs that share a head meet (ops/_meet.py). done:
-    how many have finished, of the programs that decide together (ops/select/static_target.py). away: of sets that move
-    to the front of the pool (ops/index/relocate.py), the home of the token in each row there, -1 where it is its own.
+    updates: how often they were chosen. arrived, gone: where the programs that share a head meet (ops/_machinery/grid_barrier.py). done:
+    how many have finished, of the programs that decide together (ops/prkv/static_target.py). away: of sets that move
+    to the front of the pool (ops/prkv/relocate.py), the home of the token in each row there, -1 where it is its own.
     """
 
     ids: Annotated[Tensor, Of("batch heads static", I32)]
@@ -250,8 +250,8 @@ class Static(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What of a prompt is attended to from its end on (ops/select/snap_tokens.py), and what left the ring later and
-    found room (ops/select/keep_leaving.py).
+    """What of a prompt is attended to from its end on (ops/snapkv/snap_tokens.py), and what left the ring later and
+    found room (ops/snapkv/keep_leaving.py).
 
     ids: the tokens, ascending, -1 behind them. count: how many there are. frontier: where attention takes over to the
     ring: at the end of a prompt where its observation window begins, later where the ring does. at: the length at which
@@ -273,7 +273,7 @@ class Tree(NamedTuple):
 
     A node of level l has as children tokens of level l - 1, and all tokens of the highest level are children of the
     root. key: the promoted keys. code, scale: the same in 8 bits a channel, as queries are compared with them
-    (ops/index/_tree.py: coded). norm2: their squared norms. parent: the node above. level: from 2 on; 0 for the root.
+    (ops/icecache/_tree.py: coded). norm2: their squared norms. parent: the node above. level: from 2 on; 0 for the root.
     open_page: the page that takes the node's next generated token, -1 for none. radius2: the largest squared norm of a
     key so far, the c^2 of the lifted space. done_count: of the programs that share a head, how many are through.
     """
@@ -295,11 +295,11 @@ class Tree(NamedTuple):
 class Leaves(NamedTuple):
     """By pool row: the key of the token there, and the node it is a child of; of a token that is a node itself -2 less
     the number of that; -1 where no retrievable token is. `fill`: how many rows of a page hold one; they are its first.
-    span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/index/_tree.py:
+    span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/icecache/_tree.py:
     spans_of).
 
     key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from its node in 8 bits,
-    nothing where it is a node itself (ops/index/_residual.py).
+    nothing where it is a node itself (ops/icecache/_residual.py).
     """
 
     key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]
@@ -348,7 +348,7 @@ class Visited(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Scores of what can be chosen, with their peaks (ops/_top.py) where the op that scored has written them too. What
+    """Scores of what can be chosen, with their peaks (ops/select/_top.py) where the op that scored has written them too. What
     such an op returns, (scores, peaks), stands for one."""
 
     scores: Annotated[Tensor, Of("batch heads n", torch.float32)]

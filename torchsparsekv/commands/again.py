@@ -4,9 +4,9 @@ from pathlib import Path
 
 import typer
 
-from torchsparsekv.benchmarks.report.again import run
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
+from torchsparsekv_benchmarks.report.again import run
 
 NAMES = typer.Argument(None, help="Files to make again, as patterns of their paths in the folder; all unless given.")
 RESULTS = typer.Option(Path("benchmarks/results"), help="The folder of results.")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import typer
 
-from torchsparsekv.benchmarks import speed
 from torchsparsekv.commands import app
 from torchsparsekv.commands._later import about, later
 from torchsparsekv.commands._options import add
+from torchsparsekv_benchmarks import speed
 
 OUT = "Write rows, options, versions and the command here, as JSON."
 

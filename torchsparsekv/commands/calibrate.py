@@ -8,12 +8,12 @@ import typer
 from torch import Tensor
 
 import torchsparsekv
-from torchsparsekv.benchmarks._progress import Progress, now
-from torchsparsekv.benchmarks._table import table
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
 from torchsparsekv.commands._options import TOLD, parsed
 from torchsparsekv.method import make_method
+from torchsparsekv_benchmarks._progress import Progress, now
+from torchsparsekv_benchmarks._table import table
 
 TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
@@ -46,9 +46,9 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
         for tau in tried:
             with torchsparsekv.patch(model, "louiskv", tau=tau, max_length=ids.shape[1], **options) as handle:
                 method = handle.planned.method
-                if ids.shape[1] <= method.whole_up_to:
+                if ids.shape[1] <= method.dense_threshold:
                     raise ValueError(
-                        f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.whole_up_to} all is "
+                        f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.dense_threshold} all is "
                         "attended to whatever tau is: take more, or a smaller budget"
                     )
                 cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
@@ -114,7 +114,7 @@ def command(
     """Find the tau at which LouisKV retrieves least within a stated loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from torchsparsekv.benchmarks.quality.pretrained import tokenizer_of
+    from torchsparsekv_benchmarks.quality.pretrained import tokenizer_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

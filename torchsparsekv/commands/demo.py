@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import torch
 import typer
 
-from torchsparsekv.benchmarks import _results
-from torchsparsekv.benchmarks._progress import watched
-from torchsparsekv.benchmarks._table import table
-from torchsparsekv.benchmarks.quality import run
-from torchsparsekv.benchmarks.quality.options import Options, Setting, settings
-from torchsparsekv.benchmarks.quality.sources import Source, load
-from torchsparsekv.benchmarks.quality.store import Store
-from torchsparsekv.benchmarks.recall_model.passkeys import Passkeys, passkeys
-from torchsparsekv.benchmarks.recall_model.vocabulary import names
-from torchsparsekv.benchmarks.report.make import check_name, make
-from torchsparsekv.benchmarks.report.style import pyplot
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._progress import watched
+from torchsparsekv_benchmarks._table import table
+from torchsparsekv_benchmarks.quality import run
+from torchsparsekv_benchmarks.quality.options import Options, Setting, settings
+from torchsparsekv_benchmarks.quality.sources import Source, load
+from torchsparsekv_benchmarks.quality.store import Store
+from torchsparsekv_benchmarks.recall_model.passkeys import Passkeys, passkeys
+from torchsparsekv_benchmarks.recall_model.vocabulary import names
+from torchsparsekv_benchmarks.report.make import check_name, make
+from torchsparsekv_benchmarks.report.style import pyplot
 
 TASK = "passkeys"
 BLOCK = 64  # capacities are a multiple of every method's block size

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import typer
 
-from torchsparsekv.benchmarks.report.make import make
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
+from torchsparsekv_benchmarks.report.make import make
 
 RESULTS = typer.Argument(..., help="Files of `eval`, `bench` and benchmarks/quality/recall_*.py.")
 OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page; its figures go beside it as PNG.")

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from torchsparsekv import host
 from torchsparsekv.engines._options import Options
-from torchsparsekv.ops.attend.listed_attention import listed_attention
-from torchsparsekv.ops.attend.table_prompt import table_prompt
-from torchsparsekv.ops.gather.fetch_shared import fetch_shared
-from torchsparsekv.ops.index.filled_bounds import filled_bounds
-from torchsparsekv.ops.select.list_blocks import list_blocks
-from torchsparsekv.ops.select.table_scores import table_scores
+from torchsparsekv.ops.engine.fetch_shared import fetch_shared
+from torchsparsekv.ops.engine.filled_bounds import filled_bounds
+from torchsparsekv.ops.engine.list_blocks import list_blocks
+from torchsparsekv.ops.engine.listed_attention import listed_attention
+from torchsparsekv.ops.engine.table_prompt import table_prompt
+from torchsparsekv.ops.engine.table_scores import table_scores
+from torchsparsekv.ops.engine.tables import near_blocks
+from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.store.tables import near_blocks
 from torchsparsekv.ops.store.views import Attention, Copies, Digests, Far, Requests, SharedHot
-from torchsparsekv.ops.store.write_tokens import write_tokens
 from torchsparsekv.state import Buffer, Geometry, each
 
 

@@ -2,8 +2,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchsparsekv._methods._pages import PageMethod
 from torchsparsekv.method import as_int, make_method
-from torchsparsekv.zoo._pages import PageMethod
 
 PLACES = ("device", "host")
 METHODS = ("arkvale", "quest")  # they keep all they know by block, and so can be used where blocks are shared
@@ -37,7 +37,7 @@ def read_options(given: object, block_size: int) -> Options:
             "give it to the engine"
         )
     method = make_method(name, **hyper)
-    if method.fetch_late is not None:
-        raise ValueError(f"torchsparsekv: an engine has no fetch_late, got {method.fetch_late!r}: leave it out")
+    if method.prefetch_async is not None:
+        raise ValueError(f"torchsparsekv: an engine has no prefetch_async, got {method.prefetch_async!r}: leave it out")
     assert isinstance(method, PageMethod)
     return Options(method, kv, None if host_gib is None else float(host_gib))

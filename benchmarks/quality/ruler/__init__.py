@@ -7,6 +7,6 @@ sample has a seed of its own, a hash of task, length and index, so a run can be 
 steps, so prompts are fuller; tasks are in the order in which they tell methods apart best (constant noise makes a
 needle stand out by itself). The qa tasks need data sets and are left out.
 """
-from torchsparsekv.benchmarks.quality.ruler.fit import TASKS, Ruler
+from torchsparsekv_benchmarks.quality.ruler.fit import TASKS, Ruler
 
 __all__ = ["TASKS", "Ruler"]

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchsparsekv.benchmarks.quality.ruler import frequency, niah, variables
-from torchsparsekv.benchmarks.quality.ruler.drafts import Draft, Task
+from torchsparsekv_benchmarks.quality.ruler import frequency, niah, variables
+from torchsparsekv_benchmarks.quality.ruler.drafts import Draft, Task
 
 _ALL: dict[str, Task] = {**niah.TASKS, **variables.TASKS, **frequency.TASKS}
 _FIRST = ("niah_multikey_2", "niah_multikey_3", "vt", "fwe")  # see the package's docstring

@@ -3,8 +3,8 @@ import math
 import random
 import string
 
-from torchsparsekv.benchmarks.quality.ruler.drafts import SHORT, Draft, Task
-from torchsparsekv.benchmarks.quality.ruler.words import vocabulary
+from torchsparsekv_benchmarks.quality.ruler.drafts import SHORT, Draft, Task
+from torchsparsekv_benchmarks.quality.ruler.words import vocabulary
 
 COMMON = 10
 COMMON_QUESTION = (

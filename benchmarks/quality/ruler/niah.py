@@ -4,8 +4,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Literal
 
-from torchsparsekv.benchmarks.quality.ruler.drafts import NOISE, Draft, Task, insert
-from torchsparsekv.benchmarks.quality.ruler.words import essay, vocabulary
+from torchsparsekv_benchmarks.quality.ruler.drafts import NOISE, Draft, Task, insert
+from torchsparsekv_benchmarks.quality.ruler.words import essay, vocabulary
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 QUESTION = (

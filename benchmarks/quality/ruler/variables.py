@@ -3,7 +3,7 @@ import random
 import string
 from itertools import pairwise
 
-from torchsparsekv.benchmarks.quality.ruler.drafts import NOISE, Draft, Task, insert
+from torchsparsekv_benchmarks.quality.ruler.drafts import NOISE, Draft, Task, insert
 
 HOPS = 4
 QUESTION = (

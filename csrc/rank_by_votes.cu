@@ -1,0 +1,212 @@
+// Stage I of ParisKV, as ops/pariskv/rank_by_votes.py specifies it, for subspaces of 8 dimensions (ids of 256 centroids).
+//
+// Why not Triton: it has neither atomics on shared memory, so that a histogram costs as much as the lookups, nor a
+// say in which thread asks which bank. Here a lookup never meets a bank conflict: row c of `lookup` holds what centroid
+// c gets in every subspace, B words, repeated to fill all 32 banks, and the threads of a warp begin at different
+// subspaces. Points are words of four bytes, one per query head, and sums of them stay below 256.
+//
+// Set by the compilation: B subspaces (8, 16 or 32), PACKS of four query heads, BINS (a power of two above 6 B + 1),
+// THREADS of a program.
+
+#include "common.cuh"
+
+constexpr int SIZE = 256, BANKS = 32;
+constexpr int BATCH = 2;  // keys of a thread on their way at a time
+constexpr int STEP = THREADS;  // keys at a time; spans are multiples of it
+static_assert(THREADS % BINS == 0);
+
+// Keys per program: the rows in use, not the capacity, are dealt out.
+__device__ int span_of(int end) {
+  int each = (end + gridDim.y - 1) / gridDim.y;
+  return (each + STEP - 1) / STEP * STEP;
+}
+
+struct Ids { unsigned word[B / 4]; };
+
+__device__ Ids load(const unsigned char* ids) {
+  Ids x;
+  if constexpr (B == 8) {
+    uint2 v = *reinterpret_cast<const uint2*>(ids);
+    x.word[0] = v.x, x.word[1] = v.y;
+  } else {
+    for (int i = 0; i < B / 16; i++) {
+      uint4 v = reinterpret_cast<const uint4*>(ids)[i];
+      x.word[4 * i] = v.x, x.word[4 * i + 1] = v.y, x.word[4 * i + 2] = v.z, x.word[4 * i + 3] = v.w;
+    }
+  }
+  return x;
+}
+
+// The bytes from number `by` on, and then those before it.
+__device__ Ids turned(Ids x, int by) {
+  constexpr int WORDS = B / 4;
+  Ids y;
+  for (int half = 1; half < WORDS; half *= 2) {
+    bool move = by / 4 & half;
+    for (int i = 0; i < WORDS; i++) y.word[i] = move ? x.word[(i + half) % WORDS] : x.word[i];
+    x = y;
+  }
+  for (int i = 0; i < WORDS; i++) y.word[i] = __funnelshift_r(x.word[i], x.word[(i + 1) % WORDS], by % 4 * 8);
+  return y;
+}
+
+__device__ unsigned load_shared(unsigned at) {
+  unsigned x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at));
+  return x;
+}
+
+// The largest sum of votes that a query head gives a key: `row[i]` is where row 0 of the lookup has what byte i asks.
+__device__ int score(const Ids& names, const unsigned (&row)[B]) {
+  unsigned best = 0;
+  for (int w = 0; w < PACKS; w++) {
+    unsigned sum = 0;
+    for (int i = 0; i < B; i++)
+      sum += load_shared(__dp4a(names.word[i / 4], 4u * BANKS << 8 * (i % 4), row[i]) + w * SIZE * 4 * BANKS);
+    best = __vmaxu2(best, __vmaxu2(sum & 0x00FF00FF, sum >> 8 & 0x00FF00FF));
+  }
+  return max(best & 0xFFFF, best >> 16);
+}
+
+// The votes of the centroids, [PACKS, SIZE, B], as lookups want it: each row as often as the banks hold it.
+__device__ void lay_out(uint4* lookup, const uint4* table) {
+  for (int i = threadIdx.x; i < PACKS * SIZE * B / 4; i += THREADS)
+    for (int copy = 0; copy < BANKS / B; copy++)
+      lookup[i / (B / 4) * (BANKS / 4) + copy * (B / 4) + i % (B / 4)] = table[i];
+}
+
+// How many keys of a span reach each score, from how many have it.
+__device__ void add_up(const int* tally, int* reach) {
+  const int tid = threadIdx.x, lane = tid % 32;
+  if (tid >= BINS) return;
+  int upto = tally[tid];  // in this warp's 32, and in those beyond
+  for (int d = 1; d < 32; d *= 2) {
+    const int beyond = __shfl_down_sync(ALL, upto, d);
+    if (lane + d < 32) upto += beyond;
+  }
+  for (int i = (tid / 32 + 1) * 32 + lane; i < BINS; i += 32) upto += __reduce_add_sync(ALL, tally[i]);
+  reach[tid] = upto;
+}
+
+// Score a span of keys; count how many of them reach each score.
+extern "C" __global__ void __launch_bounds__(THREADS) scores(
+    const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* ring_begin, int heads,
+    int rows, int stride, int sink) {
+  extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
+  __shared__ int tally[BINS];
+  const long long bh = blockIdx.x;
+  const int tid = threadIdx.x, lane = tid % 32;
+  unsigned row[B];
+  for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
+  for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
+  chain();
+  const int end = ring_begin[blockIdx.x / heads];
+  lay_out(lookup, table + bh * PACKS * SIZE * B / 4);
+  const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
+  if (first >= end) return;
+  ids += (bh * rows + first + tid) * B, out += bh * stride + first + tid;
+  Ids ahead[BATCH] = {};
+  for (int k = 0; k < BATCH; k++)
+    if (first + tid + k * STEP < stop) ahead[k] = load(ids + k * STEP * B);
+  __syncthreads();
+  for (int at = first + tid; at < stop; at += BATCH * STEP, ids += BATCH * STEP * B, out += BATCH * STEP) {
+    Ids now[BATCH];
+    for (int k = 0; k < BATCH; k++) now[k] = ahead[k];
+    for (int k = 0; k < BATCH; k++)
+      if (at + (BATCH + k) * STEP < stop) ahead[k] = load(ids + (BATCH + k) * STEP * B);
+    int best[BATCH];
+    for (int k = 0; k < BATCH; k++) best[k] = score(turned(now[k], lane % B), row);
+    const bool all = at - lane >= sink && at - lane + 31 + (BATCH - 1) * STEP < stop;  // of this warp's
+    for (int k = 0; k < BATCH; k++)
+      if (all || at + k * STEP >= sink && at + k * STEP < stop) {
+        atomicAdd(&tally[best[k]], 1);
+        out[k * STEP] = best[k];
+      }
+  }
+  __syncthreads();
+  add_up(tally, reach + (bh * gridDim.y + blockIdx.y) * BINS);
+}
+
+// Sums over the threads before this one, and over all.
+__device__ int scan(int x, int* warps, int& all) {
+  const int upto = sum_upto(x);
+  __syncthreads();  // `warps` is free
+  if (lane() == 31) warps[warp()] = upto;
+  __syncthreads();
+  const int others = lane() < THREADS / 32 ? warps[lane()] : 0;
+  all = __reduce_add_sync(ALL, others);
+  return __reduce_add_sync(ALL, lane() < warp() ? others : 0) + upto - x;
+}
+
+// Bit i: whether byte i of the 16 is above the threshold, or at it.
+__device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
+  const unsigned four = threshold * 0x01010101, word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  unsigned all = 0;
+  for (int i = 0; i < 4; i++) {
+    const unsigned hit = at ? __vcmpeq4(word[i], four) : __vcmpgtu4(word[i], four);
+    all |= (hit & 0x01010101) * 0x10204080 >> 28 << 4 * i;
+  }
+  return all;
+}
+
+// The score at which `count` keys are reached, how many of those at it fit in, and those of the spans before `part` that
+// are above it, and at it.
+struct Meeting { int threshold, room, above, ties; };
+
+__device__ Meeting meeting(
+    const int* reach, int part, int parts, int count, int (&totals)[BINS], int (&before)[BINS]) {  // both 0
+  const int tid = threadIdx.x;
+  int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
+#pragma unroll 8  // loads on their way at a time
+  for (int p = tid / BINS; p < parts; p += THREADS / BINS) {
+    const int keys = reach[p * BINS + tid % BINS];
+    total += keys, ahead += p < part ? keys : 0;
+  }
+  atomicAdd(&totals[tid % BINS], total), atomicAdd(&before[tid % BINS], ahead);
+  __syncthreads();
+  // They fall, to 0 beyond the best score.
+  const int reached = __syncthreads_count(tid < BINS && totals[tid % BINS] >= count), above = before[reached];
+  return {reached - 1, count - totals[reached], above, before[reached - 1] - above};
+}
+
+// Write the candidates of a span to where those of the spans before it end.
+extern "C" __global__ void __launch_bounds__(THREADS) compact(
+    const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
+    int least, int dense, int capacity, Lengths beta) {
+  constexpr int TILE = 16 * THREADS;
+  __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
+  const long long bh = blockIdx.x;
+  const int tid = threadIdx.x, part = blockIdx.y, end = ring_begin[blockIdx.x / heads], span = span_of(end);
+  const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
+  const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
+  out += bh * capacity, scores += bh * stride, reach += bh * gridDim.y * BINS;
+  if (tid < BINS) totals[tid] = before[tid] = 0;
+  __syncthreads();
+  chain();
+  if (part * span < end && count > 0) {
+    auto load = [&](int row) {
+      return row < stop ? *reinterpret_cast<const uint4*>(scores + row) : make_uint4(0, 0, 0, 0);
+    };
+    uint4 next = load(part * span + 16 * tid);
+    auto [threshold, room, above, ties] = meeting(reach, part, (end + span - 1) / span, count, totals, before);
+    for (int first = part * span; first < stop; first += TILE) {
+      const int row = first + 16 * tid;
+      const uint4 s = next;
+      next = load(row + TILE);
+      const unsigned from = min(max(sink - row, 0), 16), to = min(max(stop - row, 0), 16);
+      const unsigned live = (1u << to) - 1 & ~((1u << from) - 1);
+      const unsigned more = bits(s, threshold, false) & live, tie = bits(s, threshold, true) & live;
+      int all;
+      const int upto = scan(__popc(more) + (__popc(tie) << 16), warps, all);  // a tile has fewer than 2^15 keys
+      int over = above + (upto & 0xFFFF), level = ties + (upto >> 16);
+      for (unsigned left = more | tie; left; left &= left - 1) {
+        const int i = __ffs(left) - 1;
+        const bool is_tie = tie >> i & 1;
+        if (!is_tie || level < room) out[over + min(level, room)] = row + i;
+        is_tie ? level++ : over++;
+      }
+      above += all & 0xFFFF, ties += all >> 16;
+    }
+  }
+  for (int i = count + part * THREADS + tid; i < capacity; i += gridDim.y * THREADS) out[i] = -1;
+}

@@ -1,0 +1,1 @@
+"""Serving engines: the same stages over block tables, for requests that share one pool."""

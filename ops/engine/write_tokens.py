@@ -1,0 +1,71 @@
+"""Store new tokens of any requests in the rows of the pool that an engine gave them, and in the copies of their blocks.
+
+`to` is the row of each token, -1 for one that is not stored. A block that is in the hot buffer gets the token there
+too: so copies equal the pool also where an engine gives a block to another request.
+"""
+import torch
+
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.store.rows import as_stored, in_row, new_row, row_at, row_width, rows_of, store_row
+from torchsparsekv.ops.store.views import Copies, Far, FlatTokens, RowOfToken
+
+TOKENS = 16  # of a program
+
+
+def check(k, v, to, far, copies) -> None:
+    check_one(far.rows)
+    if (copies.rows is None) != (copies.slot_of is None):
+        raise ValueError("copies are rows and their slots, or neither")
+    if copies.rows is not None and far.rows.shape[2] != copies.slot_of.shape[2] * copies.rows.shape[3]:
+        blocks, block_size = copies.slot_of.shape[2], copies.rows.shape[3]
+        raise ValueError(f"{far.rows.shape[2]} rows are not {blocks} blocks of {block_size}")
+
+
+def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, far: Changed[Far], copies: Changed[Copies]) -> None:
+    token = torch.nonzero(to >= 0).flatten()
+    row = to[token]
+    new = rows_of(k, v)[token].transpose(0, 1)
+    far.rows[0, :, row] = as_stored(new, far.rows)
+    if copies.rows is None or copies.slot_of is None:
+        return
+    block_size = copies.rows.shape[3]
+    for h, slot in enumerate(copies.slot_of[0, :, row // block_size].long()):
+        held = slot >= 0
+        copies.rows[0, h, slot[held], row[held] % block_size] = new[h, held]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _write(
+    k, v, to, pool, hot, slot_of, k_t, k_h, v_t, v_h, tokens, pool_rows, slots, blocks, COPIES: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.arange(0, ROW)[None, :]
+    row = tl.load(to + t, mask=t < tokens, other=-1)
+    live = row >= 0
+    at = tl.where(live, t, 0)[:, None]
+    x = new_row(k + at * k_t + h * k_h, v + at * v_t + h * v_h, c, D)
+    place = tl.maximum(row, 0)
+    store_row(row_at(pool, h, place, pool_rows, D)[:, None], c, x, live[:, None], in_row(c, D), D)
+    if COPIES:
+        slot = tl.load(slot_of + h * blocks + place // P, mask=live, other=-1)
+        copy = row_at(hot, h, tl.maximum(slot, 0) * P + place % P, slots * P, D)
+        store_row(copy[:, None], c, x, (slot >= 0)[:, None], in_row(c, D), D)
+
+
+def launch(k, v, to, far, copies) -> None:
+    (tokens, heads, d), (pool,), (hot, slot_of) = k.shape, far, copies
+    held = hot is not None
+    _write[(cdiv(tokens, TOKENS), heads)](
+        k, v, to, pool, hot if held else pool, slot_of if held else to, *k.stride()[:2], *v.stride()[:2], tokens,
+        pool.shape[2], hot.shape[2] if held else 0, slot_of.shape[2] if held else 0, COPIES=held,
+        P=hot.shape[3] if held else 1, D=d, ROW=next_power_of_2(row_width(d)), TOKENS=TOKENS,
+    )  # fmt: skip
+
+
+write_tokens = register("write_tokens", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,89 @@
+"""Find, per (row, kv head), whether a step waits for what it chose, or that comes late, for the next step.
+
+What comes late crosses the link while later layers compute, and the step attends to what the one before chose (FreeKV,
+arXiv 2505.13109). So a head is late where its query hardly moved: where the cosine between each query head and the same
+head of the step before, averaged over those of the kv head, is at least `alike`. For all others the step waits, as it
+does without any of this, and at the first step after anything but a step for all.
+
+Tokens that leave the ring at this step are in no choice of the step before: late heads see them in the ring, which has
+them until the next step. With `at_once` no head is late on such a step: of an index that puts them into blocks which
+were chosen before.
+"""
+import torch
+
+from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.clusters.find_boundary import cosines, likeness
+from torchsparsekv.ops.store.rows import NEAR, add_count, count
+from torchsparsekv.ops.store.views import Candidates, Late, Lengths, Query, Stats
+
+
+def check(q, ids, late, stats, lengths, alike, at_once) -> None:
+    _check.heads(q, ids)
+
+
+def reference(
+    q: Query, ids: Candidates, late: Changed[Late], stats: Changed[Stats], lengths: Lengths, alike: float, at_once: bool
+) -> None:
+    batch, heads, _ = ids.shape
+    new = q[:, :, 0].unflatten(1, (heads, -1))
+    found = cosines(new, late.query.unflatten(1, (heads, -1))).mean(2)
+    n, before, end = (t[:, None] for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
+    now = (late.seen != n - 1) | ~(found >= alike) | (at_once & (before != end))
+    live = (n > 0).expand(batch, heads)
+    late.now.copy_(now & live)
+    late.later.copy_(~now & live)
+    late.waits.add_(late.now)
+    late.frontier.copy_(torch.where(late.later > 0, before, end))
+    count(stats.counts, near=late.later * (end - before))  # append counted from where rings begin
+    late.seen.copy_(n.expand(batch, heads))
+    late.query.copy_(q[:, :, 0])
+    late.ids.copy_(ids)
+
+
+@triton.jit
+def _turned(
+    q, ids, query, seen, now, later, frontier, waits, kept, counts, length, previous_ring_begin, ring_begin, q_b, q_h,
+    heads, n_ids, alike, AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    i, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
+    mine = (i < G)[:, None] & (d < D)[None, :]
+    x = tl.load(q + b * q_b + (h * G + i)[:, None] * q_h + d[None, :], mask=mine, other=0.0)
+    at = query + (bh * G + i)[:, None] * D + d[None, :]
+    old = tl.load(at, mask=mine, other=0.0).to(tl.float32)
+    n, was = tl.load(length + b), tl.load(seen + bh)
+    before, end, waited = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(waits + bh)
+    tl.store(kept + bh * n_ids + j, tl.load(ids + bh * n_ids + j, mask=j < n_ids), mask=j < n_ids)
+    late = (was == n - 1) & (likeness(x.to(tl.float32), old, i < G, False, G, G) >= alike)
+    if AT_ONCE:
+        late &= before == end
+    late &= n > 0
+    turned = (n > 0) & ~late
+    tl.debug_barrier()  # all warps have read what is written below
+    tl.store(at, x, mask=mine)
+    tl.store(seen + bh, n)
+    tl.store(now + bh, turned.to(tl.int32))
+    tl.store(later + bh, late.to(tl.int32))
+    tl.store(waits + bh, waited + turned.to(tl.int32))
+    tl.store(frontier + bh, tl.where(late, before, end))
+    add_count(counts, bh, NEAR, tl.where(late, end - before, 0))
+
+
+def launch(q, ids, late, stats, lengths, alike, at_once) -> None:
+    batch, heads, n = ids.shape
+    group, d = q.shape[1] // heads, q.shape[3]
+    _turned[(batch * heads,)](
+        q, ids, *late[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, q.stride(0),
+        q.stride(1), heads, n, alike, AT_ONCE=at_once, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
+        N=next_power_of_2(max(n, 1)), **chained(q.device, batch * heads),
+    )  # fmt: skip
+
+
+query_drift_gate = register("query_drift_gate", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,121 @@
+"""Encode every key that leaves the ring for token-level retrieval: centroid ids, 4-bit direction codes, weights.
+
+The key is rotated (ops/pariskv/_srht.py) and split into subspaces of m dimensions. Per subspace, with part x and length |x|:
+- id: the nearest of the 2^m sign patterns, one byte; bit j is set where x_j >= 0. `counts` tallies the ids of the row.
+- code: per coordinate a sign bit (8) and the number of the Lloyd-Max cell of |x_j| / |x|, packed low nibble first.
+- weight: |k| r / alpha of the paper, with v the quantised direction: |x|^2 / <v, x>.
+
+Keys need no normalisation: ids and codes do not depend on the length, and in the weight the norm cancels (|k| times the
+radius of the normalised part is |x|). One pass: a key is read once and 112 bytes are written at head_dim 128.
+"""
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
+from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
+from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, hadamard_odd, turned
+from torchsparsekv.ops.store.views import Codes, Far, Lengths, NewKeys
+
+TILE = 32  # keys a program encodes: one tensor-core tile, and little waste when an update is short
+COLUMNS = 64  # of the rotation at a time
+LARGEST = 65504.0  # fp16
+
+
+def check(k, far, codes, lengths, m, seed) -> None:
+    if m not in WORDS or not 0 <= seed < SEEDS:
+        known = ", ".join(map(str, sorted(WORDS)))
+        raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
+    size = next_power_of_2(k.shape[-1])
+    got = codes.ids.shape[3], codes.codes.shape[3], codes.counts.shape[3]
+    if got != (size // m, size // 2, 1 << m):
+        want = f"{size // m}, {size // 2} and {1 << m}"
+        raise ValueError(f"{size} dimensions in parts of {m} need ids, codes and counts {want} wide, got {got}")
+
+
+def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, codes, weights) of keys [..., head_dim]."""
+    x = turned(keys, seed)
+    size = x.shape[-1]
+    x = x.unflatten(-1, (-1, m))
+    thresholds, levels = (torch.tensor(t, dtype=torch.float64) for t in quantiser(m))
+    square = x.square().sum(-1)
+    # |x_j| / |x| > threshold, squared: no root and no quotient, so the kernel decides alike to the last bit.
+    cell = (x.square()[..., None] > thresholds.square().float() * square[..., None, None]).sum(-1)
+    positive = x >= 0
+    ids = (positive << torch.arange(m)).sum(-1).to(torch.uint8)
+    nibble = (positive * 8 + cell).flatten(-2)
+    codes = (nibble[..., ::2] | nibble[..., 1::2] << 4).to(torch.uint8)
+    aligned = (levels.float()[cell] * x.abs()).sum(-1)
+    weights = torch.where(aligned > 0, square / aligned * size**-0.5, 0).clamp(max=LARGEST)
+    return ids, codes, weights.half()
+
+
+def reference(k: NewKeys, far: Far, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
+    for b, old, new, keys in leaving_keys(k, far, lengths):
+        ids, packed, weights, counts = (t[b] for t in codes)
+        ids[:, old:new], packed[:, old:new], weights[:, old:new] = encode(keys, m, seed)
+        names = ids[:, old:new].transpose(1, 2).long()
+        counts.scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _encode(
+    k, pool, ids, codes, weights, counts, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
+    rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chain(PDL)
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
+    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
+    if (n > 0) & (first < new):
+        pos = first + tl.arange(0, TILE)
+        d = tl.arange(0, DP)
+        live = (pos < new)[:, None]
+        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)
+        x = tl.where(flipped(d, seed)[None, :], -x, x)
+        j = tl.arange(0, M)[None, None, :]
+        spaces: tl.constexpr = COLUMNS // M
+        for part in range(0, DP, COLUMNS):
+            minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
+            y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")  # exact products
+            y = tl.reshape(y, (TILE, spaces, M))
+            square = tl.sum(y * y, 2)
+            s, y2 = tl.reshape(square, (TILE, spaces, 1)), y * y
+            cell = (y2 > t1 * s).to(tl.int32) + (y2 > t2 * s).to(tl.int32) + (y2 > t3 * s).to(tl.int32)
+            cell += (y2 > t4 * s).to(tl.int32) + (y2 > t5 * s).to(tl.int32)
+            cell += (y2 > t6 * s).to(tl.int32) + (y2 > t7 * s).to(tl.int32)
+            positive = (y >= 0).to(tl.int32)
+            name = tl.sum(positive << j, 2)
+            word = tl.sum((positive * 8 + cell).to(tl.uint32) << (4 * j).to(tl.uint32), 2)
+            aligned = tl.sum(magnitude(cell, c0, c1, c2, c3, c4, c5, c6, c7) * tl.abs(y), 2)
+            w = tl.where(aligned > 0, square / tl.where(aligned > 0, aligned, 1.0) * scale, 0.0)
+            space = part // M + tl.arange(0, spaces)[None, :]
+            at = (bh * rows + pos[:, None]) * (DP // M) + space
+            tl.store(ids + at, name.to(tl.uint8), mask=live)
+            tl.store(codes + at, word.to(codes.dtype.element_ty), mask=live)
+            tl.store(weights + at, tl.minimum(w, LARGEST).to(tl.float16), mask=live)
+            tally = counts + (bh * (DP // M) + space) * (1 << M) + name
+            tl.atomic_add(tally, tl.full((TILE, spaces), 1, tl.int32), mask=live)
+
+
+def launch(k, far, codes, lengths, m, seed) -> None:
+    (pool,) = far
+    (batch, heads, rows), d = pool.shape[:3], k.shape[3]
+    size = next_power_of_2(d)
+    most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
+    squares = [t * t for t in quantiser(m)[0]]
+    _encode[(cdiv(most, TILE), batch * heads)](
+        k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
+        k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
+        COLUMNS=min(COLUMNS, size), **chained(k.device, batch * heads * cdiv(most, TILE)),
+    )  # fmt: skip
+
+
+encode_keys = register("encode_keys", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,1 @@
+"""PRKV: a static set of tokens at the front of the pool, beside pages that every step selects."""

@@ -1,0 +1,62 @@
+"""While a prompt runs, a thread compiles the CUDA C++ that its decode steps will need: some two seconds, once."""
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops._machinery.precompile import Ahead
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.patches._cache import SparseLayer
+from torchsparsekv.patches._family import Layer
+from torchsparsekv.state import LayerState
+
+Kind = tuple[Method, Layer, bool, torch.Size, torch.dtype, torch.device]
+NAME = "torchsparsekv: compile ahead"
+_begun: set[Kind] = set()  # in this process
+
+
+def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
+    """Begin to compile what a step of these layers calls; None where there is nothing to do."""
+    kinds = {kind: layer for kind, layer in by_kind(layers).items() if layer.state.near.ring.is_cuda}
+    new = [layer for kind, layer in kinds.items() if kind not in _begun]
+    if not new:
+        return None
+    _begun.update(kinds)
+    mode = FakeTensorMode()
+    # No tensor of the store goes along: the thread must not keep the memory of a cache that is gone.
+    steps = [(layer.method, layer.shape, layer.state.mapped(mode.from_tensor)) for layer in new]
+    thread = threading.Thread(target=_compile, args=(mode, steps), name=NAME)
+    thread.start()
+    return thread
+
+
+def by_kind(layers: Iterable[SparseLayer]) -> dict[Kind, SparseLayer]:
+    """One of all that take the same kernels."""
+    return {_kind(layer): layer for layer in layers}
+
+
+def _kind(layer: SparseLayer) -> Kind:
+    ring, follows = layer.state.near.ring, layer.state.anchor is not None
+    return layer.method, layer.shape, follows, layer.state.far.rows.shape, ring.dtype, ring.device
+
+
+def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]) -> None:
+    with torch.no_grad(), mode:
+        for method, shape, state in steps:
+            # What cannot be done with fake tensors is compiled when it is called, and fails there if it must.
+            with contextlib.suppress(Exception):
+                step(method, shape, state)
+
+
+def step(method: Method, shape: Layer, state: LayerState) -> None:
+    """A decode step of one layer, under the mode of the fake tensors in its state."""
+    ring = state.near.ring
+    make = functools.partial(torch.empty, dtype=ring.dtype, device=ring.device)
+    q, k, v = (make(ring.shape[0], heads, 1, shape.head_dim) for heads in (shape.heads, *2 * [shape.kv_heads]))
+    logits = make(shape.heads) if shape.sink_logits else None
+    with Ahead():
+        method.decode(state, q, k, v, Attention(1.0, shape.softcap, logits))

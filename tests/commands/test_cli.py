@@ -1,0 +1,127 @@
+"""The command line, as a user starts it."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchsparsekv.cli import main
+
+pytest.importorskip("typer")
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "import sys; from torchsparsekv.cli import main; sys.argv[0] = 'torchsparsekv'; main()"
+
+
+def cli(*args: str, before: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", before + MAIN, *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def answered(*args: str, status: int = 0) -> str:
+    """What the command says; in this process, which is faster."""
+    from typer.testing import CliRunner
+
+    from torchsparsekv.commands import load
+
+    done = CliRunner().invoke(load(), args)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.output
+
+
+def refused(*args: str) -> str:
+    """What it says as it exits with 2."""
+    return answered(*args, status=2)
+
+
+def test_methods_are_listed():
+    done = cli("methods")
+    assert done.returncode == 0, done.stderr
+    for word in ("quest", "streaming", "block_size=32", "budget=1024"):
+        assert word in done.stdout
+
+
+WHAT_CAME = """
+heavy = ('transformers', 'matplotlib', 'torchsparsekv.patches')
+parts = [(m.split('.'), m) for m in sys.modules]
+ours = [m for p, m in parts if p[:1] == ['torchsparsekv'] and p[1:2] in (['commands'], ['benchmarks']) and p[2:]]
+print(*sorted(m[14:] for m in ours if '._' not in m), *(m for m in heavy if m in sys.modules))
+"""
+# What a command line imports of commands and benchmarks, helpers apart.
+CALLS = {
+    "methods": ["commands.methods"], "--help": [], "bench --help": ["benchmarks.speed", "commands.bench"],
+    "again --help": [
+        "benchmarks.quality", "benchmarks.quality.store", "benchmarks.report", "benchmarks.report.again",
+        "benchmarks.report.load", "commands.again",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_command_is_imported_when_it_is_called(call):
+    """Of what takes long, nothing that is not needed: neither transformers nor the other commands' benchmarks."""
+    leave = f"import atexit, sys; atexit.register(exec, {WHAT_CAME!r}, {{'sys': sys}}); "
+    done = cli(*call.split(), before=leave)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == CALLS[call]
+
+
+def commands_of(app) -> dict:
+    from typer.main import get_group
+
+    return get_group(app).commands
+
+
+def test_every_file_holds_the_command_of_its_name():
+    from torchsparsekv.commands import bench, load
+
+    names = (
+        "again", "bench", "calibrate", "selecting_layers", "demo", "eval", "eval-text", "info", "methods", "models", "plan",
+        "report",
+    )  # fmt: skip
+    speed = (
+        "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
+        "shapes", "throughput",
+    )  # fmt: skip
+    for app, load_one, wanted in ((load(), load, names), (bench.bench, bench.load, speed)):
+        assert (*commands_of(app),) == wanted
+        for name in wanted:
+            command = commands_of(load_one(name))[name]
+            assert command.name == name
+            assert command.help
+            assert type(command).__name__ != "Later"
+
+
+def test_the_help_of_a_command_that_is_not_imported_is_the_first_paragraph_of_its_file():
+    from torchsparsekv.commands._later import about
+
+    assert about(ROOT / "torchsparsekv/commands/methods.py") == "What can be passed to patch()."
+    assert about(ROOT / "benchmarks/speed/prefill.py").startswith("Time to first token: ")
+
+
+WRONG = [
+    ["methods", "--nope"], ["nope"], ["demo", "--budget", "33"], ["demo", "--questions", "x"], ["bench", "nope"],
+    ["bench", "decode", "--nope", "3"], ["bench", "decode", "--methods", "nope"], ["bench", "kernels", "--tokens", "x"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", WRONG)
+def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
+    """What the entry point does, without the seconds of a process each."""
+    monkeypatch.setattr(sys, "argv", ["torchsparsekv", *args])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["nope"], ["bench", "decode", "--methods", "nope"]])
+def test_so_does_the_process(args):
+    done = cli(*args)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_without_typer_it_says_so():
+    done = cli("methods", before="import sys; sys.modules['typer'] = None; ")
+    assert done.returncode == 2
+    assert done.stderr == "the command line needs typer: pip install 'torchsparsekv[cli]'\n"

@@ -1,0 +1,185 @@
+"""What docs/extending.md shows is run as it stands there."""
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from models import dense_logits, greedy_logits, prompts, tiny
+
+import torchsparsekv
+from torchsparsekv import method
+from torchsparsekv._methods.streaming import Streaming
+from torchsparsekv.ops.store.views import NewKeys
+from torchsparsekv.patches import _family, all_families
+from torchsparsekv.state import OF_STATE, Buffer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
+
+
+@pytest.fixture(scope="session")
+def everything():
+    """Files are imported only once: what is loaded while a table is another's is not in ours afterwards."""
+    return method.all_methods(), _registry.load_all(), all_families()
+
+
+@pytest.fixture(scope="session")
+def defined(everything, tmp_path_factory):
+    """What the page defines, and what that put into each table; nobody knows it yet. Once in a process: torch takes an
+    op's name only once, and a worker may be given these tests in several parts."""
+    tables = method._METHODS, _registry.OPS, _family.FAMILIES
+    known = [dict(table) for table in tables]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
+    path.write_text("\n\n".join(blocks))
+    names: dict = {"__name__": "page", "__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    added = []
+    for table, before in zip(tables, known):
+        added.append((table, {name: table.pop(name) for name in table.keys() - before.keys()}))
+    return names, added
+
+
+@pytest.fixture
+def page(defined, monkeypatch):
+    """The names that the page defines, known while the test runs."""
+    names, added = defined
+    for table, entries in added:
+        for name, entry in entries.items():
+            monkeypatch.setitem(table, name, entry)
+    return names
+
+
+@pytest.mark.parametrize("name", ["newest", "meanest"])
+def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
+    model = tiny()
+    ids, mask = prompts(2, 60)
+    with torchsparsekv.patch(model, name, budget=128, **SIZES) as handle:
+        got = greedy_logits(model, ids, mask, 20, handle.make_cache(2))
+    torch.testing.assert_close(got, dense_logits(model, ids, mask, 20), rtol=1e-4, atol=1e-4)
+    with torchsparsekv.patch(model, name, budget=8, **SIZES) as handle:
+        cache = handle.make_cache(2)
+        greedy_logits(model, ids, mask, 20, cache)
+        assert handle.report().layers[-1].blocks_selected == 2 * 2 * 2 * 20, "rows, heads, blocks, steps"
+        chosen = cache.layers[-1].state.hot
+        assert bool((chosen.block_of.gather(-1, chosen.chosen.long()) >= 2).all()), "none of the sinks"
+
+
+def test_its_op_is_as_good_as_any(page):
+    from test_ops import clones, flat, on
+    from world import DEVICE, World
+
+    w = World(tokens=5, seed=3)
+    entry = _registry.OPS["block_means"]
+    means = torch.zeros(w.batch, w.heads, w.blocks, w.dim)
+    things = (w.k, w.far(torch.maximum(w.begin, w.length)), means, w.lengths_view, w.block)
+    there = on(DEVICE, clones(things))
+    torch.library.opcheck(entry.op, tuple(flat(there)))
+    entry.reference(*things)
+    entry.run("triton", *there)
+    torch.testing.assert_close(there[2].cpu(), things[2])
+    assert means.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"means must have shape \(2, 2, blocks, 16\), got"):
+        entry.call(w.k, w.far(w.length), means[0], w.lengths_view, w.block)
+
+
+def test_its_families_are_known(page):
+    assert _family.FAMILIES["my_llama"].model_types == ("my_llama",)
+    plain, capped = (_family.FAMILIES[name].layers(tiny().config)[0] for name in ("my_llama", "my_capped_llama"))
+    assert capped == dataclasses.replace(plain, softcap=30.0)
+
+
+# ---------------------------------------------------------------- what is said to those who forget something
+
+
+def unannotated(k, block_size: int) -> None: ...
+def open_ended(block_size: int): ...
+def odd(sizes: dict) -> None: ...
+def plain(k: NewKeys) -> None: ...
+def giving(k: NewKeys) -> torch.Tensor: ...
+
+
+WRONG_OPS = {
+    "parameter without annotation": ("forgot", unannotated, "op 'forgot': .* parameter 'k' has none"),
+    "nothing said to return": ("forgot", open_ended, "op 'forgot': .* what it returns has none"),
+    "no type of an op": ("forgot", odd, "parameter 'sizes' of an op must be a view, .* got <class 'dict'>"),
+    "no fake": ("forgot", giving, "op 'forgot' returns something: give register a fake"),
+    "name taken": ("append", plain, r"op 'append' is registered twice: by .*append.reference and .*plain"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OPS)
+def test_an_op_that_is_not_one_is_refused(what):
+    name, reference, says = WRONG_OPS[what]
+    with pytest.raises((TypeError, ValueError), match=says):
+        _registry.register(name, reference)
+
+
+def test_an_op_of_a_reference_alone_says_so_where_kernels_are_asked_for(monkeypatch):
+    monkeypatch.setattr(_registry, "OPS", {})
+    _registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
+    says = "reference_alone: kernels=None cannot run here: only a reference is registered"
+    with pytest.raises(RuntimeError, match=says):
+        _registry.OPS["reference_alone"].chain.on_cuda(k)
+
+
+@pytest.fixture
+def unnamed(everything, monkeypatch):
+    monkeypatch.setattr(method, "_METHODS", dict(method._METHODS))
+
+
+def test_a_method_that_does_not_choose_is_named(unnamed):
+    class Idle(method.Method):
+        name = "idle"
+
+    with pytest.raises(NotImplementedError, match=r"method 'idle' \(.*Idle\) does not define choose"):
+        Idle().choose(None, None, None)
+
+
+BUFFERS = {
+    "missing: far, near, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
+    "index must be a Buffer or a view of some, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
+    "LayerState has lengths, tap itself": lambda g, store: store | dict.fromkeys(("tap", "lengths"), store["far"]),
+}
+
+
+@pytest.mark.parametrize("says", BUFFERS)
+def test_buffers_that_cannot_be_are_refused(unnamed, says):
+    class Bare(method.Method):
+        name = "bare"
+
+        def buffers(self, g):
+            return BUFFERS[says](g, super().buffers(g))
+
+    with pytest.raises(TypeError, match=says):
+        torchsparsekv.patch(tiny(), "bare", budget=128, max_length=128)
+
+
+def test_no_buffer_can_take_a_name_of_the_state():
+    """Whatever a state is given beside its buffers."""
+    with torchsparsekv.patch(tiny(), "quest", budget=16, sink=8, window=6, max_length=64, block_size=4) as handle:
+        state = handle.make_cache(1).layers[-1].state
+        assert vars(state).keys() - state.buffers.keys() == OF_STATE
+
+
+FILLED = {"filled": (torch.float32, "device"), "small": (torch.float8_e4m3fn, "device"), "bulk": (torch.int32, "pool")}
+
+
+def test_every_buffer_is_filled_when_a_cache_begins_and_copied_by_fork(unnamed):
+    class Filled(Streaming):
+        name = "filled"
+
+        def buffers(self, g):
+            return super().buffers(g) | {n: Buffer(g.lead, of, home, fill=3) for n, (of, home) in FILLED.items()}
+
+    with torchsparsekv.patch(tiny(), "filled", **SIZES) as handle:
+        cache = handle.make_cache(1)
+        state = cache.layers[-1].state
+        held = lambda s: {n: set(getattr(s, n).float().flatten().tolist()) for n in FILLED}  # noqa: E731
+        assert held(state) == {n: {3.0} for n in FILLED}
+        for name in FILLED:
+            getattr(state, name).copy_(torch.tensor(5.0))
+        assert held(handle.fork(cache).layers[-1].state) == {n: {5.0} for n in FILLED}
+        cache.reset()
+        assert held(state) == {n: {3.0} for n in FILLED}

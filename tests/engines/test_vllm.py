@@ -1,0 +1,398 @@
+"""In vLLM itself, where the pinned version is installed: tokens equal those of full attention, and what is refused.
+
+On a GPU the other side is also vLLM's Triton backend; transformers' greedy tokens are it everywhere.
+"""
+import importlib
+import importlib.metadata
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import ranks
+import torch
+import vllm_ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+vllm = pytest.importorskip("vllm", reason="vllm is not installed")
+engine = pytest.importorskip("torchsparsekv.engines.vllm", exc_type=ImportError)
+serve = importlib.import_module("torchsparsekv_benchmarks.speed.serve")
+
+GPU = torch.cuda.is_available()
+NEW = 24
+SIZES = dict(
+    vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+GRAPHS = (1, 2, 4, 8, 16)  # requests
+SMALL = {"block_size": 16, "sink": 16, "window": 16}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Random weights whose greedy tokens are far from a tie."""
+    torch.manual_seed(9)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float().eval()
+    for name, p in model.named_parameters():
+        if "norm" not in name:
+            p.data.normal_(0, 0.08)
+    model.lm_head.weight.data.normal_(0, 0.5)
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    return str(path), model
+
+
+def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options):
+    usual = dict(
+        graphs=GRAPHS if graphs else (), dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
+        block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
+    )  # fmt: skip
+    return serve.engine(path, backend, **(usual | options))
+
+
+def tokens_of(llm, prompts: list[list[int]], new: int = NEW):
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    done = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in done], done
+
+
+def counter(llm, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def ragged() -> list[list[int]]:
+    """Prompts of many lengths; some begin alike, some are longer than a chunk."""
+    token = lambda i, seed: (i * (2 * seed + 3) + 7 * seed) % 120 + 3  # noqa: E731
+    lengths = [1, 7, 15, 16, 17, 40, 100, 33, 64, 150, 48, 90]
+    alike = [token(i, 40) for i in range(70)]
+    return [[token(i, s) for i in range(n)] for s, n in enumerate(lengths)] + [
+        alike + [token(i, s) for i in range(n)] for s, n in enumerate((5, 20, 61))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(llama):
+    _, model = llama
+    out = []
+    with torch.no_grad():
+        for p in ragged():
+            made = model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)
+            out.append(made[0, len(p) :].tolist())
+    return out
+
+
+PLACED = [*itertools.product(("quest", "arkvale"), ("device", "host"))]
+WAYS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("graphs", WAYS)
+@pytest.mark.parametrize(("method", "kv"), PLACED)
+def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method, kv, graphs):
+    """In few blocks: requests are preempted and their blocks given to others. In chunks; prefixes are computed once."""
+    ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
+    with serving(llama[0], graphs=graphs, ours=ours, num_gpu_blocks_override=24) as llm:
+        alike, _ = tokens_of(llm, ragged()[-1:])
+        got, done = tokens_of(llm, ragged())
+        assert got == expected
+        assert alike == expected[-1:]
+        assert [x.num_cached_tokens for x in done[-3:]] > [0, 0, 0]
+        assert counter(llm, "vllm:num_preemptions") > 0
+
+
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
+@pytest.mark.parametrize("graphs", WAYS)
+def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, pytestconfig):
+    """Each has half of the heads. With host memory that they see differently, they plan as many blocks."""
+    told = {}
+    for method, kv in PLACED:
+        ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
+        blocks = {"num_gpu_blocks_override": vllm_ranks.PLANNED} if kv == "device" else {}
+        told[f"{method} {kv}"] = {"graphs": graphs, "ours": ours, **blocks}
+    loaded = pytestconfig.option.plugins
+    found = ranks.torchrun("vllm_ranks.py", llama[0], json.dumps(told), *loaded, gpus=True)
+    assert set(found) == set(told)
+    for name, each in found.items():
+        for rank in each:
+            assert rank["tokens"] == expected, name
+            assert (rank["heads"], rank["blocks"]) == ([1, 1], vllm_ranks.PLANNED), name
+            assert rank["preempted"] > 0, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_triton_backend_gives_the_same(llama, expected, graphs, monkeypatch):
+    """Its products are of 10 bits where nobody says otherwise: other tokens, in fp32."""
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    with serving(llama[0], "TRITON_ATTN", graphs) as llm:
+        assert tokens_of(llm, ragged())[0] == expected
+
+
+# ---------------------------------------------------------------- a needle
+
+IDS, MARK, ASK, FILL = 16, 16, 17, 18  # channels of the embedding: which needle, that it is one, that it is looked for
+NEEDLES, ANSWERS, FILLERS = 8, 32, 64  # the first token of each kind
+
+
+@pytest.fixture(scope="module")
+def finder(tmp_path_factory):
+    """One layer that looks for the one needle in its context, and says which it is, at every step anew."""
+    config = LlamaConfig(**{**SIZES, "hidden_size": 64, "num_hidden_layers": 1, "rope_theta": 1e9, "head_dim": 32})
+    model = LlamaForCausalLM(config).float().eval()
+    for name, p in model.named_parameters():
+        if "norm" not in name:
+            p.data.zero_()
+    embed, attention, say = model.model.embed_tokens.weight.data, model.model.layers[0].self_attn, model.lm_head.weight
+    for i in range(IDS):
+        embed[NEEDLES + i, i] = embed[NEEDLES + i, MARK] = 4.0
+        embed[ANSWERS + i, ASK] = 4.0
+        say.data[ANSWERS + i, 32 + i] = 1.0
+    embed[FILLERS:, FILL] = 4.0
+    embed[3, ASK] = 4.0  # the question
+    slow = 31  # a channel that positions hardly turn
+    attention.q_proj.weight.data[slow::32, ASK] = 8.0
+    attention.k_proj.weight.data[slow::32, MARK] = 8.0
+    for h in range(2):
+        attention.v_proj.weight.data[32 * h : 32 * h + IDS, :IDS] = torch.eye(IDS)
+    for h in range(4):
+        attention.o_proj.weight.data[32 : 32 + IDS, 32 * h : 32 * h + IDS] = torch.eye(IDS)
+    path = tmp_path_factory.mktemp("finder")
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("graphs", WAYS)
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_each_of_sixteen_requests_finds_its_needle(finder, kv, graphs, dtype):
+    prompts = []
+    for i in range(IDS):
+        length = 300 + 23 * i
+        prompt = [FILLERS + (7 * j + i) % 60 for j in range(length)]
+        prompt[40 + (37 * i) % (length - 120)] = NEEDLES + i
+        prompts.append([*prompt, 3])
+    ours = {"method": "quest", "kv": kv, "budget": 32, **SMALL}
+    usual = dict(max_num_seqs=16, max_model_len=768, max_num_batched_tokens=512, dtype=dtype)
+    with serving(finder, graphs=graphs, ours=ours, **usual) as llm:
+        got, _ = tokens_of(llm, prompts, 20)
+    assert got == [[ANSWERS + i] * 20 for i in range(IDS)]
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+
+def config_of(path: str, ours: object = None, **options):
+    """What vLLM would start with."""
+    given = ours if ours is not None else {"method": "quest"}
+    usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_config={"backend": "CUSTOM"})
+    args = usual | {"additional_config": {"torchsparsekv": given}, "skip_tokenizer_init": True} | options
+    return importlib.import_module("vllm.engine.arg_utils").EngineArgs(path, **args).create_engine_config()
+
+
+def layer(config, **options):
+    """One attention layer as vLLM makes it."""
+    with vllm.config.set_current_vllm_config(config):
+        made = engine.Impl(4, 64, 0.125, 2, **options)
+    config.compilation_config.static_forward_context = {"0": SimpleNamespace(impl=made)}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(sliding_window=128), "layers with a sliding window"),
+        (dict(q_lora_rank=8, kv_b_proj=object()), "layers with kv_b_proj, q_lora_rank"),
+        (dict(sinks=torch.zeros(4)), "layers with sinks"),
+        (dict(alibi_slopes=[1.0]), "layers with ALiBi"),
+        (dict(attn_type="encoder"), "layers with attention of type encoder"),
+        (dict(kv_sharing_target_layer_name="1"), "layers with a cache shared with another layer"),
+    ],
+)
+def test_layers_that_it_cannot_have_are_refused(llama, options, said):
+    with pytest.raises(NotImplementedError, match=said):
+        layer(config_of(llama[0]), **options)
+
+
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttention", "RSWAAttention", "PrefillPrefixLMAttention"])
+def test_layers_with_a_cache_of_their_own_kind_are_refused(llama, kind):
+    """vLLM asks all layers, or, where none is of the usual kind, makes metadata."""
+    config = config_of(llama[0])
+    made, kinds = layer(config), importlib.import_module("vllm.model_executor.layers.attention")
+    usual, other = SimpleNamespace(impl=made), object.__new__(getattr(kinds, kind))
+    other.__dict__["impl"] = made
+    config.compilation_config.static_forward_context = {"0": usual, "1": other}
+    for ask in (lambda: engine._spec(usual, config), lambda: engine.Builder(None, ["1"], config, torch.device("cpu"))):
+        with pytest.raises(NotImplementedError, match=f"on layers of type {kind}"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("ours", "options", "said"),
+    [
+        ("quest", {}, "needs additional_config"),
+        ({"method": "pariskv"}, {}, "method must be one of arkvale, quest, got 'pariskv'"),
+        ({"method": "quest", "kv": "disk"}, {}, "kv must be one of device, host, got 'disk'"),
+        ({"method": "quest", "ratio": 3}, {}, "has no hyper-parameter ratio; it has: budget, sink"),
+        ({"method": "quest", "block_size": 32}, {}, "block_size is that of the engine, 16, got 32"),
+        ({"method": "quest"}, {"block_size": 48}, "block_size must be a power of two, got 48"),
+    ],
+)
+def test_options_that_are_unknown_are_refused(llama, ours, options, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        layer(config_of(llama[0], ours, **options))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "said"),
+    [
+        (None, "speculative_config", object(), "speculative decoding"),
+        (None, "kv_transfer_config", object(), "KV connectors"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
+        ("cache_config", "cache_dtype", "fp8", "a KV cache in another type"),
+    ],
+)
+def test_what_of_the_engine_it_cannot_have_is_refused(llama, part, field, value, said):
+    config = config_of(llama[0])
+    setattr(getattr(config, part) if part else config, field, value)
+    with pytest.raises(NotImplementedError, match=said):
+        engine.refuse(config)
+
+
+def test_layers_refuse_by_themselves_what_of_the_engine_they_cannot_have(llama):
+    (config := config_of(llama[0])).kv_transfer_config = object()
+    with pytest.raises(NotImplementedError, match="KV connectors"):
+        layer(config)
+
+
+def test_a_block_size_that_changed_after_the_layers_were_made_is_refused(llama):
+    config = config_of(llama[0])
+    made = layer(config)
+    config.cache_config.block_size = 32
+    with pytest.raises(ValueError, match="changed its block_size from 16 to 32"):
+        engine._spec(SimpleNamespace(impl=made), config)
+
+
+def test_outputs_that_are_to_be_quantised_are_refused(llama):
+    made, nothing = layer(config_of(llama[0])), torch.zeros(0)
+    for scale in ("output_scale", "output_block_scale"):
+        with pytest.raises(NotImplementedError, match="does not quantise"):
+            made.forward(None, nothing, nothing, nothing, nothing, None, nothing, **{scale: torch.ones(1)})
+
+
+def test_the_soft_cap_of_a_layer_is_that_of_its_attention(llama):
+    assert layer(config_of(llama[0]), logits_soft_cap=30.0).attention == (0.125, 30.0, None)
+    assert layer(config_of(llama[0])).attention == (0.125, 0.0, None)
+
+
+def test_requests_that_decode_beside_prompts_are_decode_steps():
+    """Rows: two that decode, two chunks of prompts, one prompt of a single token, one that pads the batch."""
+    new, lengths = [1, 1, 5, 16, 1, 0], [40, 7, 9, 16, 1, 0]
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    length, to = torch.tensor(lengths, dtype=torch.int32), torch.arange(32)
+    batch = engine.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=length, num_reqs=6, num_actual_tokens=24,
+        max_query_len=16, max_seq_len=40, block_table_tensor=torch.zeros(6, 3, dtype=torch.int32), slot_mapping=to,
+    )  # fmt: skip
+    for known in (None, length):
+        batch.seq_lens_cpu_upper_bound = known
+        found = engine.Builder.build(None, 0, batch)
+        assert found.decodes == 2
+        assert [(p.row, p.first, p.end, p.past) for p in found.prompts] == [(2, 2, 7, 4), (3, 7, 23, 0), (4, 23, 24, 0)]
+        assert found.to.tolist() == [*range(24)]
+
+
+def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
+    config = config_of(llama[0], {"method": "quest", "kv": "host", "host_gib": 1.5})
+    layer(config)
+    monkeypatch.setattr(engine.host, "available", lambda: 1 << 30)
+    with pytest.raises(MemoryError, match=r"host_gib=1.5, and 1.00 GiB of host memory are free"):
+        engine.plan_host(config)
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    block = layer(config).store.host_bytes
+    monkeypatch.setattr(engine.host, "available", lambda: 20 * block)
+    with pytest.raises(MemoryError, match=r"17 blocks of 16 tokens take .* GiB of host memory, .* may be used"):
+        engine.plan_host(config)
+    layer(config)
+    config.cache_config.num_gpu_blocks_override = 41
+    monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
+    with pytest.raises(MemoryError, match="41 blocks"):
+        engine.plan_host(config)
+
+
+def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkeypatch):
+    """Whoever is next to look, a layer or a rank, finds that less is free; the pool is pinned from the fifth left."""
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    made = layer(config)
+    for free in (50, 48):
+        monkeypatch.setattr(engine.host, "available", lambda: free * made.store.host_bytes)  # noqa: B023
+        engine.plan_host(config)
+        assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
+    config.cache_config.num_gpu_blocks = 40
+    engine.Builder(None, ["0"], config, torch.device("cpu"))
+    assert made.store.far is not None
+
+
+@pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
+def test_workers_with_their_own_configuration_say_their_plan_in_bytes(llama, monkeypatch, launcher):
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    config.parallel_config.world_size, config.parallel_config.distributed_executor_backend = 2, launcher
+    monkeypatch.setattr(engine, "least_of_ranks", lambda _, count: count)
+    made = layer(config)
+    engine.plan_host(config)
+    assert config.cache_config.num_gpu_blocks_override == 65
+    told = 65 * made.store.page_bytes if launcher == "mp" else None
+    assert config.cache_config.kv_cache_memory_bytes == told
+
+
+def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeypatch):
+    """Where workers are processes of their own, vLLM has the last word on the plan."""
+    config = config_of(llama[0], {"method": "quest", "kv": "host"})
+    made = layer(config)
+    config.cache_config.num_gpu_blocks = 50
+    monkeypatch.setattr(engine.host, "available", lambda: 40 * made.store.host_bytes)
+    with pytest.raises(MemoryError, match="give num_gpu_blocks_override=32"):
+        engine.Builder(None, ["0"], config, torch.device("cpu"))
+
+
+def test_other_versions_are_refused_by_name(monkeypatch):
+    theirs = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.27.1" if name == "vllm" else theirs(name))
+    with pytest.raises(ImportError, match=r"works in vllm 0\.26\.0, not in 0\.27\.1"):
+        importlib.reload(engine)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
+    """Every request decodes in every timed step; one that is not admitted is said and not timed."""
+    monkeypatch.setattr(serve._common, "prepare", lambda *_: torch.device("cpu"))
+    theirs = serve.engine_options  # which take all the memory there is
+    monkeypatch.setattr(serve, "engine_options", lambda *x: {**theirs(*x), "kv_cache_memory_bytes": 64 << 20})
+    options: dict = dict(gpu_gib=4.0) if GPU else {}
+    options |= dict(contexts=(1500,), batches=(1, 3, 0, 9), places=(place,), budget=64, steps=3, most=4, grows=40)
+    rows = serve.run(serve.Options(shape="tiny", **options), tmp_path / "serve.json")["rows"]
+    assert [r["batch"] for r in rows] == [1, 3, 4, 9]
+    assert all(r["tpot_ms"] > 0 and r["tokens_per_s"] > 0 for r in rows[:3])
+    assert "tpot_ms" not in rows[3]
+    assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
+
+
+def test_prompts_are_stored_without_being_computed():
+    """In the benchmark: steps of more tokens than there are requests; all is as before afterwards."""
+    mlp = importlib.import_module("vllm.model_executor.models.llama").LlamaMLP
+    before, x = (mlp.forward, serve.BlockStore.prompt), torch.ones(5, 8)
+    with serve.stored_prompts(4):
+        assert mlp.forward(None, x) is x
+        assert not serve.BlockStore.prompt(None, x, x, x).any()
+        with pytest.raises(AttributeError):  # computed
+            mlp.forward(None, x[:4])
+    assert (mlp.forward, serve.BlockStore.prompt) == before
+
+
+def test_an_engine_leaves_no_pool_of_graphs_to_the_next(llama, monkeypatch):
+    """torch refuses a pool whose graphs are gone."""
+    platform = type(importlib.import_module("vllm.platforms").current_platform)
+    with serving(llama[0], ours={"method": "quest"}):
+        monkeypatch.setattr(platform, "_global_graph_pool", object())
+    assert platform._global_graph_pool is None

@@ -1,0 +1,240 @@
+"""The CUDA sources: through the real compiler without a GPU; what they compute is tested with their ops, on one. And
+which kernels run where a kind of them is forced."""
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import OPS
+from test_ops import clones, flat, on
+from world import DEVICE, World
+
+import torchsparsekv
+from torchsparsekv.ops._machinery import chain as _impl
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.select._top import GROUP
+
+BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
+    importlib.import_module(f"torchsparsekv.ops.select.{name}")
+    for name in (
+        "bound_scores", "rank_by_votes", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages", "best_pages"
+    )
+)  # fmt: skip
+ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
+VARIANTS = {
+    "bound_scores": [
+        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
+        for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
+    ],
+    "rerank": [
+        dict(B=b, F=f, WARPS=4, RESIDENT=r, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
+        for b, r in RERANK.NATIVE_SPACES.items() for f in (1, 4, RERANK.NATIVE_FIELDS)
+    ],
+    "centroid_votes": [
+        dict(B=b, F=f, G=g, D=d, KIND=kind)
+        for b, d in ((8, 48), (16, 128), (32, 256)) for f, g in ((1, 4), (4, 1), (7, 1)) for kind in (0, 1, 2)
+    ],
+    "rank_by_votes": [
+        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP)
+        for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
+    ],
+    "sparse_attention": [
+        ATTENTION.native(d, g, p, p > 1, warps, c) | {"BF16": bf16}
+        for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 8),
+                                        (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
+    ],
+    "fetch": [
+        FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
+        for n, slots, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
+                                  (FETCH.NATIVE_SLOTS, FETCH.NATIVE_SLOTS, 2, 256))
+        for dtype, pool in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.int8), (torch.float16, torch.int8))
+    ],
+    "top_blocks": [
+        TOP_BLOCKS.native(n, k, True) | {"GROUP": GROUP}
+        for n, k in ((2048, 64), (4096, 64), (8192, 64), (16384, 100), (32768, 64), (65536, 64), (16384, 2048),
+                     (131072, 800), (262144, 800))
+    ],
+    "page_peaks": [
+        dict(D=d, G=g, P=p, BF16=bf16, TURN=PEAKS.most_groups(g), **PEAKS.NATIVE, RESIDENT=PEAKS.RESIDENT)
+        for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
+    ],
+    "visit_nodes": [
+        NODES.native(d, g, nodes, bf16)
+        for d, g, nodes, bf16 in ((64, 1, 99, False), (128, 4, 8194, True), (256, 8, 32770, True), (128, 7, 99, False))
+    ],
+    "best_pages": [
+        BEST.native(n, k, g)
+        for n, k, g in ((2048, 64, 4), (10240, 64, 4), (40960, 64, 4), (40960, 128, 8), (100, 7, 1))
+    ],
+    "union_pages": [UNION.native(g, n) for g, n in ((1, 1), (4, 64), (8, 128))],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    libraries = _cuda._libraries()
+    if libraries:
+        return libraries[0]
+    nvidia = importlib.util.find_spec("nvidia")
+    found = [f for p in nvidia.submodule_search_locations for f in Path(p).rglob("libnvrtc.so.*")] if nvidia else []
+    if not found:
+        pytest.skip("no NVRTC: `pip install nvidia-cuda-nvrtc`")
+    return ctypes.CDLL(str(found[0]))
+
+
+def test_every_source_has_its_variants():
+    assert {p.name.removesuffix(".cu") for p in _cuda.SOURCES.iterdir() if p.name.endswith(".cu")} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sources_compile(nvrtc, name, newest):
+    arch = "sm_90" if newest else "sm_{}{}".format(*_cuda.OLDEST[name])
+    for defines in VARIANTS[name][: None if newest else 2]:
+        assert _cuda.compiled(nvrtc, name, arch, **defines)[:4] == b"\x7fELF"
+
+
+def test_a_source_that_does_not_compile_says_so(nvrtc):
+    with pytest.raises(RuntimeError, match=r"rank_by_votes.cu does not compile for sm_90 with {'B': 16}(.|\n)*BINS"):
+        _cuda.compiled(nvrtc, "rank_by_votes", "sm_90", B=16)
+
+
+def test_without_a_cuda_device_the_reason_is_told():
+    assert _cuda.load("rank_by_votes", torch.device("cpu"), **VARIANTS["rank_by_votes"][0]) == "these tensors are on cpu"
+
+
+@pytest.mark.gpu
+def test_ops_take_their_native_kernels():
+    """So that a library that cannot be loaded is not mistaken for one that is slow."""
+    assert load_all()
+    for name, variants in VARIANTS.items():
+        assert isinstance(_cuda.load(name, DEVICE, **variants[0]), _cuda.Module), name
+
+
+def test_why_there_are_none(monkeypatch):
+    """On a GPU that is too old, and without NVRTC."""
+    load = _cuda._load  # nothing is to be remembered
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    reasons = {object(): "compute capability 7.5 is below 8.0", None: "no NVRTC or no driver was found"}
+    for libraries, reason in reasons.items():
+        monkeypatch.setattr(_cuda, "_libraries", lambda libraries=libraries: libraries)
+        assert load("rank_by_votes", torch.device("cuda", 0), **VARIANTS["rank_by_votes"][0]) == reason
+
+
+# ---------------------------------------------------------------- kinds of kernels that are forced
+
+ENTRIES = load_all()
+
+
+def call(name: str, device=DEVICE):
+    """The op as others call it, and what it changed."""
+    things = on(device, clones(OPS[name](World())))
+    out = ENTRIES[name].call(*things)
+    return flat(on("cpu", (*things, out)))
+
+
+def same(x, y) -> bool:
+    return torch.equal(x.nan_to_num(7), y.nan_to_num(7)) if isinstance(x, torch.Tensor) else x == y
+
+
+def test_a_kind_is_forced_until_the_with_ends(monkeypatch):
+    """Also by a name that there is not, which changes nothing."""
+    monkeypatch.setattr(_impl, "_forced", None)
+    with torchsparsekv.use_kernels("triton"):
+        with contextlib.suppress(KeyError), torchsparsekv.use_kernels("reference"):
+            assert _impl.forced() == "reference"
+            raise KeyError
+        with pytest.raises(ValueError):
+            torchsparsekv.use_kernels("tritom")
+        assert _impl.forced() == "triton"
+        with torchsparsekv.use_kernels(None):
+            assert _impl.forced() is None
+    assert _impl.forced() is None
+    torchsparsekv.use_kernels("cuda")
+    assert _impl.forced() == "cuda"
+
+
+@pytest.mark.parametrize("name", ["append", "top_blocks", "fetch"])
+@pytest.mark.parametrize("kind", ["triton", "reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_forced_is_what_runs(name, kind, monkeypatch):
+    """And nothing else; an op without CUDA C++ goes on along its chain where that is asked for."""
+    entry, ran = ENTRIES[name], []
+    told = lambda fn, what: lambda *x: (ran.append(what), fn(*x))[1]  # noqa: E731
+    spied = tuple(one._replace(launch=told(one.launch, one.kind)) for one in entry.chain.chain)
+    monkeypatch.setattr(entry.chain, "chain", spied)
+    monkeypatch.setattr(entry.chain, "reference", told(entry.chain.reference, "reference"))
+    with torchsparsekv.use_kernels("reference"):
+        want = call(name, "cpu")
+    with torchsparsekv.use_kernels(kind):
+        assert all(map(same, call(name), want))
+    expected = "triton" if kind == "cuda" and kind not in entry.chain.kinds else kind
+    assert ran == ["reference", expected]
+    assert {one.kind for one in entry.chain.candidates("triton")} == {"triton"}
+
+
+@pytest.mark.parametrize("name", ["prompt_attention", "table_prompt", "snap_tokens"])
+def test_torch_has_the_kernels_of_prompts(name, monkeypatch):
+    """On a CPU as on a GPU, whichever kernels are asked for, but not where the reference is."""
+    entry, ran = ENTRIES[name], []
+    told = lambda fn, what: lambda *x: (ran.append(what), fn(*x))[1]  # noqa: E731
+    (one,) = entry.chain.chain
+    monkeypatch.setattr(entry.chain, "chain", (one._replace(launch=told(one.launch, one.kind)),))
+    monkeypatch.setattr(entry.chain, "unforced_on_cpu", told(entry.chain.unforced_on_cpu, "unforced"))
+    call(name, "cpu")
+    with torchsparsekv.use_kernels("triton"):
+        call(name)
+    with torchsparsekv.use_kernels("reference"):
+        call(name, "cpu")
+        assert entry.chain.chosen() == ("reference", {})
+    assert ran == ["unforced", "torch"]
+    assert entry.chain.chosen() == ("torch", {})
+    assert _impl.Chain(name, (one,), entry.reference).unforced_on_cpu is one.launch
+
+
+REFUSED = {  # what is forced, for which op on the CPU, where Triton does not interpret
+    ("cuda", "append"): "these tensors are on the CPU",
+    ("triton", "fetch"): "these tensors are on the CPU, where Triton only interprets, if TRITON_INTERPRET=1 is set "
+    "before the import",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), REFUSED)
+def test_a_forced_kind_that_cannot_run_is_refused(kind, name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    says = f"{name}: kernels='{kind}' cannot run here: {REFUSED[kind, name]}"
+    with torchsparsekv.use_kernels(kind), pytest.raises(RuntimeError, match=f"^{re.escape(says)}$"):
+        call(name, "cpu")
+
+
+def test_a_forced_kernel_that_is_not_for_this_is_refused():
+    things = on(DEVICE, OPS["bound_scores"](World()))
+    halves = "queries in torch.float32 against centres in torch.float32, not halves against fp8"
+    with pytest.raises(RuntimeError, match=f"^bound_scores: kernels='cuda' cannot run here: cuda: {halves}$"):
+        ENTRIES["bound_scores"].run("cuda", *things)
+
+
+@pytest.mark.parametrize("kind", ["tritom", "", "CUDA", 3])
+def test_an_unknown_kind_is_refused(kind):
+    with pytest.raises(ValueError, match=f"^kernels must be one of cuda, triton, reference, got {kind!r}$"):
+        torchsparsekv.use_kernels(kind)
+
+
+@pytest.mark.parametrize("kind", ["reference", "", "tritom"])
+def test_the_environment_forces_a_kind(kind):
+    """Empty is not set; another name is refused at the import."""
+    program = "from torchsparsekv.ops._machinery.chain import forced; print(forced())"
+    env = {**os.environ, _impl.VARIABLE: kind}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    if kind == "tritom":
+        says = "ValueError: TORCHSPARSEKV_KERNELS must be one of cuda, triton, reference, got 'tritom'"
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (1, says)
+    else:
+        assert (done.returncode, done.stdout) == (0, f"{kind or None}\n"), done.stderr

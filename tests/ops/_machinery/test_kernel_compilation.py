@@ -1,0 +1,45 @@
+"""Every kernel goes through the real compiler, which refuses programs that the interpreter runs. Needs no GPU."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import OPS
+
+TESTS = Path(__file__).resolve().parents[2]
+WITHOUT_GPU_OPS = {"prompt_attention", "share_prompt"}  # made of torch's own kernels
+SHARED = {"prefetch_async"}  # by the kernel of another op
+
+
+def has_compiler() -> bool:
+    """Asked in a process of its own: here Triton may be in interpreter mode for good."""
+    ask = "from triton.backends import backends; import sys; sys.exit('nvidia' not in backends)"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, env=environment()).returncode == 0
+
+
+def environment() -> dict:
+    """Ours without the interpreter; the checkout first on the path, whatever is installed."""
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONPATH": str(TESTS / "support")}
+
+
+@pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
+def test_every_kernel_compiles_for_sm_90(tmp_path):
+    """In an empty cache: a kernel that was compiled once need not compile now."""
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "tools/compile_kernels.py")], capture_output=True, text=True, timeout=600,
+        env={**environment(), "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} == set(OPS)
+    compiled, without = {f.stem for f in tmp_path.rglob("*.cubin") if f.stat().st_size}, {*WITHOUT_GPU_OPS, *SHARED}
+    assert len(compiled) >= len(OPS) - len(without), f"only {sorted(compiled)} were compiled"
+
+
+@pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
+def test_a_prompt_and_a_step_share_their_kernels():
+    """Triton makes a constant of a number that is 1, and compiles anew: half a second before the first token."""
+    command = [sys.executable, str(HERE / "shared_kernels.py"), "quest", "pariskv", "prkv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -1,0 +1,83 @@
+"""Kernels that are launched early (ops/_machinery/triton.py) wait before they read or write anything. No other test would see it:
+the interpreter runs kernels one by one, and on a GPU a race shows seldom."""
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import torchsparsekv.ops
+from torchsparsekv.ops._machinery.cuda import SOURCES
+
+FILES = sorted(Path(torchsparsekv.ops.__path__[0]).rglob("*.py"))
+
+
+def early(tree: ast.Module) -> set[str]:
+    """The kernels of a module that take the option of an early launch."""
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    return {f.name for f in functions if f.name != "chain" and any(a.arg == "PDL" for a in f.args.args)}
+
+
+def waits(tree: ast.Module) -> set[str]:
+    """The kernels that begin by waiting, but for what says what they do."""
+    out = set()
+    for f in ast.walk(tree):
+        if isinstance(f, ast.FunctionDef):
+            body = f.body[1:] if ast.get_docstring(f) else f.body
+            if ast.unparse(body[0]) == "chain(PDL)":
+                out.add(f.name)
+    return out
+
+
+def launched_early(tree: ast.Module) -> set[str]:
+    """The names that `kernel[grid](..., **chained(...))` is written for."""
+    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and isinstance(c.func, ast.Subscript)]
+    option = lambda k: k.arg is None and ast.unparse(k.value).startswith("chained(")  # noqa: E731
+    return {ast.unparse(c.func.value) for c in calls if any(map(option, c.keywords))}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_is_launched_early_waits_first(path):
+    tree = ast.parse(path.read_text())
+    assert early(tree) == waits(tree)
+    assert launched_early(tree) <= waits(tree)
+
+
+def test_many_are():
+    trees = [ast.parse(p.read_text()) for p in FILES]
+    assert len(set().union(*map(early, trees))) > 12
+    assert len(set().union(*map(launched_early, trees))) > 10
+
+
+def native(tree: ast.Module) -> set[str]:
+    """The kernels of csrc/ that `kernels.launch("name", ...)` is written for; small grids of all of them come early."""
+    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func) == "kernels.launch"]
+    return {ast.literal_eval(c.args[0]) for c in calls}
+
+
+def native_waits(source: str) -> dict[str, int]:
+    """How often each kernel of a source waits; where, it may choose: see `chain` of csrc/common.cuh."""
+    kernels = re.findall(r"__global__(.*?)\) \{\n(.*?)\n}\n", source, re.DOTALL)
+    return {re.findall(r"(\w+)\(", head)[-1]: body.count("  chain();\n") for head, body in kernels}
+
+
+def test_kernels_of_csrc_wait():
+    launched = set().union(*(native(ast.parse(p.read_text())) for p in FILES))
+    found = {}
+    for path in SOURCES.iterdir():
+        if path.name.endswith(".cu"):
+            found |= native_waits(path.read_text())
+    assert found == dict.fromkeys(launched, 1)
+    assert len(launched) > 7
+
+
+def test_a_kernel_of_csrc_that_does_not_wait_is_noticed():
+    source = "__global__ void __launch_bounds__(32) k(\n    int* x) {\n  chain();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
+    assert native_waits(source) == {"k": 1}
+    assert native_waits(source.replace("  chain();\n", "  // chain\n")) == {"k": 0}
+
+
+def test_a_kernel_that_reads_first_is_noticed():
+    tree = ast.parse("@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    chain(PDL)\nk[(1,)](x, **chained(d, 1))")
+    assert early(tree) == launched_early(tree) == {"k"}
+    assert waits(tree) == set()

@@ -1,0 +1,139 @@
+"""What the worlds of test_ops.py are too short for: several tiles a warp, several programs a head."""
+import dataclasses
+import importlib
+import random
+
+import pytest
+import torch
+from cases import OPS
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bound_scores import NATIVE
+from test_ops import on
+from world import DEVICE, TOLERANCE, World
+
+from torchsparsekv.ops._machinery.registry import load_all
+
+ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+ENTRY = load_all()["sparse_attention"]
+
+
+@dataclasses.dataclass
+class Long(World):
+    """A ring of 500 rows that has turned, or not; up to 250 chosen blocks."""
+
+    sink: int = 30
+    window: int = 270
+    interval: int = 200
+    rows: int = 800
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("dim", ATTENTION.NATIVE_DIMS)
+@given(
+    lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3),
+    group=st.sampled_from([1, 3, 4, ATTENTION.NATIVE_GROUP]), block=st.sampled_from([1, 16, 20]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
+)  # fmt: skip
+def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
+    """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN. Frontiers, caps of
+    logits, sinks and blocks that are partly filled are there or not."""
+    r = random.Random(seed)
+    w = Long(
+        lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
+        pick=lambda *options: r.choice(options),
+    )  # fmt: skip
+    q, near, hot, of_rows, reach, attention = OPS["sparse_attention"](w)
+    of_rows.length[torch.tensor(lengths) < 0] = -1
+    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention)
+    want = ENTRY.reference(*things)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
+        got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
+
+
+KINDS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kind", ["reference", *KINDS])
+def test_attention_over_no_token_is_zero(kind):
+    """Of a row in which there is none yet, beside one with tokens."""
+    w = Long(lengths=[0, 90], group=4, dim=128, dtype=torch.float16)
+    q, near, hot, *rest = OPS["sparse_attention"](w)
+    hot.chosen[0] = -1
+    got = ENTRY.run(kind, *on(DEVICE, (q, near, hot, *rest))).cpu()
+    assert [bool(x.any()) for x in got] == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", ["q", "ring"])
+def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
+    """As in the reference: a NaN of one head, or of a row that counts, is in what it touches and nowhere else."""
+    w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
+    things = OPS["sparse_attention"](w)
+    if broken == "q":
+        things[0][0, 2] = torch.nan
+    else:
+        things[1].ring[1, 1, 3, 1, 5] = torch.inf
+    got = ENTRY.run(kind, *on(DEVICE, things)).cpu()
+    want = ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[w.dtype], equal_nan=True)
+    assert (want.isnan() | want.isinf()).sum() == (128 if broken == "q" else 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "dim", "batch", "warps"),
+    [
+        (64, 256, 128, 1, 8), (336, 1024, 128, 1, 11), (336, 2048, 128, 1, 10), (336, 1024, 256, 1, 8),
+        (336, 1024, 128, 2, 11), (336, 1024, 128, 4, 11), (336, 1024, 128, 40, 8),
+    ],
+)  # fmt: skip
+def test_warps_of_a_program(rows, tokens, dim, batch, warps, monkeypatch):
+    """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10."""
+    monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
+    w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
+    q, near, hot, *_ = OPS["sparse_attention"](w)
+    near = near._replace(ring=near.ring.new_empty(batch, 8, rows, 2, dim))
+    hot = hot._replace(chosen=hot.chosen.new_empty(batch, 8, tokens // 16))
+    assert ATTENTION._warps(q, near, hot, ATTENTION._cluster(q, 8)) == warps
+
+
+SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"
+ODD = {
+    "float32": "queries in torch.float32 with sink logits in torch.float32",
+    "head_dim": SHAPE.format(80, 2),
+    "group": SHAPE.format(64, 9),
+    "sinks": "queries in torch.float16 with sink logits in torch.float32",
+    "strides": "tensors are not aligned to 16 bytes",
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
+    w = Long(
+        dim=80 if odd == "head_dim" else 64, group=9 if odd == "group" else 2, seed=1,
+        dtype=torch.float32 if odd == "float32" else torch.float16,
+    )  # fmt: skip
+    q, *views, attention = OPS["sparse_attention"](w)
+    sinks = w.sink_logits()
+    things = (q, *views, attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks))
+    there = on(DEVICE, things)
+    if odd == "strides":
+        there = (torch.nn.functional.pad(there[0], (0, 3))[..., :64], *there[1:])
+    assert ENTRY.chain.chosen(*there) == ("triton", {"cuda": ODD[odd]})
+    tolerance = TOLERANCE[q.dtype]
+    got, want = ENTRY.run("triton", *there).cpu(), ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_what_the_native_kernel_is_for(sinks, filled):
+    w = Long(dim=64, dtype=torch.float16)
+    *rest, reach, attention = OPS["sparse_attention"](w)
+    reach = reach._replace(fill=torch.ones_like(rest[2].slot_of) if filled else None)
+    things = (*rest, reach, attention._replace(sink_logits=w.sink_logits() if sinks else None))
+    assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE

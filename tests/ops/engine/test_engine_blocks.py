@@ -1,0 +1,305 @@
+"""An engine without an engine: requests come, grow, share beginnings and go, and their blocks are given to others.
+
+What is expected comes from the raw keys and values of every request, which the store never sees again.
+"""
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from world import DEVICE
+
+from torchsparsekv import use_kernels
+from torchsparsekv.engines._blocks import BlockStore
+from torchsparsekv.engines._options import read_options
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv_benchmarks.speed.serve import fetched
+
+HEADS, GROUP, DIM, BLOCK = 2, 2, 16, 4
+PLACES, BLOCKS, MOST = 24, 60, 6  # blocks of a request, of the engine, and requests at a time
+SINK, WINDOW = 4, 6
+ATTENTION = Attention(DIM**-0.5)
+
+
+@dataclass(eq=False)
+class Request:
+    keys: torch.Tensor  # [heads, tokens, dim], of all that it will ever hold
+    values: torch.Tensor
+    ids: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class Engine:
+    """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
+
+    def __init__(self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST):
+        hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest="float32")
+        options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
+        self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
+        self.random, self.free = random.Random(seed), list(range(1, BLOCKS))
+        self.g = torch.Generator().manual_seed(seed)
+        self.store.allocate(BLOCKS)
+        self.store.bind(torch.zeros(BLOCKS, self.store.page_bytes, dtype=torch.uint8, device=DEVICE))
+        self.requests: list[Request] = []
+
+    def begin(self, like: Request | None = None, shared: int = 0) -> Request:
+        """One that may have its first blocks in common with another: they are there already."""
+        k, v = (torch.randn(HEADS, PLACES * BLOCK, DIM, generator=self.g) for _ in range(2))
+        new = Request(k, v)
+        if like is not None:
+            tokens = shared * BLOCK
+            new.keys[:, :tokens], new.values[:, :tokens] = like.keys[:, :tokens], like.values[:, :tokens]
+            new.ids, new.length = like.ids[:shared], tokens
+        self.requests.append(new)
+        return new
+
+    def end(self, request: Request) -> None:
+        self.requests.remove(request)
+        held = {x for r in self.requests for x in r.ids}
+        self.free += [x for x in request.ids if x not in held]
+
+    def _room(self, request: Request, tokens: int) -> list[int]:
+        """Rows of the pool for its next tokens."""
+        while len(request.ids) * BLOCK < request.length + tokens:
+            request.ids.append(self.free.pop(self.random.randrange(len(self.free))))
+        at = range(request.length, request.length + tokens)
+        return [request.ids[p // BLOCK] * BLOCK + p % BLOCK for p in at]
+
+    def _write(self, those: list[tuple[Request, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """New tokens of several requests, one after another, padded as batches of an engine are."""
+        to = [row for r, n in those for row in self._room(r, n)] + [-1]
+        k, v = (
+            torch.cat([getattr(r, name)[:, r.length : r.length + n] for r, n in those], 1)
+            for name in ("keys", "values")
+        )
+        k, v = (torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, 0, 0, 1)).to(DEVICE) for x in (k, v))
+        self.store.write(k, v, torch.tensor(to, device=DEVICE))
+        for r, n in those:
+            r.length += n
+        return k[:-1], v[:-1]
+
+    def prompt(self, request: Request, tokens: int) -> None:
+        """A chunk, which attends to everything."""
+        past = request.length
+        k, v = self._write([(request, tokens)])
+        q = torch.randn(tokens, HEADS * GROUP, DIM, generator=self.g)
+        table = torch.tensor(request.ids, dtype=torch.int32, device=DEVICE)
+        got = self.store.prompt(q.to(DEVICE), k, v, table, past, ATTENTION).cpu()
+        for i in range(tokens):
+            seen = torch.ones(HEADS, past + i + 1, dtype=torch.bool)
+            torch.testing.assert_close(got[i], attend(q[i], request, seen), rtol=1e-4, atol=1e-5)
+
+    def tables(self, those: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.randint(0, BLOCKS, (len(those) + 1, PLACES), generator=self.g, dtype=torch.int32)
+        for row, r in zip(table, those):
+            row[: len(r.ids)] = torch.tensor(r.ids, dtype=torch.int32)
+        return torch.tensor([r.length for r in those] + [0], dtype=torch.int32).to(DEVICE), table.to(DEVICE)
+
+    def decode(self, those: list[Request]) -> torch.Tensor:
+        """A step of these, in this order, and of a row that pads the batch."""
+        self._write([(r, 1) for r in those])
+        q = torch.randn(len(those) + 1, HEADS * GROUP, DIM, generator=self.g)
+        got = self.store.decode(q.to(DEVICE), *self.tables(those), ATTENTION).cpu()
+        for x, r, out in zip(q, those, got):
+            want = attend(x, r, seen_by(x, r, self.store.method))
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got[-1], torch.zeros_like(got[-1]))
+        return got
+
+
+def attend(q: torch.Tensor, r: Request, seen: torch.Tensor) -> torch.Tensor:
+    """By definition; `seen` is [heads, tokens]."""
+    n = seen.shape[1]
+    k, v, live = (x.repeat_interleave(GROUP, 0) for x in (r.keys[:, :n], r.values[:, :n], seen))
+    z = (k @ q[..., None])[..., 0] * ATTENTION.scale
+    return (z.masked_fill(~live, -torch.inf).softmax(-1)[:, None] @ v)[:, 0]
+
+
+def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
+    """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say."""
+    n, seen = r.length, torch.zeros(HEADS, r.length, dtype=torch.bool)
+    first, last = SINK // BLOCK, SINK // BLOCK + max(0, n - SINK - WINDOW) // BLOCK
+    seen[:, :SINK] = seen[:, last * BLOCK :] = True
+    for h in range(HEADS):
+        scores = []
+        for block in range(first, last):
+            keys, x = r.keys[h, block * BLOCK : (block + 1) * BLOCK], q[h * GROUP : (h + 1) * GROUP]
+            low, high = keys.amin(0), keys.amax(0)
+            if method.name == "quest":
+                score = torch.maximum(x * low, x * high).sum(-1).amax()
+            else:
+                middle = (low + high) / 2
+                score = (x @ middle + x.abs() @ (keys - middle).abs().mean(0)).amax()
+            scores.append((float(score), block))
+        for _, block in sorted(scores, reverse=True)[: method.budget // BLOCK]:
+            seen[h, block * BLOCK : (block + 1) * BLOCK] = True
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", ["quest", "arkvale"])
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_a_day_of_requests_equals_brute_force(kv, method, seed):
+    """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
+    e, r = Engine(kv, method, seed=seed), random.Random(seed)
+    given = 0
+    for _ in range(40):
+        if len(e.requests) < MOST - 1 and len(e.free) > 2 * 8:
+            old = r.choice(e.requests) if e.requests and r.random() < 0.5 else None
+            new = e.begin(old, r.randrange(old.length // BLOCK + 1) if old else 0)
+            for _ in range(r.randint(1, 2)):
+                e.prompt(new, r.randint(1, 15))
+        r.shuffle(e.requests)
+        e.decode(e.requests[: r.randint(1, len(e.requests))])
+        if r.random() < 0.3 or len(e.free) < 8 or any(x.length > PLACES * BLOCK - 40 for x in e.requests):
+            gone = max(e.requests, key=lambda x: x.length)
+            given += len(gone.ids)
+            e.end(gone)
+    assert given > BLOCKS  # so ids were given again
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_kernels_do_the_same(kv):
+    """As on a GPU, where nothing else runs; here they are interpreted."""
+    with use_kernels("triton"):
+        e = Engine(kv)
+        a = e.begin()
+        e.prompt(a, 30)
+        b = e.begin(a, 5)
+        e.prompt(b, 6)
+        for those in ([a, b], [b], [b, a]):
+            e.decode(those)
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_full_budget_is_dense(kv):
+    e = Engine(kv, budget=PLACES * BLOCK)
+    a, b = e.begin(), e.begin()
+    e.prompt(a, 50)
+    e.prompt(b, 13)
+    for _ in range(9):
+        assert seen_by(torch.ones(HEADS * GROUP, DIM), a, e.store.method).all()
+        e.decode([b, a])
+
+
+def test_a_block_that_is_given_to_another_keeps_nothing():
+    """The one before had a key that every query likes; the one after has not, but something else elsewhere."""
+    e = Engine("host", budget=BLOCK)
+    loud = e.begin()
+    loud.keys *= 50
+    e.prompt(loud, 40)
+    e.decode([loud])
+    used = loud.ids[:]
+    e.end(loud)
+    e.free = used[:]  # nothing else is free
+    quiet = e.begin()
+    e.prompt(quiet, 30)
+    for _ in range(10):
+        e.decode([quiet])
+    assert set(quiet.ids) <= set(used)
+
+
+def test_a_shared_beginning_is_indexed_once():
+    e = Engine("device")
+    a = e.begin()
+    e.prompt(a, 32)
+    before = [t.clone() for t in e.store.digests[:2]]
+    b = e.begin(a, 8)
+    e.decode([b])
+    for t, was in zip(e.store.digests[:2], before):
+        assert torch.equal(t[:, :, a.ids].cpu().float(), was[:, :, a.ids].cpu().float())
+    assert b.ids[:8] == a.ids
+
+
+def test_what_is_shared_is_fetched_once():
+    e = Engine("host")
+    a = e.begin()
+    e.prompt(a, 40)
+    b = e.begin(a, 10)
+    e.decode([a, b])
+    held = e.store.hot.block_of[0]
+    for h in range(HEADS):
+        of_head = [x for x in held[h].tolist() if x >= 0]
+        assert len(of_head) == len(set(of_head)) > 0
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_blocks_that_lose_their_place_in_the_hot_buffer_are_brought_again(kernels):
+    """Two requests in turn, with room for fewer blocks than they have: most slots change hands, some of them often."""
+    with use_kernels(kernels):
+        e = Engine("host", most=2)
+        those = e.begin(), e.begin()
+        for r in those:
+            e.prompt(r, 60)
+        brought = sum(fetched([e.store], lambda r=r: e.decode([r])) for r in those * 10)
+    assert brought > 2 * e.store.slots  # per head
+
+
+def test_blocks_that_a_step_brings_are_counted():
+    """Per kv head: the first step brings all that there is, and the next has it; what is on the device brings none."""
+    e, other = Engine("host", budget=PLACES * BLOCK), Engine("device")
+    a = e.begin()
+    e.prompt(a, 40)
+    assert fetched([e.store, other.store], lambda: e.decode([a])) == 11
+    assert fetched([e.store], lambda: e.decode([a])) == 0
+    assert fetched([other.store], lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(host_gib=2), 'with kv="host", got 2'),
+        (dict(kv="host", host_gib=0), "positive number of GiB"),
+        (dict(kv="host", host_gib="8"), "got '8'"),
+        (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
+        (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
+        (dict(method="pariskv"), "method must be one of arkvale, quest, got 'pariskv'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        read_options({"method": "quest", **given}, BLOCK)
+
+
+def test_memory_is_what_was_said():
+    store = Engine("host").store
+    assert store.hot.rows.shape[2] == MOST * (1 + 3 + 2 * 2)  # of each request its sink, its window, twice its budget
+    assert store.host_bytes == HEADS * BLOCK * 2 * DIM * 4
+    assert store.page_bytes == HEADS * 2 * DIM * 4  # the digest, in fp32 here: keys and values are elsewhere
+    assert Engine("device").store.page_bytes == store.page_bytes + store.host_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_a_step_in_a_cuda_graph(kv):
+    """Replayed with other lengths, tables and tokens than it was captured with."""
+    e = Engine(kv)
+    those = [e.begin() for _ in range(3)]
+    for r, n in zip(those, (40, 9, 21)):
+        e.prompt(r, n)
+    e.decode(those)  # compiles
+    n = len(those) + 1
+    q, k = torch.zeros(n, HEADS * GROUP, DIM, device=DEVICE), torch.zeros(n, HEADS, DIM, device=DEVICE)
+    v, to = torch.zeros_like(k), torch.full((n,), -1, device=DEVICE)
+    length, table = (x.clone() for x in e.tables(those))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        e.store.write(k, v, to)
+        out = e.store.decode(q, length, table, ATTENTION)
+    for step in range(14):
+        r = random.Random(step)
+        r.shuffle(those)
+        rows = [row for x in those for row in e._room(x, 1)]
+        k[:-1] = torch.stack([x.keys[:, x.length] for x in those]).to(DEVICE)
+        v[:-1] = torch.stack([x.values[:, x.length] for x in those]).to(DEVICE)
+        to[:-1] = torch.tensor(rows)
+        for x in those:
+            x.length += 1
+        asked = torch.randn(q.shape, generator=e.g)
+        q.copy_(asked)
+        for t, new in zip((length, table), e.tables(those)):
+            t.copy_(new)
+        graph.replay()
+        for x, request, got in zip(asked, those, out.cpu()):
+            want = attend(x, request, seen_by(x, request, e.store.method))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,372 @@
+"""The hot buffer over many calls against a model of it in plain Python: nothing lost or stale, the oldest leave."""
+import random
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from test_ops import clones, on
+from world import DEVICE
+
+from torchsparsekv.ops._machinery.chain import tensors, use_kernels
+from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.store.rows import STATS
+from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
+from torchsparsekv.state import Geometry, LayerState, RingPlan, RowLengths, hot_buffer, store_buffers
+
+ENTRIES = load_all()
+FETCH, FORGET = ENTRIES["fetch"], ENTRIES["forget"]
+DIM, SATURATED = 16, (1 << 16) - 3  # slots idle for longer are all equally old
+I32 = torch.int32
+KINDS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Head:
+    """The buffer of one (row, kv head): which block is in each slot and at which call it was last asked for."""
+
+    def __init__(self, slots: int, width: int):
+        self.blocks: list[int | None] = [None] * slots
+        self.used = [0] * slots
+        self.calls = self.selected = self.missed = 0
+        self.chosen = [-1] * width
+
+    def fetch(self, ids: list[int]) -> None:
+        self.calls += 1
+        asked = [x for x in ids if x >= 0]
+        missing = [x for x in asked if x not in self.blocks]
+        idle = [i for i, x in enumerate(self.blocks) if x is None or x not in asked]
+        idle.sort(key=lambda i: (-SATURATED - 1 if self.blocks[i] is None else -self.idle_for(i), i))
+        for block, slot in zip(missing, sorted(idle[: len(missing)])):
+            self.blocks[slot] = block
+        for x in asked:
+            self.used[self.blocks.index(x)] = self.calls
+        self.selected, self.missed = self.selected + len(asked), self.missed + len(missing)
+        self.chosen = [self.blocks.index(x) if x >= 0 else -1 for x in ids]
+
+    def idle_for(self, slot: int) -> int:
+        return min(self.calls - 1 - self.used[slot], SATURATED)
+
+    def keep(self) -> None:
+        self.selected += sum(slot >= 0 for slot in self.chosen)
+
+    def forget(self, ids: list[int]) -> None:
+        for slot, x in enumerate(self.blocks):
+            if x is not None and x in ids:
+                self.blocks[slot] = None
+                self.chosen = [-1 if i == slot else i for i in self.chosen]
+
+    def stay_idle(self, calls: int) -> None:
+        self.calls += calls
+        self.chosen = [-1] * len(self.chosen)
+
+
+class HotBuffer(RuleBasedStateMachine):
+    fetch, forget, device = None, None, None  # what is driven, and where
+
+    @initialize(
+        batch=st.integers(1, 2), heads=st.integers(1, 2), slots=st.integers(1, 9), block=st.sampled_from([1, 2, 4]),
+        total=st.integers(1, 24).map(lambda n: n + 4), share=st.floats(0, 1),
+    )  # fmt: skip
+    def build(self, batch, heads, slots, block, total, share):
+        self.slots, self.block, self.total, self.calls, self.version = slots, block, total, 0, 0
+        self.width = max(1, round(share * slots))
+        g, plan = Geometry(batch, heads, DIM, total * block, torch.float32), RingPlan(0, 1, block)
+        buffers = store_buffers(g, plan) | {"hot": hot_buffer(g, block, slots, self.width)}
+        self.s = LayerState(buffers, RowLengths(plan, batch, g.rows, self.device), self.device, pool_on_host=False)
+        self.lead = [(b, h) for b in range(batch) for h in range(heads)]
+        self.s.far.rows.fill_(torch.nan)  # what was never written must not be seen
+        self.s.hot.rows.fill_(torch.nan)
+        self.begin()
+
+    def begin(self):
+        self.heads = {at: Head(self.slots, self.width) for at in self.lead}
+        self.written = 0
+        self.truth = torch.full_like(self.s.far.rows, torch.nan, device="cpu")
+
+    def pages(self):
+        return self.truth.unflatten(2, (self.total, self.block))
+
+    def new(self, shape):
+        """Numbers that were nowhere before."""
+        self.version += 1
+        return torch.arange(torch.Size(shape).numel()).view(shape) + 1e5 * self.version
+
+    def store(self, rows):
+        self.s.far.rows[:, :, rows] = self.truth[:, :, rows].to(self.device)
+
+    def ids(self, of):
+        lead = self.s.far.rows.shape[:2]
+        return torch.tensor([of[at] for at in self.lead], dtype=I32).view(*lead, -1).to(self.device)
+
+    # ---- what can happen
+
+    @precondition(lambda self: self.written < self.total)
+    @rule(pages=st.integers(1, 9))
+    def append_pages(self, pages):
+        rows = slice(self.written * self.block, min(self.written + pages, self.total) * self.block)
+        self.truth[:, :, rows] = self.new(self.truth[:, :, rows].shape)
+        self.store(rows)
+        self.written = rows.stop // self.block
+
+    @precondition(lambda self: self.written)
+    @rule(
+        seed=st.integers(0, 1 << 20), share=st.floats(0.1, 1), empty=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+        gated=st.booleans(),
+    )  # fmt: skip
+    def choose(self, seed, share, empty, gated):
+        """Any distinct blocks in any order, empty places anywhere between. Drawn from a seed: lists that hypothesis
+        draws itself are too short to replace anything."""
+        r = random.Random(seed)
+        asked = {}
+        for at in self.lead:
+            some = r.sample(range(self.written), min(max(1, round(share * self.width)), self.written))
+            some = [-1 if r.random() < empty else x for x in some] + [-1] * (self.width - len(some))
+            asked[at] = r.sample(some, self.width)
+        now = {at: int(not gated or r.random() < 0.5) for at in self.lead}
+        self.calls += 1
+        gate = self.ids(now).flatten(1) if gated else None
+        self.fetch(Asked(self.ids(asked), gate), self.s.far, self.s.hot, self.s.stats)
+        for at, head in self.heads.items():
+            if now[at]:
+                head.fetch(asked[at])
+            else:
+                head.keep()
+
+    @precondition(lambda self: self.written)
+    @rule(seed=st.integers(0, 1 << 20), width=st.integers(1, 12), write_through=st.booleans())
+    def change(self, seed, width, write_through):
+        """Some blocks of the pool get other tokens. Named beside them: none, what did not change, and some twice."""
+        r = random.Random(seed)
+        named = {}
+        for at in self.lead:
+            named[at] = r.sample(range(self.written), r.randint(0, min(width, self.written)))
+            for x in named[at]:
+                self.pages()[at][x] = self.new(self.pages()[at][x].shape)
+            rest = [r.choice([-1, r.randrange(self.written), *named[at]]) for _ in range(width - len(named[at]))]
+            named[at] = r.sample(named[at] + rest, width)
+        self.store(slice(0, self.written * self.block))
+        self.forget(self.ids(named), self.s.far, self.s.hot, write_through)
+        if not write_through:
+            for at, head in self.heads.items():
+                head.forget(named[at])
+
+    @precondition(lambda self: self.calls % 5 == 4)
+    @rule(calls=st.sampled_from([1, 1000, 65530, 70000]))
+    def stay_idle(self, calls):
+        """As many calls that ask for nothing, in one go."""
+        self.calls += 1
+        self.s.hot.age.add_(calls).clamp_(max=(1 << 16) - 1)
+        self.s.hot.chosen.fill_(-1)
+        for head in self.heads.values():
+            head.stay_idle(calls)
+
+    @precondition(lambda self: self.calls % 9 == 8)  # rare, or nothing ever fills up
+    @rule()
+    def reset(self):
+        """Another prompt: the same pages of the pool will hold other tokens."""
+        self.calls += 1
+        self.s.reset()
+        self.begin()
+
+    # ---- what must hold whatever happened
+
+    @invariant()
+    def tables_agree(self):
+        hot = on("cpu", self.s.hot)
+        for at, head in self.heads.items():
+            assert hot.block_of[at].tolist() == [-1 if x is None else x for x in head.blocks]
+            where = {x: i for i, x in enumerate(head.blocks) if x is not None}
+            assert hot.slot_of[at].tolist() == [where.get(x, -1) for x in range(self.total)]
+            assert hot.chosen[at].tolist() == head.chosen
+        assert not hot.done_count.any()
+
+    @invariant()
+    def nothing_is_lost_or_stale(self):
+        hot, pool, pages = on("cpu", self.s.hot), self.s.far.rows.cpu(), self.pages()
+        for at, head in self.heads.items():
+            for slot, x in enumerate(head.blocks):
+                assert x is None or torch.equal(hot.rows[at][slot], pages[at][x]), "not what the pool has"
+            read = hot.chosen[at][hot.chosen[at] >= 0].long()
+            assert (hot.block_of[at][read] >= 0).all(), "attention reads a slot that is empty"
+        rows = self.written * self.block
+        assert torch.equal(pool[:, :, :rows], self.truth[:, :, :rows]), "the pool is read only"
+
+    @invariant()
+    def hits_and_misses_are_counted(self):
+        counts = self.s.stats.counts.cpu()
+        for at, head in self.heads.items():
+            counted = dict(zip(STATS, counts[at].tolist()))
+            assert (counted["selected"], counted["missed"]) == (head.selected, head.missed)
+            assert counted["steps"] == counted["context"] == counted["near"] == 0, "another op's counters"
+
+
+def drive(fetch, forget, device, **options):
+    driven = {"fetch": staticmethod(fetch), "forget": staticmethod(forget), "device": torch.device(device)}
+    machine = type("Driven", (HotBuffer,), driven)
+    run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
+
+
+def test_reference():
+    """With all checks, on any number of blocks that changed."""
+    with use_kernels("reference"):
+        drive(FETCH.call, FORGET.call, "cpu", max_examples=150, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel(kind):
+    """On a GPU as it runs there; elsewhere in the interpreter, where a call takes tens of milliseconds."""
+    many = DEVICE.type == "cuda"
+    forget = FORGET.chain.candidates(kind)[0].kind  # no CUDA C++ was written for it
+    drive(
+        lambda *x: FETCH.run(kind, *x), lambda *x: FORGET.run(forget, *x), DEVICE, max_examples=60 if many else 10,
+        stateful_step_count=30 if many else 14,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- larger buffers: several warps, several programs
+
+
+def half_full(n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g) -> tuple[Far, Hot, Stats]:
+    """The state of two heads."""
+    total, lead = slots + n, (1, 2)
+    pool = torch.randn(*lead, total * block, 2, DIM, generator=g)
+    slot_of, block_of = (torch.full((*lead, size), -1, dtype=I32) for size in (total, slots))
+    for h in range(2):
+        some = torch.randperm(total, generator=g)[:slots]
+        block_of[0, h] = torch.where(torch.rand(slots, generator=g) < filled, some, -1)
+        there = block_of[0, h] >= 0
+        slot_of[0, h, some[there]] = there.nonzero().flatten().to(I32)
+    rows = pool.unflatten(2, (total, block))[:, torch.arange(2)[:, None], block_of[0].clamp(min=0).long()]
+    age = torch.randint(ages[0], ages[1] + 1, block_of.shape, generator=g, dtype=I32)
+    chosen = torch.randint(-1, slots, (*lead, n), generator=g, dtype=I32)
+    hot = Hot(rows.contiguous(), slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    return Far(pool), hot, Stats(torch.zeros(*lead, 5).long())
+
+
+def asked(slot_of: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
+    """`n` blocks of each head, or fewer: all there, a few new, all new or anything; -1 behind or between them."""
+    out = torch.full((*slot_of.shape[:2], n), -1, dtype=I32)
+    for h in range(2):
+        there, new = (x.nonzero().flatten().tolist() for x in (slot_of[0, h] >= 0, slot_of[0, h] < 0))
+        ids = r.sample(new, min(r.choice([0, 0, 3, n // 2, n]), len(new))) + r.sample(there, len(there))
+        ids = (ids + [-1] * n)[: r.choice([n, n, n // 2, 0])]
+        ids += [-1] * (n - len(ids))
+        out[0, h] = torch.tensor(r.sample(ids, n) if r.random() < 0.5 else ids)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    shape=st.sampled_from([(33, 33, 4), (64, 128, 16), (130, 700, 2), (704, 704, 1), (1100, 2100, 1)]),
+    ages=st.sampled_from([(0, 0), (0, 5), (0, 254), (0, 255), (0, 256), (250, 3000), (0, 65_535), (65_530, 65_535)]),
+    filled=st.sampled_from([0.0, 0.7, 1.0, 1.0]), gated=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_calls_in_a_row(kind, shape, ages, filled, gated, seed):
+    """Of csrc/fetch.cu or of Triton's kernels: after each call all that there is equals the reference's."""
+    (n, slots, block), r, g = shape, random.Random(seed), torch.Generator().manual_seed(seed)
+    state = half_full(n, slots, block, ages, filled, g)
+    there = on(DEVICE, clones(state))
+    for _ in range(4):
+        ids = asked(state[1].slot_of, n, r)
+        now = torch.tensor([[r.choice([0, 1]) for _ in range(2)]], dtype=I32) if gated else None
+        FETCH.reference(Asked(ids, now), *state)
+        FETCH.run(kind, *on(DEVICE, (Asked(ids, now),)), *there)
+        for got, want in zip(tensors(there), tensors(state), strict=True):
+            assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+@given(
+    shape=st.sampled_from([(9, 12, 16), (5, 6, 40), (33, 70, 2)]), filled=st.sampled_from([0.5, 1.0]),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+def test_large_blocks_that_changed(write_through, shape, filled, seed):
+    """All that there is equals the reference's; blocks that are named may be missing, or the same."""
+    (n, slots, block), g = shape, torch.Generator().manual_seed(seed)
+    far, hot, _ = half_full(n, slots, block, (0, 5), filled, g)
+    far.rows.mul_(2)
+    ids = torch.randint(-1, slots + n, hot.chosen.shape, generator=g, dtype=I32)
+    there = on(DEVICE, clones((ids, far, hot)))
+    FORGET.reference(ids, far, hot, write_through)
+    FORGET.run("triton", *there, write_through)
+    for got, want in zip(tensors(there), tensors((ids, far, hot)), strict=True):
+        assert torch.equal(got.cpu(), want)
+
+
+# ---------------------------------------------------------------- the machine itself can fail
+
+
+def why_it_fails(*, fetched=lambda hot, stats: None, forget=FORGET.reference) -> str:
+    """What the machine finds where the reference of fetch is followed by `fetched`, with this in place of forget."""
+
+    def fetch(asked, far, hot, stats):
+        FETCH.reference(asked, far, hot, stats)
+        fetched(hot, stats)
+
+    options = dict(derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+    try:
+        drive(fetch, forget, "cpu", max_examples=150, stateful_step_count=30, **options)
+    except AssertionError as e:
+        return str(e)
+    return ""
+
+
+def test_what_is_right_does_not_fail():
+    assert why_it_fails() == ""
+
+
+def test_a_stale_page_is_noticed():
+    """The last row of keys or values of every slot."""
+    assert "not what the pool has" in why_it_fails(fetched=lambda hot, stats: hot.rows[..., -1, :].zero_())
+
+
+def test_forgetting_the_age_is_noticed():
+    """Replacing whatever slot comes first is not replacing the least recently used."""
+    assert why_it_fails(fetched=lambda hot, stats: hot.age.zero_())
+
+
+def test_ages_that_never_grow_are_noticed():
+    assert why_it_fails(fetched=lambda hot, stats: hot.age.clamp_(max=1))
+
+
+def test_a_table_entry_left_behind_is_noticed():
+    assert why_it_fails(fetched=lambda hot, stats: hot.slot_of.masked_fill_(hot.slot_of < 0, 0))
+
+
+def test_a_miss_not_counted_is_noticed():
+    assert why_it_fails(fetched=lambda hot, stats: stats.counts[..., 4].zero_())
+
+
+def test_a_changed_block_that_nobody_forgets_is_noticed():
+    assert why_it_fails(forget=lambda *_: None)
+
+
+def test_an_old_copy_is_noticed_where_the_tables_are_right():
+    def tables_alone(ids, far, hot, write_through):
+        if not write_through:
+            FORGET.reference(ids, far, hot, write_through)
+
+    assert "not what the pool has" in why_it_fails(forget=tables_alone)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_a_copy_in_place_of_an_empty_slot_is_noticed(write_through):
+    """And the other way round."""
+    assert why_it_fails(forget=lambda ids, far, hot, _: FORGET.reference(ids, far, hot, write_through))
+
+
+def test_a_head_that_goes_on_attending_to_what_was_emptied_is_noticed():
+    def but_chosen(ids, far, hot, write_through):
+        before = hot.chosen.clone()
+        FORGET.reference(ids, far, hot, write_through)
+        hot.chosen.copy_(before)
+
+    assert why_it_fails(forget=but_chosen)

@@ -1,0 +1,120 @@
+"""What decode steps need is compiled while the prompt runs: all of it, and nothing else."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from models import tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.registry import OPS
+from torchsparsekv.ops.pariskv import _lloyd_max
+
+ON_GPU = DEVICE.type == "cuda"
+GPU = torch.device("cuda", 0 if ON_GPU else 5)  # if there is none, one whose properties nobody has asked for before
+SHAPE = dict(head_dim=128, hidden_size=512)
+
+
+class Called(TorchDispatchMode):
+    """The ops of ours that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "torchsparsekv":
+            self.names.add(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def layers_of(method, dtype=torch.bfloat16, **more):
+    model = tiny(**SHAPE, dtype=dtype, num_hidden_layers=4)
+    hyper = {name: x for name, x in hyper_of(method).items() if name != "block_size"} | more
+    handle = torchsparsekv.patch(model, method, max_length=256, budget=64, sink=32, window=32, skip_layers=1, **hyper)
+    return model, handle, handle.make_cache(2).stored
+
+
+def on_gpu(x):
+    """A fake of the same on a GPU."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [*((m, {}) for m in METHODS), ("icecache", {"reuse_every": 3})], ids=lambda x: str(x)
+)
+def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
+    """The names that a step calls, with DEVICE as it is, against what is loaded for the layers that are rehearsed."""
+    if not ON_GPU:
+        properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # not without CUDA, even of fake tensors
+    for table in (_lloyd_max.quantiser, _lloyd_max.polynomial):  # as in a process that has not made them yet
+        table.cache_clear()
+    loaded = {}
+    monkeypatch.setattr(_cuda, "load", lambda name, device, **defines: loaded.setdefault(name, "seen"))
+    *_, stored = layers_of(method, **more)
+    rehearsed = _ahead.by_kind(stored.values()).values()
+    assert len(rehearsed) <= 3 < len(stored), "no two that take the same kernels"
+    with FakeTensorMode():
+        for layer in rehearsed:
+            _ahead.step(layer.method, layer.shape, layer.state.mapped(on_gpu))
+    model, handle, _ = layers_of(method, torch.float32, **more)
+    ids = torch.randint(3, 97, (2, 200), device=DEVICE)
+    monkeypatch.undo()
+    with torch.no_grad():
+        cache = handle.make_cache(2)
+        model(ids, past_key_values=cache)
+        with Called() as called:
+            model(ids[:, :1], past_key_values=cache)
+    have = {name for name in called.names if "cuda" in OPS[name].chain.kinds}
+    assert set(loaded) == have
+    assert have or method in ("full", "streaming")
+
+
+def test_a_cpu_compiles_nothing():
+    if not ON_GPU:
+        *_, stored = layers_of("quest")
+        assert _ahead.precompile(stored.values()) is None
+
+
+def test_what_fake_tensors_cannot_pass_is_left_for_later():
+    *_, stored = layers_of("quest")
+    layer = stored[1]
+
+    class Broken:
+        def decode(self, *things):
+            raise ValueError("no")
+
+    mode, seen = FakeTensorMode(), []
+
+    class Fine:
+        def decode(self, state, q, k, v, a):
+            seen.append((q.shape, k.shape))
+
+    _ahead._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
+    assert seen == [((2, 4, 1, 128), (2, 2, 1, 128))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_finds_its_kernels(method):
+    _cuda._loaded.clear(), _ahead._begun.clear()
+    model, handle, stored = layers_of(method)
+    thread = _ahead.precompile(stored.values())  # make_cache has begun already
+    assert thread is None
+    for running in _ahead.threading.enumerate():
+        if running.name == _ahead.NAME:
+            running.join()
+    before = set(_cuda._loaded)
+    ids = torch.randint(3, 97, (2, 200), device=DEVICE)
+    with torch.no_grad():
+        cache = handle.make_cache(2)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert set(_cuda._loaded) == before

@@ -1,0 +1,371 @@
+"""The handle: what it undoes, whom it affects, and whether its numbers are true."""
+import copy
+import gc
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from models import prompts, tiny
+from snapshot import snapshot
+from world import DEVICE
+
+import torchsparsekv
+from torchsparsekv import host
+from torchsparsekv.method import check_device, make_method
+from torchsparsekv.ops.store.views import Store
+from torchsparsekv.patches import _memory
+
+SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
+IDS, MASK = prompts(2, 40)
+
+
+def generate(model, steps=8):
+    return model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=steps, do_sample=False)
+
+
+def patch(model, method="quest", **changes):
+    return torchsparsekv.patch(model, method, **{**SMALL, **changes})
+
+
+@torch.no_grad()
+def run(model, cache, ids, mask, steps):
+    model(ids, attention_mask=mask, past_key_values=cache)
+    for t in range(steps):
+        model(ids[:, t : t + 1].contiguous(), past_key_values=cache)
+
+
+# ---------------------------------------------------------------- on, off
+
+
+def test_unpatch_restores_everything():
+    model = tiny()
+    before, words = snapshot(model), generate(model)
+    handle = patch(model)
+    during = snapshot(model)
+    for part in ("attributes", "hooks", "implementation", "config", "methods"):
+        assert during[part] != before[part], f"the snapshot does not see {part}: this test could not fail"
+    generate(model)
+    handle.unpatch()
+    assert snapshot(model) == before
+    assert torch.equal(generate(model), words)
+
+
+def test_patching_again_after_unpatch():
+    model = tiny()
+    patch(model).unpatch()
+    with patch(model, "arkvale") as handle:
+        generate(model)
+        assert {r.method for r in handle.report().layers} == {"full", "arkvale"}
+
+
+def test_hooks_of_others_survive():
+    model = tiny()
+    attention = model.model.layers[1].self_attn
+    seen = []
+    ours = attention.register_forward_pre_hook(lambda module, args: seen.append("early"))
+    handle = patch(model)
+    later = attention.register_forward_pre_hook(lambda module, args: seen.append("late"))
+    handle.unpatch()
+    model(IDS)
+    assert seen == ["early", "late"]
+    ours.remove(), later.remove()
+
+
+def test_context_manager_unpatches_whatever_happens():
+    model = tiny()
+    before = snapshot(model)
+    with pytest.raises(KeyError), patch(model) as handle:
+        {False: "not active in its own block"}[handle.active]  # a KeyError if it is, as it should be
+    assert not handle.active
+    with pytest.raises(RuntimeError, match="this handle is unpatched"), handle:
+        pass
+    assert snapshot(model) == before
+    handle.unpatch()  # once more does no harm
+    assert snapshot(model) == before
+
+
+def test_repr_says_what_is_active():
+    model = tiny()
+    with patch(model) as handle:
+        parts = "active on LlamaForCausalLM", "Quest(", "budget=8", "max_length=64", "skip_layers=1", "offload='auto'"
+        for part in parts:
+            assert part in repr(handle)
+    assert "unpatched" in repr(handle)
+    assert "active" not in repr(handle)
+    with patch(model, max_length=None) as handle:
+        assert "max_length=grows to 512" in repr(handle)
+
+
+def test_a_cache_without_a_length_says_what_it_takes(recwarn):
+    with patch(tiny(), max_length=None) as handle:
+        with pytest.warns(UserWarning, match=r"has room for 512 tokens, .*: 0.0 MiB of host memory") as told:
+            cache = handle.make_cache(3)
+        mib = handle.report().device_bytes / 2**20
+        assert cache.max_length == 512
+        assert f" {mib:.1f} MiB on the device" in str(told[0].message)
+        assert told[0].filename == __file__
+        handle.make_cache(3, 64)
+    with patch(tiny()) as handle:
+        handle.make_cache(3)
+    assert not [w for w in recwarn if "has room for" in str(w.message)]
+
+
+def test_only_this_instance():
+    model, other = tiny(), tiny()
+    before, words = snapshot(other), generate(other)
+    with patch(model):
+        assert snapshot(other) == before
+        assert torch.equal(generate(other), words)
+        assert not torch.equal(generate(model, 16), generate(other, 16)), "the patch changes nothing: budget too large"
+
+
+@pytest.mark.parametrize("first", ["original", "copy"])
+def test_deep_copy_is_patched_on_its_own(first):
+    model = tiny()
+    before = snapshot(model)
+    handle = patch(model)
+    generate(model)  # there is a cache to recycle, which the copy must not share
+    twin = copy.deepcopy(model)
+    own = twin._torchsparsekv
+    assert own is not handle
+    assert own.model is twin
+    assert own.active
+    words = generate(model, 16)
+    assert torch.equal(generate(twin, 16), words)
+    assert handle.report().layers == own.report().layers
+    off, on = (handle, own) if first == "original" else (own, handle)
+    off.unpatch()
+    assert (off.active, on.active) == (False, True)
+    assert torch.equal(generate(on.model, 16), words)
+    assert not torch.equal(generate(off.model, 16), words)
+    on.unpatch()
+    assert snapshot(model) == before
+    assert snapshot(twin)["attributes"] == before["attributes"]
+    assert not any(any(h.values()) for h in snapshot(twin)["hooks"].values()), "a hook stayed on the copy"
+
+
+# ---------------------------------------------------------------- report
+
+
+def frontier(length):
+    """Tokens below it have left the ring."""
+    return SMALL["sink"] + max(0, (length - SMALL["sink"] - SMALL["window"]) // 4) * 4
+
+
+def expected(lengths, steps, heads=2):
+    """Counts of one quest layer by hand: per (row, head) and step the context, what is near, and the blocks chosen."""
+    context = near = selected = 0
+    for n in lengths:
+        for now in range(n + 1, n + steps + 1):
+            context += now * heads
+            near += (min(now, SMALL["sink"]) + now - max(frontier(now), SMALL["sink"])) * heads
+            retrievable = (frontier(now) - SMALL["sink"]) // SMALL["block_size"]
+            selected += min(SMALL["budget"] // SMALL["block_size"], retrievable) * heads
+    return context, near, selected
+
+
+@pytest.mark.parametrize(("length", "steps"), [(3, 2), (12, 3), (40, 9)])
+def test_report_counts_exactly(length, steps):
+    """Two rows, of which the first is padded by 5 where the prompt is long enough."""
+    model = tiny()
+    ids, mask = prompts(2, length, ragged=length > 5)
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        run(model, cache, ids, mask, steps)
+        report = handle.report()
+    assert [r.layer for r in report.layers] == [0, 1, 2]
+    assert [r.method for r in report.layers] == ["full", "quest", "quest"]
+    lengths = mask.sum(1).tolist()
+    context, near, selected = expected(lengths, steps)
+    calls = 2 * 2 * steps  # rows, kv heads, steps
+    for r in report.layers:
+        assert r.steps == steps
+        assert r.context_per_step == pytest.approx(context / calls)
+    dense, sparse = report.layers[0], report.layers[1:]
+    assert (dense.density, dense.blocks_selected, dense.blocks_fetched, dense.host_bytes_read) == (1.0, 0, 0, 0)
+    for r in sparse:
+        assert r.blocks_selected == selected
+        assert r.attended_per_step == pytest.approx((near + 4 * selected) / calls)
+        assert r.density == pytest.approx((near + 4 * selected) / context)
+        assert (r.blocks_fetched > 0) == (selected > 0)
+        assert r.blocks_fetched <= r.blocks_selected
+        assert r.host_bytes_read == 0, "on this device the pool is not host memory"
+        assert r.pool_bytes_read == r.blocks_fetched * 4 * 2 * 16 * 4  # tokens, K and V, head_dim, fp32
+
+
+def test_report_by_hand():
+    """The same for one number a reader can check: 40 tokens, budget 8 in pages of 4, one step."""
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(1)
+        run(model, cache, *prompts(1, 40), 1)
+        r = handle.report().layers[1]
+    # 41 tokens; 4 sinks; 31 beyond sinks and window are 7 whole pages, so 32 have left the ring and 9 have not
+    assert (r.steps, r.context_per_step, r.attended_per_step) == (1, 41, 4 + 9 + 8)
+    assert r.density == pytest.approx(21 / 41)
+    assert r.blocks_selected == 2 * 2  # two pages in each of two kv heads
+    assert r.blocks_fetched == 4, "nothing can have been in the hot buffer at the first step"
+
+
+@pytest.mark.gpu
+def test_report_counts_bytes_from_the_host():
+    model = tiny()
+    with patch(model, offload="host") as handle:
+        cache = handle.make_cache(2)
+        run(model, cache, IDS, MASK, 9)
+        report = handle.report()
+    page = 4 * 2 * 16 * 4  # tokens, K and V, head_dim, fp32
+    assert all(r.host_bytes_read == r.blocks_fetched * page > 0 for r in report.layers[1:])
+    assert report.layers[0].host_bytes_read == 0
+
+
+def test_hits_are_not_fetched_again():
+    """The budget covers every page there is: each is fetched once, however many steps ask for it."""
+    model = tiny()
+    with patch(model, budget=40) as handle:
+        cache = handle.make_cache(1)
+        run(model, cache, *prompts(1, 40), 6)
+        r = handle.report().layers[1]
+    pages = (frontier(46) - 4) // 4
+    assert r.blocks_fetched == pages * 2
+    assert r.blocks_selected == sum((frontier(n) - 4) // 4 for n in range(41, 47)) * 2
+    assert r.hit_rate == pytest.approx(1 - r.blocks_fetched / r.blocks_selected)
+
+
+def test_report_starts_again_with_every_generate():
+    model = tiny()
+    with patch(model) as handle:
+        for steps in (9, 5):
+            generate(model, steps)
+            assert {r.steps for r in handle.report().layers} == {steps - 1}  # the prompt gives the first token
+
+
+def test_report_prints_a_table():
+    model = tiny()
+    with patch(model) as handle:
+        generate(model)
+        lines = str(handle.report()).splitlines()
+    assert lines[0] == "torchsparsekv: quest"
+    assert lines[1].split()[:6] == ["layer", "method", "steps", "context", "attended", "density"]
+    assert lines[1].split()[6:] == ["selected", "fetched", "hits", "from", "host"]
+    assert [line.split()[:3] for line in lines[2:5]] == [["0", "full", "7"], ["1", "quest", "7"], ["2", "quest", "7"]]
+    assert len({len(line) for line in lines[1:5]}) == 1, "columns do not line up"
+    assert re.fullmatch(r"cache memory: \S+ \S+ host, \S+ \S+ device", lines[5])
+    assert len(lines) == 6, "a warning without a reason"
+
+
+def test_report_is_loud_when_nothing_ran():
+    model = tiny()
+    with patch(model) as handle:
+        assert "!! NOTHING TO REPORT ON" in str(handle.report())
+        cache = handle.make_cache(2)
+        model(IDS, attention_mask=MASK)  # no cache of ours
+        assert "!! NO DECODE STEP RAN" in str(handle.report())
+        assert "the model was not called, or with another cache" in str(handle.report())
+        run(model, cache, IDS, MASK, 0)  # a prompt alone is no decode step
+        assert "!! NO DECODE STEP RAN THROUGH THE PATCH: only a prompt did" in str(handle.report())
+        run(model, cache, IDS[:, :1], None, 1)
+        assert "!!" not in str(handle.report())
+        del cache
+        gc.collect()
+        assert "!! NOTHING TO REPORT ON" in str(handle.report()), "a cache that is gone ran steps, for all we know"
+
+
+def test_report_names_layers_never_hit():
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        run(model, cache, IDS, MASK, 1)
+        cache.layers[2].state.stats.counts.zero_()
+        assert "!! LAYERS NEVER HIT: [2]" in str(handle.report())
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_report_as_dict_is_json(steps):
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        run(model, cache, IDS, MASK, steps)
+        report = handle.report()
+    again = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert [r["steps"] for r in again["layers"]] == [steps] * 3
+    assert again["method"] == "quest"
+    assert bool(again["warnings"]) == (steps == 0)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def tensors(cache):
+    """Every tensor of the cache, found by looking and not by asking it."""
+    holders = [layer.state for layer in cache.layers] + list(cache.row_lengths.values())
+    values = [v for h in holders for v in vars(h).values() if not isinstance(v, Store)]  # ring and pool, once more
+    held = [x for v in values for x in (v if isinstance(v, tuple) else (v,))]
+    return [t for t in held if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("offload", ["device", "host"])
+def test_memory_is_the_sum_of_the_tensors(method, offload):
+    model = tiny()
+    with torchsparsekv.patch(model, method, **hyper_of(method, **{**SMALL, "sink": 8}), offload=offload) as handle:
+        cache = handle.make_cache(3)
+        report = handle.report()
+        found = tensors(cache)
+        promised = sum(handle.planned.bytes(3, 64, pool_on_host=offload == "host"))
+        lengths = sum(x.nbytes for x in cache.row_lengths.values())
+    assert len({t.data_ptr() for t in found if t.numel()}) == len([t for t in found if t.numel()]), "counted twice"
+    assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + lengths
+    pools = sum(layer.state.far.rows.nbytes for layer in cache.layers if layer.state.pool_on_host)
+    assert report.host_bytes == pools
+    assert (pools > 0) == (offload == "host" and DEVICE.type == "cuda")
+
+
+@pytest.mark.parametrize("when", ["patch", "make_cache", "generate"])
+def test_short_host_memory_is_refused_before_allocating(monkeypatch, when):
+    model = tiny()
+    before = snapshot(model)
+    grows = dict(max_length=None) if when != "patch" else {}
+    monkeypatch.setattr(host, "available", lambda: 1000)
+    monkeypatch.setattr(host, "pinned", lambda *a: pytest.fail("allocated"))
+    monkeypatch.setattr("torchsparsekv.patches._handle.SparseCache", lambda *a, **k: pytest.fail("allocated"))
+    says = r"a cache of \d+ tokens x batch \d needs .* GiB host and .* GiB device.*host memory is free"
+    with pytest.raises(MemoryError, match=says), patch(model, offload="host", **grows) as handle:
+        handle.make_cache(2, 64) if when == "make_cache" else generate(model)
+    assert snapshot(model) == before
+
+
+def test_cuda_without_triton_is_refused(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+    with pytest.raises(RuntimeError, match="the CUDA kernels need Triton: pip install triton"):
+        check_device(torch.device("cuda"), make_method("quest"))
+    check_device(torch.device("cpu"), make_method("quest"))  # the references need none
+
+
+# ---------------------------------------------------------------- methods()
+
+
+def test_methods_lists_every_hyper_parameter_and_default():
+    found = torchsparsekv.methods()
+    assert list(found) == sorted(METHODS)
+    common = dict(budget=1024, sink=64, window=256, hot_budgets=2, prefetch_async=None)
+    assert found["quest"] == {**common, "block_size": 16, "digest": "float8"}
+    assert found["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
+    assert found["streaming"] == {**common, "block_size": 16}
+    assert found["oracle"] == {**common, "block_size": 1}
+    assert found["full"] == common
+    found["quest"]["budget"] = 0
+    assert torchsparsekv.methods()["quest"]["budget"] == 1024, "the caller was given our own table"
+
+
+def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
+    with patch(tiny(), offload="auto") as handle:
+        needed = handle.planned.bytes(1, 64, pool_on_host=False)[1]
+        handle.planned.device = torch.device("cuda")
+        for free, on_host in ((2 * needed, False), (2 * needed - 1, True)):
+            monkeypatch.setattr(_memory, "free_device_bytes", lambda device, free=free: free)
+            assert _memory.pool_on_host(handle.planned, "auto", 1, 64) == on_host

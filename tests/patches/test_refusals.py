@@ -1,0 +1,400 @@
+"""What is refused, with which words, and that a refusal leaves the model alone. One table; a new refusal is a new row."""
+# ruff: noqa: E501 (in the table a row is a line)
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import IN_BLOCKS, MANY_TOKENS, METHODS, OPS
+from models import prompts, tiny
+from snapshot import snapshot
+from test_ops import flat, on
+from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
+from world import DEVICE, World
+
+import torchsparsekv
+from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.select.top_blocks import top_blocks
+
+ENTRIES = load_all()
+SMALL = dict(max_length=64, budget=16, sink=4, window=6, skip_layers=1, block_size=4)
+IDS, MASK = prompts(2, 20)
+
+
+class Row(NamedTuple):
+    id: str
+    act: Callable  # takes the model; the model must be unchanged when it has raised
+    error: type[Exception]
+    says: str
+    model: Callable = tiny
+
+
+# ---------------------------------------------------------------- ways to ask for what is refused
+
+def patch(method="quest", **changes):
+    """At patch time; a method of single tokens has no block size."""
+    sizes = {name: x for name, x in SMALL.items() if name != "block_size" or method in IN_BLOCKS}
+    return lambda model: torchsparsekv.patch(model, method, **{**sizes, **changes})
+
+
+def used(act, **changes):
+    """While patched: `act(model, handle)`; leaving the block unpatches, so the model must be as before here too."""
+
+    def run(model):
+        with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, **changes}) as handle:
+            act(model, handle)
+
+    return run
+
+
+def generate(ids=IDS, mask=MASK, cache=None, **options):
+    def act(model, handle):
+        kwargs = {} if cache is None else {"past_key_values": cache(handle)}
+        options.setdefault("max_new_tokens", 4)
+        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, **kwargs, **options)
+
+    return used(act)
+
+
+def call(ids=IDS, mask=None, rows=2):
+    return used(lambda model, handle: model(ids, attention_mask=mask, past_key_values=handle.make_cache(rows)))
+
+
+def op(name, **spoil):
+    """Call an op with valid arguments, except for those in `spoil`: name -> function of the valid one."""
+
+    def act(_):
+        things = flat(on(DEVICE, OPS[name](World(tokens=3 if name in MANY_TOKENS else 1))))
+        args = dict(zip((f.name for f in ENTRIES[name].signature.flat), things, strict=True))
+        assert set(spoil) <= set(args)
+        ENTRIES[name].op(*(args | {n: change(args[n]) for n, change in spoil.items()}).values())
+
+    return act
+
+
+def strided(t):
+    """The same values, every second element of a wider tensor."""
+    return t.repeat_interleave(2, -1)[..., ::2]
+
+
+def cut(t):
+    return t[..., :-1].contiguous()
+
+
+def but_one(t):
+    return t[:, :, 1:].contiguous()
+
+
+def nine_times(t):
+    return t.repeat(1, 1, 9)
+
+
+def spread_over_devices():
+    model = tiny()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    return model
+
+
+def no_dispatch():
+    model = tiny()
+    model._can_set_attn_implementation = lambda: False
+    return model
+
+
+def t5():
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=97, n_positions=128)).eval()
+
+
+# ---------------------------------------------------------------- the acts that take more than one line
+
+
+def patch_twice(model):
+    with torchsparsekv.patch(model, "quest", **SMALL):
+        torchsparsekv.patch(model, "arkvale", **SMALL)
+
+
+def patch_one_of_two(model):
+    """Unpatched in the order in which they were patched, both would be left with our implementation."""
+    other = type(model)(model.config).eval()
+    with torchsparsekv.patch(other, "quest", **SMALL):
+        patch()(model)
+
+
+def of_another_patch(model, handle):
+    with torchsparsekv.patch(tiny(), "quest", **SMALL) as other:
+        model(IDS, past_key_values=other.make_cache(2))
+
+
+def of_the_original(model, handle):
+    copy.deepcopy(model)(IDS, past_key_values=handle.make_cache(2))
+
+
+def in_unpatched_model(model, handle):
+    tiny()(IDS, past_key_values=handle.make_cache(2))
+
+
+def after_unpatch(model, handle):
+    cache = handle.make_cache(2)
+    model(IDS, past_key_values=cache)
+    handle.unpatch()
+    model(IDS[:, :1], past_key_values=cache)
+
+
+def make_cache_after_unpatch(model, handle):
+    handle.unpatch()
+    handle.make_cache(2)
+
+
+def second_prompt_overruns(model, handle):
+    cache = handle.make_cache(2, 32)
+    model(IDS, past_key_values=cache)
+    model(IDS, past_key_values=cache)
+
+
+def in_training_mode(model, handle):
+    try:
+        model.train()(IDS, past_key_values=handle.make_cache(2))
+    finally:
+        model.eval()
+
+
+def with_gradients(model, handle):
+    with torch.enable_grad():
+        model(IDS, past_key_values=handle.make_cache(2))
+
+
+def with_gradients_of_inputs(model, handle):
+    model.requires_grad_(False)
+    with torch.enable_grad():
+        model(inputs_embeds=model.get_input_embeddings()(IDS).requires_grad_(), past_key_values=handle.make_cache(2))
+
+
+def crop(model, handle):
+    handle.make_cache(2).crop(-1)
+
+
+def reorder(model, handle):
+    handle.make_cache(2).reorder_cache(torch.tensor([1, 0], device=DEVICE))
+
+
+def copy_cache(model, handle):
+    copy.deepcopy(handle.make_cache(2))
+
+
+ROWS = [
+    # arguments of patch
+    Row("method unknown", patch("qeust"), ValueError, f"unknown method 'qeust'; available: {', '.join(sorted(METHODS))}"),
+    Row("hyper-parameter unknown", patch(pages=3), TypeError, r"no hyper-parameter pages; it has: .*budget.*block_size.*digest"),
+    Row("hyper-parameter of another method", patch("streaming", digest="float8"), TypeError, r"'streaming' has no hyper-parameter digest"),
+    Row("budget a float", patch(budget=16.0), TypeError, r"budget must be an int, got 16.0"),
+    Row("window a string", patch(window="6"), TypeError, r"window must be an int, got '6'"),
+    Row("sink a bool", patch(sink=True), TypeError, r"sink must be an int, got True"),
+    Row("budget zero", patch(budget=0), ValueError, r"budget must be at least 4, got 0"),
+    Row("budget negative", patch(budget=-16), ValueError, r"budget must be at least 4, got -16"),
+    Row("window zero", patch(window=0), ValueError, r"window must be at least 1, got 0"),
+    Row("sink negative", patch(sink=-4), ValueError, r"sink must be at least 0, got -4"),
+    Row("block size zero", patch(block_size=0), ValueError, r"block_size must be a power of two, got 0"),
+    Row("block size not a power of two", patch(block_size=6), ValueError, r"block_size must be a power of two, got 6"),
+    Row("no hot buffer", patch(hot_budgets=0), ValueError, r"hot_budgets must be at least 1, got 0"),
+    Row("half a budget more in the hot buffer", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int, got 2.5"),
+    *(
+        Row(f"prefetch_async of {x!r}", patch(prefetch_async=x), ValueError, rf"prefetch_async must be None or a cosine, from -1 to 1, got {x!r}")
+        for x in (1.5, "0.8", True, float("nan"))
+    ),
+    Row("clusters of runs come late", patch("clusterkv", prefetch_async=0.8, run=4), ValueError, r"clusterkv: prefetch_async is for methods that"),
+    Row("what was chosen at no step comes late", patch("louiskv", prefetch_async=0.8), ValueError, r"louiskv: prefetch_async is for methods that choose at every step"),
+    Row("budget not in blocks", patch(budget=18), ValueError, r"budget must be a multiple of block_size 4, got 18"),
+    Row("sink not in blocks", patch(sink=5), ValueError, r"sink must be a multiple of block_size 4, got 5"),
+    Row("sink above max_length", patch(sink=68), ValueError, r"sink 68 is above max_length 64"),
+    Row("window above max_length", patch(window=65), ValueError, r"window 65 is above max_length 64"),
+    Row("budget above max_length", patch(budget=68), ValueError, r"budget 68 is above max_length 64"),
+    Row("max_length above the model's", patch(max_length=513), ValueError, r"513 is above the model's max_position_embeddings, 512"),
+    Row("max_length zero", patch(max_length=0), ValueError, r"max_length must be a positive int, got 0"),
+    Row("max_length a float", patch(max_length=64.0), ValueError, r"max_length must be a positive int, got 64.0"),
+    Row("offload unknown", patch(offload="disk"), ValueError, r"offload must be one of auto, host, device, got 'disk'"),
+    Row("skip_layers negative", patch(skip_layers=-1), ValueError, r"skip_layers must be from 0 to 2, got -1"),
+    Row("skip_layers all", patch(skip_layers=3), ValueError, r"skip_layers must be from 0 to 2, got 3"),
+    Row("skip_layers a bool", patch(skip_layers=True), ValueError, r"skip_layers must be from 0 to 2, got True"),
+    Row("layers no dict", patch(layers=[1, 2]), TypeError, r"layers must be a dict of layer index to method, got \[1, 2\]"),
+    Row("layers: no such layer", patch(layers={3: "full"}), ValueError, r"an entry for layer 3; this model has layers 0 to 2"),
+    Row("layers: counted from the end", patch(layers={-1: "full"}), ValueError, r"an entry for layer -1; this model has layers 0 to 2"),
+    Row("layers: index a bool", patch(layers={True: "full"}), ValueError, r"an entry for layer True; this model has"),
+    Row("layers: index a string", patch(layers={"1": "full"}), ValueError, r"an entry for layer '1'; this model has"),
+    Row("layers: a layer twice", patch(layers={1: "full", torch.tensor(1): "quest"}), ValueError, r"layers has two entries for layer 1"),
+    Row("layers: method unknown", patch(layers={1: "qeust"}), ValueError, r"layers\[1\]: unknown method 'qeust'; available: arkvale"),
+    Row("layers: method no name", patch(layers={1: dict(method=3)}), TypeError, r"layers\[1\]: method must be a name, got 3"),
+    Row("layers: entry a number", patch(layers={1: 512}), TypeError, r"layers\[1\]: an entry is the name of a method or a dict of hyper-parameters, got 512"),
+    Row("layers: hyper-parameter unknown", patch(layers={2: dict(pages=3)}), TypeError, r"layers\[2\]: method 'quest' has no hyper-parameter pages"),
+    Row("layers: hyper-parameter of the other", patch(layers={2: dict(method="louiskv", digest="float8")}), TypeError, r"layers\[2\]: method 'louiskv' has no hyper-parameter digest"),
+    Row("layers: hyper-parameter wrong", patch(layers={2: dict(budget=18)}), ValueError, r"layers\[2\]: quest: budget must be a multiple of block_size 4, got 18"),
+    Row("layers: budget above max_length", patch(layers={2: dict(budget=68)}), ValueError, r"layers\[2\]: budget 68 is above max_length 64"),
+    Row("budget a bool tensor", patch(budget=torch.tensor(True)), TypeError, r"budget must be an int, got tensor\(True\)"),
+    Row("max_length a bool", patch(max_length=True), ValueError, r"max_length must be a positive int, got True"),
+    Row("digest unknown", patch(digest="int4"), ValueError, r"digest must be one of float8, bfloat16, float32, got 'int4'"),
+    Row("method a list", lambda model: torchsparsekv.patch(model, ["quest"]), ValueError, r"unknown method \['quest'\]; available: arkvale"),
+    Row("digest a list", patch(digest=["float8"]), ValueError, r"digest must be one of float8, bfloat16, float32, got \['float8'\]"),
+    Row("volume a list", patch("arkvale", volume=["ball"]), ValueError, r"volume must be one of cuboid-mean, cuboid, ball, got \['ball'\]"),
+    Row("m a float", patch("pariskv", m=8.0), ValueError, r"m must be one of 2, 4, 8, got 8.0"),
+    Row("m a list", patch("pariskv", m=[8]), ValueError, r"m must be one of 2, 4, 8, got \[8\]"),
+    Row("rho a bool", patch("pariskv", rho=True), ValueError, r"rho must be None or in \(0, 1\], got True"),
+    Row("growth a bool", patch("icecache", growth=True), ValueError, r"growth must be from 0 to 1, got True"),
+    Row("tau minus one", patch("louiskv", tau=-1.0), ValueError, r"tau must be in \(-1, 1\].*got -1.0"),
+    Row("tau above one", patch("louiskv", tau=1.01), ValueError, r"tau must be in \(-1, 1\].*got 1.01"),
+    Row("tau not a number", patch("louiskv", tau=float("nan")), ValueError, r"tau must be in \(-1, 1\].*got nan"),
+    Row("tau a bool", patch("louiskv", tau=True), ValueError, r"tau must be in \(-1, 1\].*got True"),
+    Row("tau of no file", patch("louiskv", tau="nowhere.json"), ValueError, r"nowhere.json is no file of `torchsparsekv calibrate`"),
+    Row("per_head a string", patch("louiskv", per_head="yes"), TypeError, r"per_head must be a bool, got 'yes'"),
+    Row("memory above one", patch("louiskv", memory=1.5), ValueError, r"memory must be from 0 to 1, got 1.5"),
+    Row("segments reversed", patch("louiskv", segment_min=9, segment_max=8), ValueError, r"segments need shortest <= longest, got 9, 8"),
+    Row("segment a float", patch("louiskv", segment_max=8.0), TypeError, r"segment_max must be an int, got 8.0"),
+    Row("run zero", patch("clusterkv", run=0), ValueError, r"run must be from 1 to 4096, got 0"),
+    Row("run beyond a program", patch("clusterkv", run=4097), ValueError, r"run must be from 1 to 4096, got 4097"),
+    Row("run a float", patch("clusterkv", run=2.0), TypeError, r"run must be an int, got 2.0"),
+    Row("more new clusters than fit", patch("clusterkv", new_clusters=65), ValueError, r"new_clusters must be from 1 to 64, got 65"),
+    Row("new clusters of no size", patch("clusterkv", every=10), ValueError, r"every must be a multiple of new_clusters 4, got 10"),
+    Row("budget below a cluster", patch("clusterkv", budget=8, cluster_size=16, run=4), ValueError, r"budget 8 is below one unit: a cluster has 16 tokens"),
+    Row("budget below a segment", patch("louiskv"), ValueError, r"budget 16 is below one unit.*segment up to 32"),
+    Row("clusters in blocks", patch("clusterkv", block_size=4), TypeError, r"method 'clusterkv' has no hyper-parameter block_size"),
+    Row("cluster size one", patch("clusterkv", cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
+    Row("cosine a number", patch("clusterkv", cosine=1), TypeError, r"cosine must be a bool, got 1"),
+    Row("a size no cache can have", patch("pariskv", budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
+    Row("stretch below a cluster", patch("clusterkv", stretch=8, cluster_size=16), ValueError, r"stretch 8 is below cluster_size 16"),
+    Row("stretch too long", patch("clusterkv", stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),
+    Row("no rounds", patch("clusterkv", rounds=0), ValueError, r"rounds must be from 1 to 100, got 0"),
+    Row("rounds a bool", patch("clusterkv", rounds=True), TypeError, r"rounds must be an int, got True"),
+    Row("seed of clusters negative", patch("clusterkv", seed=-1), ValueError, r"seed must be from 0 to 65535, got -1"),
+    # models
+    Row("not a transformers model", patch(), TypeError, r"takes a transformers PreTrainedModel, got Linear", lambda: torch.nn.Linear(2, 2)),
+    Row("family unknown", patch(), NotImplementedError, r"no family for model_type 'gpt2'; available: apertus, .*llama, .*qwen3_moe", gpt2),
+    Row("encoder-decoder", patch(), NotImplementedError, r"encoder-decoder", t5),
+    Row("training mode at patch", patch(), RuntimeError, r"call model.eval\(\) first", lambda: tiny().train()),
+    Row("dispatch bypassed", patch(), NotImplementedError, r"LlamaForCausalLM bypasses transformers' attention dispatch", no_dispatch),
+    Row("double precision", patch(), TypeError, r"float32, float16 or bfloat16, got torch.float64", lambda: tiny(dtype=torch.float64)),
+    Row("several devices", patch(), NotImplementedError, r"spread over several devices \(0, 1\)", spread_over_devices),
+    Row("head_dim", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
+    Row("config of a patched model", patch_one_of_two, RuntimeError, r"implementation 'torchsparsekv_over_sdpa', of a patched model whose config it is or was copied from"),
+    Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
+    # capacity
+    Row("generate overruns", generate(max_new_tokens=46), ValueError, r"need a cache of 65, this patch allows max_length=64"),
+    Row("prompt overruns in generate", generate(*prompts(2, 70)), ValueError, r"need a cache of 73, this patch allows max_length=64"),
+    Row("prompt overruns", call(prompts(2, 65)[0]), ValueError, r"65 tokens after 0 overrun this cache of max_length 64"),
+    Row("second prompt overruns", used(second_prompt_overruns), ValueError, r"20 tokens after 20 overrun this cache of max_length 32"),
+    Row("generate overruns a given cache", generate(cache=lambda h: h.make_cache(2, 22)), ValueError, r"holds 22 tokens, this call needs 23"),
+    Row("cache above the limit", used(lambda m, h: h.make_cache(2, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
+    Row("cache of length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
+    Row("cache of length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
+    Row("cache of half a row", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
+    Row("fork into a word", used(lambda m, h: h.fork(h.make_cache(2), "2")), TypeError, r"batch_size must be an int, got '2'"),
+    Row("cache of no rows", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
+    # modes of generate
+    Row("beam search", generate(num_beams=2), ValueError, r"'beam_search' reorders or forks the cache"),
+    Row("beam sampling", used(lambda m, h: m.generate(input_ids=IDS, num_beams=2, do_sample=True, max_new_tokens=2)), ValueError, r"'beam_sample' reorders"),
+    Row("prompt lookup", generate(IDS[1:], MASK[1:], prompt_lookup_num_tokens=2), ValueError, r"'assisted_generation' reorders or forks"),
+    Row("assisted decoding", generate(IDS[1:], MASK[1:], assistant_model=tiny()), ValueError, r"'assisted_generation' reorders or forks"),
+    # transformers 5 moved contrastive search out, and asks for remote code before it would come to us
+    Row("contrastive search", generate(penalty_alpha=0.6, top_k=4), ValueError, r"contrastive_search|Contrastive Search requires"),
+    Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
+    Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
+    Row("a chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
+    Row("chunks of none", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
+    Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
+    # other people's caches and masks
+    Row("cache of another patch", used(of_another_patch), ValueError, r"made by another patch"),
+    Row("cache of the original in a deep copy", used(of_the_original), ValueError, r"made by another patch"),
+    Row("cache in an unpatched model", used(in_unpatched_model), RuntimeError, r"given to a model that is not patched"),
+    Row("cache after unpatch", used(after_unpatch), RuntimeError, r"the patch that made this SparseCache was taken off"),
+    Row("make_cache after unpatch", used(make_cache_after_unpatch), RuntimeError, r"this handle is unpatched"),
+    Row("batch size", call(rows=3), ValueError, r"made for batch size 3, got 2"),
+    Row("batch size in generate", generate(cache=lambda h: h.make_cache(3)), ValueError, r"made for batch size 3, this call has 2"),
+    Row("crop", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
+    Row("reorder", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
+    Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by copy or deepcopy: Handle.fork\(cache\) makes a copy"),
+    Row("right padding", call(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
+    Row("right padding in generate", generate(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
+    Row("hole in the mask", call(mask=MASK.index_fill(1, torch.tensor([12], device=DEVICE), 0)), ValueError, r"padded on the left only"),
+    Row("row of padding", call(mask=MASK * MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
+    Row("row of padding, one token", call(IDS[:, :1], MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
+    Row("4-D mask", call(mask=torch.ones(2, 1, 20, 20, dtype=torch.bool, device=DEVICE)), ValueError, r"a 4-D mask cannot be honoured"),
+    Row("4-D mask, one token", call(IDS[:, :1], torch.ones(2, 1, 1, 1, dtype=torch.bool, device=DEVICE)), ValueError, r"a 4-D mask cannot be honoured"),
+    Row("training mode in use", used(in_training_mode), RuntimeError, r"for inference: call model.eval\(\)"),
+    Row("gradients of weights", used(with_gradients), RuntimeError, r"for inference: run under torch.no_grad"),
+    Row("gradients of inputs", used(with_gradients_of_inputs), RuntimeError, r"for inference: run under torch.no_grad"),
+    # tensors into ops
+    Row("append: pool strided", op("append", store_pool=strided), ValueError, r"^store.pool must be contiguous, got shape \(2, 2, 64, 2, 16\) with strides \(8192, 4096, 64, 32, 2\)$"),
+    Row("append: ring strided", op("append", store_ring=strided), ValueError, r"^store.ring must be contiguous, got shape \(2, 2, 14, 2, 16\) with strides \(1792, 896, 64, 32, 2\)$"),
+    Row("append: k in half", op("append", token_k=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'token.k': torch.float16, 'token.v': torch.float32}$"),
+    Row("append: a query and no window of them", op("append", token_q=lambda _: torch.zeros(2, 4, 1, 16)), ValueError, r"^token.q is kept in observed: both are given, or neither$"),
+    Row("append: k of two tokens", op("append", token_k=lambda k: k.repeat(1, 1, 2, 1)), ValueError, r"^token.k must have shape \(2, 2, 1, 16\), got \(2, 2, 2, 16\)$"),
+    Row("append: length in int64", op("append", lengths_length=torch.Tensor.long), TypeError, r"^lengths.length must be torch.int32, got torch.int64$"),
+    Row("append: length of fewer rows", op("append", lengths_length=cut), ValueError, r"^lengths.length must have shape \(2,\), got \(1,\)$"),
+    Row("append: counts too narrow", op("append", stats_counts=cut), ValueError, r"^stats.counts must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
+    Row("append: ring too short", op("append", store_ring=lambda r: r[:, :, :6].contiguous()), ValueError, r"^a ring of 6 rows cannot hold 4 sink rows and 4 leaving at once$"),
+    Row("advance: seq_len in int32", op("advance", seq_len=torch.Tensor.int), TypeError, r"^seq_len must be torch.int64, got torch.int32$"),
+    Row("advance: no tokens", op("advance", tokens=lambda _: 0), ValueError, r"^need tokens, interval >= 1 and sink, window >= 0: 0, 4, 4, 6$"),
+    Row("advance: pad in float", op("advance", pad=lambda _: torch.zeros(2)), TypeError, r"^pad must be torch.int32 or torch.int64, got torch.float32$"),
+    Row("flush_ring: pool of fewer rows", op("flush_ring", store_pool=lambda p: p[:1].contiguous()), ValueError, r"^store.pool must have shape \(2, 2, 64, 2, 16\), got \(1, 2, 64, 2, 16\)$"),
+    Row("store_prompt: v reversed in memory", op("store_prompt", v=strided), ValueError, r"^v must have stride 1 in its last dimension, got strides \(192, 96, 32, 2\)$"),
+    Row("store_prompt: pool in half", op("store_prompt", store_pool=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'store.ring': torch.float32, .*'store.pool': torch.float16}$"),
+    Row("store_prompt: order of fewer tokens", op("store_prompt", order=cut), ValueError, r"^order must have shape \(2, 2, 3\), got \(2, 2, 2\)$"),
+    Row("block_bounds: centre in int8", op("block_bounds", digests_centre=torch.Tensor.char), TypeError, r"^digests.centre must be torch.float32 or torch.float16 or torch.bfloat16 or torch.float8_e4m3fn, got torch.int8$"),
+    Row("block_bounds: too few centres", op("block_bounds", digests_centre=but_one), ValueError, r"^digests.spread must have shape \(2, 2, 15, 16\), got \(2, 2, 16, 16\)$"),
+    Row("block_bounds: too few blocks", op("block_bounds", digests_centre=but_one, digests_spread=but_one), ValueError, r"^64 rows are not 15 blocks of 4$"),
+    Row("block_bounds: a fourth volume", op("block_bounds", digests_volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
+    Row("block_bounds: balls with spreads of boxes", op("block_bounds", digests_volume=lambda _: 1), ValueError, r"^volume is one of .*, got 1 with spreads \(2, 2, 16, 16\)$"),
+    Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has one value per channel \(boxes\) or per block \(ball\), got \(2, 2, 16, 15\)$"),
+    Row("bound_scores: spread of another type", op("bound_scores", digests_spread=torch.Tensor.half), TypeError, r"^spread must be torch.float32, got torch.float16$"),
+    Row("bound_scores: q of three heads", op("bound_scores", q=lambda q: q[:, :3]), ValueError, r"^queries \(2, 3, 1, 16\) do not fit keys and values \(2, 2, 16, 16\)$"),
+    Row("bound_scores: pinned in int64", op("bound_scores", pinned=torch.Tensor.long), TypeError, r"^pinned must be torch.int32, got torch.int64$"),
+    Row("attention_mass: sink not in blocks", op("attention_mass", lengths_sink=lambda _: 3), ValueError, r"^64 rows and 3 sinks are not whole blocks of 4$"),
+    Row("top_blocks: scores in half", op("top_blocks", scored_scores=torch.Tensor.half), TypeError, r"^scored.scores must be torch.float32, got torch.float16$"),
+    Row("top_blocks: scores strided", op("top_blocks", scored_scores=strided), ValueError, r"^scored.scores must be contiguous, got shape \(2, 2, 64\) with strides \(256, 128, 2\)$"),
+    Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"^need k >= 1 and at least one score, got k=0, scores \(2, 2, 64\)$"),
+    Row("top_blocks: width", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
+    Row("top_blocks: few", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
+    Row("top_blocks: whole without ids", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
+    Row("top_blocks: a tensor for a view", lambda _: top_blocks(torch.zeros(2, 2, 64, device=DEVICE), 2), ValueError, r"^scored.scores must have shape \(batch, heads, n\), got \(2, 64\)$"),
+    Row("fetch: ids in int64", op("fetch", asked_ids=torch.Tensor.long), TypeError, r"^asked.ids must be torch.int32, got torch.int64$"),
+    Row("fetch: more than fit", op("fetch", asked_ids=nine_times, hot_chosen=nine_times), ValueError, r"^45 blocks do not fit a hot buffer of 5$"),
+    Row("fetch_shared: slot_of cut", op("fetch_shared", hot_slot_of=cut), ValueError, r"^\d+ pool rows are not \d+ blocks of 4$"),
+    Row("fetch: slot_of cut", op("fetch", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
+    Row("fetch: slot_of of fewer rows", op("fetch", hot_slot_of=lambda t: t[:1].contiguous()), ValueError, r"^hot.slot_of must have shape \(2, 2, 16\), got \(1, 2, 16\)$"),
+    Row("fetch: chosen of fewer", op("fetch", hot_chosen=cut), ValueError, r"^hot.chosen must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
+    Row("fetch: retrieve_now in bool", op("fetch", asked_retrieve_now=lambda _: torch.ones(2, 2, dtype=torch.bool)), TypeError, r"^asked.retrieve_now must be torch.int32, got torch.bool$"),
+    Row("forget: slot_of cut", op("forget", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
+    Row("find_boundary: previous of one step", op("find_boundary", trigger_previous=lambda p: p[:, :1].contiguous()), ValueError, r"^trigger.previous must have shape \(2, 2, 4, 16\), got \(2, 1, 4, 16\)$"),
+    Row("find_boundary: longest below shortest", op("find_boundary", rule_longest=lambda _: 0), ValueError, r"^need 1 <= shortest <= longest, got 1, 0$"),
+    Row("find_boundary: cuts of a shorter ring", op("find_boundary", segments_cuts=cut), ValueError, r"^segments.cuts must have shape \(2, 2, 10\), got \(2, 2, 9\)$"),
+    Row("close_segments: unit_count in int64", op("close_segments", units_unit_count=torch.Tensor.long), TypeError, r"^units.unit_count must be torch.int32, got torch.int64$"),
+    Row("close_segments: centroid in half", op("close_segments", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'near.ring': torch.float32, 'units.centroid': torch.float16}$"),
+    Row("cluster_keys: first too short", op("cluster_keys", units_first=cut), ValueError, r"^units.first must have shape \(2, 2, 73\), got \(2, 2, 72\)$"),
+    Row("cluster_keys: stretch 12", op("cluster_keys", kmeans_stretch=lambda _: 12), ValueError, r"stretch a power of two.*stretch 12"),
+    Row("cluster_keys: seed", op("cluster_keys", kmeans_seed=lambda _: 1 << 16), ValueError, r"^seed must be from 0 to 65535, got 65536$"),
+    Row("pick_units: no budget", op("pick_units", budget=lambda _: 0), ValueError, r"^budget must be at least 1, got 0$"),
+    Row("pick_units: centroid in half", op("pick_units", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'units.centroid': torch.float16, 'q': torch.float32}$"),
+    Row("sparse_attention: frontier of fewer heads", op("sparse_attention", reach_frontier=lambda _: torch.ones(2, 1, dtype=torch.int32)), ValueError, r"^reach.frontier must have shape \(2, 2\), got \(2, 1\)$"),
+    Row("sparse_attention: chosen strided", op("sparse_attention", hot_chosen=strided), ValueError, r"^hot.chosen must be contiguous, got shape \(2, 2, 5\) with strides \(20, 10, 2\)$"),
+    Row("sparse_attention: two queries", op("sparse_attention", q=lambda q: q.repeat(1, 1, 2, 1)), ValueError, r"^q must have shape \(2, 4, 1, 16\), got \(2, 4, 2, 16\)$"),
+    Row("sparse_attention: sinks of fewer heads", op("sparse_attention", attention_sink_logits=lambda _: torch.zeros(3)), ValueError, r"^attention.sink_logits must have shape \(4,\), got \(3,\)$"),
+    Row("dense_attention: q in bfloat16", op("dense_attention", q=torch.Tensor.bfloat16), TypeError, r"^dtypes must agree, got {'q': torch.bfloat16, 'far.rows': torch.float32}$"),
+    Row("dense_attention: pool without V", op("dense_attention", far_rows=lambda p: p[..., :1, :].contiguous()), ValueError, r"^far.rows must have shape \(2, 2, 64, 2, 16\), got \(2, 2, 64, 1, 16\)$"),
+    Row("prompt_attention: k of fewer tokens", op("prompt_attention", k=lambda k: k[:, :, 1:]), ValueError, r"^k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)$"),
+]  # fmt: skip
+
+
+def test_the_table_names_every_row_once():
+    assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_refused_and_untouched(row):
+    model, state = row.model(), lambda m: snapshot(m) if hasattr(m, "config") else dict(vars(m))
+    before = state(model)
+    with pytest.raises(row.error, match=row.says):
+        row.act(model)
+    assert state(model) == before

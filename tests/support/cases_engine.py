@@ -1,0 +1,127 @@
+"""What the ops of an engine take, from a world: its rows are requests, their blocks lie anywhere in one pool."""
+import torch
+from world import World
+
+from torchsparsekv.ops.engine.tables import near_begin
+from torchsparsekv.ops.index.block_bounds import VOLUMES
+from torchsparsekv.ops.store.views import Attention, Copies, Digests, Far, Requests, SharedHot
+
+I32 = torch.int32
+
+
+def requests(w: World) -> Requests:
+    """Random ids, the first ones of a request those of another where they begin alike; one request may be padding."""
+    ids = torch.randperm(w.batch * w.blocks + 3, generator=w.g)[: w.batch * w.blocks].view(w.batch, -1).to(I32)
+    shared = w.pick(0, 1, w.blocks // 2)
+    ids[:, :shared] = ids[:1, :shared]
+    length = w.length.clamp(min=0)  # what has no tokens is padding
+    length[-1] = w.pick(int(length[-1]), 0)
+    return Requests(length, ids.contiguous(), w.sink, w.window)
+
+
+def blocks_of(w: World) -> int:
+    return w.batch * w.blocks + 3
+
+
+def pool(w: World) -> Far:
+    shape = (1, w.heads, blocks_of(w) * w.block, 2, w.dim)
+    return Far(torch.randn(shape, generator=w.g).to(w.dtype))
+
+
+def _written(w: World):
+    """Tokens of some requests in a row, in blocks anywhere; some are not stored."""
+    near, to, block = pool(w), [], torch.randperm(blocks_of(w), generator=w.g)
+    for own in block[: len(block) // w.batch * w.batch].view(w.batch, -1).tolist():  # no two write to one block
+        first = int(torch.randint(0, w.block, (), generator=w.g))
+        place = range(first, min(first + w.tokens, len(own) * w.block))
+        to += [own[p // w.block] * w.block + p % w.block for p in place]
+    to = torch.tensor(to)
+    to[torch.rand(len(to), generator=w.g) < w.pick(0.0, 0.3)] = -1
+    k, v = (w.heads_last(w.heads, len(to)).transpose(1, 2)[0] for _ in range(2))
+    near.rows[0, :, to[to >= 0]] = torch.nan
+    return k, v, to, near
+
+
+def write_tokens(w: World):
+    k, v, to, far = _written(w)
+    hot = _hot(w, far, 3)
+    return (k, v, to, far, Copies(hot.rows, hot.slot_of) if w.pick(True, False) else Copies())
+
+
+def filled_bounds(w: World):
+    k, _, to, far = _written(w)
+    volume, dtype = w.pick(*range(len(VOLUMES))), w.pick(torch.float32, torch.float8_e4m3fn, torch.float16)
+    return (k, to, far, _digests(w, volume, dtype))
+
+
+def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
+    lead, one = (1, w.heads, blocks_of(w)), VOLUMES[volume] == "ball"
+    spread = torch.rand(*lead, 1 if one else w.dim, generator=w.g)
+    centre = torch.randn(*lead, w.dim, generator=w.g).to(dtype)
+    return Digests(centre, spread if one else spread.to(dtype), w.block, volume)
+
+
+def table_scores(w: World):
+    volume, dtype = w.pick(*range(len(VOLUMES))), w.pick(torch.float32, torch.float8_e4m3fn)
+    return (w.q[:, :, :1], _digests(w, volume, dtype), requests(w))
+
+
+def list_blocks(w: World):
+    its = requests(w)
+    chosen = torch.full((w.batch, w.heads, max(1, w.blocks // 3)), -1, dtype=I32)
+    for b, end in enumerate((near_begin(its, w.block) // w.block).tolist()):
+        for h in range(w.heads):
+            some = torch.randperm(end - w.sink // w.block, generator=w.g)[: chosen.shape[2]] + w.sink // w.block
+            chosen[b, h, : len(some)] = some.sort().values
+    return (chosen, its, w.block)
+
+
+def _listed(w: World) -> torch.Tensor:
+    ids = torch.randint(-1, blocks_of(w), (w.batch, w.heads, max(1, w.blocks // 3)), generator=w.g)
+    return torch.where(torch.rand(ids.shape, generator=w.g) < 0.3, -1, ids).to(I32)
+
+
+def _hot(w: World, far: Far, slots: int) -> SharedHot:
+    blocks, pages = blocks_of(w), far.rows.unflatten(2, (-1, w.block))
+    block_of, slot_of = torch.full((1, w.heads, slots), -1, dtype=I32), torch.full((1, w.heads, blocks), -1, dtype=I32)
+    rows = torch.full((1, w.heads, slots, *pages.shape[3:]), torch.nan, dtype=w.dtype)
+    for h in range(w.heads):
+        for slot, x in enumerate(torch.randperm(blocks, generator=w.g)[:slots].tolist()):
+            if torch.rand((), generator=w.g) < 0.7:
+                block_of[0, h, slot], slot_of[0, h, x], rows[0, h, slot] = x, slot, pages[0, h, x]
+    return SharedHot(rows, slot_of, block_of, torch.randint(0, 4, block_of.shape, generator=w.g, dtype=I32))
+
+
+def fetch_shared(w: World):
+    far, ids = pool(w), _listed(w)
+    return (ids, far, _hot(w, far, ids.shape[0] * ids.shape[2] + w.pick(0, 5)))
+
+
+def listed_attention(w: World):
+    its = requests(w)
+    ids = torch.where(its.length[:, None, None] > 0, _listed(w), -1)
+    fill = torch.randint(0, w.block + 1, ids.shape, generator=w.g, dtype=I32)
+    return (w.q[:, :, :1], pool(w), ids, fill, its, w.block, _attention(w))
+
+
+def _attention(w: World) -> Attention:
+    return Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
+
+
+def table_prompt(w: World):
+    past = w.pick(min(w.lengths[0], w.blocks * w.block), 0)
+    q, k, v = (t[0].transpose(0, 1) for t in (w.q, w.k, w.v))
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 0.0, 5.0), w.sink_logits() if w.pick(False, False, True) else None)
+    return (q, k, v, pool(w), requests(w).table[0], past, w.block, attention)
+
+
+OPS = {
+    "write_tokens": write_tokens,
+    "filled_bounds": filled_bounds,
+    "table_scores": table_scores,
+    "list_blocks": list_blocks,
+    "fetch_shared": fetch_shared,
+    "listed_attention": listed_attention,
+    "table_prompt": table_prompt,
+}
+MANY_TOKENS = {"write_tokens", "filled_bounds", "table_prompt"}

@@ -1,0 +1,304 @@
+"""Mistakes that a test has to notice: each is made in a copy of the repository, where the named test must then fail.
+
+    python tests/tools/mutate.py                # all: a quarter of an hour
+    python tests/tools/mutate.py ties clusters  # those with such a word in their names
+
+docs/mutations.md has the list; tests/tools/test_mutations.py sees that what is to be replaced is still there.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = shutil.ignore_patterns(".*", "results", "real_model", "__pycache__", "*.egg-info")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands in the file once, is replaced by `new`; `test` is a test, as pytest takes it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+PARIS = "torchsparsekv/_methods/pariskv.py"
+DEFAULT = "tests/methods/test_defaults.py::test_a_method_that_is_told_nothing[pariskv]"
+PROXIES = "return x @ (2.0 * bits - 1).T"
+STABLE = "scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]"
+ROOM = "room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)"
+SNAP = "ops/snapkv/snap_tokens.py"
+PAPERS = "tests/methods/test_snapkv.py::test_one_query_head_a_kv_head_is_the_papers_code"
+CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_turns_and_any_pool"
+MUTATIONS = (
+    Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
+    Mutation("the heads of a group choose by their mean query", PARIS, 'group: str = "max"', 'group: str = "mean"',
+             DEFAULT),
+    Mutation("clusters are of consecutive tokens", "ops/clusters/_kmeans.py",
+             "    return means(x, name, centres), name",
+             "    name = (torch.arange(x.shape[1]) * clusters // x.shape[1]).expand_as(name)\n"
+             "    return means(x, name, centres), name",
+             "tests/ops/clusters/test_cluster_content.py"),
+    Mutation("centroids have the wrong sign", "ops/pariskv/centroid_votes.py", PROXIES, PROXIES.replace("@ ", "@ -"),
+             "tests/methods/test_pariskv.py::test_stage_one_is_equation_15"),
+    Mutation("a bit of an id is set where the key is negative", "ops/pariskv/encode_keys.py",
+             "ids = (positive <<", "ids = (~positive <<",
+             "tests/methods/test_defaults.py::test_a_bit_of_an_id_is_the_sign_of_the_rotated_key"),
+    # ---- index
+    Mutation("the mean cuboid is the whole one", "ops/index/block_bounds.py",
+             "spread = away.abs().mean(-2)", "spread = away.abs().amax(-2)",
+             "tests/methods/test_methods.py::test_arkvale_chooses_exactly_by_its_definition"),
+    Mutation("of nodes that are as near, a child has the last", "ops/icecache/_tree.py",
+             "node = tl.min(tl.where(top == best[:, None], node, 0x7FFFFFFF), 1)",
+             "node = tl.max(tl.where(top == best[:, None], node, -1), 1)",
+             "tests/ops/icecache/test_plant_tree.py::test_many_tokens"),
+    Mutation("children of a node lie apart", "ops/icecache/_tree.py", "torch.where(moves, node + 1,",
+             "torch.where(moves, 1,",
+             "tests/ops/icecache/test_plant_tree.py::test_children_of_a_node_stand_side_by_side"),
+    Mutation("neighbours of a tree are ranked by the same program", "ops/icecache/_tree.py",
+             "stay + dealt_out(row // page, pages) * page + row % page", "stay + row",
+             "tests/ops/icecache/test_plant_tree.py::test_children_of_a_node_stand_side_by_side"),
+    Mutation("tokens that are nodes differ by what 8 bits leave", "ops/icecache/_residual.py",
+             "torch.where(of[..., None] < 0, 0, keys.float() - nodes)", "keys.float() - nodes",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference[plant_tree-triton]"),
+    Mutation("the norms of nodes are not stored", "ops/icecache/_tree.py",
+             "tl.store(norm2 + at, tl.sum(wide * wide, 1), mask=live)", "pass",
+             "tests/ops/icecache/test_plant_tree.py::test_many_tokens"),
+    Mutation("tokens rise by another cache's size while decoding", "torchsparsekv/_methods/icecache.py",
+             "self.promoted(region), region)", "self.promoted(1 << 21), region)",
+             "tests/ops/_machinery/test_large.py::test_tokens_rise_by_the_size_of_their_cache"),
+    Mutation("a head that follows one is matched by what it shares least of", "ops/icecache/share_prompt.py",
+             "(2 * shared(sought, its) + own).argmax(-1)", "(2 * shared(sought, its) + own).argmin(-1)",
+             "tests/methods/test_icecache_reuse.py::test_a_head_follows_the_one_that_looks_for_the_same"),
+    Mutation("what a layer loses by another includes what it loses anyway", "benchmarks/quality/selecting_layers.py",
+             "(by - by[x]).clamp(min=0)", "by.clamp(min=0)",
+             "tests/commands/test_selecting_layers.py::test_losses_are_beyond_a_layers_own_and_of_all_samples"),
+    Mutation("a layer's choice is tried for the heads of its number", "benchmarks/quality/selecting_layers.py",
+             "if layer != chooser else slice(None)", "if layer == chooser else slice(None)",
+             "tests/commands/test_selecting_layers.py::test_what_a_layer_loses"),
+    Mutation("a head attends to what that of its number chose, whichever it follows", "ops/icecache/share_step.py",
+             "tl.load(asked + its * n + j", "tl.load(asked + bh * n + j",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k share_step"),
+    Mutation("a weight is of the length, not of its square", "ops/pariskv/encode_keys.py",
+             "square / aligned * size", "square.sqrt() / aligned * size",
+             "tests/methods/test_pariskv.py::test_estimator_follows_the_inner_product"),
+    Mutation("a segment is cut one token late", "ops/clusters/find_boundary.py",
+             "(found and size >= rule.shortest)", "(found and size > rule.shortest)",
+             "tests/methods/test_clusters.py::test_segments_are_cut_at_boundaries"),
+    Mutation("what waits in the ring is no unit when a prompt comes", "ops/clusters/close_segments.py",
+             "min(n0, end), sink, True)", "min(n0, end), sink, False)",
+             "tests/methods/test_clusters.py::test_every_token_is_in_one_place"),
+    Mutation("generated tokens are in the pool as they came, not by cluster", "ops/clusters/cluster_ring.py",
+             "= rows.gather(1, order[..., None, None].expand_as(rows))", "= rows",
+             "tests/methods/test_clusters.py::test_what_is_generated_is_clustered_many_at_a_time"),
+    Mutation("the kernel keeps a query where the next step does not look", "ops/clusters/find_boundary.py",
+             "tl.store(at + n % 2 * Q * D, past", "tl.store(at + (n + 1) % 2 * Q * D, past",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k find_boundary"),
+    Mutation("late heads do not see what left the ring", "ops/gather/query_drift_gate.py",
+             "torch.where(late.later > 0, before, end)", "torch.where(late.later > 0, end, end)",
+             "tests/ops/gather/test_prefetch_async.py -k dense"),
+    Mutation("heads are late at the first step after a prompt", "ops/gather/query_drift_gate.py",
+             "(late.seen != n - 1) | ~(found", "~(found",
+             "tests/ops/gather/test_prefetch_async.py -k second_prompt"),
+    Mutation("pages that took new tokens count them beside the ring", "torchsparsekv/method.py",
+             "float(self.prefetch_async), self.partial_blocks)", "float(self.prefetch_async), False)",
+             "tests/ops/gather/test_prefetch_async.py -k dense"),
+    Mutation("nobody waits for what is fetched late", "torchsparsekv/method.py",
+             "prefetch_async(out, s.late", "prefetch_async(q.clone(), s.late",
+             "tests/ops/gather/test_prefetch_async.py -k before_the_next_layer"),
+    # ---- store
+    Mutation("a packed number is cut off, not rounded", "ops/store/rows.py", ".round().to(PACKED)", ".to(PACKED)",
+             "tests/ops/store/test_packed_pool.py::test_what_comes_back_is_within_half_a_step"),
+    Mutation("the kernel packs a value by the scales of its key", "ops/store/rows.py",
+             "return c // D * ((D + GROUP - 1) // GROUP) + c % D // GROUP", "return c % D // GROUP",
+             "tests/ops/store/test_packed_pool.py::test_triton_packs_and_unpacks_as_torch_does"),
+    Mutation("what a page holds in the hot buffer is not what its pool does", "ops/icecache/share_step.py",
+             "values = store_row(row_at(", "store_row(row_at(",
+             "tests/ops/store/test_packed_pool.py::test_kernel_equals_reference -k share_step"),
+    # ---- select
+    Mutation("the sample of nodes is those first in number", "ops/icecache/visit_nodes.py",
+             "u = 1 + i * apart", "u = 1 + i",
+             "tests/ops/icecache/test_visit_nodes.py::test_the_best_of_many"),
+    Mutation("as few nodes are expanded as before", "torchsparsekv/_methods/icecache.py",
+             "MANY_NODES, BUDGETS = 0.1, 640, 8", "MANY_NODES, BUDGETS = 0.1, 512, 8",
+             "tests/methods/test_icecache.py::test_what_a_query_expands_is_pinned"),
+    Mutation("of a sample as many nodes are expanded as of all", "ops/icecache/visit_nodes.py",
+             "rank = torch.where(room < count, (room + apart - 1) // apart, last)",
+             "rank = torch.where(room < count, room, last)",
+             "tests/ops/icecache/test_visit_nodes.py::test_the_number_is_met"),
+    Mutation("what is as good as the last node is not expanded", "ops/icecache/page_peaks.py",
+             "(product >= least)", "(product > least)",
+             "tests/ops/icecache/test_page_peaks.py::test_pages_are_shared_by_programs"),
+    Mutation("children of the root are not seen", "ops/icecache/page_peaks.py",
+             "tl.where((u < always) | (product", "tl.where((u < 0) | (product",
+             "tests/ops/icecache/test_page_peaks.py::test_pages_are_shared_by_programs"),
+    Mutation("children of the first nodes are seen like others", "ops/icecache/page_peaks.py",
+             "tl.where((u < always) | (product", "tl.where((u <= 0) | (product",
+             "tests/ops/icecache/test_page_peaks.py::test_pages_are_shared_by_programs"),
+    Mutation("ties go to the higher block", "ops/select/top_blocks.py",
+             STABLE, "(n - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True))[..., : min(k, n)]",
+             "tests/ops/select/test_top_blocks.py"),
+    Mutation("a unit that does not fit is left out, not trimmed", "ops/clusters/pick_units.py",
+             ROOM, "room = torch.where((end - begin).cumsum(0) <= budget, end - begin, 0)",
+             "tests/methods/test_clusters.py::test_whole_units_are_taken_until_the_budget_is_full"),
+    Mutation("candidates are ranked by the mean of the heads", "ops/pariskv/rerank.py",
+             "estimate = estimate.amax(-1).masked", "estimate = estimate.mean(-1).masked",
+             "tests/methods/test_pariskv.py::test_chosen_tokens_are_the_best_estimates_among_the_candidates"),
+    Mutation("a page counts for the sum of the heads", "ops/select/bound_scores.py",
+             "widths(spread).transpose(-1, -2)).amax(2)", "widths(spread).transpose(-1, -2)).sum(2)",
+             "tests/methods/test_methods.py::test_quest_chooses_by_its_definition"),
+    Mutation("the newest candidate of stage one is lost", "ops/pariskv/rank_by_votes.py",
+             "names = codes.ids[b, :, sink:end].transpose(1, 2).long()",
+             "names = codes.ids[b, :, sink : end - 1].transpose(1, 2).long()",
+             "tests/methods/test_pariskv.py::test_rows_below_full_threshold_take_everything"),
+    Mutation("a query of SnapKV's window sees the next token", SNAP, "device=z.device) > own[:, None]",
+             "device=z.device) > own[:, None] + 1", PAPERS),
+    Mutation("SnapKV's softmax leaves its window out", SNAP, ".softmax(-1)[..., :end]", "[..., :end].softmax(-1)",
+             PAPERS),
+    Mutation("SnapKV's mean at an edge is of fewer", SNAP, "else F.avg_pool1d",
+             "else lambda *x: F.avg_pool1d(*x, count_include_pad=False)", PAPERS),
+    Mutation("SnapKV takes the largest vote of a group", SNAP, ".sum((0, 1))", ".sum(0).amax(0)", CHUNKS),
+    Mutation("SnapKV's past in several slices is the first one", SNAP, "end + i * some, keys", "end, keys",
+             "tests/methods/test_snapkv.py::test_few_logits_at_a_time_are_as_good"),
+    Mutation("SnapKV forgets the queries of steps", "torchsparsekv/_methods/_static.py",
+             "return s.observed.queries", "return None", CHUNKS),
+    Mutation("SnapKV attends to what is in the ring by chance", "torchsparsekv/_methods/snapkv.py",
+             "s.kept.updated, s.kept.frontier)", "s.kept.updated)",
+             "tests/methods/test_snapkv.py::test_a_step_attends_to_what_snapkv_keeps_and_nothing_else"),
+    Mutation("a turn before the first token is taken for never", "ops/prkv/choose_static.py",
+             "at == NOT_YET or", "at < 0 or", "tests/methods/test_static_models.py::test_layers_take_turns"),
+    Mutation("so it is in the kernel", "ops/prkv/choose_static.py", "((last == NOT_SINCE)", "((last < 0)",
+             "tests/ops/prkv/test_choose_static.py::test_a_turn_before_the_first_token_is_not_taken_for_never"),
+    Mutation("the newest query is the one before it", "ops/prkv/static_target.py", "- window, 0), n - 1)",
+             "- window, 0), n - 2)",
+             "tests/ops/prkv/test_choose_static.py::test_the_target_is_of_the_first_and_the_last_query"),
+    Mutation("a score that is no number leaves a hole", "ops/prkv/choose_static.py", "mass, 0.0)", "mass, mass)",
+             "tests/ops/prkv/test_choose_static.py::test_what_is_no_number_makes_no_hole_in_a_set"),
+    Mutation("queries beyond fp16 are infinite", "ops/prkv/choose_static.py",
+             "tl.clamp(x.to(tl.float32), -FP16_MAX, FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)",
+             "x.to(tl.float16)", "tests/ops/prkv/test_choose_static.py::test_what_is_no_number_makes_no_hole_in_a_set"),
+    Mutation("what a step chose before is moved again", "ops/prkv/choose_static.py",
+             "(told != due", "(told == due",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k update_static_set"),
+    Mutation("a set is chosen and does not move", "ops/prkv/update_static_set.py", "LAST - MOVING, SAME", "0, SAME",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k update_static_set"),
+    Mutation("what leaves in a step of prkv is not summarised", "ops/prkv/update_static_set.py",
+             "if FIRST < 1:", "if FIRST < 0:",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k update_static_set"),
+    Mutation("an automatic share is found without what just left", "torchsparsekv/_methods/prkv.py",
+             'if not self.static or self.static_ratio == "auto":', "if not self.static:",
+             "tests/methods/test_static.py::test_a_block_that_leaves_at_the_first_step_counts_for_the_share"),
+    Mutation("static pages are scored like others", "ops/select/bound_scores.py",
+             "        if PINNED:", "        if PINNED and P > 4096:",
+             "tests/ops/select/test_bound_scores.py::test_pinned_blocks_are_above_all_others"),
+    Mutation("keys that leave are not copied", "ops/index/block_bounds.py", "if COPY:", "if COPY and D > 4096:",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k block_bounds"),
+    Mutation("a block gets its digest once too seldom", "ops/prkv/relocate.py", "(tl.load(at - 1) // P != block)",
+             "(tl.load(at - 1) // P == block)", "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
+    Mutation("a row that the hot buffer lacks is not written to the pool", "ops/prkv/relocate.py", "((held == 0) | (",
+             "((held != 0) & (", "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
+    Mutation("a row goes to the pool and not to the hot buffer", "ops/prkv/relocate.py",
+             "tl.store(near2, x, mask=m & held2)", "tl.store(far2, x, mask=m & held2)",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
+    Mutation("the hot buffer keeps what was there before", "ops/prkv/relocate.py",
+             "hot.rows[b, h, slot] = rows[every]", "pass",
+             "tests/methods/test_static.py::test_nothing_is_lost_over_a_hundred_updates"),
+    Mutation("scores are of logits that are not scaled", "ops/prkv/choose_static.py",
+             "_exp2(z * unit - whole[None, :], ASM)", "_exp2(z - whole[None, :], ASM)",
+             "tests/ops/prkv/test_choose_static.py::test_sinks_of_several_tiles"),
+    Mutation("a giant prompt's queries are found by 32 bits", "ops/index/observe.py",
+             "(tokens - n + position).to(tl.int64)", "(tokens - n + position)", "tests/ops/_machinery/test_large.py::test_observe"),
+    Mutation("the kernel keeps the same token twice for SnapKV", "ops/snapkv/keep_leaving.py", "old + i)", "old)",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k keep_leaving"),
+    # ---- fetch
+    Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
+             "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)", "tests/ops/gather/test_hot_buffer.py::test_reference"),
+    Mutation("a block that was overwritten is still found", "ops/gather/fetch.py",
+             "            hot.slot_of[hot.block_of[i]] = -1\n", "            pass\n",
+             "tests/ops/gather/test_hot_buffer.py::test_reference"),
+    # ---- attend
+    Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",
+             "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",
+             "tests/ops/attend/test_sparse_attention.py::test_warps_of_a_program"),
+    Mutation("what is retrieved late is out of reach", "ops/attend/sparse_attention.py",
+             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2]) if frontier is None else frontier\n",
+             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2])\n",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
+    Mutation("a token of a prompt sees the next one", "ops/attend/_split.py",
+             "live = torch.arange(end, device=q.device) <= position[:, None]",
+             "live = torch.arange(end, device=q.device) <= position[:, None] + 1",
+             "tests/methods/test_update_interval.py"),
+    Mutation("a window is one token wider", "ops/attend/window_attention.py",
+             "(seen > at[:, None] - window)", "(seen >= at[:, None] - window)",
+             "tests/patches/test_windows.py::test_chunks_and_turns_see_their_windows"),
+    Mutation("the kernel reads a ring row beyond the newest token", "ops/attend/sparse_attention.py",
+             "(pos < tl.where(row < sink, tl.minimum(end, sink), end))",
+             "(pos <= tl.where(row < sink, tl.minimum(end, sink), end))",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
+    # ---- what generate() does with a step
+    Mutation("a step that waits for the host is captured", "patches/_captured.py",
+             "        if waits:\n            self._compile_instead",
+             "        if not out:\n            self._compile_instead",
+             "tests/patches/test_auto.py::test_what_waits_is_compiled"),
+    Mutation("a row past its capacity goes to the pool", "ops/store/flush_ring.py",
+             "tl.load(length + b) > 0", "tl.load(length + b) > -9",
+             "tests/ops/_machinery/test_ops.py::test_what_fuzzing_found"),
+    Mutation("hooks of transformers count as the user's", "patches/_captured.py",
+             'OURS = ("torchsparsekv.", "transformers.")', 'OURS = ("torchsparsekv.",)',
+             "tests/patches/test_auto.py::test_hooks_of_transformers_are_none_of_yours"),
+    Mutation("the layer that chooses for others is not rehearsed", "patches/_precompile.py",
+             "layer.state.near.ring, layer.state.anchor is not None", "layer.state.near.ring, False",
+             "tests/patches/test_ahead.py::test_all_that_has_cuda_kernels_is_compiled -k reuse"),
+)  # fmt: skip
+
+
+def mutated(m: Mutation, root: Path) -> None:
+    path = root / m.file
+    text = path.read_text()
+    if text.count(m.old) != 1:
+        raise ValueError(f"{m.name}: {m.file} has {m.old!r} {text.count(m.old)} times")
+    path.write_text(text.replace(m.old, m.new))
+
+
+def copied(root: Path, to: Path) -> None:
+    shutil.copytree(root, to, ignore=LEFT_OUT)
+    (to / "benchmarks" / "results").symlink_to(root / "benchmarks" / "results")
+
+
+def fails(m: Mutation) -> bool:
+    """Whether the test fails in a copy with the mistake; that it passes without is for the suite to show."""
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "copy"
+        copied(ROOT, to)
+        mutated(m, to)
+        subprocess.run([sys.executable, str(to / "tests/tools/link.py"), str(to / "house")], check=True)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *m.test.split(" ")]
+        done = subprocess.run(
+            command, cwd=to, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(to / "house"), "PYTHONSAFEPATH": "1"},  # the copy, not what is installed
+        )
+        if done.returncode not in (0, 1):
+            said = done.stdout[-2000:] + done.stderr[-500:]
+            raise RuntimeError(f"{m.name}: pytest ended with {done.returncode}\n{said}")
+        return done.returncode == 1
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    wanted = [m for m in MUTATIONS if not words or any(w in m.name for w in words)]
+    alive = []
+    for m in wanted:
+        caught = fails(m)
+        print(f"{'caught' if caught else 'ALIVE':<7} {m.name}: {m.file}, by {m.test}", flush=True)
+        alive += [] if caught else [m]
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

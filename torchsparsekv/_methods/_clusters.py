@@ -1,0 +1,138 @@
+"""What methods have in common that retrieve clusters of the prompt and segments of what was generated."""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops.clusters._kmeans import SEEDS, WIDEST, Kmeans
+from torchsparsekv.ops.clusters._segments import unit_capacity
+from torchsparsekv.ops.clusters.close_segments import close_segments
+from torchsparsekv.ops.clusters.cluster_keys import WHOLE, cluster_keys
+from torchsparsekv.ops.clusters.find_boundary import find_boundary
+from torchsparsekv.ops.clusters.pick_units import MOST_ROWS, pick_units
+from torchsparsekv.ops.store.rows import row_shape
+from torchsparsekv.ops.store.views import Attention, Boundaries, Choice, Near, Segments, Trigger, Units
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
+
+# That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
+# three samples each, 0.79 is right with 8, all with 16.
+CLUSTERS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterMethod(Method):
+    """Prompts by k-means cluster, generated tokens by temporal segment, one mean key each; whole units are retrieved.
+
+    cluster_size: tokens per cluster on average. None: 16, or fewer where the budget would not hold 16
+        clusters (64 tokens: 4 each; 128: 8). A prompt that has fewer beyond window and sinks is one cluster. Each
+        prompt, turn or chunk of one is clustered for itself.
+    stretch: tokens that are clustered together; a power of two. None: all of a prompt, from one draw of centroids
+        (ops/clusters/cluster_keys.py).
+    rounds: of k-means. 3 come within 2 % of convergence, where keys drift within 6; 4 within 1.5 and 4.
+    seed: of the first centroids.
+    cosine: keys are compared by their directions alone, not by their Euclidean distance.
+    """
+
+    regroups = True
+
+    cluster_size: int | None = None
+    stretch: int | None = WIDEST
+    rounds: int = 3
+    seed: int = 0
+    cosine: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cluster_size is not None:
+            self.check_int("cluster_size", 2, WIDEST)
+        self.check_int("rounds", 1, 100)
+        self.check_int("seed", 0, SEEDS - 1)
+        if not isinstance(self.cosine, bool):
+            raise TypeError(f"{self.name}: cosine must be a bool, got {self.cosine!r}")
+        if self.stretch is not None:
+            self.check_int("stretch", 2, WIDEST, power=True)
+            if self.stretch < self.per_cluster:
+                raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
+        self.check_units()
+
+    def check_units(self) -> None:
+        """Segments are as the rule needs them, and the budget holds one of each kind of units."""
+        shortest, longest = self.rule.shortest, self.rule.longest
+        if shortest > longest:
+            raise ValueError(f"{self.name}: segments need shortest <= longest, got {shortest}, {longest}")
+        if self.budget < max(self.per_cluster, longest):
+            raise ValueError(
+                f"{self.name}: budget {self.budget} is below one unit: a cluster has {self.per_cluster} tokens, a "
+                f"segment up to {longest}"
+            )
+
+    @property
+    def per_cluster(self) -> int:
+        """`cluster_size`, or what it is by default."""
+        if self.cluster_size is not None:
+            return self.cluster_size
+        share = max(2, self.budget // CLUSTERS)
+        return min(16, 1 << (share.bit_length() - 1))
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"cluster_size": self.per_cluster}
+
+    @property
+    def kmeans(self) -> Kmeans:
+        """Of a prompt."""
+        return Kmeans(self.per_cluster, self.stretch or WHOLE, self.rounds, self.seed, self.cosine)
+
+    @property
+    def rule(self) -> Boundaries:
+        """Retrieve where the likeness to the last query is below tau, and cut segments of so many tokens."""
+        raise NotImplementedError
+
+    # ---- what it declares
+
+    @property
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, 2 * self.rule.longest)
+
+    def units(self, g: Geometry, least: int) -> Buffers:
+        """The store and the units, of which segments have `least` tokens and clusters so many on average."""
+        if g.rows > MOST_ROWS:
+            raise ValueError(f"{self.name}: a cache row holds at most {MOST_ROWS} tokens, got {g.rows}")
+        units, i32 = unit_capacity(g.rows, self.ring_plan.interval, least), torch.int32
+        return super().buffers(g) | {
+            "units": Units(
+                first=Buffer((*g.lead, units + 1), i32, fill=self.sink),
+                centroid=Buffer((*g.lead, units, g.head_dim), g.dtype),
+                unit_count=Buffer(g.lead, i32),
+            ),
+            "pick_done": Buffer(g.lead, i32),
+        }
+
+    def buffers(self, g: Geometry) -> Buffers:
+        plan, lead, i32 = self.ring_plan, g.lead, torch.int32
+        # Behind the window: what waits to leave, a segment not yet whole, and as much again before a boundary is forced
+        # for want of room.
+        span = plan.window + plan.interval + 2 * self.rule.longest
+        at_sink, none = Buffer(lead, i32, fill=self.sink), Buffer(lead, i32)
+        return self.units(g, min(self.rule.shortest, self.per_cluster)) | {
+            "near": Near(Buffer((*lead, self.sink + span, *row_shape(g.head_dim)), g.dtype)),
+            "segments": Segments(cuts=Buffer((*lead, span), i32), segment_begin=at_sink, frontier=at_sink),
+            "trigger": Trigger(
+                previous=Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), g.dtype),
+                seen=Buffer(lead, i32, fill=-1), retrieve_now=none, retrievals=Buffer(lead, i32, counts=True),
+            ),
+        }  # fmt: skip
+
+    # ---- the index
+
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+        close_segments(s.near, s.units, s.segments, s.lengths, self.rule.longest)
+        return cluster_keys(k, s.units, s.lengths, self.kmeans, join)
+
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        find_boundary(q, s.near, s.units, s.segments, s.trigger, s.stats, s.lengths, self.rule)
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        now = s.trigger.retrieve_now
+        rows = pick_units(q, s.units, now, s.pick_done, s.hot.chosen.shape[2], a.scale)
+        return Choice(rows, now, s.segments.frontier)

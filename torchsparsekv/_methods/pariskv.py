@@ -1,0 +1,186 @@
+"""ParisKV: single tokens by collision counting, then by a 4-bit estimate of q.k; nothing learned, so nothing drifts."""
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops._machinery.triton import next_power_of_2
+from torchsparsekv.ops.pariskv._code import WORDS
+from torchsparsekv.ops.pariskv._srht import SEEDS
+from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes
+from torchsparsekv.ops.pariskv.encode_keys import encode_keys
+from torchsparsekv.ops.pariskv.rank_by_votes import MOST_SPACES, candidate_capacity, candidates_of, rank_by_votes
+from torchsparsekv.ops.pariskv.rerank import rerank
+from torchsparsekv.ops.select.top_blocks import top_blocks
+from torchsparsekv.ops.store.views import Attention, Choice, Codes
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
+
+# (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
+# but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
+# beta = 5-10 % for long contexts. By benchmarks/quality/recall_pariskv.py half the candidates hold no less of the exact
+# top 100 if more keys get votes (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of
+# its time when that was found.
+BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParisKV(Method):
+    """arXiv: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs", appendix B.
+
+    budget: the paper's final top-k.
+    update_interval: tokens that leave the ring, and are encoded, at a time; until then they wait in the ring, where
+        every step attends to them, so it holds `window` to `window + update_interval - 1`. None: as many as the window,
+        at most 256. The paper has 256 and 512, with windows of 128 and 256 (table 1).
+    rho: share of the keys that can get votes in a subspace. None: by the length of the row (BY_LENGTH). It costs next
+        to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
+    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row, and at least
+        twice the budget.
+    full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
+        the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
+    group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
+        key counts as much as it does for the head that wants it most, in both stages. By
+        benchmarks/quality/recall_pariskv.py "max" finds more of the attention weight from 32K tokens on (128K: 86 %
+        against 83 % of what the exact top-100 holds, recall 0.58 against 0.56) and about as much below.
+    m: dimensions of a subspace. seed: of the rotation.
+    """
+
+    name = "pariskv"
+    budget: int = 100
+    update_interval: int | None = None
+    rho: float | None = None
+    beta: float | None = None
+    full_threshold: int = 512
+    group: str = "max"
+    m: int = 8
+    seed: int = 0
+
+    GROUPS: ClassVar = ("mean", "max")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update_interval is not None:
+            self.check_int("update_interval")
+        self.check_int("full_threshold", 0)
+        self.check_int("seed", 0, SEEDS - 1)
+        if type(self.m) is not int or self.m not in WORDS:
+            raise ValueError(
+                f"{self.name}: m must be one of {', '.join(map(str, sorted(WORDS)))}, got {self.m!r}: it has to divide "
+                "the padded head_dim, a power of two, and ids of 2^m patterns are one byte"
+            )
+        self.check_one_of("group", self.GROUPS)
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        for field in ("rho", "beta"):
+            value = getattr(self, field)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= 1):
+                raise ValueError(f"{self.name}: {field} must be None or in (0, 1], got {value!r}")
+        for below, beta, rho in self._by_length():
+            if rho < beta:
+                where = "" if below is None or None not in (self.rho, self.beta) else f" in contexts below {below}"
+                raise ValueError(
+                    f"{self.name}: rho {rho} is below beta {beta}{where}: too few keys would get votes to tell the "
+                    "candidates apart"
+                )
+
+    def _by_length(self):
+        for below, beta, rho in BY_LENGTH:
+            yield below, beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
+
+    @property
+    def ratios(self) -> list[int]:
+        """`_by_length` as the op wants it: in millionths."""
+        flat = [(below, round(beta * ONE), round(rho * ONE)) for below, beta, rho in self._by_length()]
+        return [x for row in flat for x in row if x is not None]
+
+    def effective(self) -> dict[str, object]:
+        return super().effective() | {"update_interval": self.interval, "ratios": self.ratios}
+
+    # ---- what it declares
+
+    @property
+    def interval(self) -> int:
+        return min(256, self.window) if self.update_interval is None else self.update_interval
+
+    @property
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, self.interval)
+
+    @property
+    def dense_below(self) -> int:
+        """Rows with at most this many retrievable tokens attend to all of them: `full_threshold` less what is near."""
+        return max(self.budget, self.full_threshold - self.sink - self.window)
+
+    @property
+    def dense_threshold(self) -> int:
+        return self.sink + self.window + self.dense_below
+
+    @property
+    def least(self) -> int:
+        """Candidates that are reranked at least."""
+        return self.budget * (2 if self.beta is None else 1)
+
+    def sizes(self, rows: int) -> tuple[int, int]:
+        """(candidates, tokens chosen) at most, for a pool of so many rows."""
+        dense = min(self.dense_below, rows)
+        return candidate_capacity(rows, self.ratios, self.least, dense), dense
+
+    def buffers(self, g: Geometry) -> Buffers:
+        self._check_size(g)
+        spaces, u8 = next_power_of_2(g.head_dim) // self.m, torch.uint8
+        slots, chosen = self.hot_rows(g), self.sizes(g.rows)[1]
+        return super().buffers(g) | {
+            # Room for a context below `full_threshold`, whole.
+            **self.hot_buffers(g, max(slots, chosen), chosen),
+            "codes": Codes(
+                ids=Buffer((*g.lead, g.rows, spaces), u8),
+                codes=Buffer((*g.lead, g.rows, spaces * self.m // 2), u8),
+                weights=Buffer((*g.lead, g.rows, spaces), torch.float16),
+                counts=Buffer((*g.lead, spaces, 1 << self.m), torch.int32),
+            ),
+        }
+
+    def _check_size(self, g: Geometry) -> None:
+        size = next_power_of_2(g.head_dim)
+        if size % self.m:
+            raise ValueError(f"{self.name}: m {self.m} does not divide the padded head_dim {size}")
+        if size // self.m > MOST_SPACES:
+            raise ValueError(
+                f"{self.name}: m {self.m} makes {size // self.m} subspaces of head_dim {g.head_dim}, more than the "
+                f"{MOST_SPACES} whose points fit one byte"
+            )
+        most = g.rows - self.sink - self.window  # tokens that can be retrieved
+        share = candidates_of(most, self.ratios, 0, 0)
+        if self.beta is not None and most > self.dense_below and self.budget > share:
+            raise ValueError(
+                f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
+                "a larger beta, or a smaller budget"
+            )
+
+    @property
+    def selects_every_step(self) -> bool:
+        return True
+
+    # ---- the index
+
+    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+        encode_keys(k, s.far, s.codes, s.lengths, self.m, self.seed)
+
+    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+        self.prompt(s, q, k, join=True)
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+        rows = s.far.rows.shape[2]
+        capacity, dense = self.sizes(rows)
+        ratios, keep, least = self.ratios, min(self.budget, capacity), min(self.least, rows)
+        rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
+        candidates = rank_by_votes(votes, s.codes, s.lengths, ratios, least, dense, capacity)
+        scored = rerank(rotated, s.codes, candidates)
+        if dense <= keep:
+            return Choice(top_blocks(scored, keep, candidates))
+        # Where there are few, every retrievable token is a candidate: take them all.
+        counter = s.lengths.ring_begin
+        return Choice(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))

@@ -1,0 +1,29 @@
+"""StreamingLLM: the sinks and the window, nothing retrieved (arXiv 2309.17453). The baseline without an index."""
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchsparsekv.method import Method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Method):
+    """block_size: tokens leave the window so many at a time; a power of two."""
+
+    name = "streaming"
+    retrieves = False
+
+    block_size: int = 16
+
+    @property
+    def dense_threshold(self) -> int:
+        """A budget is of no use to it."""
+        return self.sink + self.window
+
+    def buffers(self, g: Geometry) -> Buffers:
+        return super().buffers(g) | {"hot": hot_buffer(g, self.block_size, slots=0, chosen=0)}
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        return None
