@@ -322,7 +322,7 @@ def lives(layer: Layer) -> dict:
     return {"ring": kept(near, s.near.ring), "pool": kept(far, s.far.rows), **index, **lengths}
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not all_methods()[name].regroups])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in REGROUPING])
 @given(past=pasts(), other=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_pieces_and_single_tokens_leave_the_same_state(name, past, other):
     """The same tokens as one prompt, as drawn, one by one, and in another cut."""
@@ -335,7 +335,7 @@ def test_pieces_and_single_tokens_leave_the_same_state(name, past, other):
         past.sizes = sizes
         layer = past.fill(method)
         states.append(lives(layer))
-        if method.retrieves:
+        if method.traits.attends == "selected":
             states[-1]["chosen"] = layer.choose(past.query)
     for state in states[1:]:
         for part, value in states[0].items():
