@@ -223,8 +223,10 @@ class Method:
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
         attended = counts.near + counts.selected * self.block_size
+        if self.traits.partial_blocks:
+            attended = min(attended, counts.context)
         return {
-            "attended_per_step": counts.per_step(min(attended, counts.context) if self.traits.partial_blocks else attended),
+            "attended_per_step": counts.per_step(attended),
             "pool_bytes_read": counts.fetched * self.block_size * counts.row_bytes,
             "retrieval_rate": float(self.traits.attends == "selected" and counts.steps > 0),
         }
@@ -261,7 +263,8 @@ class Method:
         """What of a choice is fetched before this step attends: all of it, where none may come late."""
         if self.prefetch_async is None:
             return choice
-        query_drift_gate(q, choice.ids, s.late, s.stats, s.lengths, float(self.prefetch_async), self.traits.partial_blocks)
+        partial = self.traits.partial_blocks
+        query_drift_gate(q, choice.ids, s.late, s.stats, s.lengths, float(self.prefetch_async), partial)
         return choice._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
 
     @final
