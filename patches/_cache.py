@@ -46,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
         self.owner, self.method, self.shape, self.state, self.capacity = owner, method, shape, state, capacity
         self.advances = advances  # the first layer of those that share row lengths moves them
         self.first, self.last = first, last
-        self.is_initialized, self.batch_size = True, state.far.rows.shape[0]
+        self.is_initialized, self.batch_size = True, state.store.pool.shape[0]
 
     def lazy_initialization(self, *args) -> None: ...
 

@@ -148,7 +148,7 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
 
 def _bytes_read(method, state: LayerState, total: dict[str, int], fetched: int) -> int:
     """From the pool, by steps."""
-    row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
+    row = stored_width(state.store.pool) * state.store.pool.dtype.itemsize
     if method.dense:
         return total["context"] * row
     # A method that scans reads the keys, half of every row, of all that is not in the ring.

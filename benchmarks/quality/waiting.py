@@ -34,11 +34,11 @@ class Waiting(Fed):
         choice = self.take(1)
         assert choice is not None
         choice = self.method.in_time(s, self.heads.queries[:, :, at : at + 1], choice)
-        fetch(choice.asked, s.far, s.hot, s.stats)
+        fetch(choice, s.store.pool, s.hot, s.stats)
         kept = self.kept(choice._replace(ids=attended_blocks(s)))
         weight = (self.heads.weights(at) * kept.repeat_interleave(self.heads.group, 1)).sum(-1)
         if self.method.prefetch_async is not None:
-            prefetch_async(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.far, s.hot, s.joins)
+            prefetch_async(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.store.pool, s.hot, s.joins)
         heads = s.hot.done_count.numel()
         counts = torch.tensor([heads, weight.sum(), weight.numel()], dtype=torch.float64)
         return torch.cat([self.counts() - before, counts])

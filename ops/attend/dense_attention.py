@@ -8,18 +8,18 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import as_numbers, row_at
-from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
+from torchsparsekv.ops.store.views import Attention, Lengths, Pool, Query
 
 
-def check(q, far, lengths, attention) -> None:
-    _check.heads(q, far.rows)
+def check(q, pool, lengths, attention) -> None:
+    _check.heads(q, pool)
 
 
-def reference(q: Query, far: Far, lengths: Lengths, attention: Attention) -> Tensor:
+def reference(q: Query, pool: Pool, lengths: Lengths, attention: Attention) -> Tensor:
     length = lengths.length
     most = max(int(length.max()), 1)
     live = torch.arange(most, device=q.device) < length[:, None]
-    rows = as_numbers(far.rows[:, :, :most], q.dtype).masked_fill(~live[:, None, :, None, None], 0)
+    rows = as_numbers(pool[:, :, :most], q.dtype).masked_fill(~live[:, None, :, None, None], 0)
     out = softmax_attention(q, rows, live[:, None, None], attention)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
@@ -44,8 +44,7 @@ def _attend(
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, far, lengths, attention) -> Tensor:
-    (pool,) = far
+def launch(q, pool, lengths, attention) -> Tensor:
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(rows, tile))

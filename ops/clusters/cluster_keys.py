@@ -34,7 +34,8 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.clusters import _kmeans, _kmeans_whole
 from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters._kmeans_kernels import launch as launch_kmeans
-from torchsparsekv.ops.store.views import Lengths, NewKeys, Units
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import Lengths, NewKeys
 
 WHOLE = 0  # as a stretch
 

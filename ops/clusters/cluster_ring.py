@@ -20,9 +20,10 @@ from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2,
 from torchsparsekv.ops.clusters import _kmeans
 from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters._kmeans_kernels import seeded_hash
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, keys_of, ring_row, row_at, row_width, turn_of
-from torchsparsekv.ops.store.views import Lengths, Store, Units
+from torchsparsekv.ops.store.views import KVStore, Lengths
 
 MOST_CLUSTERS = 64  # of a stretch: a program keeps their centroids in registers
 TILE = 32  # keys at a time
@@ -38,7 +39,7 @@ def check(store, units, lengths, kmeans) -> None:
     _kmeans.check_seed(seed)
 
 
-def reference(store: Changed[Store], units: Changed[Units], lengths: Lengths, kmeans: Kmeans) -> None:
+def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, kmeans: Kmeans) -> None:
     size, stretch, rounds, seed, cosine = kmeans
     (ring, pool), sink = store, lengths.sink
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):

@@ -20,12 +20,13 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.clusters._segments import check_bounds, close, close_head
+from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
 from torchsparsekv.ops.store.rows import NEAR, add_count, count, row_at, turn_of
-from torchsparsekv.ops.store.views import Boundaries, Lengths, Near, Query, Segments, Stats, Trigger, Units
+from torchsparsekv.ops.store.views import Lengths, Query, Ring, Stats
 
 
-def check(q, near, units, segments, trigger, stats, lengths, rule) -> None:
-    _check.heads(q, near.ring)
+def check(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
+    _check.heads(q, ring)
     check_bounds(rule.shortest, rule.longest)
     if not 0 <= rule.memory <= 1:
         raise ValueError(f"memory must be from 0 to 1, got {rule.memory}")
@@ -39,10 +40,10 @@ def cosines(x: Tensor, y: Tensor) -> Tensor:
 
 
 def reference(
-    q: Query, near: Near, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
+    q: Query, ring: Ring, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
     stats: Changed[Stats], lengths: Lengths, rule: Boundaries,
 ) -> None:  # fmt: skip
-    heads, span, previous = near.ring.shape[1], segments.cuts.shape[2], trigger.previous
+    heads, span, previous = ring.shape[1], segments.cuts.shape[2], trigger.previous
     for b, (n, end) in enumerate(zip(lengths.length.tolist(), lengths.ring_begin.tolist())):
         if n <= 0:
             trigger.retrieve_now[b] = 0
@@ -57,7 +58,7 @@ def reference(
             previous[b, n % 2].unflatten(0, (heads, -1))[h] = new[h] if found else _moved(old[h], new[h], rule.memory)
             _cut(segments, (b, h), n, lengths.sink, found, rule)
             if found:
-                segments.frontier[b, h] = close_head(near, units, segments, (b, h), end, lengths.sink, False)
+                segments.frontier[b, h] = close_head(ring, units, segments, (b, h), end, lengths.sink, False)
             trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
             trigger.retrievals[b, h] += found
             count(stats.counts[b, h], near=end - int(segments.frontier[b, h]))  # append counted from where rings begin
@@ -136,8 +137,7 @@ def _boundary(
     tl.store(retrieve_now + bh, found.to(tl.int32))
 
 
-def launch(q, near, units, segments, trigger, stats, lengths, rule) -> None:
-    (ring,) = near
+def launch(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
     batch, heads, _, _, d = ring.shape
     q_heads, span = q.shape[1], segments.cuts.shape[2]
     wide_q, wide_d = next_power_of_2(q_heads), next_power_of_2(d)

@@ -18,7 +18,8 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
-from torchsparsekv.ops.store.views import PerHead, Query, Units
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import PerHead, Query
 
 UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
 AHEAD, RESIDENT = 4, 2  # steps in flight, and programs on a multiprocessor: what keeps the memory busy

@@ -13,7 +13,8 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 from torchsparsekv.ops.engine.tables import check_tables, near_begin, near_begin_of, near_blocks
-from torchsparsekv.ops.store.views import I32, Requests
+from torchsparsekv.ops.engine.views import Requests
+from torchsparsekv.ops.store.views import I32
 
 Places = Annotated[Tensor, Of("requests heads chosen", I32)]
 LISTED = 128  # of a program

@@ -11,25 +11,26 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import Listed, OneQuery, Requests
 from torchsparsekv.ops.store.rows import as_numbers, row_at
-from torchsparsekv.ops.store.views import Attention, Far, Listed, OneQuery, Requests
+from torchsparsekv.ops.store.views import Attention, Pool
 
 
-def check(q, far, at, fill, requests, block_size, attention) -> None:
-    _check.heads(q, far.rows)
-    check_one(far.rows)
+def check(q, pool, at, fill, requests, block_size, attention) -> None:
+    _check.heads(q, pool)
+    check_one(pool)
     if at.shape != fill.shape:
         raise ValueError(f"{tuple(at.shape)} blocks are listed, with {tuple(fill.shape)} fills")
-    if far.rows.shape[2] % block_size:
-        raise ValueError(f"{far.rows.shape[2]} rows are not blocks of {block_size}")
+    if pool.shape[2] % block_size:
+        raise ValueError(f"{pool.shape[2]} rows are not blocks of {block_size}")
 
 
 def reference(
-    q: OneQuery, far: Far, at: Listed, fill: Listed, requests: Requests, block_size: int, attention: Attention
+    q: OneQuery, pool: Pool, at: Listed, fill: Listed, requests: Requests, block_size: int, attention: Attention
 ) -> Tensor:
-    heads = torch.arange(far.rows.shape[1], device=q.device)
+    heads = torch.arange(pool.shape[1], device=q.device)
     live = (at >= 0)[..., None] & (torch.arange(block_size, device=q.device) < fill[..., None])
-    blocks = far.rows[0].unflatten(1, (-1, block_size))
+    blocks = pool[0].unflatten(1, (-1, block_size))
     rows = as_numbers(blocks[heads[None, :, None], at.clamp(min=0).long()], q.dtype)
     rows = rows.masked_fill(~live[..., None, None], 0).flatten(2, 3)
     live = live.flatten(2).repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
@@ -55,8 +56,8 @@ def _attend(
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, far, at, fill, requests, block_size, attention) -> Tensor:
-    (rows,), (count, heads, n) = far, at.shape
+def launch(q, pool, at, fill, requests, block_size, attention) -> Tensor:
+    rows, (count, heads, n) = pool, at.shape
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(n * block_size, tile))
     _attend[(count * heads, parts.splits)](

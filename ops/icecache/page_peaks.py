@@ -23,9 +23,10 @@ from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.icecache import _residual
 from torchsparsekv.ops.icecache._tree import NO_SPAN, OWN_SPAN, base_in, base_of
+from torchsparsekv.ops.icecache.views import Leaves, Visited
 from torchsparsekv.ops.icecache.visit_nodes import MOST_NODES
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Leaves, Query, Visited
+from torchsparsekv.ops.store.views import Query
 
 LOOKED = 1024  # rows of a program
 TILE = 64  # rows that are multiplied at a time, at least a page

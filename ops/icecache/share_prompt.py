@@ -19,8 +19,9 @@ from torchsparsekv.ops._machinery.side_stream import beside
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops.icecache.plant_tree import whole_pages
 from torchsparsekv.ops.icecache.share_step import followed_by
+from torchsparsekv.ops.icecache.views import Followed
 from torchsparsekv.ops.store.store_prompt import Order
-from torchsparsekv.ops.store.views import I32, Followed, Lengths
+from torchsparsekv.ops.store.views import I32, Lengths
 
 Sought = Annotated[Tensor, Of("batch heads queries wanted", I32)]
 

@@ -29,8 +29,9 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.icecache._tree import ROOT, SALTS
+from torchsparsekv.ops.icecache.views import Tree, View
 from torchsparsekv.ops.select._top import least_of_top, ordered
-from torchsparsekv.ops.store.views import Query, Tree, View
+from torchsparsekv.ops.store.views import Query
 
 MILLION = 1_000_000
 MOST_NODES = 1 << 16  # that a program can choose among

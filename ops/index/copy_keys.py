@@ -15,7 +15,7 @@ from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
-from torchsparsekv.ops.store.views import Far, Lengths, NewKeys
+from torchsparsekv.ops.store.views import Leaving, Lengths
 
 Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
 TILE = 32
@@ -52,8 +52,8 @@ def as_copied(keys: Tensor) -> Tensor:
     return keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
-def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:
-    for b, old, new, keys in leaving_keys(k, far, lengths):
+def reference(leaving: Leaving, coarse: Changed[Coarse], lengths: Lengths) -> None:
+    for b, old, new, keys in leaving_keys(leaving, lengths):
         coarse[b, :, old:new] = as_copied(keys)
 
 
@@ -74,8 +74,8 @@ def _copy(
         keep_copy(x, coarse, bh * rows + pos, live, MAX, D, DP)
 
 
-def launch(k, far, coarse, lengths) -> None:
-    (pool,) = far
+def launch(leaving, coarse, lengths) -> None:
+    k, pool = leaving
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     parts = cdiv(min(k.shape[2] + lengths.interval, rows), TILE)
     _copy[(parts, batch * heads)](

@@ -27,7 +27,8 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, flips, hadamard_odd, turned
-from torchsparsekv.ops.store.views import Codes, Lengths
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Lengths
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 PERCENT = (5, 15, 30, 50, 75, 100)

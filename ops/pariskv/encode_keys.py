@@ -19,18 +19,19 @@ from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, hadamard_odd, turned
-from torchsparsekv.ops.store.views import Codes, Far, Lengths, NewKeys
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Leaving, Lengths
 
 TILE = 32  # keys a program encodes: one tensor-core tile, and little waste when an update is short
 COLUMNS = 64  # of the rotation at a time
 LARGEST = 65504.0  # fp16
 
 
-def check(k, far, codes, lengths, m, seed) -> None:
+def check(leaving, codes, lengths, m, seed) -> None:
     if m not in WORDS or not 0 <= seed < SEEDS:
         known = ", ".join(map(str, sorted(WORDS)))
         raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
-    size = next_power_of_2(k.shape[-1])
+    size = next_power_of_2(leaving.new.shape[-1])
     got = codes.ids.shape[3], codes.codes.shape[3], codes.counts.shape[3]
     if got != (size // m, size // 2, 1 << m):
         want = f"{size // m}, {size // 2} and {1 << m}"
@@ -55,8 +56,8 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, codes, weights.half()
 
 
-def reference(k: NewKeys, far: Far, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
-    for b, old, new, keys in leaving_keys(k, far, lengths):
+def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
+    for b, old, new, keys in leaving_keys(leaving, lengths):
         ids, packed, weights, counts = (t[b] for t in codes)
         ids[:, old:new], packed[:, old:new], weights[:, old:new] = encode(keys, m, seed)
         names = ids[:, old:new].transpose(1, 2).long()
@@ -105,8 +106,8 @@ def _encode(
             tl.atomic_add(tally, tl.full((TILE, spaces), 1, tl.int32), mask=live)
 
 
-def launch(k, far, codes, lengths, m, seed) -> None:
-    (pool,) = far
+def launch(leaving, codes, lengths, m, seed) -> None:
+    k, pool = leaving
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     size = next_power_of_2(d)
     most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call

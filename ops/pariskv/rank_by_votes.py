@@ -21,7 +21,8 @@ from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.pariskv import centroid_votes as _votes
 from torchsparsekv.ops.pariskv.centroid_votes import ONE, by_length, by_length_of, pair
-from torchsparsekv.ops.store.views import Codes, Lengths
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Lengths
 
 Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
 MOST_SPACES = 254 // len(_votes.PERCENT)  # scores are one byte, and one value is kept for keys that do not count

@@ -19,8 +19,9 @@ from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpacked, unpacked_by, unpacking, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Candidates, Codes
+from torchsparsekv.ops.store.views import Candidates
 
 Rotated = Annotated[Tensor, Of("batch heads fields padded_dim", torch.float32)]
 TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs

@@ -39,10 +39,11 @@ from torchsparsekv.ops._machinery.triton import (
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.select._top import GROUP, store_peaks
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
 from torchsparsekv.ops.store.rows import keys_of, row_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Static, Store
+from torchsparsekv.ops.store.views import Attention, KVStore, Lengths, Observed
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
@@ -85,7 +86,7 @@ def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor
 
 
 def reference(
-    observed: Observed, static: Changed[Static], store: Store, coarse: Coarse | None, lengths: Lengths,
+    observed: Observed, static: Changed[Static], store: KVStore, coarse: Coarse | None, lengths: Lengths,
     attention: Attention,
 ) -> None:  # fmt: skip
     (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink

@@ -19,17 +19,18 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.select._top import GROUP, store_peaks
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
-from torchsparsekv.ops.store.views import Far, Lengths, Observed, Static
+from torchsparsekv.ops.store.views import Lengths, Observed, Pool
 
 TILE = 64  # keys at a time
 MATCHED = 16  # tokens of one of two lists that are looked for in the other at a time
 PHASES = 2
 
 
-def check(observed, static, far, coarse, lengths, k, per_head) -> None:
-    _check.heads(observed.queries.transpose(1, 2), far.rows)
+def check(observed, static, pool, coarse, lengths, k, per_head) -> None:
+    _check.heads(observed.queries.transpose(1, 2), pool)
     if not 0 < k <= static.ids.shape[2]:
         raise ValueError(f"k must be from 1 to the {static.ids.shape[2]} tokens that there is room for, got {k}")
 
@@ -41,16 +42,16 @@ def agreed(first: Tensor, last: Tensor, keys: Tensor, k: int) -> int:
 
 
 def reference(
-    observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
+    observed: Observed, static: Changed[Static], pool: Pool, coarse: Coarse | None, lengths: Lengths, k: int,
     per_head: bool,
 ) -> None:  # fmt: skip
-    (queries,), heads = observed, far.rows.shape[1]
+    (queries,), heads = observed, pool.shape[1]
     window, group = queries.shape[1], queries.shape[2] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         if n <= 0 or static.at[b, 0] != NOT_YET:
             continue
         first, last = queries[b, max(n - window, 0) % window], queries[b, (n - 1) % window]
-        behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(queries.dtype)
+        behind = keys_in(pool, coarse, b, slice(None), slice(lengths.sink, end)).to(queries.dtype)
         keys = behind.float().repeat_interleave(group, 0)
         both = [agreed(*x, k) for x in zip(first, last, keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
@@ -143,8 +144,8 @@ def _target(
                 tl.store(done + first, 0)
 
 
-def launch(observed, static, far, coarse, lengths, k, per_head) -> None:
-    (queries,), (pool,) = observed, far
+def launch(observed, static, pool, coarse, lengths, k, per_head) -> None:
+    (queries,) = observed
     (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
     group, all_heads = queries.shape[2] // heads, batch * heads
     parts = parts_of(pool.device, all_heads, cdiv(rows, TILE))

@@ -12,7 +12,7 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import load_query, soft_capped
 from torchsparsekv.ops.store.rows import keys_of, load_key, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Query, Store
+from torchsparsekv.ops.store.views import Attention, KVStore, Lengths, Query
 
 TILE = 64
 
@@ -28,7 +28,7 @@ def grouped(q: Tensor, heads: int) -> Tensor:
     return q[:, :, 0].unflatten(1, (heads, -1)).float()
 
 
-def reference(q: Query, store: Store, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
+def reference(q: Query, store: KVStore, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
     raw = grouped(q, store.pool.shape[1]) @ keys_of(store.pool).to(q.dtype).float().transpose(-1, -2)
     return _mass(raw, q, store.ring, lengths, block_size, attention)
 

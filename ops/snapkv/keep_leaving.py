@@ -12,8 +12,9 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import chain, chained, tl, triton
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
+from torchsparsekv.ops.snapkv.views import Kept
 from torchsparsekv.ops.store.rows import NEAR, add_count, count
-from torchsparsekv.ops.store.views import Kept, Lengths, Stats
+from torchsparsekv.ops.store.views import Lengths, Stats
 
 
 def reference(kept: Changed[Kept], stats: Changed[Stats], lengths: Lengths) -> None:

@@ -27,7 +27,7 @@ from torchsparsekv.ops.store.rows import (
     rows_of,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Lengths, ObservedQueries, Stats, Store, Token
+from torchsparsekv.ops.store.views import KVStore, Lengths, ObservedQueries, Stats, Token
 
 TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
 
@@ -45,7 +45,7 @@ def check(token, store, stats, lengths, observed=None) -> None:
 
 
 def reference(
-    token: Token, store: Changed[Store], stats: Changed[Stats], lengths: Lengths,
+    token: Token, store: Changed[KVStore], stats: Changed[Stats], lengths: Lengths,
     observed: Changed[ObservedQueries | None] = None,
 ) -> None:  # fmt: skip
     (k, v, q), (ring, pool), sink = token, store, lengths.sink

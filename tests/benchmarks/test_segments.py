@@ -211,7 +211,7 @@ def test_pages_of_prompt_and_output_stand_in_the_place_of_clusters_and_segments(
     assert {n for j, n in sizes.items() if j != begin} == {8}
     for u, (i, j) in enumerate(pairwise(bounds)):
         assert torch.allclose(centroid[u], k[0, 0, i:j].mean(0), atol=1e-6)
-    rows = keys_of(layer.state.far.rows)[0, 0, NEAR["sink"] : begin]
+    rows = keys_of(layer.state.store.pool)[0, 0, NEAR["sink"] : begin]
     assert torch.equal(rows, k[0, 0, NEAR["sink"] : begin]), "no key has moved"
 
 

@@ -3,7 +3,7 @@ import torch
 from world import World
 
 from torchsparsekv.ops.store.rows import STATS
-from torchsparsekv.ops.store.views import Asked, Far, Hot, Late, Stats
+from torchsparsekv.ops.store.views import Hot, Late, Selection, Stats
 
 I32 = torch.int32
 
@@ -25,6 +25,6 @@ def query_drift_gate(w: World):
     return (w.q[:, :, :1], ids, _late(w, ids), w.stats(), w.lengths_view, alike, w.pick(False, True))
 
 
-def prefetch_async(w: World, fetched: tuple[Asked, Far, Hot, Stats]):
-    asked, far, hot, _ = fetched
-    return (w.q[:, :, :1].clone(), _late(w, asked.ids)._replace(ids=asked.ids), far, hot, w.pick(True, False))
+def prefetch_async(w: World, fetched: tuple[Selection, torch.Tensor, Hot, Stats]):
+    selection, pool, hot, _ = fetched
+    return (w.q[:, :, :1].clone(), _late(w, selection.ids)._replace(ids=selection.ids), pool, hot, w.pick(True, False))

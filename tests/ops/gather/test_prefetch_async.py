@@ -133,7 +133,7 @@ def test_what_is_chosen_is_there_at_the_next_step():
         layer = Layer(small("oracle", budget=4, prefetch_async=least), heads=1, dim=DIM)
         layer.feed(*(x[:, :, :77] for x in (k, k, v)))
         answers, p = [], LayerProbe(layer.method)
-        layer.state.tap = p
+        layer.state.on_step = p
         for t, q in zip((77, 78, 79), (away, asked, asked)):
             answers.append(layer.feed(q.view(1, 1, 1, -1), k[:, :, t : t + 1], v[:, :, t : t + 1]))
         assert [bool((x > 4.5).all()) for x in answers] == found
