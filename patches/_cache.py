@@ -110,7 +110,7 @@ class SparseCache(Cache):
             state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host, anchor=anchor)
             roles = dict(advances=advances, first=first, last=i == last)
             layers.append(SparseLayer(method, shape, state, max_length, owner, self.use, **roles))
-        late = [layer.state for layer in layers if isinstance(layer, SparseLayer) and "late" in layer.state.buffers]
+        late = [layer.state for layer in layers if isinstance(layer, SparseLayer) and "prefetch" in layer.state.buffers]
         for state in late[:-1]:
             state.joins = False
         super().__init__(layers=layers)

@@ -25,7 +25,7 @@ from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection, Token
-from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, late_buffers, store_buffers
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, prefetch_buffers, store_buffers
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
@@ -192,7 +192,7 @@ class Method:
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
         """Room for so many blocks on the device, of which `chosen` at most are attended to."""
-        late = {} if self.prefetch_async is None else {"late": late_buffers(g, chosen)}
+        late = {} if self.prefetch_async is None else {"prefetch": prefetch_buffers(g, chosen)}
         return {"hot": hot_buffer(g, self.block_size, slots, chosen)} | late
 
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor | None:
@@ -242,7 +242,7 @@ class Method:
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
-            prefetch_async(out, s.late, s.store.pool, s.hot, s.joins)
+            prefetch_async(out, s.prefetch, s.store.pool, s.hot, s.joins)
         return out
 
     @final
@@ -250,8 +250,8 @@ class Method:
         """What of a selection is fetched before this step attends: all of it, unless heads may be late."""
         if self.prefetch_async is None:
             return selection
-        query_drift_gate(q, selection.ids, s.late, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
-        return selection._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
+        query_drift_gate(q, selection.ids, s.prefetch, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
+        return selection._replace(retrieve_now=s.prefetch.now, frontier=s.prefetch.frontier)
 
     @final
     def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:

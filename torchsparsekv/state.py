@@ -13,7 +13,7 @@ from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import Hot, KVStore, Late, Lengths, Stats
+from torchsparsekv.ops.store.views import Hot, KVStore, Lengths, Prefetch, Stats
 
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
@@ -100,7 +100,7 @@ def checked(buffers: Buffers, late: bool) -> Buffers:
     """What buffers() of a method returned, which fetches late or does not, if it can be."""
     if missing := [name for name in ("store", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
-    if ("late" in buffers) != late:
+    if ("prefetch" in buffers) != late:
         raise TypeError(
             "buffers() of a method: one with prefetch_async has `late`, which hot_buffers() makes beside the hot buffer, "
             "and no other has it"
@@ -140,10 +140,10 @@ def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
     )
 
 
-def late_buffers(g: Geometry, chosen: int) -> Late:
+def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
     """What a layer that fetches late has beside its hot buffer."""
     none, waits = Buffer(g.lead, torch.int32), Buffer(g.lead, torch.int32, counts=True)
-    return Late(
+    return Prefetch(
         query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
         seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, waits=waits,
         ids=Buffer((*g.lead, chosen), torch.int32, fill=-1),

@@ -5,7 +5,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Pool, Query
@@ -30,7 +30,7 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -52,7 +52,7 @@ def launch(q, pool, lengths, attention) -> Tensor:
     _attend[(batch * heads, parts.splits)](
         q, pool, lengths.length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows,
         attention.scale, attention.softcap, parts.splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
-        **chained(q.device, batch * heads * parts.splits),
+        **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

@@ -11,7 +11,7 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Query, Ring, Selection
@@ -61,7 +61,7 @@ def _attend(
     blocks, n, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr, FILLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -150,7 +150,7 @@ def _launch_triton(q, ring, hot, lengths, selection, attention) -> Tensor:
         lengths.ring_begin if frontier is None else frontier, parts.acc, parts.top, parts.total, q.stride(0),
         q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, lengths.sink, attention.scale,
         attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **parts.shape(), num_stages=2, **chained(q.device, batch * heads * parts.splits),
+        **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

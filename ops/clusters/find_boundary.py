@@ -18,10 +18,10 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.clusters._segments import check_bounds, close, close_head
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
-from torchsparsekv.ops.store.rows import NEAR, add_count, count, row_at, turn_of
+from torchsparsekv.ops.store.rows import IN_RING, add_count, count, row_at, turn_of
 from torchsparsekv.ops.store.views import Lengths, Query, Ring, Stats
 
 
@@ -61,7 +61,7 @@ def reference(
                 segments.frontier[b, h] = close_head(ring, units, segments, (b, h), end, lengths.sink, False)
             trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
             trigger.retrievals[b, h] += found
-            count(stats.counts[b, h], near=end - int(segments.frontier[b, h]))  # append counted from where rings begin
+            count(stats.counts[b, h], in_ring=end - int(segments.frontier[b, h]))  # append counted from where rings begin
 
 
 def _moved(old: Tensor, new: Tensor, memory: float) -> Tensor:
@@ -95,7 +95,7 @@ def _boundary(
     PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr,
     LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
@@ -133,7 +133,7 @@ def _boundary(
             tl.store(unit_count + bh, unit)
             tl.store(frontier + bh, old)
             tl.store(retrievals + bh, tl.load(retrievals + bh) + 1)
-        add_count(counts, bh, NEAR, end - old)
+        add_count(counts, bh, IN_RING, end - old)
     tl.store(retrieve_now + bh, found.to(tl.int32))
 
 
@@ -146,7 +146,7 @@ def launch(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
         q.stride(1), heads, span, units.centroid.shape[2], lengths.sink, rule.tau, rule.shortest, rule.longest,
         rule.memory, PER_HEAD=rule.per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(span),
         LONGEST=next_power_of_2(rule.longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
-        **chained(q.device, batch * heads),
+        **launch_early(q.device, batch * heads),
     )  # fmt: skip
 
 

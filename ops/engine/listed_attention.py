@@ -8,7 +8,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import Listed, OneQuery, Requests
@@ -42,7 +42,7 @@ def _attend(
     q, rows, at, fill, parts, tops, totals, q_b, q_h, heads, all_rows, n, scale, softcap, splits, G: tl.constexpr,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -63,7 +63,7 @@ def launch(q, pool, at, fill, requests, block_size, attention) -> Tensor:
     _attend[(count * heads, parts.splits)](
         q, rows, at, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows.shape[2], n,
         attention.scale, attention.softcap, parts.splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
-        num_stages=2, **chained(q.device, count * heads * parts.splits),
+        num_stages=2, **launch_early(q.device, count * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, requests.length, attention.sink_logits)
 

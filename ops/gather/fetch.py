@@ -22,7 +22,16 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import LANES, cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    LANES,
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.rows import (
@@ -166,7 +175,7 @@ def _fetch(
     ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     now = True
@@ -249,7 +258,7 @@ def launch_triton(selection, pool, hot, stats, programs=None) -> None:
         ids if retrieve_now is None else retrieve_now, ids, pool, *hot[:5], stats.counts, scratch, hot.chosen, n,
         slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
         D=d, ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
-        **chained(ids.device, programs),
+        **launch_early(ids.device, programs),
     )  # fmt: skip
 
 

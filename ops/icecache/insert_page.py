@@ -20,7 +20,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, sm_count, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.icecache import _residual, _tree
@@ -116,7 +116,7 @@ def _insert(
     P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     n, old = tl.load(length + bh // heads), tl.load(old_begin + bh // heads)
@@ -247,7 +247,7 @@ def launch(store, hot, tree, leaves, lengths, promotion, region) -> None:
         lengths.sink, region, promotion.chance, promotion.seed * _tree.SALTS, EVERY=promotion.every,
         LEVELS=promotion.levels, P=page, T=wide, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
         GROUPS=leaves.scale.shape[3], num_warps=WARPS, **going_over(ring), **_residual.UNFUSED,
-        **chained(ring.device, batch * heads * parts),
+        **launch_early(ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
@@ -194,7 +194,7 @@ def _arrange(
 
 def launch(k, ring, tree, leaves, lengths, promotion, join) -> Tensor:
     held = keys_of(ring).clone()
-    with beside(join, k, held, *tree, *leaves, *lengths[:4]):
+    with on_side_stream(join, k, held, *tree, *leaves, *lengths[:4]):
         return _launch(k, held, tree, leaves, lengths, promotion)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import torch_kernels
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops.icecache.plant_tree import whole_pages
 from torchsparsekv.ops.icecache.share_step import followed_by
@@ -61,7 +61,7 @@ def reference(
 
 
 def launch(order, sought, its, followed, lengths, page, join) -> Tensor:
-    with beside(join, *(t for t in (order, sought, its, *followed, *lengths[:4]) if t is not None)):
+    with on_side_stream(join, *(t for t in (order, sought, its, *followed, *lengths[:4]) if t is not None)):
         return reference(order, sought, its, followed, lengths, page, join)
 
 

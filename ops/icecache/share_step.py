@@ -13,7 +13,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.icecache.views import AskedPages, Followed
 from torchsparsekv.ops.store.rows import (
@@ -79,7 +79,7 @@ def _follow(
     ring, pool, hot, slot_of, followed, own_asked, fill, asked, placed, length, old_begin, ring_begin, heads, ring_rows,
     rows, slots, sink, n, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     head = tl.load(followed + bh)
@@ -107,7 +107,7 @@ def launch(store, hot, followed, asked, placed, lengths) -> None:
     _follow[(batch * heads,)](
         ring, pool, hot.rows, hot.slot_of, *followed, asked, placed, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, heads, ring_rows, pool.shape[2], hot.rows.shape[2], lengths.sink, asked.shape[2],
-        P=placed.shape[2], D=d, ROW=next_power_of_2(row_width(d)), WIDE=WIDE, **chained(ring.device, batch * heads),
+        P=placed.shape[2], D=d, ROW=next_power_of_2(row_width(d)), WIDE=WIDE, **launch_early(ring.device, batch * heads),
     )  # fmt: skip
 
 

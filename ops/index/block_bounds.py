@@ -15,7 +15,7 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX, to_e4m3
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
@@ -153,7 +153,7 @@ def _bounds(
     pool_rows, blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr,
     MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
@@ -178,7 +178,7 @@ def launch(leaving, digests, lengths, coarse) -> None:
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, pool if coarse is None else coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2],
         rows, centre.shape[2], **volume_of(digests), COPY=coarse is not None, MAX=FP8_MAX, P=block_size, D=d,
-        DP=next_power_of_2(d), num_warps=2, **chained(centre.device, batch * heads * most),
+        DP=next_power_of_2(d), num_warps=2, **launch_early(centre.device, batch * heads * most),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
@@ -70,7 +70,7 @@ def _encode(
     rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
@@ -115,7 +115,7 @@ def launch(leaving, codes, lengths, m, seed) -> None:
     _encode[(cdiv(most, TILE), batch * heads)](
         k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size), **chained(k.device, batch * heads * cdiv(most, TILE)),
+        COLUMNS=min(COLUMNS, size), **launch_early(k.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 
 

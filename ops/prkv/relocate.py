@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
-from torchsparsekv.ops._machinery.grid_barrier import leave, meet, parts_of, phases
+from torchsparsekv.ops._machinery.grid_barrier import grid_barrier, leave_grid_barrier, parts_of, phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.gather._hot_buffer import check_blocks, empty_slot
 from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_digest, volume_of
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
@@ -267,7 +267,7 @@ def move(
     """All phases of a head whose set is new. Phases before the first are what else the launch does."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if FIRST < 0:
-        meet(arrived + bh, parts)
+        grid_barrier(arrived + bh, parts)
     plan += (bh * parts + part) * 6 * K  # private to this program
     back, forth = _plan(ids + bh * most, away + bh * most, plan, sink, tl.load(count + bh), most, K, BITS)
     later = plan + 5 * K
@@ -278,15 +278,15 @@ def move(
         )  # fmt: skip
     if (FIRST <= 1) & (LAST > 1):
         if FIRST < 1:
-            meet(arrived + bh, parts)
+            grid_barrier(arrived + bh, parts)
         _swap(
             pool, hot, slot_of, coarse, plan + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False, SAME,
             COARSE, P, D, WIDTH, ROW, ROWS, K,
         )  # fmt: skip
     if (FIRST <= 2) & (LAST > 2):
         if FIRST < 2:
-            meet(arrived + bh, parts)
-            leave(arrived + bh, gone + bh, parts)
+            grid_barrier(arrived + bh, parts)
+            leave_grid_barrier(arrived + bh, gone + bh, parts)
         _anew(
             keys, centre, spread, slot_of, block_of, plan, bh, back, forth, sink, most, part, parts, rows, blocks,
             slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
@@ -304,7 +304,7 @@ def _relocate(
     WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     if tl.load(updated + tl.program_id(0)) != 0:
         move(
             ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
@@ -335,7 +335,7 @@ def launch(static, pool, coarse, hot, digests, sink) -> None:
     parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), BESIDE)
     given = arguments(parts, static, pool, coarse, hot, digests, sink)
     for phase in phases(device, parts, PHASES):
-        _relocate[(heads, parts)](**given, **phase, **chained(device, heads * parts))
+        _relocate[(heads, parts)](**given, **phase, **launch_early(device, heads * parts))
 
 
 relocate = register("relocate", reference, impls=(by_triton(launch),), check=check)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
-from torchsparsekv.ops._machinery.grid_barrier import leave, meet, parts_of, phases
+from torchsparsekv.ops._machinery.grid_barrier import grid_barrier, leave_grid_barrier, parts_of, phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
 from torchsparsekv.ops.prkv.views import Static
@@ -110,7 +110,7 @@ def _target(
     TILE: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HG: tl.constexpr, MATCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
@@ -122,8 +122,8 @@ def _target(
             )  # fmt: skip
         if LAST > 1:
             if FIRST < 1:
-                meet(arrived + bh, parts)
-                leave(arrived + bh, gone + bh, parts)
+                grid_barrier(arrived + bh, parts)
+                leave_grid_barrier(arrived + bh, gone + bh, parts)
             for g in range(part, G, parts):
                 at = bh * 2 * G + g
                 own = bh * parts + part
@@ -161,7 +161,7 @@ def launch(observed, static, pool, coarse, lengths, k, per_head) -> None:
             GP=max(16, next_power_of_2(2 * group)), P=lengths.interval, D=d, DP=next_power_of_2(d), TILE=TILE,
             GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
             HG=next_power_of_2(heads * group), MATCHED=MATCHED, num_warps=8, num_stages=1,
-            **chained(pool.device, all_heads * parts),
+            **launch_early(pool.device, all_heads * parts),
         )  # fmt: skip
 
 

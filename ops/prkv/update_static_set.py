@@ -9,7 +9,7 @@ from torchsparsekv.ops._machinery.fp8 import FP8_MAX
 from torchsparsekv.ops._machinery.grid_barrier import phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.index import block_bounds as bounding
 from torchsparsekv.ops.index.copy_keys import Coarse
 from torchsparsekv.ops.prkv import choose_static as choosing
@@ -74,7 +74,7 @@ def _restructure(
     LIMIT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, LOOKED: tl.constexpr, MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     if FIRST < 1:
         _summarise(
             queries, pool, centre, spread, coarse, length, previous_ring_begin, ring_begin, heads, rows, blocks, COARSE,
@@ -106,7 +106,7 @@ def launch(*things) -> None:
     given |= dict(previous_ring_begin=lengths.previous_ring_begin, MAX=FP8_MAX)
     device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
-        _restructure[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
+        _restructure[grid](**given, **phase, **launch_early(device, grid[0] * grid[1]))
 
 
 update_static_set = register("update_static_set", reference, impls=(by_triton(launch),), check=check)

@@ -105,7 +105,7 @@ class Hot(NamedTuple):
     chosen: Candidates
 
 
-class Late(NamedTuple):
+class Prefetch(NamedTuple):
     """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/query_drift_gate.py).
 
     query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what

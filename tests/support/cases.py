@@ -3,7 +3,7 @@ import dataclasses
 import math
 
 import cases_engine
-import cases_late
+import cases_prefetch
 import cases_static
 import cases_tree
 import torch
@@ -322,9 +322,9 @@ OPS = {
     "union_pages": cases_tree.union_pages,
     "best_pages": cases_tree.best_pages,
     "random_scores": _random_scores,
-    "query_drift_gate": cases_late.query_drift_gate,
+    "query_drift_gate": cases_prefetch.query_drift_gate,
     "fetch": _fetch,
-    "prefetch_async": lambda w: cases_late.prefetch_async(w, _fetch(w)),
+    "prefetch_async": lambda w: cases_prefetch.prefetch_async(w, _fetch(w)),
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,

@@ -110,7 +110,7 @@ MUTATIONS = (
              "float(self.prefetch_async), self.partial_blocks)", "float(self.prefetch_async), False)",
              "tests/ops/gather/test_prefetch_async.py -k dense"),
     Mutation("nobody waits for what is fetched late", "torchsparsekv/method.py",
-             "prefetch_async(out, s.late", "prefetch_async(q.clone(), s.late",
+             "prefetch_async(out, s.prefetch", "prefetch_async(q.clone(), s.prefetch",
              "tests/ops/gather/test_prefetch_async.py -k before_the_next_layer"),
     # ---- store
     Mutation("a packed number is cut off, not rounded", "ops/store/rows.py", ".round().to(PACKED)", ".to(PACKED)",

@@ -181,7 +181,7 @@ class HotBuffer(RuleBasedStateMachine):
         for at, head in self.heads.items():
             counted = dict(zip(STATS, counts[at].tolist()))
             assert (counted["selected"], counted["missed"]) == (head.selected, head.missed)
-            assert counted["steps"] == counted["context"] == counted["near"] == 0, "another op's counters"
+            assert counted["steps"] == counted["context"] == counted["in_ring"] == 0, "another op's counters"
 
 
 def drive(fetch, device, **options):
