@@ -155,7 +155,7 @@ class Handle:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
         found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
-        methods = [m for m, n in saving if not (m.traits.partial_blocks and n > m.dense_threshold)]
+        methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
         return [
             f"density 1.000: {m.name} attends to all of rows of up to {m.dense_threshold} tokens, so nothing was saved here"
             for m in dict.fromkeys(methods)

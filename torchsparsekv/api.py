@@ -3,7 +3,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchsparsekv.method import (
-    HyperParameter, Offload, PoolType, Step, all_methods, as_int, hyper_parameters, make_method, renamed,
+    HyperParameter,
+    Offload,
+    PoolType,
+    Step,
+    all_methods,
+    as_int,
+    hyper_parameters,
+    make_method,
+    renamed,
 )  # fmt: skip
 from torchsparsekv.ops._machinery.chain import use_kernels
 
@@ -51,8 +59,8 @@ def patch(
         about as long (quest, 32K, batch 1; docs/using.md). "auto": captured, but compiled where the model is not on one
         CUDA device, where something waits for the host or hooks of yours have to run, which a line says, and with a
         compile_config.
-    hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each with
-        its type, default and meaning; the command `torchsparsekv methods` prints them all.
+    hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each
+        with its type, default and meaning; the command `torchsparsekv methods` prints them all.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
     given = {name: as_int(value) for name, value in (given | renamed(hyper)).items()}

@@ -113,7 +113,7 @@ class Counts(NamedTuple):
 
     steps: int
     context: int  # tokens that rows held
-    near: int  # tokens of the ring that steps attended to
+    in_ring: int  # tokens of the ring that steps attended to
     selected: int  # blocks
     fetched: int  # blocks, behind a step or not
     row_bytes: int  # of one token in the pool
@@ -129,11 +129,11 @@ def layer_report(layer: int, method: "Method", state: LayerState) -> LayerReport
     steps = int(counted(state.stats.counts, "steps").max())
     selected, late, waits = total["selected"], 0, None
     if method.prefetch_async is not None and steps:
-        selected, late = (int(counted(state.late.counts, name).sum()) for name in ("selected", "missed"))
-        waits = int(state.late.waits.sum())
-    row_bytes = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
+        selected, late = (int(counted(state.prefetch.counts, name).sum()) for name in ("selected", "missed"))
+        waits = int(state.prefetch.waits.sum())
+    row_bytes = stored_width(state.store.pool) * state.store.pool.dtype.itemsize
     fetched = total["missed"] + late
-    counts = Counts(total["steps"], total["context"], total["near"], total["selected"], fetched, row_bytes)
+    counts = Counts(total["steps"], total["context"], total["in_ring"], total["selected"], fetched, row_bytes)
     row = method.report_row(state, counts)
     return LayerReport(
         layer=layer,

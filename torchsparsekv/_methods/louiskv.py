@@ -6,7 +6,7 @@ from torchsparsekv._methods._clusters import ClusterMethod
 from torchsparsekv._methods._file import read_file
 from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.clusters._kmeans import WIDEST
-from torchsparsekv.ops.store.views import Boundaries
+from torchsparsekv.ops.clusters.views import Boundaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class LouisKV(ClusterMethod):
 
     With memory=0 the earlier query is that of the step before, as in the paper; with memory=1 that of the last
     retrieval. Between the two it is a mean of the queries since then, the newest of which has the weight 1 - memory.
-    No boundary cuts a segment shorter than `segment_min`; a segment of `segment_max` tokens ends by itself. The mean key
-    of a long segment hides its tokens. The index is sized for segments of `segment_min` tokens.
+    No boundary cuts a segment shorter than `segment_min`; a segment of `segment_max` tokens ends by itself. The mean
+    key of a long segment hides its tokens. The index is sized for segments of `segment_min` tokens.
     """
 
     name = "louiskv"
 
-    tau: float | str = option(0.95, "Retrieve where the cosine with the earlier query is below; or a file of `calibrate`.")
+    tau: float | str = option(0.95, "Retrieve below this cosine with an earlier query. Or a file of `calibrate`.")
     per_head: bool = option(False, "Each kv head decides by the query heads of its group and cuts its own segments.")
     memory: float = option(0.0, "Weight of older queries in the earlier query. 0: the step before; 1: last retrieval.")
     segment_min: int = option(4, "Least tokens of a segment.")

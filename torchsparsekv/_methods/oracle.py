@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.select.attention_mass import attention_mass
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import LayerState
 
@@ -25,8 +25,8 @@ class Oracle(Method):
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """A step also reads the keys, half of every row, of all tokens outside the ring."""
         row = super().report_row(s, counts)
-        keys = (counts.context - counts.near) * counts.row_bytes // 2
+        keys = (counts.context - counts.in_ring) * counts.row_bytes // 2
         return row | {"pool_bytes_read": row["pool_bytes_read"] + keys}
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         return self.best(attention_mass(q, s.store, s.lengths, self.block_size, a))

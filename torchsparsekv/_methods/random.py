@@ -7,7 +7,7 @@ from torch import Tensor
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.hash import LOW
 from torchsparsekv.ops.select.random_scores import random_scores
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import LayerState
 
 
@@ -28,6 +28,6 @@ class Random(Method):
         super().__post_init__()
         self.check_int("seed", 0, LOW)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        heads, rows = s.far.rows.shape[1:3]
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        heads, rows = s.store.pool.shape[1:3]
         return self.best(random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))

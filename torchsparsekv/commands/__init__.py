@@ -20,7 +20,7 @@ def load(name: str = "") -> typer.Typer:
 
 
 app = typer.Typer(
-    cls=later(__path__[0], load), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=later(__path__[0], load, {"choosers": "selecting_layers.py"}), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
 
