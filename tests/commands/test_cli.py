@@ -41,7 +41,8 @@ def test_methods_are_listed():
     for name, hyper in methods().items():
         assert f"\n{name}: " in f"\n{done.stdout}"
         for field, h in hyper.items():
-            assert re.search(rf"^    {field} +{re.escape(h.type_name)} +{re.escape(repr(h.default))} +.", done.stdout, re.M)
+            words = (field, h.type_name, repr(h.default), h.meaning)
+            assert re.search("^    " + " +".join(map(re.escape, words)) + "$", done.stdout, re.MULTILINE)
 
 
 def test_named_methods_are_listed_alone():

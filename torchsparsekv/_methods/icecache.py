@@ -58,7 +58,7 @@ class IceCache(Method):
     name = "icecache"
 
     r: float | None = option(
-        None, "Share of a level's tokens that are promoted to the next. None: 1/16, or less in caches of over a million."
+        None, "Share of a level's tokens that are promoted to the next. None: 1/16, or less above a million tokens."
     )
     levels: int = option(2, "Levels of the tree, with that of the leaves.")
     promotion: str = option("quota", "quota: one token of every 1 / r, drawn; random: each token with chance r.")
@@ -210,7 +210,7 @@ class IceCache(Method):
     @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple[Method, int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
-        latest: dict[tuple[Method, int, int], tuple[int, int]] = {}  # the layer that selects, and how many layers share with it
+        latest: dict[tuple[Method, int, int], tuple[int, int]] = {}  # the layer that selects, layers with it
         selecting: dict[tuple[int, ...], list[int]] = {}  # by what users want
         for i, kind in layers.items():
             method = kind[0]

@@ -10,10 +10,10 @@ NAMES = typer.Argument(None, help="Methods to list.  [default: all]")
 
 
 @app.command()
-def methods(names: list[str] = NAMES) -> None:
+def methods(names: list[str] | None = NAMES) -> None:
     """List the methods with the type, default and meaning of their hyper-parameters."""
     known = all_methods()
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names or () if name not in known]:
         typer.echo(f"methods: unknown method {', '.join(unknown)}; available: {', '.join(known)}", err=True)
         raise typer.Exit(2)
     for name, cls in known.items():
