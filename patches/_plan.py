@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, traits_of
 from torchsparsekv.patches._assignment import Assignment, described
 from torchsparsekv.patches._family import Kept, Layer
 from torchsparsekv.state import Buffers, Geometry, RowLengths, checked, named, total_bytes
@@ -61,6 +61,7 @@ class Plan:
                     "own: pass per_head=True"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
+        self.traits = tuple(m and traits_of(m) for m in self.methods)
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype
         self.config = config  # of the text model: by it transformers makes the layers that it keeps
@@ -95,15 +96,15 @@ class Plan:
         return [f"layer {', '.join(map(str, others))}: attends to what layer {a} chose" for a, others in of.items()]
 
     def may_offload(self, i: int) -> bool:
-        method = self.methods[i]
-        return method is not None and method.traits.attends != "window" and not self._dense_among_others(i)
+        traits = self.traits[i]
+        return traits is not None and traits.attends != "window" and not self._dense_among_others(i)
 
     def _dense_among_others(self, i: int) -> bool:
         """A dense layer among sparse ones reads its whole pool at every step: that stays on the device, and in the
         model's type, whatever the others are told."""
-        if (method := self.methods[i]) is None or method.traits.attends != "everything":
+        if (traits := self.traits[i]) is None or traits.attends != "everything":
             return False
-        return not all(m.traits.attends in ("everything", "window") for m in self.methods if m)
+        return not all(t.attends in ("everything", "window") for t in self.traits if t)
 
     def buffers(self, i: int, batch: int, max_length: int) -> Buffers:
         """Nothing where transformers keeps the layer's state."""

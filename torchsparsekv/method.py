@@ -170,8 +170,13 @@ class Method:
 
     @cached_property
     def traits(self) -> Traits:
-        """What the engine must know beyond the hooks. Cached: a compiled step reads a plain attribute."""
+        """What the engine must know beyond the hooks."""
         return Traits()
+
+    @cached_property
+    def _attends(self) -> str:
+        """What steps read of `traits`: of a frozen dataclass torch.compile guards every field, at every step."""
+        return self.traits.attends
 
     @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
@@ -244,7 +249,7 @@ class Method:
             q = s.override_query(s, q)
         self.ingest_token(s, q, k, v)
         selection = Selection()
-        if self.traits.attends == "everything":
+        if self._attends == "everything":
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
@@ -286,7 +291,7 @@ class Method:
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that the layer may see, whatever the method."""
         join = last or torch.compiler.is_compiling()
-        if self.traits.attends == "window":  # all of its past is in the ring, where the new tokens will be
+        if self._attends == "window":  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)
             return out
@@ -337,13 +342,24 @@ def make_method(name: str, **hyper) -> Method:
     unknown = sorted(set(hyper) - set(fields))
     if unknown:
         raise TypeError(f"method {name!r} has no hyper-parameter {', '.join(unknown)}; it has: {', '.join(fields)}")
-    return known[name](**hyper)
+    method = known[name](**hyper)
+    traits_of(method)
+    return method
 
 
 def layer_method(name: str, **hyper) -> Method:
     """What layers of a certain kind need, whatever users choose."""
     all_methods()
     return _METHODS[name](**hyper)
+
+
+def traits_of(method: Method) -> Traits:
+    """The traits, computed now: torch.compile cannot trace a cached property that has no value yet."""
+    traits = method.traits
+    if not isinstance(traits, Traits):
+        raise TypeError(f"{method.name}: traits must be a Traits, got {traits!r}")
+    assert method._attends == traits.attends
+    return traits
 
 
 def as_int(value):

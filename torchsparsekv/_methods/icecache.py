@@ -220,7 +220,7 @@ class IceCache(Method):
                 found[i] = anchor
             else:
                 anchor, count = i, 0
-                if method.selecting_layers is not None:
+                if isinstance(method.selecting_layers, tuple):
                     selecting.setdefault(method.selecting_layers, []).append(i)
             latest[kind] = anchor, count + 1
         for wanted, which in selecting.items():
