@@ -7,6 +7,7 @@ from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._use import Use
+from torchsparsekv.report import cache_bytes, size_of
 from torchsparsekv.state import LayerState, RingPlan, RowLengths
 
 # As `kv_offset` in the mask arguments it says that the mask is for one of our caches. No real offset looks like it.
@@ -114,6 +115,21 @@ class SparseCache(Cache):
         for state in late[:-1]:
             state.joins = False
         super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        """Waits for the device: it reads how many tokens the longest row holds."""
+        names = dict.fromkeys(layer.method.name for layer in self.stored.values())
+        tokens = max(int(x.view.length.max()) for x in self.row_lengths.values())
+        host, device = self.nbytes()
+        return (
+            f"<SparseCache {', '.join(names)}: {self.batch} rows, {tokens} of {self.max_length} tokens in the longest, "
+            f"{size_of(host)} host, {size_of(device)} device>"
+        )
+
+    def nbytes(self) -> tuple[int, int]:
+        """(host, device) bytes that this cache holds."""
+        host, device = cache_bytes([layer.state for layer in self.stored.values()])
+        return host, device + sum(x.nbytes for x in self.row_lengths.values()) + self.own_bytes()
 
     def reset(self) -> None:
         """As it was made. What an interrupted prompt still does to it on another stream is waited for."""

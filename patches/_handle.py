@@ -10,7 +10,7 @@ from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, pool_on_host
 from torchsparsekv.patches._plan import Memory, Plan
 from torchsparsekv.patches._precompile import precompile
-from torchsparsekv.report import LayerReport, Report, cache_bytes, layer_report
+from torchsparsekv.report import LayerReport, Report, layer_report
 
 SMALLEST_BUCKET = 1024
 
@@ -110,10 +110,9 @@ class Handle:
         if cache is None:
             return Report(self.planned.method.name, (), 0, 0, self._notes())
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
-        host_bytes, device_bytes = cache_bytes([layer.state for layer in cache.stored.values()])
-        rest = sum(x.nbytes for x in cache.row_lengths.values()) + cache.own_bytes()
+        host_bytes, device_bytes = cache.nbytes()
         notes = (*self._notes(), *self._whole(rows), *self._lost(rows))
-        return Report(self.planned.method.name, rows, host_bytes, device_bytes + rest, notes)
+        return Report(self.planned.method.name, rows, host_bytes, device_bytes, notes)
 
     def unpatch(self) -> None:
         """Leave the model exactly as it was found."""

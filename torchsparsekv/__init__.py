@@ -1,5 +1,31 @@
-"""Sparse KV-cache retrieval for Hugging Face models, as compiled custom ops."""
-from torchsparsekv.api import methods, patch, use_kernels
+"""Sparse KV-cache retrieval for Hugging Face models, as compiled custom ops.
 
-__all__ = ["methods", "patch", "use_kernels"]
+These names are public, and torchsparsekv.extension has those that authors of methods and ops need. Everything else is
+internal and may change between releases.
+"""
+from typing import TYPE_CHECKING, Any
+
+from torchsparsekv.api import methods, patch, use_kernels
+from torchsparsekv.check import check_method
+from torchsparsekv.method import Method
+from torchsparsekv.report import Report
+
+if TYPE_CHECKING:
+    from torchsparsekv.patches._cache import SparseCache
+    from torchsparsekv.patches._handle import Handle
+
+__all__ = ["Handle", "Method", "Report", "SparseCache", "check_method", "methods", "patch", "use_kernels"]
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Handle and SparseCache come with transformers, which is imported when one of them is asked for."""
+    if name == "Handle":
+        from torchsparsekv.patches._handle import Handle
+
+        return Handle
+    if name == "SparseCache":
+        from torchsparsekv.patches._cache import SparseCache
+
+        return SparseCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

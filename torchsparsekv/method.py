@@ -238,8 +238,13 @@ class Method:
 
     # ---- what it inherits
 
-    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Selection:
-        """As many of the best blocks as the budget allows."""
+    def best(self, s: LayerState, scores: Tensor, peaks: Tensor | None = None) -> Selection:
+        """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of the pool]."""
+        if scores.shape != s.hot.slot_of.shape:
+            raise ValueError(
+                f"{self.name}: scores are one number for each block of the pool, {tuple(s.hot.slot_of.shape)}, got "
+                f"{tuple(scores.shape)}"
+            )
         return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
@@ -253,6 +258,8 @@ class Method:
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
+            if not isinstance(selection, Selection):
+                raise TypeError(f"{self.name}: choose must return a Selection, got {type(selection).__name__}")
             if selection.ids is not None:
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)

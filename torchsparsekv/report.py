@@ -79,7 +79,7 @@ class Report:
             attended, density = f"{most}{r.attended_per_step:.1f}", f"{most}{r.density:.3f}"
             lines.append(
                 f"{r.layer:>5} {r.method:<10} {r.steps:>7} {r.context_per_step:>10.1f} {attended:>9} {density:>8} "
-                f"{r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} {_size(r.host_bytes_read):>10}"
+                f"{r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} {size_of(r.host_bytes_read):>10}"
             )
         if any(r.at_most for r in self.layers):
             lines.append("<=: pages that are part empty count as if they were full")
@@ -96,11 +96,11 @@ class Report:
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
         if static:
             lines.append(f"static share of the budget by layer: {', '.join(static)}")
-        lines.append(f"cache memory: {_size(self.host_bytes)} host, {_size(self.device_bytes)} device")
+        lines.append(f"cache memory: {size_of(self.host_bytes)} host, {size_of(self.device_bytes)} device")
         return "\n".join([*lines, *self.notes, *(f"!! {w}" for w in self.warnings)])
 
 
-def _size(n: float) -> str:
+def size_of(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             break

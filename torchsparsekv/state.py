@@ -102,8 +102,8 @@ def checked(buffers: Buffers, late: bool) -> Buffers:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     if ("prefetch" in buffers) != late:
         raise TypeError(
-            "buffers() of a method: one with prefetch_async has `late`, which hot_buffers() makes beside the hot buffer, "
-            "and no other has it"
+            "buffers() of a method: one with prefetch_async has `prefetch`, which hot_buffers() makes beside the hot "
+            "buffer, and no other has it"
         )
     if taken := sorted(buffers.keys() & (OF_STATE | set(dir(LayerState)))):
         raise TypeError(f"buffers() of a method: LayerState has {', '.join(taken)} itself; choose another name")

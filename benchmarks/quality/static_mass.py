@@ -54,7 +54,7 @@ class Literal(PRKV):
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
                 to[b, h, : end // self.block_size] = new
             s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
-        return self.best(*bound_scores(q, s.digests, s.lengths, s.static.count))
+        return self.best(s, *bound_scores(q, s.digests, s.lengths, s.static.count))
 
     def order(self, rows: Tensor, order: Tensor, static: int) -> Tensor:
         """The order of the current layout: tokens that leave the set stay behind its front, side by side."""

@@ -194,7 +194,7 @@ class PRKVStages(PageStages):
             )
 
         def pages(i, s):
-            return b.method.best(*bound_scores(b.q[i], s.digests, s.lengths, s.static.count))
+            return b.method.best(s, *bound_scores(b.q[i], s.digests, s.lengths, s.static.count))
 
         def without(i, s):
             b.method.summarise(s, Leaving(b.k, s.store.pool))

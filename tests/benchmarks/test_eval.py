@@ -52,7 +52,7 @@ class Drawn(Random):
         blocks = torch.arange(s.store.pool.shape[2] // self.block_size)
         can = (blocks >= self.sink // self.block_size) & (blocks * self.block_size < s.lengths.ring_begin)
         scores = torch.where(can, torch.rand(*live.shape[:2], len(blocks)), -torch.inf)
-        return self.best(scores)
+        return self.best(s, scores)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,4 +56,4 @@ class PageMethod(Method):
         self.prompt(s, q, leaving, join=True)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        return self.best(*bound_scores(q, s.digests, s.lengths))
+        return self.best(s, *bound_scores(q, s.digests, s.lengths))

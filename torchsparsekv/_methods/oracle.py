@@ -29,4 +29,4 @@ class Oracle(Method):
         return row | {"pool_bytes_read": row["pool_bytes_read"] + keys}
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        return self.best(attention_mass(q, s.store, s.lengths, self.block_size, a))
+        return self.best(s, attention_mass(q, s.store, s.lengths, self.block_size, a))

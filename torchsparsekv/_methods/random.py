@@ -30,4 +30,4 @@ class Random(Method):
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         heads, rows = s.store.pool.shape[1:3]
-        return self.best(random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))
+        return self.best(s, random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))

@@ -1,0 +1,100 @@
+"""check_method: every method of the library passes, and each broken promise is found."""
+import dataclasses
+
+import pytest
+import torch
+
+import torchsparsekv
+from torchsparsekv._methods.quest import Quest
+from torchsparsekv.ops.store.views import Selection
+
+SIZES = dict(sink=4, window=8)
+PAGES = dict(SIZES, block_size=4)
+SMALL = {
+    "arkvale": PAGES,
+    "clusterkv": dict(SIZES, budget=16, every=16, new_clusters=2, cluster_size=8, rounds=4),
+    "icecache": dict(SIZES, page_size=4),
+    "louiskv": dict(SIZES, budget=64),
+    "oracle": SIZES,
+    "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
+    "prkv": PAGES,
+    "prkv_static": dict(SIZES, budget=16),
+    "quest": PAGES,
+    "random": PAGES,
+    "snapkv": dict(budget=16, window=24),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_retrieving_method_passes(name):
+    assert len(torchsparsekv.check_method(name, **SMALL[name])) == 4
+
+
+@pytest.mark.parametrize("name", ["full", "streaming"])
+def test_a_method_that_selects_nothing_has_nothing_to_check(name):
+    assert torchsparsekv.check_method(name) == [f"{name} selects nothing: there is nothing to check"]
+
+
+def broken(**changed):
+    """Quest with other hooks; it has no name of its own, so nobody can choose it."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type("Broken", (Quest,), changed))
+
+
+def shifted(by: int):
+    def choose(self, s, q, a):
+        ids = Quest.choose(self, s, q, a).ids
+        return Selection(torch.where(ids < 0, ids, ids + by))
+
+    return choose
+
+
+def the_sinks(self, s, q, a):
+    ids = Quest.choose(self, s, q, a).ids.clone()
+    ids[..., 0] = 0
+    return Selection(ids)
+
+
+def twice(self, s, q, a):
+    ids = Quest.choose(self, s, q, a).ids.clone()
+    ids[..., 1] = ids[..., 0]
+    return Selection(ids)
+
+
+def other_rows(self, s, q, a):
+    """The blocks of another row of the batch, where there is one."""
+    return Selection(Quest.choose(self, s, q, a).ids.roll(1, 0).contiguous())
+
+
+@pytest.mark.parametrize(
+    ("hooks", "says"),
+    [
+        (dict(choose=shifted(1)), "choose selects blocks in the ring"),
+        (dict(choose=twice), "choose selects a block twice"),
+        (dict(choose=the_sinks), "choose selects blocks in the 4 sinks"),
+        (dict(choose=other_rows), "row 0 of a ragged batch differs from the row alone|in the ring"),
+    ],
+    ids=["blocks in the ring", "a block twice", "blocks in the sinks", "blocks of another row"],
+)
+def test_a_broken_promise_is_found(hooks, says):
+    with pytest.raises(AssertionError, match=says):
+        torchsparsekv.check_method(broken(**hooks), **PAGES)
+
+
+def test_a_choose_that_returns_a_tensor_is_refused():
+    tensor = broken(choose=lambda self, s, q, a: Quest.choose(self, s, q, a).ids)
+    with pytest.raises(TypeError, match="choose must return a Selection, got Tensor"):
+        torchsparsekv.check_method(tensor, **PAGES)
+
+
+def test_scores_of_another_number_of_blocks_are_refused():
+    def choose(self, s, q, a):
+        return self.best(s, torch.zeros(*s.hot.slot_of.shape[:2], 3))
+
+    with pytest.raises(ValueError, match=r"one number for each block of the pool, \(3, 2, \d+\), got \(3, 2, 3\)"):
+        torchsparsekv.check_method(broken(choose=choose), **PAGES)
+
+
+@pytest.mark.parametrize("wrong", [3, int, None])
+def test_what_is_no_method_is_refused(wrong):
+    with pytest.raises(TypeError, match="check_method takes a subclass of Method"):
+        torchsparsekv.check_method(wrong)

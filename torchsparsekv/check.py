@@ -1,0 +1,131 @@
+"""`check_method`: whether a method keeps the promises that every method makes, found on one layer without a model."""
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method, all_methods, make_method
+from torchsparsekv.ops.store.views import Attention, Selection
+from torchsparsekv.state import Geometry, LayerState, RowLengths
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 2, 32
+STEPS, TURN = 6, 9  # decode steps behind a prompt; tokens of a second turn
+CLOSE = dict(rtol=1e-4, atol=1e-5)
+
+
+def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
+    """Check an extension on random keys, on the CPU in float32. Returns one line for each promise that it keeps.
+
+    1. Selected blocks are distinct and lie behind the sinks and before the ring.
+    2. With a budget of everything, each decode step equals dense attention.
+    3. A row of a ragged batch has the outputs that it has alone.
+    4. With a budget of everything, a second turn and the steps behind it equal one long prompt.
+
+    method: a class, its name, or an instance. hyper: hyper-parameters. Without a `budget` the check takes four blocks;
+    small `sink`, `window` and blocks make it fast. A broken promise raises AssertionError.
+    """
+    small = _made(method, hyper)
+    if small.traits.attends != "selected":
+        return [f"{small.name} selects nothing: there is nothing to check"]
+    run = _Run(small)
+    whole = dataclasses.replace(small, budget=run.rows - run.rows % small.block_size)
+    return [_places(run, small), _full_budget(run, whole), _alone(run, small), _second_turn(run, whole)]
+
+
+def _made(method: str | type[Method] | Method, hyper: dict) -> Method:
+    if isinstance(method, str):
+        method = type(make_method(method, **hyper))
+    if isinstance(method, Method):
+        return dataclasses.replace(method, **hyper)
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        known = ", ".join(all_methods())
+        raise TypeError(f"check_method takes a subclass of Method, an instance, or one of {known}, got {method!r}")
+    made = method(**hyper)
+    return made if "budget" in hyper else dataclasses.replace(made, budget=4 * made.block_size)
+
+
+class _Run:
+    """Random tokens of three rows of different lengths, and layers that they are fed to."""
+
+    def __init__(self, method: Method):
+        plan = method.ring_plan
+        self.prompt = plan.sink + plan.window + 2 * plan.interval + 12 * method.block_size + method.budget
+        self.padding = [self.prompt // 2, 3, 0]  # on the left, of each row
+        tokens = self.prompt + STEPS + TURN + STEPS
+        self.rows = -(-tokens // method.block_size) * method.block_size
+        g = torch.Generator().manual_seed(0)
+        draw = lambda heads: torch.randn(3, heads, tokens, HEAD_DIM, generator=g)  # noqa: E731
+        # Whole numbers: products are exact, so that no order of summation decides between two blocks.
+        self.q, self.k = (draw(GROUP * KV_HEADS) * 2).round() / 4, (draw(KV_HEADS) * 2).round()
+        self.v, self.attention = draw(KV_HEADS), Attention(HEAD_DIM**-0.5)
+
+    def outputs(self, method: Method, row: int | None = None, watch: Callable | None = None) -> Iterator[Tensor]:
+        """The outputs of a prompt, of steps, of a second turn and of steps behind it; of all rows, or of one alone."""
+        here, padding = (slice(None), self.padding) if row is None else (slice(row, row + 1), [0])
+        cut = 0 if row is None else self.padding[row]
+        q, k, v = (t[here, :, cut:] for t in (self.q, self.k, self.v))
+        lengths = RowLengths(method.ring_plan, len(padding), self.rows, q.device)
+        lengths.left_pad.copy_(torch.tensor(padding))
+        g = Geometry(len(padding), KV_HEADS, HEAD_DIM, self.rows, torch.float32, GROUP)
+        state = LayerState(method.buffers(g), lengths, q.device, pool_on_host=False)
+        state.on_step, at = watch, 0
+        for tokens in (self.prompt - cut, *[1] * STEPS, TURN, *[1] * STEPS):
+            part = [t[:, :, at : at + tokens] for t in (q, k, v)]
+            lengths.advance(tokens)
+            if tokens == 1:
+                yield method.decode(state, *part, self.attention)
+            else:
+                yield method.prefill(state, *part, self.attention, last=True)
+            at += tokens
+
+
+def _full_budget(run: _Run, whole: Method) -> str:
+    outputs, dense = [*run.outputs(whole)], [*run.outputs(make_method("full"))]
+    steps = range(1, 1 + STEPS)
+    _equal(whole, "budget of everything differs from dense attention", [(outputs[i], dense[i]) for i in steps])
+    return f"{whole.name}: a budget of everything equals dense attention"
+
+
+def _alone(run: _Run, small: Method) -> str:
+    together = [*run.outputs(small)]
+    for row in range(len(run.padding)):
+        pairs = []
+        for one, out in zip(run.outputs(small, row), together):
+            pairs.append((one[0], out[row, :, -one.shape[2] :]))
+        _equal(small, f"row {row} of a ragged batch differs from the row alone", pairs)
+    return f"{small.name}: rows of a ragged batch equal rows alone"
+
+
+def _second_turn(run: _Run, whole: Method) -> str:
+    outputs, dense = [*run.outputs(whole)], [*run.outputs(make_method("full"))]
+    behind = range(1 + STEPS, len(outputs))
+    _equal(whole, "a second turn differs from dense attention", [(outputs[i], dense[i]) for i in behind])
+    return f"{whole.name}: a second turn equals one long prompt"
+
+
+def _places(run: _Run, small: Method) -> str:
+    def watch(s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
+        if selection.ids is None:
+            return
+        ids, ordered = selection.ids.long(), selection.ids.long().sort(-1).values
+        begin = s.lengths.ring_begin[:, None] if selection.frontier is None else selection.frontier
+        first, taken = ids * small.block_size, ids >= 0
+        if ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any():
+            raise AssertionError(f"{small.name}: choose selects a block twice: {ids.tolist()}")
+        if (taken & (first < s.lengths.sink)).any():
+            raise AssertionError(f"{small.name}: choose selects blocks in the {s.lengths.sink} sinks")
+        if not small.traits.reorders_pool and (taken & (first + small.block_size > begin[..., None])).any():
+            raise AssertionError(f"{small.name}: choose selects blocks in the ring, which begins at {begin.tolist()}")
+
+    for _ in run.outputs(small, watch=watch):
+        pass
+    return f"{small.name}: selected blocks are distinct and lie between sinks and ring"
+
+
+def _equal(method: Method, what: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for step, (got, want) in enumerate(pairs):
+        live = ~(want == 0).all(-1)  # left padding has no output
+        difference = float((got - want)[live].abs().max()) if live.any() else 0.0
+        if not torch.allclose(got[live], want[live], **CLOSE):
+            raise AssertionError(f"{method.name}: {what}, by {difference:.3g} at call {step}")

@@ -1,0 +1,24 @@
+"""What authors of methods and ops import. docs/develop has a page for each: a method, an op, a family, an engine."""
+from torchsparsekv.check import check_method
+from torchsparsekv.method import Method, Traits, option
+from torchsparsekv.ops._machinery.chain import cuda, torch_kernels, triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops.store.views import (
+    Attention,
+    Digests,
+    KVStore,
+    Leaving,
+    Lengths,
+    Query,
+    Selection,
+    Stats,
+    Token,
+)
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
+
+__all__ = [
+    "Attention", "Buffer", "Buffers", "Changed", "Digests", "Geometry", "KVStore", "LayerState", "Leaving", "Lengths",
+    "Method", "Of", "Query", "RingPlan", "Selection", "Stats", "Token", "Traits", "check_method", "cuda", "option",
+    "register", "torch_kernels", "triton",
+]  # fmt: skip
