@@ -10,6 +10,7 @@ from models import dense_logits, greedy_logits, prompts, tiny
 import torchsparsekv
 from torchsparsekv import method
 from torchsparsekv._methods.streaming import Streaming
+from torchsparsekv.ops._machinery import registry
 from torchsparsekv.ops.store.views import NewKeys
 from torchsparsekv.patches import _family, all_families
 from torchsparsekv.state import OF_STATE, Buffer
@@ -21,14 +22,14 @@ SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 @pytest.fixture(scope="session")
 def everything():
     """Files are imported only once: what is loaded while a table is another's is not in ours afterwards."""
-    return method.all_methods(), _registry.load_all(), all_families()
+    return method.all_methods(), registry.load_all(), all_families()
 
 
 @pytest.fixture(scope="session")
 def defined(everything, tmp_path_factory):
     """What the page defines, and what that put into each table; nobody knows it yet. Once in a process: torch takes an
     op's name only once, and a worker may be given these tests in several parts."""
-    tables = method._METHODS, _registry.OPS, _family.FAMILIES
+    tables = method._METHODS, registry.OPS, _family.FAMILIES
     known = [dict(table) for table in tables]
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
@@ -71,7 +72,7 @@ def test_its_op_is_as_good_as_any(page):
     from world import DEVICE, World
 
     w = World(tokens=5, seed=3)
-    entry = _registry.OPS["block_means"]
+    entry = registry.OPS["block_means"]
     means = torch.zeros(w.batch, w.heads, w.blocks, w.dim)
     things = (w.k, w.far(torch.maximum(w.begin, w.length)), means, w.lengths_view, w.block)
     there = on(DEVICE, clones(things))
@@ -113,15 +114,15 @@ WRONG_OPS = {
 def test_an_op_that_is_not_one_is_refused(what):
     name, reference, says = WRONG_OPS[what]
     with pytest.raises((TypeError, ValueError), match=says):
-        _registry.register(name, reference)
+        registry.register(name, reference)
 
 
 def test_an_op_of_a_reference_alone_says_so_where_kernels_are_asked_for(monkeypatch):
-    monkeypatch.setattr(_registry, "OPS", {})
-    _registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
+    monkeypatch.setattr(registry, "OPS", {})
+    registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
     says = "reference_alone: kernels=None cannot run here: only a reference is registered"
     with pytest.raises(RuntimeError, match=says):
-        _registry.OPS["reference_alone"].chain.on_cuda(k)
+        registry.OPS["reference_alone"].chain.on_cuda(k)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torchsparsekv
 from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.registry import OPS
 from torchsparsekv.ops.pariskv import _lloyd_max
+from torchsparsekv.patches import _precompile
 
 ON_GPU = DEVICE.type == "cuda"
 GPU = torch.device("cuda", 0 if ON_GPU else 5)  # if there is none, one whose properties nobody has asked for before
@@ -59,11 +60,11 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
     loaded = {}
     monkeypatch.setattr(_cuda, "load", lambda name, device, **defines: loaded.setdefault(name, "seen"))
     *_, stored = layers_of(method, **more)
-    rehearsed = _ahead.by_kind(stored.values()).values()
+    rehearsed = _precompile.by_kind(stored.values()).values()
     assert len(rehearsed) <= 3 < len(stored), "no two that take the same kernels"
     with FakeTensorMode():
         for layer in rehearsed:
-            _ahead.step(layer.method, layer.shape, layer.state.mapped(on_gpu))
+            _precompile.step(layer.method, layer.shape, layer.state.mapped(on_gpu))
     model, handle, _ = layers_of(method, torch.float32, **more)
     ids = torch.randint(3, 97, (2, 200), device=DEVICE)
     monkeypatch.undo()
@@ -80,7 +81,7 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
 def test_a_cpu_compiles_nothing():
     if not ON_GPU:
         *_, stored = layers_of("quest")
-        assert _ahead.precompile(stored.values()) is None
+        assert _precompile.precompile(stored.values()) is None
 
 
 def test_what_fake_tensors_cannot_pass_is_left_for_later():
@@ -97,19 +98,19 @@ def test_what_fake_tensors_cannot_pass_is_left_for_later():
         def decode(self, state, q, k, v, a):
             seen.append((q.shape, k.shape))
 
-    _ahead._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
+    _precompile._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
     assert seen == [((2, 4, 1, 128), (2, 2, 1, 128))]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_finds_its_kernels(method):
-    _cuda._loaded.clear(), _ahead._begun.clear()
+    _cuda._loaded.clear(), _precompile._begun.clear()
     model, handle, stored = layers_of(method)
-    thread = _ahead.precompile(stored.values())  # make_cache has begun already
+    thread = _precompile.precompile(stored.values())  # make_cache has begun already
     assert thread is None
-    for running in _ahead.threading.enumerate():
-        if running.name == _ahead.NAME:
+    for running in _precompile.threading.enumerate():
+        if running.name == _precompile.NAME:
             running.join()
     before = set(_cuda._loaded)
     ids = torch.randint(3, 97, (2, 200), device=DEVICE)

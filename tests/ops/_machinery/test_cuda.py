@@ -22,9 +22,10 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.select._top import GROUP
 
 BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
-    importlib.import_module(f"torchsparsekv.ops.select.{name}")
+    importlib.import_module(f"torchsparsekv.ops.{name}")
     for name in (
-        "bound_scores", "rank_by_votes", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages", "best_pages"
+        "select.bound_scores", "pariskv.rank_by_votes", "icecache.visit_nodes", "icecache.page_peaks", "pariskv.rerank",
+        "select.top_blocks", "icecache.union_pages", "icecache.best_pages",
     )
 )  # fmt: skip
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
