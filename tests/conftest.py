@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-# Helpers (support/, tools/) and test files are modules by their bare names, wherever they stand.
+# Helpers (support/, tools/) are modules by their bare names, wherever they stand.
 sys.path[:0] = [str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below

@@ -3,8 +3,8 @@ import json
 
 import pytest
 import torch
+from cli import answered, refused
 from models import tiny
-from test_cli import answered, refused
 from world import DEVICE
 
 import torchsparsekv

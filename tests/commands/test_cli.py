@@ -1,36 +1,13 @@
 """The command line, as a user starts it."""
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from cli import cli, commands_of
+from paths import ROOT
 
 from torchsparsekv.cli import main
 
 pytest.importorskip("typer")
-
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from torchsparsekv.cli import main; sys.argv[0] = 'torchsparsekv'; main()"
-
-
-def cli(*args: str, before: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", before + MAIN, *args], cwd=ROOT, capture_output=True, text=True)
-
-
-def answered(*args: str, status: int = 0) -> str:
-    """What the command says; in this process, which is faster."""
-    from typer.testing import CliRunner
-
-    from torchsparsekv.commands import load
-
-    done = CliRunner().invoke(load(), args)
-    assert done.exit_code == status, (done.output, done.exception)
-    return done.output
-
-
-def refused(*args: str) -> str:
-    """What it says as it exits with 2."""
-    return answered(*args, status=2)
 
 
 def test_methods_are_listed():
@@ -63,12 +40,6 @@ def test_a_command_is_imported_when_it_is_called(call):
     done = cli(*call.split(), before=leave)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == CALLS[call]
-
-
-def commands_of(app) -> dict:
-    from typer.main import get_group
-
-    return get_group(app).commands
 
 
 def test_every_file_holds_the_command_of_its_name():

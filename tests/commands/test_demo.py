@@ -5,7 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from test_cli import cli, refused
+from cli import cli, refused
 
 from torchsparsekv_benchmarks.quality.options import METHODS
 from torchsparsekv_benchmarks.recall_model.passkeys import passkeys

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cli import answered, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
-from test_cli import answered, refused
 from world import DEVICE
 
 import torchsparsekv

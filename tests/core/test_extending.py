@@ -68,7 +68,7 @@ def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
 
 
 def test_its_op_is_as_good_as_any(page):
-    from test_ops import clones, flat, on
+    from kernels import clones, flat, on
     from world import DEVICE, World
 
     w = World(tokens=5, seed=3)

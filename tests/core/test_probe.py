@@ -5,8 +5,9 @@ import pytest
 import torch
 from cases import METHODS
 from hypothesis import given
+from layer import BLOCK, SINK, frontier, small
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
-from test_methods import BLOCK, SINK, Past, frontier, pasts, small
+from past import Past, pasts
 
 import torchsparsekv
 from torchsparsekv.probe import LayerProbe, probe, tapped

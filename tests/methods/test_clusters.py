@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
-from test_ops import on
+from kernels import on
+from layer import Layer
+from past import Past, pasts
+from planted import LENGTH, PLANTED, finds
 from world import DEVICE
 
 from torchsparsekv.method import make_method

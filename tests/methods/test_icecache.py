@@ -7,8 +7,8 @@ from dci_tree import ROOT, DciTree, page_select
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from layer import Layer
 from models import tiny
-from test_methods import Layer
 from world import DEVICE
 
 import torchsparsekv

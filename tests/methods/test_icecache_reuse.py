@@ -3,8 +3,8 @@ import dataclasses
 
 import pytest
 import torch
+from layer import Layer
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_methods import Layer
 from torch._dynamo.utils import counters
 from world import DEVICE
 

@@ -3,8 +3,8 @@ import math
 
 import pytest
 import torch
+from kernels import until
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_bound_scores import until
 from world import integers
 
 import torchsparsekv

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_methods import Layer
+from layer import Layer
+from literal import chosen
 from world import DEVICE
 
 from torchsparsekv.method import make_method
@@ -32,15 +33,6 @@ def official(q, k, window: int, capacity: int, kernel: int, pooling: str, scale:
     weights[:, :, -window:] += torch.full((window, window), -torch.inf).triu(1)
     votes = weights.softmax(-1)[:, :, :-window].sum(1)
     return [sorted(chosen(v, capacity - window, kernel, pooling)) for v in votes]
-
-
-def chosen(votes, most: int, kernel: int, pooling: str, sink: int = 0) -> list[int]:
-    """By hand: neighbours that there are not count as zeros in a mean, and not at all in a maximum."""
-    half, scores = kernel // 2, {}
-    for i in range(sink, len(votes)):
-        near = votes[max(0, i - half) : i + half + 1]
-        scores[i] = float(near.max()) if pooling == "maxpool" else float(near.sum()) / kernel
-    return sorted(sorted(scores, key=lambda i: (-scores[i], i))[:most])
 
 
 class Story:

@@ -1,8 +1,8 @@
 """Models with SnapKV: the dense model with what the paper evicts hidden from it, and what a report says."""
 import pytest
 import torch
+from literal import chosen
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_snapkv import chosen
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import torchsparsekv

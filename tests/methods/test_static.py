@@ -1,11 +1,11 @@
 """Static sets: chosen as defined, from raw queries and keys; moved without loss; both ends of the share."""
 import pytest
-import test_methods
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layer import BLOCK, SINK, WINDOW, Layer, frontier
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
-from test_methods import BLOCK, SINK, WINDOW, Layer, frontier
+from static_story import DIM, HEADS, Story, small
 from world import DEVICE
 
 import torchsparsekv
@@ -14,46 +14,6 @@ from torchsparsekv.ops.prkv.choose_static import window_scores
 from torchsparsekv.ops.prkv.relocate import gathered, moves
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.ops.store.views import Attention
-
-HEADS, DIM = 2, 16
-
-
-def small(name: str, **hyper):
-    """By the keys themselves where nothing else is said: such a set can be held against its definition."""
-    return test_methods.small(name, **({} if name == "arkvale" else {"update_from": "keys"}) | hyper)
-
-
-class Story:
-    """Random tokens of rows that begin at `pads`; the first channel of a value is the token's position."""
-
-    def __init__(self, length: int, group: int = 2, pads=(0, 3), seed: int = 0):
-        g = torch.Generator().manual_seed(seed)
-        draw = lambda h: torch.randn(len(pads), h, length, DIM, generator=g)  # noqa: E731
-        self.pads, self.group, self.length = list(pads), group, length
-        self.q, self.k, self.v = 3 * draw(HEADS * group), draw(HEADS), draw(HEADS)
-        self.v[..., 0] = torch.arange(length) - torch.tensor(pads)[:, None, None]
-
-    def layer(self, method) -> Layer:
-        return Layer(method, batch=len(self.pads), heads=HEADS, group=self.group, dim=DIM, left_pad=self.pads)
-
-    def feed(self, layer: Layer, first: int, end: int, *, whole: bool = False):
-        """Tokens from `first` on: as one prompt, or one by one; the last answer."""
-        parts = [(first, end)] if whole else [(i, i + 1) for i in range(first, end)]
-        for a, b in parts:
-            out = layer.feed(self.q[:, :, a:b], self.k[:, :, a:b], self.v[:, :, a:b])
-        return out
-
-    def heads(self):
-        return [(b, h) for b in range(len(self.pads)) for h in range(HEADS)]
-
-    def wanted(self, b: int, h: int, at: int, window: int, k: int, block: int = 1) -> list[int]:
-        """The static set by the paper's definition, `at` tokens having come (padding counted)."""
-        pad, mine = self.pads[b], slice(h * self.group, (h + 1) * self.group)
-        end = frontier(at - pad, block=block)
-        queries = self.q[b, mine, max(pad, at - window) : at].double()
-        z = queries @ self.k[b, h, pad : pad + end].double().T * DIM**-0.5
-        score = z.softmax(-1).mean((0, 1))[SINK:]
-        return sorted((score.argsort(descending=True)[:k] + SINK).tolist())
 
 
 def positions(layer: Layer, b: int, h: int, rows=None) -> list[int]:

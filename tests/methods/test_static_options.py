@@ -3,8 +3,8 @@ import re
 
 import pytest
 import torch
+from layer import PAGES, SMALL
 from models import tiny
-from test_methods import PAGES, SMALL
 
 import torchsparsekv
 from torchsparsekv.method import make_method

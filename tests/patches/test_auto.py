@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
+from capturing import BREAKS, IDS, MASK, NEW, SMALL, said
 from families import FAMILIES
 from models import tiny
-from test_captured import IDS, MASK, NEW, SMALL, said
-from test_captured_refused import BREAKS
-from test_families import FULL, supported
+from supported import FULL, supported
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import CompileConfig
 from world import DEVICE

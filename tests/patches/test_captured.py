@@ -7,11 +7,12 @@ import weakref
 import pytest
 import torch
 import transformers
-from cases import METHODS, hyper_of
+from capturing import IDS, MASK, NEW, OTHERS, SMALL, captured, said
+from cases import METHODS
+from generating import WAYS
 from models import MAX_LENGTH, prompts, tiny
 from packaging.version import Version
 from snapshot import snapshot
-from test_generate import WAYS
 from world import DEVICE
 
 import torchsparsekv
@@ -19,19 +20,6 @@ from torchsparsekv.patches import _captured, all_families
 from torchsparsekv.probe import probe
 
 FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, sink=8, window=6, skip_layers=1, block_size=4)
-SMALL = dict(max_length=MAX_LENGTH, budget=24, sink=8, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(3, 41)
-OTHERS = prompts(3, 53, seed=4)
-NEW = 12
-
-
-def captured(model, method="quest", **changes):
-    return torchsparsekv.patch(model, method, step="captured", **hyper_of(method, **{**SMALL, **changes}))
-
-
-def said(model, ids=IDS, mask=MASK, new=NEW, **options):
-    out = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    return model.generate(input_ids=ids, attention_mask=mask, **out, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from capturing import BREAKS, IDS, MASK, captured, said
 from models import tiny
 from snapshot import snapshot
-from test_captured import IDS, MASK, captured, said
 from transformers import CompileConfig, DynamicCache
 from world import DEVICE
 
@@ -21,15 +21,6 @@ def breaks(model, act):
             act(output)
 
     return model.model.layers[1].mlp.register_forward_hook(hook)
-
-
-BREAKS = {
-    r"aten\._local_scalar_dense\.default waits for the device": lambda x: x.sum().item(),
-    r"aten\.nonzero\.default waits for the device": lambda x: (x > 0).nonzero(),
-    r"aten\.index\.Tensor waits for the device": lambda x: x[x > 0],
-    r"aten\.index_put_\.default waits for the device": lambda x: x.clone().__setitem__(x[..., 0] > 9, x[0, 0]),
-    "CUDA error: operation not permitted when stream is capturing": lambda _: torch.cuda.current_stream().synchronize(),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", BREAKS)

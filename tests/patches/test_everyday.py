@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from generating import GREEDY
 from models import dense_logits, greedy_logits, prompts, tiny
-from test_generate import GREEDY
 from world import DEVICE
 
 import torchsparsekv

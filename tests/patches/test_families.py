@@ -3,11 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from families import FAMILIES
-from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from packaging.version import Version
+from models import dense_logits, greedy_logits, prompts, tiny
 from snapshot import snapshot
+from supported import FULL, supported
 from torch._dynamo.utils import counters
 from transformers import masking_utils
 from world import DEVICE
@@ -19,19 +18,11 @@ from torchsparsekv.patches._family import MULTIMODAL
 from torchsparsekv.patches._refused import REFUSED
 from torchsparsekv.patches._table import markdown
 
-FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, skip_layers=1, sink=8, window=6, block_size=4)
 SMALL = {**FULL, "budget": 8, "sink": 4}
 
 
 def generate(model, ids, mask):
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-
-
-def supported(family: str, **overrides):
-    since = all_families()[family].since
-    if since and Version(transformers.__version__) < Version(since):
-        pytest.skip(f"supported since transformers {since}")
-    return tiny(family, **overrides)
 
 
 def methods_of(family: str) -> list[str]:

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 from cases import hyper_of
+from generating import GREEDY
 from models import prompts, tiny
 from snapshot import snapshot
-from test_generate import GREEDY
 
 import torchsparsekv
 from torchsparsekv.method import all_methods

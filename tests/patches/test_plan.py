@@ -5,28 +5,18 @@ import re
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from cli import answered, refused
 from models import tiny
-from test_cli import answered, refused
+from planned import allocated
+from planned import folder as of_a_tiny_model
 from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.state import RowLengths
 
+folder = of_a_tiny_model  # the fixture
 SMALL = dict(max_length=64, budget=16, sink=8, window=6, skip_layers=1, block_size=4)
-
-
-def allocated(cache):
-    """Bytes by buffer, read off the tensors themselves."""
-    found = {}
-    for layer in cache.layers:
-        for name, given in layer.state.buffers.items():
-            t = getattr(layer.state, name)
-            for part, x in t._asdict().items() if isinstance(given, tuple) else ((None, t),):
-                key = f"{name}.{part}" if part else name
-                if isinstance(x, torch.Tensor):
-                    found[key] = found.get(key, 0) + x.nbytes
-    return found | {"row lengths": sum(x.nbytes for x in cache.row_lengths.values())}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,16 +59,6 @@ def test_nothing_is_allocated(monkeypatch):
 
 
 # ---------------------------------------------------------------- commands
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A config without weights is enough."""
-    path = tmp_path_factory.mktemp("model")
-    config = tiny().config
-    config.dtype = torch.float32
-    config.save_pretrained(path)
-    return str(path)
 
 
 def test_without_a_length_it_takes_what_the_model_has(folder):

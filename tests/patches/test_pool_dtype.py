@@ -2,10 +2,10 @@
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from cli import answered, refused
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+from planned import allocated, folder  # noqa: F401
 from snapshot import snapshot
-from test_cli import answered, refused
-from test_plan import allocated, folder  # noqa: F401
 from world import DEVICE
 
 import torchsparsekv
@@ -125,7 +125,7 @@ def test_triton_answers_as_the_references_do(method):
 
 @pytest.mark.parametrize("method", ["quest", "pariskv", "full"])
 def test_generate_compiles_one_graph_and_answers_the_same(method):
-    from test_generate import auto_compiled
+    from generating import auto_compiled
 
     model = tiny()
     ids, mask = prompts(2, 24)

@@ -1,15 +1,14 @@
 """What is refused, with which words, and that a refusal leaves the model alone. One table; a new refusal is a new row."""
 # ruff: noqa: E501 (in the table a row is a line)
 import copy
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
-from cases import IN_BLOCKS, MANY_TOKENS, METHODS, OPS
+from cases import MANY_TOKENS, METHODS, OPS
+from kernels import flat, on
 from models import prompts, tiny
+from refusing import IDS, MASK, SMALL, Row, generate, patch, used
 from snapshot import snapshot
-from test_ops import flat, on
 from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
 from world import DEVICE, World
 
@@ -18,43 +17,9 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.select.top_blocks import top_blocks
 
 ENTRIES = load_all()
-SMALL = dict(max_length=64, budget=16, sink=4, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(2, 20)
-
-
-class Row(NamedTuple):
-    id: str
-    act: Callable  # takes the model; the model must be unchanged when it has raised
-    error: type[Exception]
-    says: str
-    model: Callable = tiny
 
 
 # ---------------------------------------------------------------- ways to ask for what is refused
-
-def patch(method="quest", **changes):
-    """At patch time; a method of single tokens has no block size."""
-    sizes = {name: x for name, x in SMALL.items() if name != "block_size" or method in IN_BLOCKS}
-    return lambda model: torchsparsekv.patch(model, method, **{**sizes, **changes})
-
-
-def used(act, **changes):
-    """While patched: `act(model, handle)`; leaving the block unpatches, so the model must be as before here too."""
-
-    def run(model):
-        with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, **changes}) as handle:
-            act(model, handle)
-
-    return run
-
-
-def generate(ids=IDS, mask=MASK, cache=None, **options):
-    def act(model, handle):
-        kwargs = {} if cache is None else {"past_key_values": cache(handle)}
-        options.setdefault("max_new_tokens", 4)
-        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, **kwargs, **options)
-
-    return used(act)
 
 
 def call(ids=IDS, mask=None, rows=2):
@@ -388,6 +353,10 @@ ROWS = [
 
 
 def test_the_table_names_every_row_once():
+    assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+def test_no_two_rows_have_one_name():
     assert len({row.id for row in ROWS}) == len(ROWS)
 
 

@@ -6,42 +6,15 @@ import weakref
 
 import pytest
 import torch
+from caches_in_use import IDS, MASK, OTHER, SMALL, at_each, generate, patch
 from cases import METHODS, SEVERAL, hyper_of
-from models import greedy_logits, prompts, tiny
+from generating import GREEDY, auto_compiled
+from models import greedy_logits, tiny
 from snapshot import snapshot
-from test_generate import GREEDY, auto_compiled
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 from world import DEVICE
 
 import torchsparsekv
-
-SMALL = dict(max_length=128, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(2, 40)
-OTHER, _ = prompts(2, 33, seed=4)
-
-
-def patch(model, method="quest", **changes):
-    return torchsparsekv.patch(model, method, **hyper_of(method, **{**SMALL, **changes}))
-
-
-def generate(model, ids=IDS, **options):
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)
-
-
-class Each(StoppingCriteria):
-    """Does something at every token; never stops."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def __call__(self, ids, scores, **kwargs):
-        self.act()
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-
-def at_each(act):
-    return dict(stopping_criteria=StoppingCriteriaList([Each(act)]))
-
 
 # ---------------------------------------------------------------- calls that overlap
 
@@ -90,7 +63,7 @@ def test_a_generate_within_a_generate():
 
 def test_a_streamer_that_still_runs():
     """A chat that is left and begun anew while the thread of the first answer goes on."""
-    from test_generate import tokenizer
+    from generating import tokenizer
 
     model, words = tiny(), tokenizer()
     with patch(model):

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from models import greedy_logits, prompts
-from test_families import supported
+from supported import supported
 
 import torchsparsekv
 

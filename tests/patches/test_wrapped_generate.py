@@ -1,8 +1,8 @@
 """Calls of generate() that do not come in by what a patch puts on the instance."""
 import torch
+from caches_in_use import IDS, OTHER, at_each, generate, patch
+from generating import GREEDY
 from models import tiny
-from test_generate import GREEDY
-from test_use import IDS, OTHER, at_each, generate, patch
 
 
 def past_the_patch(model, ids, **more):

@@ -36,7 +36,7 @@ def run_ops(names: list[str]) -> None:
     import torch
     from cases import MANY_TOKENS, OPS
     from cases_packed import TAKING, packed
-    from test_ops import on
+    from kernels import on
     from world import World
 
     from torchsparsekv.ops._machinery.registry import load_all

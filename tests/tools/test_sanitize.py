@@ -25,7 +25,7 @@ def test_reports_are_told_from_what_is_explained():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels would run for real, unwatched")
 def test_every_op_is_called_with_what_it_takes(monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr("test_ops.on", lambda device, things: things)
+    monkeypatch.setattr("kernels.on", lambda device, things: things)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(registry.Entry, "run", lambda self, kind, *things: ran.append(kind))
     sanitize.run_ops([])

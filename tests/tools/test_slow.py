@@ -2,7 +2,7 @@
 import re
 
 import slow
-from test_cli import ROOT
+from paths import ROOT
 
 LOG = """\
 12.00s call     tests/test_a.py::test_one[two words]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import OPS
-from test_ops import clones, flat, on
+from kernels import clones, flat, on
 from world import DEVICE, World
 
 import torchsparsekv

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from cases import OPS
-from test_methods import Layer
+from layer import Layer
 from world import DEVICE, World
 
 from torchsparsekv._methods import icecache

@@ -8,8 +8,7 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._machinery.registry import load_all

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.chain import tensors

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import on, run_both
+from kernels import on, run_both
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.registry import load_all

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.chain import tensors, use_kernels

@@ -7,8 +7,8 @@ import torch
 from cases import METHODS, hyper_of
 from hypothesis import given
 from hypothesis import strategies as st
+from layer import Layer, small
 from models import dense_logits, greedy_logits, prompts, tiny
-from test_methods import Layer, small
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from world import DEVICE

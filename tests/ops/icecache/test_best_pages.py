@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_union_pages import by_turns
+from literal import by_turns
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all

@@ -5,7 +5,7 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, close, on
+from kernels import clones, close, on
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.chain import tensors

@@ -4,7 +4,7 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE, World, integers, worlds
 
 from torchsparsekv.ops.icecache.share_prompt import share_prompt

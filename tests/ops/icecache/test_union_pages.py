@@ -5,23 +5,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from literal import by_turns
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
 
 UNION = importlib.import_module("torchsparsekv.ops.icecache.union_pages")
 ENTRY = load_all()["union_pages"]
-
-
-def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
-    """Of the heads of one group, literally."""
-    ranked = [sorted((x for x in own.tolist() if x >= 0), key=lambda x: (-s[x], x)) for own, s in zip(ids, scores)]
-    taken: list[int] = []
-    for turn in range(n):
-        for own in ranked:
-            if turn < len(own) and own[turn] not in taken:
-                taken.append(own[turn])
-    return taken[:n] + [-1] * (n - len(taken))
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)])

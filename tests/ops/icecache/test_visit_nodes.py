@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
+from kernels import NATIVE
 from world import DEVICE
 
 from torchsparsekv.ops._machinery import cuda as _cuda

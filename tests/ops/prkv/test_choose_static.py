@@ -6,7 +6,7 @@ import torch
 from cases import OPS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.chain import tensors

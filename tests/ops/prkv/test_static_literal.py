@@ -1,7 +1,7 @@
 """Relocation against the paper's, which puts the set in front and moves up all others in their order."""
 import torch
-from test_methods import BLOCK
-from test_static import Story, small
+from layer import BLOCK
+from static_story import Story, small
 
 from torchsparsekv.probe import LayerProbe
 from torchsparsekv_benchmarks.quality.static_mass import Literal

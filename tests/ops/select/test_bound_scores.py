@@ -6,26 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_methods import BLOCK, SINK, Past, frontier, small
-from test_ops import on
+from kernels import NATIVE, on, until
+from layer import BLOCK, SINK, frontier, small
+from past import Past
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Digests, Lengths
+from torchsparsekv.ops.store.views import Digests
 
 BOUNDS = importlib.import_module("torchsparsekv.ops.select.bound_scores")
 ENTRY = load_all()["bound_scores"]
 FP8, NAN = torch.float8_e4m3fn, 0x7F
-# What a chain with CUDA C++ chooses of arguments that this is for, and the reason if it does not.
-NATIVE = ("cuda", {}) if DEVICE.type == "cuda" else ("triton", {"cuda": "these tensors are on cpu"})
-
-
-def until(ends: list[int], sink: int) -> Lengths:
-    """Of rows whose tokens from `sink` up to `ends` can be retrieved."""
-    end = torch.tensor(ends, dtype=torch.int32)
-    return Lengths(end, end, end, end, sink, 1)
 
 
 def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, largest: float, seed: int):

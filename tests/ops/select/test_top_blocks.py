@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all

@@ -8,7 +8,7 @@ from cases import MANY_TOKENS, OPS
 from cases_packed import TAKING, pack, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import KERNELS, clones, close, flat, on
+from kernels import KERNELS, clones, close, flat, on
 from world import DEVICE, DIMS, DTYPES, World, worlds
 
 from torchsparsekv.ops._machinery.chain import tensors
