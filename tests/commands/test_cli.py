@@ -20,7 +20,8 @@ def test_methods_are_listed():
 WHAT_CAME = """
 heavy = ('transformers', 'matplotlib', 'torchsparsekv.patches')
 parts = [(m.split('.'), m) for m in sys.modules]
-ours = [m for p, m in parts if p[:1] == ['torchsparsekv'] and p[1:2] in (['commands'], ['benchmarks']) and p[2:]]
+ours = [m for p, m in parts if p[:2] == ['torchsparsekv', 'commands'] and p[2:]]
+ours += [m for p, m in parts if p[0] == 'torchsparsekv_benchmarks' and p[1:]]
 print(*sorted(m[14:] for m in ours if '._' not in m), *(m for m in heavy if m in sys.modules))
 """
 # What a command line imports of commands and benchmarks, helpers apart.
@@ -46,8 +47,8 @@ def test_every_file_holds_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
-        "again", "bench", "calibrate", "selecting_layers", "demo", "eval", "eval-text", "info", "methods", "models", "plan",
-        "report",
+        "again", "bench", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan", "report",
+        "selecting-layers",
     )  # fmt: skip
     speed = (
         "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
@@ -90,6 +91,24 @@ def test_so_does_the_process(args):
     done = cli(*args)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+NOT_INSTALLED = """
+import sys
+class Absent:
+    def find_spec(name, *_):
+        if name == "torchsparsekv_benchmarks":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent)
+"""
+
+
+@pytest.mark.parametrize("command", ["demo", "eval", "bench"])
+def test_a_command_without_the_benchmarks_says_what_to_install(command):
+    done = cli(command, before=NOT_INSTALLED)
+    assert done.returncode == 2
+    needed = "needs torchsparsekv_benchmarks: `pip install ./benchmarks` in a checkout"
+    assert (done.stdout, done.stderr) == ("", f"torchsparsekv {command} {needed}\n")
 
 
 def test_without_typer_it_says_so():

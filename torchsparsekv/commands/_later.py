@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+BENCHMARKS = "torchsparsekv_benchmarks"  # a distribution of its own, which comes with a checkout
+
 
 def about(path: Path) -> str:
     """The first paragraph of a file's docstring, without the "`torchsparsekv NAME`: " of commands."""
@@ -25,7 +27,14 @@ class Later(TyperCommand):
 
     def real(self) -> Any:
         name = str(self.name)
-        return typer.main.get_group(self.load(name)).commands[name]
+        try:
+            loaded = self.load(name)
+        except ModuleNotFoundError as e:
+            if e.name != BENCHMARKS:
+                raise
+            typer.echo(f"torchsparsekv {name} needs {BENCHMARKS}: `pip install ./benchmarks` in a checkout", err=True)
+            raise typer.Exit(2) from None
+        return typer.main.get_group(loaded).commands[name]
 
     def make_context(self, *given, **named) -> Any:
         """The first that a group asks of a command it calls; all else is then asked of the command of this context."""

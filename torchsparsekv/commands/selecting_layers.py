@@ -1,4 +1,4 @@
-"""`torchsparsekv selecting_layers`: the layers of a model that are to choose where others reuse what they chose."""
+"""`torchsparsekv selecting-layers`: find the layers whose selections the other layers can reuse."""
 from inspect import getdoc
 from pathlib import Path
 
@@ -7,4 +7,7 @@ from torchsparsekv.commands._options import add
 from torchsparsekv_benchmarks.quality import selecting_layers
 
 OUT = "For the result, a file that is not there yet; patch(..., selecting_layers=PATH) takes it."
-add(app, selecting_layers.BENCHMARK, selecting_layers.Options, selecting_layers.run, getdoc(selecting_layers), Path("selecting_layers.json"), OUT)
+add(
+    app, "selecting-layers", selecting_layers.Options, selecting_layers.run, getdoc(selecting_layers),
+    Path("selecting_layers.json"), OUT,
+)  # fmt: skip
