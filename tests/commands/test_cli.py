@@ -35,7 +35,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_command_is_imported_when_it_is_called(call):
+def test_only_the_called_command_is_imported(call):
     """Of what takes long, nothing that is not needed: neither transformers nor the other commands' benchmarks."""
     leave = f"import atexit, sys; atexit.register(exec, {WHAT_CAME!r}, {{'sys': sys}}); "
     done = cli(*call.split(), before=leave)
@@ -43,7 +43,7 @@ def test_a_command_is_imported_when_it_is_called(call):
     assert done.stdout.splitlines()[-1].split() == CALLS[call]
 
 
-def test_every_file_holds_the_command_of_its_name():
+def test_every_file_defines_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
@@ -63,7 +63,7 @@ def test_every_file_holds_the_command_of_its_name():
             assert type(command).__name__ != "Later"
 
 
-def test_the_help_of_a_command_that_is_not_imported_is_the_first_paragraph_of_its_file():
+def test_help_of_a_command_is_the_first_paragraph_of_its_file():
     from torchsparsekv.commands._later import about
 
     assert about(ROOT / "torchsparsekv/commands/methods.py") == "What can be passed to patch()."
@@ -77,7 +77,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("args", WRONG)
-def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
+def test_wrong_arguments_exit_with_2(args, monkeypatch, capsys):
     """What the entry point does, without the seconds of a process each."""
     monkeypatch.setattr(sys, "argv", ["torchsparsekv", *args])
     with pytest.raises(SystemExit) as left:
@@ -87,7 +87,7 @@ def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("args", [["nope"], ["bench", "decode", "--methods", "nope"]])
-def test_so_does_the_process(args):
+def test_wrong_arguments_exit_with_2_in_a_process(args):
     done = cli(*args)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -111,7 +111,7 @@ def test_a_command_without_the_benchmarks_says_what_to_install(command):
     assert (done.stdout, done.stderr) == ("", f"torchsparsekv {command} {needed}\n")
 
 
-def test_without_typer_it_says_so():
+def test_missing_typer_is_reported():
     done = cli("methods", before="import sys; sys.modules['typer'] = None; ")
     assert done.returncode == 2
     assert done.stderr == "the command line needs typer: pip install 'torchsparsekv[cli]'\n"

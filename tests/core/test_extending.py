@@ -53,7 +53,7 @@ def page(defined, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["newest", "meanest"])
-def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
+def test_methods_of_the_page_are_dense_at_full_budget(page, name):
     model = tiny()
     ids, mask = prompts(2, 60)
     with torchsparsekv.patch(model, name, budget=128, **SIZES) as handle:
@@ -67,7 +67,7 @@ def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
         assert bool((chosen.block_of.gather(-1, chosen.chosen.long()) >= 2).all()), "none of the sinks"
 
 
-def test_its_op_is_as_good_as_any(page):
+def test_op_of_the_page_passes_opcheck(page):
     from kernels import clones, flat, on
     from world import DEVICE, World
 
@@ -85,7 +85,7 @@ def test_its_op_is_as_good_as_any(page):
         entry.call(w.k, w.far(w.length), means[0], w.lengths_view, w.block)
 
 
-def test_its_families_are_known(page):
+def test_families_of_the_page_are_known(page):
     assert _family.FAMILIES["my_llama"].model_types == ("my_llama",)
     plain, capped = (_family.FAMILIES[name].layers(tiny().config)[0] for name in ("my_llama", "my_capped_llama"))
     assert capped == dataclasses.replace(plain, softcap=30.0)
@@ -111,13 +111,13 @@ WRONG_OPS = {
 
 
 @pytest.mark.parametrize("what", WRONG_OPS)
-def test_an_op_that_is_not_one_is_refused(what):
+def test_op_with_a_wrong_signature_is_refused(what):
     name, reference, says = WRONG_OPS[what]
     with pytest.raises((TypeError, ValueError), match=says):
         registry.register(name, reference)
 
 
-def test_an_op_of_a_reference_alone_says_so_where_kernels_are_asked_for(monkeypatch):
+def test_forcing_a_kernel_of_an_op_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "OPS", {})
     registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
     says = "reference_alone: kernels=None cannot run here: only a reference is registered"
@@ -130,7 +130,7 @@ def unnamed(everything, monkeypatch):
     monkeypatch.setattr(method, "_METHODS", dict(method._METHODS))
 
 
-def test_a_method_that_does_not_choose_is_named(unnamed):
+def test_method_without_choose_is_refused_by_name(unnamed):
     class Idle(method.Method):
         name = "idle"
 
@@ -146,7 +146,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("says", BUFFERS)
-def test_buffers_that_cannot_be_are_refused(unnamed, says):
+def test_impossible_buffers_are_refused(unnamed, says):
     class Bare(method.Method):
         name = "bare"
 
@@ -157,7 +157,7 @@ def test_buffers_that_cannot_be_are_refused(unnamed, says):
         torchsparsekv.patch(tiny(), "bare", budget=128, max_length=128)
 
 
-def test_no_buffer_can_take_a_name_of_the_state():
+def test_buffer_names_cannot_shadow_the_state():
     """Whatever a state is given beside its buffers."""
     with torchsparsekv.patch(tiny(), "quest", budget=16, sink=8, window=6, max_length=64, block_size=4) as handle:
         state = handle.make_cache(1).layers[-1].state
@@ -167,7 +167,7 @@ def test_no_buffer_can_take_a_name_of_the_state():
 FILLED = {"filled": (torch.float32, "device"), "small": (torch.float8_e4m3fn, "device"), "bulk": (torch.int32, "pool")}
 
 
-def test_every_buffer_is_filled_when_a_cache_begins_and_copied_by_fork(unnamed):
+def test_buffers_are_filled_at_the_start_and_copied_by_fork(unnamed):
     class Filled(Streaming):
         name = "filled"
 

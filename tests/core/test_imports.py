@@ -111,7 +111,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_arrows(path):
+def test_modules_import_only_what_their_row_allows(path):
     module = name_of(path)
     rule = row_of(module)
     assert rule not in ("torchsparsekv", "torchsparsekv_benchmarks") or module == rule, f"{module} has no row in ARROWS"
@@ -127,7 +127,7 @@ def test_arrows(path):
     assert {u.split(".")[0] for u in used} <= known
 
 
-def test_arrows_go_one_way():
+def test_allowed_imports_have_no_cycle():
     """No module is imported, through others, by a module that it may import."""
     after: dict[str, set[str]] = {}
     for row, allowed in ARROWS.items():

@@ -57,7 +57,7 @@ def test_sdist_holds_every_module_and_what_building_needs(built):
     assert names >= {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 
-def test_one_version(built):
+def test_version_is_the_same_everywhere(built):
     stated = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     versions = {stated[1]} if stated else set()
     versions |= {p.name.split("-")[1].removesuffix(".tar.gz") for p in built.iterdir()}

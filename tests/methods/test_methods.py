@@ -29,12 +29,12 @@ FINDERS = [("quest", {}), ("oracle", {}), *(("arkvale", dict(volume=volume)) for
 
 @pytest.mark.parametrize("where", PLANTED)
 @pytest.mark.parametrize(("name", "more"), FINDERS)
-def test_a_planted_key_is_found(name, more, where):
+def test_planted_key_is_found(name, more, where):
     assert finds(small(name, budget=2 * BLOCK, **more), *PLANTED[where])
 
 
 @pytest.mark.parametrize("where", PLANTED)
-def test_streaming_does_not_find_it(where):
+def test_streaming_misses_a_planted_key(where):
     assert not finds(small("streaming", budget=2 * BLOCK), *PLANTED[where])
 
 
@@ -53,7 +53,7 @@ class Delayed(Quest):
 
 
 @pytest.mark.parametrize("where", [w for w, (position, _) in PLANTED.items() if position >= SINK + 2 * BLOCK])
-def test_a_forgotten_update_is_noticed(where):
+def test_missing_index_of_a_prompt_fails_the_needle_test(where):
     """(An index of nothing scores every page alike, and the two first win the tie: there it would go unseen.)"""
     assert not finds(Forgetful(**PAGES, budget=2 * BLOCK), *PLANTED[where])
 
@@ -62,7 +62,7 @@ WHERE = ["in the ring when the prompt ended", "decoded", "last page of all", "ev
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_forgotten_update_in_decode_is_noticed(where):
+def test_missing_index_of_steps_fails_the_needle_test(where):
     assert not finds(Delayed(**PAGES, budget=2 * BLOCK), *PLANTED[where])
 
 
@@ -142,27 +142,27 @@ def test_arkvale_chooses_by_its_definition(volume, past, n):
 
 
 @given(past=pasts(), n=st.integers(1, 12))
-def test_the_cuboid_of_arkvale_is_the_box_of_quest(past, n):
+def test_cuboid_of_arkvale_equals_box_of_quest(past, n):
     hyper = dict(budget=n * BLOCK, digest="float32")
     of_quest = past.fill(small("quest", **hyper)).choose(past.query)
     assert torch.equal(past.fill(small("arkvale", volume="cuboid", **hyper)).choose(past.query), of_quest)
 
 
-def test_every_volume_has_a_choice_of_its_own():
+def test_volumes_choose_different_blocks():
     past = Past(90, 0, 1, [90], 0, False)
     hyper = dict(budget=4 * BLOCK, digest="float32")
     chosen = [past.fill(small("arkvale", volume=v, **hyper)).choose(past.query) for v in VOLUMES]
     assert not any(torch.equal(x, y) for x, y in combinations(chosen, 2))
 
 
-def test_the_volume_is_the_published_one_by_default():
+def test_default_volume_is_the_published_one():
     method = make_method("arkvale")
     assert (method.volume, method.shape, method.block_size) == ("cuboid-mean", "mean-box", 32)
     assert tuple(VOLUMES) == ("cuboid-mean", "cuboid", "ball")
 
 
 @pytest.mark.parametrize("volume", ["sphere", "mean-box", "", None])
-def test_another_volume_is_refused(volume):
+def test_unknown_volume_is_refused(volume):
     says = f"arkvale: volume must be one of cuboid-mean, cuboid, ball, got {volume!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         make_method("arkvale", volume=volume)
@@ -180,7 +180,7 @@ def test_oracle_chooses_by_true_weights(block, past, n):
 
 
 @given(past=pasts(whole=True))
-def test_one_page_of_the_definition_is_not_another(past):
+def test_choosing_the_worst_page_fails_the_check(past):
     """The checks above can fail: a choice of the worst pages is refused wherever there is a choice."""
     for _, _, keys, queries in past.heads_of_rows():
         scores = {p: arkvale_score(page, queries) for p, page in pages(keys).items()}
@@ -231,7 +231,7 @@ def test_different_tokens_leave_a_different_state():
     assert [part for part in one if torch.equal(one[part], two[part])] == ["seq_len", "length", "ring_begin"]
 
 
-def test_what_a_step_reads_is_no_property_of_super():
+def test_steps_read_no_property_through_super():
     """torch 2.11 cannot trace one, and what the CPU has can. `least_capability` is read by `patch`."""
     for path in sorted((Path(torchsparsekv.__file__).parent / "_methods").glob("*.py")):
         tree = ast.parse(path.read_text())

@@ -46,7 +46,7 @@ METHODS = [("prkv_static", 20, {}), ("prkv", 20, dict(static_ratio=1.0)), ("prkv
 
 @pytest.mark.parametrize(("name", "budget", "more"), METHODS)
 @given(seed=st.integers(0, 999), observe=st.sampled_from([None, 1, 4]), group=st.sampled_from([1, 2, 3]))
-def test_the_set_is_the_papers_at_the_first_step_and_at_every_update(name, budget, more, seed, observe, group):
+def test_static_set_equals_the_definition_at_every_update(name, budget, more, seed, observe, group):
     story = Story(110, group, seed=seed)
     method = small(name, budget=budget, observe=observe, update_every=10, **more)
     layer = story.layer(method)
@@ -61,7 +61,7 @@ def test_the_set_is_the_papers_at_the_first_step_and_at_every_update(name, budge
 
 
 @pytest.mark.parametrize("name", ["prkv_static", "prkv"])
-def test_without_an_interval_it_is_kept_until_the_next_prompt(name):
+def test_static_set_without_an_interval_lasts_until_the_next_prompt(name):
     story = Story(130)
     more = dict(static_ratio=1.0) if name == "prkv" else {}
     layer = story.layer(small(name, budget=20, update_every=None, **more))
@@ -74,7 +74,7 @@ def test_without_an_interval_it_is_kept_until_the_next_prompt(name):
     assert story.wanted(0, 0, 111, WINDOW, 20, BLOCK) != story.wanted(0, 0, 71, WINDOW, 20, BLOCK)
 
 
-def test_the_mean_of_the_queries_would_be_another_set():
+def test_mean_query_would_give_another_set():
     """Two heads of a group want opposite things: their mean query wants neither, each of them its own key."""
     want = torch.nn.functional.normalize(torch.randn(DIM, generator=torch.Generator().manual_seed(0)), dim=0)
     keys = 0.05 * torch.randn(40, DIM, generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def test_the_mean_of_the_queries_would_be_another_set():
     assert by_scores == [7, 31] != by_queries
 
 
-def test_what_is_not_due_changes_nothing_but_the_window():
+def test_steps_without_an_update_change_only_the_window():
     story = Story(100)
     layer = story.layer(small("prkv", budget=40, static_ratio=0.5, update_every=50))
     story.feed(layer, 0, 70, whole=True)
@@ -101,7 +101,7 @@ def test_what_is_not_due_changes_nothing_but_the_window():
     assert not torch.equal(queries, s.observed.queries)
 
 
-def test_rows_that_the_budget_holds_whole_stay_whole():
+def test_rows_within_the_budget_stay_complete():
     """Between two updates too: all tokens that can be retrieved are in the set as long as there is room."""
     story = Story(60, pads=(0,))
     layer = story.layer(small("prkv_static", budget=40))
@@ -115,7 +115,7 @@ def test_rows_that_the_budget_holds_whole_stay_whole():
 
 
 @pytest.mark.parametrize("hyper", [dict(static_ratio=0.0), dict(static_ratio=0.05)])
-def test_without_a_static_set_it_is_arkvale(hyper):
+def test_static_ratio_0_equals_arkvale(hyper):
     """The same sinks, window, pages and digest: the same choices and the same bits, whole models too."""
     story = Story(110, seed=5)
     both = [small("prkv", budget=6 * BLOCK, **hyper), small("arkvale", budget=6 * BLOCK)]
@@ -137,7 +137,7 @@ def test_without_a_static_set_it_is_arkvale(hyper):
     assert torch.equal(*logits)
 
 
-def test_all_static_is_the_method_of_that_name():
+def test_static_ratio_1_equals_prkv_static():
     """Answers equal those of brute force: attention over the sinks, the set of the first step, and the ring."""
     story = Story(110, seed=2)
     layers = [story.layer(small(n, budget=20, update_every=None, **more)) for n, more in
@@ -158,7 +158,7 @@ def test_all_static_is_the_method_of_that_name():
                 torch.testing.assert_close(out[b, h * 2 : h * 2 + 2, 0], w @ story.v[b, h, rows], atol=2e-4, rtol=1e-4)
 
 
-def test_a_share_between_takes_both():
+def test_static_pages_and_the_best_others_are_chosen():
     """Static pages are always among those chosen, the others are the best of the rest by their digests."""
     story = Story(110)
     layer = story.layer(small("prkv", budget=6 * BLOCK, static_ratio=0.5, digest="float32"))
@@ -184,7 +184,7 @@ def test_a_share_between_takes_both():
 
 
 @given(data=st.data(), fronts=st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_rows_that_move_are_a_permutation_with_the_set_in_front_and_all_others_at_home(data, fronts):
+def test_relocation_puts_the_set_in_front_and_others_at_home(data, fronts):
     """Set after set, of any sizes: nothing is lost, nothing is there twice; a token is away only if it or the one in
     its place is in the set; and no more pairs change places than twice the larger front."""
     rows, away, before = torch.arange(70), torch.full((60,), -1, dtype=torch.int32), 0
@@ -212,7 +212,7 @@ def test_rows_that_move_are_a_permutation_with_the_set_in_front_and_all_others_a
 
 
 @given(data=st.data(), front=st.integers(0, 60))
-def test_the_papers_order_is_a_permutation_too(data, front):
+def test_relocation_of_the_paper_is_a_permutation(data, front):
     ids = torch.tensor(sorted(data.draw(st.permutations(range(5, 65)))[:front]), dtype=torch.int32)
     literal = gathered(ids, 5, 65).tolist()
     assert sorted(literal) == list(range(5, 65))
@@ -220,7 +220,7 @@ def test_the_papers_order_is_a_permutation_too(data, front):
     assert literal[front:] == sorted(literal[front:]), "those behind keep their order"
 
 
-def test_nothing_is_lost_over_a_hundred_updates():
+def test_no_token_is_lost_over_a_hundred_updates():
     """And digests are those of the tokens at home, and what is in the hot buffer is what is in the pool."""
     story = Story(250, pads=(0,), seed=3)
     layer = story.layer(small("prkv", budget=8 * BLOCK, static_ratio=0.5, update_every=1, digest="bfloat16"))
@@ -246,7 +246,7 @@ def test_nothing_is_lost_over_a_hundred_updates():
 
 
 @pytest.mark.parametrize("name", ["prkv", "prkv_static"])
-def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
+def test_update_from_codes_chooses_nearly_the_same_set(name):
     """It moves with the rows, and the sets hold nearly all of what the exact ones hold."""
     story = Story(220, pads=(0,), seed=7)
     story.q = story.q[:, :, :1] + 0.3 * story.q
@@ -272,7 +272,7 @@ def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
 
 
 @pytest.mark.parametrize("name", ["prkv", "prkv_static"])
-def test_a_second_turn_over_moved_rows_is_exact(name):
+def test_second_turn_over_moved_rows_is_exact(name):
     """A prompt attends to everything, wherever it stands by then."""
     story = Story(150)
     layer = story.layer(small(name, budget=24, update_every=5))
@@ -291,7 +291,7 @@ def test_a_second_turn_over_moved_rows_is_exact(name):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @given(seed=st.integers(0, 999), observe=st.sampled_from([1, 3, 6]), budget=st.sampled_from([8, 20, 400]))
-def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget):
+def test_automatic_share_is_the_overlap_of_two_queries(per_head, seed, observe, budget):
     story = Story(75, 2, seed=seed)
     story.q = story.q[:, :, :1] + 0.2 * story.q  # the queries of a window are alike
     hyper = dict(static_ratio="auto", per_head=per_head, observe=observe)
@@ -313,7 +313,7 @@ def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget
             )
 
 
-def test_a_block_that_leaves_at_the_first_step_counts_for_the_share():
+def test_block_that_leaves_at_the_first_step_counts_for_the_share():
     """It is in the copy of the keys by then: all queries look at its tokens alone."""
     story = Story(66, pads=(0,))
     old, new = frontier(65), frontier(66)

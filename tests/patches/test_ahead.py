@@ -48,7 +48,7 @@ def on_gpu(x):
 @pytest.mark.parametrize(
     ("method", "more"), [*((m, {}) for m in METHODS), ("icecache", {"reuse_every": 3})], ids=lambda x: str(x)
 )
-def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
+def test_every_op_with_a_cuda_kernel_is_compiled_ahead(method, more, monkeypatch):
     """The names that a step calls, with DEVICE as it is, against what is loaded for the layers that are rehearsed."""
     if not ON_GPU:
         properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
@@ -78,13 +78,13 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
     assert have or method in ("full", "streaming")
 
 
-def test_a_cpu_compiles_nothing():
+def test_nothing_is_compiled_on_a_cpu():
     if not ON_GPU:
         *_, stored = layers_of("quest")
         assert _precompile.precompile(stored.values()) is None
 
 
-def test_what_fake_tensors_cannot_pass_is_left_for_later():
+def test_ops_that_fail_on_fake_tensors_are_compiled_later():
     *_, stored = layers_of("quest")
     layer = stored[1]
 
@@ -104,7 +104,7 @@ def test_what_fake_tensors_cannot_pass_is_left_for_later():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_finds_its_kernels(method):
+def test_step_compiles_no_kernel_itself(method):
     _cuda._loaded.clear(), _precompile._begun.clear()
     model, handle, stored = layers_of(method)
     thread = _precompile.precompile(stored.values())  # make_cache has begun already

@@ -32,7 +32,7 @@ def test_generate_as_unpatched(way):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy_for_every_method(method):
+def test_greedy_as_unpatched_for_every_method(method):
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
     window = {"window": MAX_LENGTH} if method == "streaming" else {}
@@ -41,7 +41,7 @@ def test_greedy_for_every_method(method):
         assert not handle.report().warnings
 
 
-def test_a_small_budget_is_not_the_same():
+def test_small_budget_changes_the_answer():
     """Else the tests above would compare the model with itself."""
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
@@ -71,7 +71,7 @@ def state_of(layer):
     return [t for _, t in layer.state.tensors()]
 
 
-def test_a_cache_handed_out_is_not_used_again():
+def test_returned_cache_is_not_recycled():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         first = model.generate(input_ids=IDS, attention_mask=MASK, return_dict_in_generate=True, **GREEDY)
@@ -83,7 +83,7 @@ def test_a_cache_handed_out_is_not_used_again():
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(kept, now))
 
 
-def test_report_is_about_the_cache_given():
+def test_report_covers_the_given_cache():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         cache = handle.make_cache(3)
@@ -92,7 +92,7 @@ def test_report_is_about_the_cache_given():
         assert {r.steps for r in handle.report().layers} == {15}
 
 
-def test_caches_grow_where_no_length_was_given():
+def test_caches_without_max_length_grow():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **{**FULL, "max_length": None}) as handle:
         model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
@@ -103,7 +103,7 @@ def test_caches_grow_where_no_length_was_given():
 # ---------------------------------------------------------------- pipeline
 
 
-def test_pipeline():
+def test_pipeline_as_unpatched():
     model = tiny()
     texts = [" ".join(f"w{i}" for i in range(3, n)) for n in (40, 22, 61)]
 
@@ -122,7 +122,7 @@ def test_pipeline():
 # ---------------------------------------------------------------- compiled
 
 
-def test_generate_of_a_compiled_model():
+def test_generate_of_a_compiled_model_as_unpatched():
     """torch.compile(model).generate() is the original's generate(), on a patched model too."""
     model = tiny()
     want = WAYS["greedy, padded batch"](model)

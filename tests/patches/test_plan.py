@@ -20,7 +20,7 @@ SMALL = dict(max_length=64, budget=16, sink=8, window=6, skip_layers=1, block_si
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_is_what_is_then_allocated(method):
+def test_planned_memory_equals_allocated_memory(method):
     with torchsparsekv.patch(tiny(), method, **hyper_of(method, **SMALL)) as handle:
         for batch, length in ((1, None), (3, 48)):
             memory = handle.plan(batch, length)
@@ -38,7 +38,7 @@ def test_memory_is_what_is_then_allocated(method):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_within_a_hundredth_of_what_the_device_gives(method):
+def test_planned_memory_is_within_1_percent_of_device_memory(method):
     hyper = hyper_of(method, max_length=65536, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
     with torchsparsekv.patch(tiny(max_position_embeddings=65536), method, **hyper, offload="host") as handle:
         gc.collect()
@@ -51,7 +51,7 @@ def test_memory_within_a_hundredth_of_what_the_device_gives(method):
         del cache
 
 
-def test_nothing_is_allocated(monkeypatch):
+def test_planning_allocates_nothing(monkeypatch):
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
         monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("allocated"))
         monkeypatch.setattr(host, "pinned", lambda *a, **k: pytest.fail("allocated"))
@@ -61,13 +61,13 @@ def test_nothing_is_allocated(monkeypatch):
 # ---------------------------------------------------------------- commands
 
 
-def test_without_a_length_it_takes_what_the_model_has(folder):
+def test_plan_without_a_length_uses_the_limit_of_the_model(folder):
     """512 positions: less than what is taken where there are more."""
     small = ("plan", folder, "--method", "quest", "--set", "budget=64")
     assert answered(*small) == answered(*small, "--max-length", "512")
 
 
-def test_the_command_says_what_a_patched_model_would_take(folder):
+def test_plan_command_equals_the_plan_of_a_patched_model(folder):
     told = answered("plan", folder, "--method", "quest", "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
     ))  # fmt: skip
@@ -97,11 +97,11 @@ def test_the_command_says_what_a_patched_model_would_take(folder):
         (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
     ],
 )
-def test_what_the_command_refuses(folder, args, says):
+def test_plan_command_refuses_wrong_arguments(folder, args, says):
     assert f"plan: {says}" in refused("plan", *(folder if a == "MODEL" else a for a in args))
 
 
-def test_info_says_what_is_here():
+def test_info_lists_versions_and_devices():
     told = answered("info")
     for part in (f"torchsparsekv {torchsparsekv.__version__}", f"torch {torch.__version__}", "host memory: "):
         assert part in told
@@ -109,7 +109,7 @@ def test_info_says_what_is_here():
     assert "no method is refused here" in told
 
 
-def test_info_says_what_would_be_refused(monkeypatch):
+def test_info_lists_what_would_be_refused(monkeypatch):
     from torchsparsekv.commands import info
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (7, 5))
@@ -121,9 +121,9 @@ def test_info_says_what_would_be_refused(monkeypatch):
     assert all(re.match(says, x) for x in lines)
 
 
-def test_the_version():
+def test_version_option_prints_the_version():
     assert answered("--version") == f"torchsparsekv {torchsparsekv.__version__}\n"
 
 
-def test_a_model_that_is_not_there():
+def test_missing_model_is_refused():
     assert "calibrate: there is no model at ./nowhere" in refused("calibrate", "./nowhere", "README.md")

@@ -352,16 +352,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_the_table_names_every_row_once():
-    assert len({row.id for row in ROWS}) == len(ROWS)
-
-
 def test_no_two_rows_have_one_name():
     assert len({row.id for row in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_refused_and_untouched(row):
+def test_call_is_refused_and_the_model_unchanged(row):
     model, state = row.model(), lambda m: snapshot(m) if hasattr(m, "config") else dict(vars(m))
     before = state(model)
     with pytest.raises(row.error, match=row.says):

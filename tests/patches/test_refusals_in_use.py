@@ -151,7 +151,7 @@ def test_no_two_rows_have_one_name():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_refused_and_untouched(row):
+def test_call_is_refused_and_the_model_unchanged(row):
     model = row.model()
     before = snapshot(model)
     with pytest.raises(row.error, match=row.says):
@@ -159,7 +159,7 @@ def test_refused_and_untouched(row):
     assert snapshot(model) == before
 
 
-def test_decode_past_the_end_is_never_an_answer():
+def test_decode_past_the_capacity_gives_no_answer():
     """Where a check costs nothing it raises; on a GPU it would stall every step, so there the row turns into NaN."""
     model = tiny()
     with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
@@ -176,7 +176,7 @@ def test_decode_past_the_end_is_never_an_answer():
         assert all(torch.equal(layer.state.far.rows, old) for layer, old in zip(cache.layers, kept)), "overwritten"
 
 
-def test_compiled_decode_past_the_end_is_nan():
+def test_compiled_decode_past_the_capacity_is_nan():
     """No check is left in a compiled step: what the row lengths do there is seen on a CPU as well."""
     model = tiny(num_hidden_layers=2)
     with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
@@ -188,7 +188,7 @@ def test_compiled_decode_past_the_end_is_nan():
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_second_turn_of_a_padded_batch_wants_its_mask(right):
+def test_second_turn_of_a_padded_batch_needs_its_mask(right):
     """Without it generate() would count positions from the padding on; and it hands on no mask that hides nothing."""
     model = tiny()
     more = torch.cat([IDS, IDS[:, :5]], 1).clamp(min=1)  # of a token for padding transformers makes a mask

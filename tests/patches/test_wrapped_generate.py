@@ -9,7 +9,7 @@ def past_the_patch(model, ids, **more):
     return type(model).generate(model, ids, attention_mask=torch.ones_like(ids), **GREEDY, **more)
 
 
-def test_the_classes_own_takes_nobodys_cache():
+def test_generate_outside_the_wrapper_gets_its_own_cache():
     """Nobody tells its end, so it shares no cache."""
     model = tiny()
     with patch(model):

@@ -22,11 +22,11 @@ FIXTURES = (
     "commands/test_demo.py::shown",
 )
 KEPT = (
-    "commands/test_cli.py::test_a_command_is_imported_when_it_is_called[methods]",
+    "commands/test_cli.py::test_only_the_called_command_is_imported[methods]",
     "core/test_imports.py::test_core_works_without[absent0]",
     "core/test_packaging.py::test_every_module_of_an_installed_wheel_can_be_imported",
     "docs/test_results.py::test_the_committed_page",
-    "methods/test_clusters.py::test_kernels_and_references_live_alike[clusterkv-more3-triton]",
+    "methods/test_clusters.py::test_kernels_and_references_agree_over_many_steps[clusterkv-more3-triton]",
     "methods/test_icecache.py",
     "methods/test_icecache_reuse.py",
     "ops/_machinery/test_ops.py::test_kernel_equals_reference[best_pages",
@@ -35,7 +35,7 @@ KEPT = (
     "ops/_machinery/test_ops.py::test_kernel_equals_reference[visit_nodes",
     "ops/icecache/test_page_peaks.py",
     "ops/icecache/test_plant_tree.py",
-    "ops/icecache/test_visit_nodes.py::test_the_best_of_many",
+    "ops/icecache/test_visit_nodes.py::test_best_nodes_of_many_are_expanded",
     "ops/store/test_store_machine.py",
     "patches/test_captured.py::test_other_weights",
     "patches/test_families.py::test_decode_is_one_graph[gpt_oss]",
@@ -47,8 +47,8 @@ KEPT = (
     "patches/test_generate.py::test_auto_compiled_generate_is_one_graph[pariskv]",
     "patches/test_models.py::test_compiled_decode_is_dense_and_compiles_once[quest-qwen3-4]",
     "patches/test_models.py::test_each_row_of_a_padded_batch_is_that_prompt_alone",
-    "patches/test_use.py::test_a_broken_prompt_cannot_be_gone_on_with[model.layers.2.mlp-memory]",
-    "patches/test_use.py::test_a_ragged_prompt_in_chunks[quest-True]",
+    "patches/test_use.py::test_interrupted_prompt_cannot_be_continued[model.layers.2.mlp-memory]",
+    "patches/test_use.py::test_ragged_prompt_in_chunks_equals_one_prompt[quest-True]",
     "tools/test_sanitize.py",
 )
 

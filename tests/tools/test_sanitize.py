@@ -15,7 +15,7 @@ ran append triton 18 times
 """
 
 
-def test_reports_are_told_from_what_is_explained():
+def test_explained_reports_are_separated():
     wrong, known = sanitize.found(LOG, "racecheck")
     assert (len(wrong), len(known)) == (1, 1)
     assert "_append" in wrong[0]
@@ -23,7 +23,7 @@ def test_reports_are_told_from_what_is_explained():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels would run for real, unwatched")
-def test_every_op_is_called_with_what_it_takes(monkeypatch, capsys):
+def test_every_op_is_run(monkeypatch, capsys):
     ran = []
     monkeypatch.setattr("kernels.on", lambda device, things: things)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

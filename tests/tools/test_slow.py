@@ -14,13 +14,13 @@ LOG = """\
 """
 
 
-def test_what_is_long_is_listed_but_for_what_is_kept():
+def test_slow_tests_are_listed_except_kept_ones():
     other = "1.10s call     tests/test_b.py::test_one\n"
     long = ["tests/test_a.py::test_one[two words]", "tests/test_a.py::test_two", "tests/test_b.py::test_one"]
     assert slow.slow_of([LOG, other]) == long
 
 
-def test_what_is_listed_or_kept_is_there():
+def test_listed_and_kept_tests_exist():
     listed = slow.FILE.read_text().splitlines()
     assert listed == sorted({*listed})
     assert not any(name.startswith(tuple(f"tests/{x}" for x in slow.KEPT)) for name in listed)
@@ -30,13 +30,13 @@ def test_what_is_listed_or_kept_is_there():
         assert re.search(rf"\b{begins}", (ROOT / file).read_text()), name
 
 
-def test_they_are_marked(request):
+def test_listed_tests_are_marked(request):
     """None of them runs beside this one in `make test`, all in `make full`."""
     items = request.session.items
     assert [x for x in items if "slow" in x.keywords] == slow.are_slow(items)
 
 
-def test_what_needs_a_long_fixture_is_long():
+def test_tests_with_a_slow_fixture_are_slow():
     class Test:
         nodeid, fixturenames = "tests/commands/test_demo.py::test_new", ["shown", "capsys"]
 

@@ -38,7 +38,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
-def test_a_prompt_and_a_step_share_their_kernels():
+def test_prompt_and_step_share_compiled_kernels():
     """Triton makes a constant of a number that is 1, and compiles anew: half a second before the first token."""
     command = [sys.executable, str(TESTS / "support/shared_kernels.py"), "quest", "pariskv", "prkv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())

@@ -12,7 +12,7 @@ def test_every_op_has_a_case():
     assert set(ENTRIES) == set(OPS)
 
 
-def test_an_op_takes_eight_things_at_most():
+def test_op_takes_at_most_eight_arguments():
     wide = {name: len(e.signature.parameters) for name, e in ENTRIES.items() if len(e.signature.parameters) > 8}
     assert not wide
 
@@ -40,6 +40,6 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("name", "world", "picks"), FOUND)
-def test_what_fuzzing_found(name, world, picks):
+def test_kernel_equals_reference_in_worlds_found_by_fuzzing(name, world, picks):
     turn = map(int, picks)
     run_both(name, "triton", World(**world, pick=lambda *options: options[next(turn)]))

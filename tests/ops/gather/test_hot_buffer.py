@@ -214,14 +214,14 @@ def drive(fetch, forget, device, **options):
     run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
 
 
-def test_reference():
+def test_reference_equals_the_model():
     """With all checks, on any number of blocks that changed."""
     with use_kernels("reference"):
         drive(FETCH.call, FORGET.call, "cpu", max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel(kind):
+def test_kernel_equals_the_model(kind):
     """On a GPU as it runs there; elsewhere in the interpreter, where a call takes tens of milliseconds."""
     many = DEVICE.type == "cuda"
     forget = FORGET.chain.candidates(kind)[0].kind  # no CUDA C++ was written for it
@@ -269,7 +269,7 @@ def asked(slot_of: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
     ages=st.sampled_from([(0, 0), (0, 5), (0, 254), (0, 255), (0, 256), (250, 3000), (0, 65_535), (65_530, 65_535)]),
     filled=st.sampled_from([0.0, 0.7, 1.0, 1.0]), gated=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_calls_in_a_row(kind, shape, ages, filled, gated, seed):
+def test_kernel_equals_reference_over_many_calls(kind, shape, ages, filled, gated, seed):
     """Of csrc/fetch.cu or of Triton's kernels: after each call all that there is equals the reference's."""
     (n, slots, block), r, g = shape, random.Random(seed), torch.Generator().manual_seed(seed)
     state = half_full(n, slots, block, ages, filled, g)
@@ -319,37 +319,37 @@ def why_it_fails(*, fetched=lambda hot, stats: None, forget=FORGET.reference) ->
     return ""
 
 
-def test_what_is_right_does_not_fail():
+def test_correct_fetch_passes_the_check():
     assert why_it_fails() == ""
 
 
-def test_a_stale_page_is_noticed():
+def test_stale_page_fails_the_check():
     """The last row of keys or values of every slot."""
     assert "not what the pool has" in why_it_fails(fetched=lambda hot, stats: hot.rows[..., -1, :].zero_())
 
 
-def test_forgetting_the_age_is_noticed():
+def test_forgotten_age_fails_the_check():
     """Replacing whatever slot comes first is not replacing the least recently used."""
     assert why_it_fails(fetched=lambda hot, stats: hot.age.zero_())
 
 
-def test_ages_that_never_grow_are_noticed():
+def test_constant_ages_fail_the_check():
     assert why_it_fails(fetched=lambda hot, stats: hot.age.clamp_(max=1))
 
 
-def test_a_table_entry_left_behind_is_noticed():
+def test_leftover_table_entry_fails_the_check():
     assert why_it_fails(fetched=lambda hot, stats: hot.slot_of.masked_fill_(hot.slot_of < 0, 0))
 
 
-def test_a_miss_not_counted_is_noticed():
+def test_uncounted_miss_fails_the_check():
     assert why_it_fails(fetched=lambda hot, stats: stats.counts[..., 4].zero_())
 
 
-def test_a_changed_block_that_nobody_forgets_is_noticed():
+def test_changed_block_in_the_table_fails_the_check():
     assert why_it_fails(forget=lambda *_: None)
 
 
-def test_an_old_copy_is_noticed_where_the_tables_are_right():
+def test_old_copy_under_right_tables_fails_the_check():
     def tables_alone(ids, far, hot, write_through):
         if not write_through:
             FORGET.reference(ids, far, hot, write_through)
@@ -358,12 +358,12 @@ def test_an_old_copy_is_noticed_where_the_tables_are_right():
 
 
 @pytest.mark.parametrize("write_through", [False, True])
-def test_a_copy_in_place_of_an_empty_slot_is_noticed(write_through):
+def test_copy_in_an_empty_slot_fails_the_check(write_through):
     """And the other way round."""
     assert why_it_fails(forget=lambda ids, far, hot, _: FORGET.reference(ids, far, hot, write_through))
 
 
-def test_a_head_that_goes_on_attending_to_what_was_emptied_is_noticed():
+def test_attending_to_an_emptied_slot_fails_the_check():
     def but_chosen(ids, far, hot, write_through):
         before = hot.chosen.clone()
         FORGET.reference(ids, far, hot, write_through)

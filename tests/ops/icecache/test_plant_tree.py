@@ -41,7 +41,7 @@ SIZES = st.lists(st.integers(20, 240), min_size=1, max_size=2)
 
 
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES, tokens=st.integers(20, 240))
-def test_many_tokens(seed, way, lengths, tokens):
+def test_kernel_equals_reference_with_many_tokens(seed, way, lengths, tokens):
     things = prompt(seed, way, lengths, tokens)
     want_things, got_things = clones(things), on(DEVICE, clones(things))
     want, got = ENTRY.reference(*want_things), ENTRY.run("triton", *got_things)
@@ -61,7 +61,7 @@ def gathered(rows: list, page: int) -> list:
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES)
-def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
+def test_children_of_a_node_lie_side_by_side(kind, seed, way, lengths):
     """Rows that moved are in order of nodes, and of a node in order of the projections, before their pages are dealt
     out; none is lost."""
     k, _, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))

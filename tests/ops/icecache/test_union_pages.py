@@ -19,7 +19,7 @@ ENTRY = load_all()["union_pages"]
     group=st.integers(1, 8), n=st.sampled_from([1, 7, 16, 64, 100, 256]), more=st.sampled_from([0, 5, 3000]),
     values=st.sampled_from([2, 1 << 20]), missing=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_many_entries(kind, group, n, more, values, missing, seed):
+def test_kernel_equals_reference_with_many_entries(kind, group, n, more, values, missing, seed):
     """Of two kv heads, no more entries than the CUDA kernel takes. Heads have fewer than n pages where some are
     missing; scores of two values are ties mostly."""
     n = min(n, UNION.NATIVE_ENTRIES // group)
@@ -36,7 +36,7 @@ def test_many_entries(kind, group, n, more, values, missing, seed):
         assert found[h] == by_turns(scores[0, own], ids[0, own], n)
 
 
-def test_what_the_native_kernel_is_for():
+def test_cuda_kernel_runs_at_the_usual_shapes():
     assert UNION.native(4, 256) == dict(G=4, THREADS=1024)
     assert UNION.native(1, 3) == dict(G=1, THREADS=32)
     assert UNION.native(8, 129) == "8 query heads of 129 pages each"

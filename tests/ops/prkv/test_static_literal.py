@@ -20,7 +20,7 @@ def run(method, story: Story) -> tuple[float, list]:
     return float(torch.stack(seen.mass).mean()), sets
 
 
-def test_both_orders_find_the_same_sets_and_keep_nearly_the_same():
+def test_order_of_the_paper_finds_the_same_sets():
     """Keys come in topics, so that the rows of a page are alike: what strangers in the digests would spoil."""
     story, masses = Story(240, pads=(0,), seed=11), []
     topic = torch.randn(1, 2, 240 // 12, 16, generator=torch.Generator().manual_seed(1)).repeat_interleave(12, 2)

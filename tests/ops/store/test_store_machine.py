@@ -126,12 +126,12 @@ class Life(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["plain", "packed"])
 @pytest.mark.parametrize("method", METHODS)
-def test_whatever_happens_it_is_dense_attention(method, pool_dtype):
+def test_any_sequence_of_calls_is_dense_at_full_budget(method, pool_dtype):
     machine = type(f"Life_{method}", (Life,), {"method": method, "pool_dtype": pool_dtype})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=12))
 
 
-def test_what_snapkv_holds_is_written_through():
+def test_snapkv_writes_its_tokens_to_the_pool():
     """Found by `make fuzz`, which forgot it without."""
     life = type("Life_snapkv", (Life,), {"method": "snapkv"})()
     life.prompt(n=13, pad=0)
