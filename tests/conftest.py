@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 # Helpers (support/, tools/) are modules by their bare names, wherever they stand.
-sys.path[:0] = [str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__"]
+sys.path.extend(str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below
 

@@ -1,4 +1,4 @@
-"""Calibration: the threshold that retrieves least within the stated loss, and the file that patch() takes."""
+"""`torchsparsekv calibrate` finds the threshold that retrieves least within a stated loss."""
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""The demo: its questions have one answer each, and what it prints is what the model said."""
+"""The demo asks questions with one right answer each, and prints what the model answered."""
 import re
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Which layers are to choose: what one loses by another, measured anew without our mask, and the file for patch()."""
+"""`torchsparsekv selecting-layers` finds the layers that lose least when the others reuse their selections."""
 import itertools
 import json
 from contextlib import nullcontext

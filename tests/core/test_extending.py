@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is run as it stands there."""
+"""The code of docs/extending.md runs as it stands on the page."""
 import dataclasses
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What only a GPU can show: CUDA graphs, pinned memory, side streams, bf16. Everything else runs there as well."""
+"""Behaviour that only a GPU can show: CUDA graphs, pinned memory, side streams and bf16."""
 import gc
 import os
 import resource

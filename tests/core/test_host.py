@@ -1,4 +1,4 @@
-"""Pinned host memory and the memlock limit, with a driver that is not there. tests/core/test_gpu.py has the real one."""
+"""Pinned host memory respects the memlock limit; a stand-in replaces the driver (core/test_gpu.py has the real one)."""
 import gc
 import resource
 

@@ -1,4 +1,4 @@
-"""The probe against brute force: on one layer whose tokens the test knows, and on patched models."""
+"""The probe equals brute force on one layer and on patched models."""
 import contextlib
 
 import pytest

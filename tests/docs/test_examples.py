@@ -1,4 +1,4 @@
-"""Every example runs, at a tiny size, as a user starts it."""
+"""Every example runs at a tiny size, as a user starts it."""
 import os
 import runpy
 import subprocess

@@ -1,4 +1,4 @@
-"""LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
+"""LouisKV and ClusterKV on one layer: when they retrieve, how they group tokens and which units they choose."""
 import math
 from itertools import chain, pairwise
 

@@ -1,5 +1,4 @@
-"""What every method does when it is told nothing, and what ParisKV's ids mean: both decide quality and neither may
-change unseen."""
+"""The defaults of every method and the ids of ParisKV are pinned, since both decide quality."""
 import dataclasses
 
 import pytest

@@ -1,5 +1,4 @@
-"""Hyper-parameters without an upper bound, or next to zero, as far out as Python's numbers go: they act like the last
-value that makes a difference, and what no memory holds is refused before anything is made."""
+"""Extreme hyper-parameters act like the last useful value, or are refused."""
 import pytest
 import torch
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny

@@ -1,4 +1,4 @@
-"""How many budgets the hot buffer has room for: what is read stays the same, how much crosses the link does not."""
+"""A larger hot buffer fetches less and attends to the same tokens."""
 import pytest
 import torch
 from models import prompts, tiny

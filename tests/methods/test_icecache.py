@@ -1,4 +1,4 @@
-"""IceCache on one layer, beside the paper's algorithms in plain Python (dci_tree.py)."""
+"""IceCache on one layer equals the algorithms of the paper, written in plain Python (support/dci_tree.py)."""
 import math
 
 import pytest

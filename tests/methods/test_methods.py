@@ -1,4 +1,4 @@
-"""The methods themselves, on one layer and without a model: what they find, and that they choose as defined."""
+"""On one layer, methods find a planted key and choose blocks by their definition."""
 import ast
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""ParisKV against the paper's definitions, written down a second time and as plainly as possible."""
+"""ParisKV equals the definitions of its paper, written a second time as plainly as possible."""
 import math
 
 import pytest

@@ -1,5 +1,4 @@
-"""SnapKV: what it keeps of a prompt is what the paper's code keeps, written anew here from raw keys and queries; and a
-step attends to that, the observation window and what was generated, and to nothing else."""
+"""SnapKV keeps the tokens that the code of the paper keeps, and a step attends to nothing else."""
 import re
 
 import pytest
@@ -127,7 +126,7 @@ def test_literal_pooling_equals_torch():
     sizes=st.lists(st.integers(2, 25), min_size=1, max_size=4), sink=st.sampled_from([0, 3]),
     softcap=st.sampled_from([0.0, 2.0]), observe=st.sampled_from([1, 4, WINDOW]),
 )  # fmt: skip
-def test_ragged_chunks_turns_and_pools_keep_the_same_tokens(dtype, packed, seed, group, pooling, sizes, sink, softcap, observe):
+def test_ragged_chunks_and_turns_keep_equal_tokens(dtype, packed, seed, group, pooling, sizes, sink, softcap, observe):
     """Chunks of any sizes, the observation window over several of them, and steps; then a second turn, which chooses
     anew from everything. Of an int8 pool keys are as it holds them, those of the chunk itself as they came."""
     story = Story(group=group, seed=seed, dtype=dtype, packed=packed, pads=(0, 3, 11))

@@ -1,4 +1,4 @@
-"""Models with SnapKV: the dense model with what the paper evicts hidden from it, and what a report says."""
+"""Models with SnapKV equal dense models that cannot see the evicted tokens."""
 import pytest
 import torch
 from literal import chosen

@@ -1,4 +1,4 @@
-"""Static sets: chosen as defined, from raw queries and keys; moved without loss; both ends of the share."""
+"""Static sets equal their definition on raw queries and keys, and no token is lost when they move."""
 import pytest
 import torch
 from hypothesis import given

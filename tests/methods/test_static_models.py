@@ -1,4 +1,4 @@
-"""Static sets in a patched model: its layers take turns, and its report says what they found."""
+"""In a patched model, layers with a static set update at different steps, and the report names their share."""
 import pytest
 import torch
 from models import MAX_LENGTH, greedy_logits, prompts, tiny

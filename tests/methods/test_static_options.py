@@ -1,4 +1,4 @@
-"""Methods with a static set: what is refused, and what holds by default."""
+"""Options of methods with a static set: defaults, rounding and refusals."""
 import re
 
 import pytest

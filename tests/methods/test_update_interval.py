@@ -1,4 +1,4 @@
-"""ParisKV with updates that are further apart than its window is wide."""
+"""ParisKV works with update intervals that are longer than its window."""
 import pytest
 import torch
 from models import prompts, tiny

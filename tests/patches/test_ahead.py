@@ -1,4 +1,4 @@
-"""What decode steps need is compiled while the prompt runs: all of it, and nothing else."""
+"""The kernels of decode steps are compiled while the prompt runs, and no others."""
 from types import SimpleNamespace
 
 import pytest

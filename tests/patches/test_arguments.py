@@ -1,4 +1,4 @@
-"""What patch() makes of its arguments where it does not refuse them: integers, defaults, the process's settings."""
+"""patch() accepts integers of other libraries, lowers defaults that do not fit, and restores global settings."""
 import copy
 import gc
 

@@ -1,4 +1,4 @@
-"""`patch(..., step="auto")`, the default: steps are captured, and compiled where they cannot be, which a line says."""
+"""`step="auto"` captures decode steps as CUDA graphs and compiles the steps that cannot be captured."""
 import copy
 import warnings
 

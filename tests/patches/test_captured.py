@@ -1,4 +1,4 @@
-"""`patch(..., step="captured")`: a GPU runs it as it is, elsewhere tests/support/graphs.py has a stand-in for CUDA graphs."""
+"""`step="captured"` on a GPU, or with a stand-in for CUDA graphs (support/graphs.py)."""
 import copy
 import gc
 import threading

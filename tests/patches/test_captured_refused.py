@@ -1,4 +1,4 @@
-"""Steps that cannot be captured: what is refused of `patch(..., step="captured")`, and in which words."""
+"""`step="captured"` refuses steps that cannot be captured, and says why."""
 from types import SimpleNamespace
 
 import pytest

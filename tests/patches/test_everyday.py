@@ -1,4 +1,4 @@
-"""What users do with a patched model beside generating: forks, saving, moving, notebooks; and what they are told."""
+"""Forks, saving, moving, notebooks and reports of patched models."""
 import io
 import pickle
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every model type we know: at full budget it is dense attention, in eager steps, in one graph and in generate()."""
+"""Every supported model type is dense at full budget: in eager steps, in one graph and in generate()."""
 from pathlib import Path
 
 import pytest

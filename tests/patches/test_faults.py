@@ -1,6 +1,6 @@
-"""Memory that is refused midway, Ctrl-C, and errors within a step: nothing leaks, and the next call is right.
+"""After refused memory, Ctrl-C or an error inside a step nothing leaks and the next call is right.
 
-What breaks off in the modules of a model is in tests/patches/test_use.py; here it is in our own code.
+Errors inside the modules of a model are in tests/patches/test_use.py.
 """
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Stock transformers on a patched model with a full budget: every way of generating says the same as unpatched."""
+"""At full budget every way to call generate() answers as the unpatched model does."""
 import pytest
 import torch
 from cases import METHODS, SEVERAL, hyper_of

@@ -1,4 +1,4 @@
-"""The handle: what it undoes, whom it affects, and whether its numbers are true."""
+"""The handle restores everything, affects one model only, and reports true numbers."""
 import copy
 import gc
 import importlib.util

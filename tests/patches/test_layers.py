@@ -1,4 +1,4 @@
-"""Layers are data: what each is, which module it is, and which method it runs, with a budget of its own."""
+"""Every layer may run its own method with its own budget."""
 import dataclasses
 
 import pytest

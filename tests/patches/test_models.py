@@ -1,4 +1,4 @@
-"""Patched models: with a full budget every method on every family *is* dense attention, whatever the batch."""
+"""At full budget every method on every family is dense attention, for every batch."""
 import gc
 import weakref
 

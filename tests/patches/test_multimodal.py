@@ -1,4 +1,4 @@
-"""Models with images, patched as a whole: the text model retrieves, the vision tower is left alone."""
+"""Models with images retrieve in the text model and leave the vision tower alone."""
 import pytest
 import torch
 import transformers

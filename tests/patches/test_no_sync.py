@@ -1,4 +1,4 @@
-"""A decode step never waits for the device: a GPU says so, and without one fake tensors have no values to wait for."""
+"""A decode step never waits for the device; without a GPU, fake tensors show that."""
 import pytest
 import torch
 from cases import METHODS, hyper_of

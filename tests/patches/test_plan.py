@@ -1,4 +1,4 @@
-"""What a cache takes, before it is there: by buffer, and what is then allocated."""
+"""plan() and `torchsparsekv plan` predict the memory of a cache by buffer."""
 import gc
 import re
 

@@ -1,4 +1,4 @@
-"""patch(pool_dtype="int8"): what a model answers, what it takes, and what it says of it."""
+"""pool_dtype="int8": answers, memory and reports."""
 import pytest
 import torch
 from cases import METHODS, hyper_of

@@ -1,4 +1,4 @@
-"""Caches in use: calls that overlap, forwards that break off, masks that say otherwise. Nothing of it may go unseen."""
+"""Overlapping calls, interrupted forwards and contradictory masks give right answers or errors."""
 import copy
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Forwards that break off or are refused, where layers without attention keep something in the cache too."""
+"""Interrupted and refused forwards of models whose linear layers keep states in the cache."""
 import pytest
 import torch
 from models import greedy_logits, prompts

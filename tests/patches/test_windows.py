@@ -1,4 +1,4 @@
-"""Layers that see no further than a window: what they keep, at any length, and how prompts and turns reach them."""
+"""Layers with a sliding window keep a ring and attend within their window at any length."""
 import pytest
 import torch
 from cases import METHODS, hyper_of

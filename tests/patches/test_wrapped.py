@@ -1,4 +1,4 @@
-"""Models as people have them: with adapters, compiled, quantised. Accepted, or told what to pass instead."""
+"""Models with adapters, compiled models and quantised models are patched, or refused with advice."""
 import pytest
 import torch
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny

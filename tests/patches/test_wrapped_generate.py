@@ -1,4 +1,4 @@
-"""Calls of generate() that do not come in by what a patch puts on the instance."""
+"""Calls of generate() that bypass the wrapper of a patch get their own cache."""
 import torch
 from caches_in_use import IDS, OTHER, at_each, generate, patch
 from generating import GREEDY

@@ -35,7 +35,7 @@ STABLE = "scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
 ROOM = "room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)"
 SNAP = "ops/snapkv/snap_tokens.py"
 PAPERS = "tests/methods/test_snapkv.py::test_one_query_head_per_kv_head_equals_the_paper"
-CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_turns_and_pools_keep_the_same_tokens"
+CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_and_turns_keep_equal_tokens"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
     Mutation("the heads of a group choose by their mean query", PARIS, 'group: str = "max"', 'group: str = "mean"',
@@ -172,7 +172,8 @@ MUTATIONS = (
              "s.kept.updated, s.kept.frontier)", "s.kept.updated)",
              "tests/methods/test_snapkv.py::test_step_attends_to_exactly_the_kept_tokens"),
     Mutation("a turn before the first token is taken for never", "ops/prkv/choose_static.py",
-             "at == NOT_YET or", "at < 0 or", "tests/methods/test_static_models.py::test_layers_update_at_different_steps"),
+             "at == NOT_YET or", "at < 0 or",
+             "tests/methods/test_static_models.py::test_layers_update_at_different_steps"),
     Mutation("so it is in the kernel", "ops/prkv/choose_static.py", "((last == NOT_SINCE)", "((last < 0)",
              "tests/ops/prkv/test_choose_static.py::test_update_due_before_the_first_token_still_happens"),
     Mutation("the newest query is the one before it", "ops/prkv/static_target.py", "- window, 0), n - 1)",
@@ -200,7 +201,8 @@ MUTATIONS = (
     Mutation("keys that leave are not copied", "ops/index/block_bounds.py", "if COPY:", "if COPY and D > 4096:",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k block_bounds"),
     Mutation("a block gets its digest once too seldom", "ops/prkv/relocate.py", "(tl.load(at - 1) // P != block)",
-             "(tl.load(at - 1) // P == block)", "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
+             "(tl.load(at - 1) // P == block)",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
     Mutation("a row that the hot buffer lacks is not written to the pool", "ops/prkv/relocate.py", "((held == 0) | (",
              "((held != 0) & (", "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k relocate"),
     Mutation("a row goes to the pool and not to the hot buffer", "ops/prkv/relocate.py",
@@ -213,12 +215,14 @@ MUTATIONS = (
              "_exp2(z * unit - whole[None, :], ASM)", "_exp2(z - whole[None, :], ASM)",
              "tests/ops/prkv/test_choose_static.py::test_sinks_over_several_tiles_equal_reference"),
     Mutation("a giant prompt's queries are found by 32 bits", "ops/index/observe.py",
-             "(tokens - n + position).to(tl.int64)", "(tokens - n + position)", "tests/ops/_machinery/test_large.py::test_observe_of_a_huge_prompt"),
+             "(tokens - n + position).to(tl.int64)", "(tokens - n + position)",
+             "tests/ops/_machinery/test_large.py::test_observe_of_a_huge_prompt"),
     Mutation("the kernel keeps the same token twice for SnapKV", "ops/snapkv/keep_leaving.py", "old + i)", "old)",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k keep_leaving"),
     # ---- fetch
     Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
-             "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)", "tests/ops/gather/test_hot_buffer.py::test_reference_equals_the_model"),
+             "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)",
+             "tests/ops/gather/test_hot_buffer.py::test_reference_equals_the_model"),
     Mutation("a block that was overwritten is still found", "ops/gather/fetch.py",
              "            hot.slot_of[hot.block_of[i]] = -1\n", "            pass\n",
              "tests/ops/gather/test_hot_buffer.py::test_reference_equals_the_model"),
@@ -281,7 +285,7 @@ def fails(m: Mutation) -> bool:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *m.test.split(" ")]
         done = subprocess.run(
             command, cwd=to, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(to / "house"), "PYTHONSAFEPATH": "1"},  # the copy, not what is installed
+            env={**os.environ, "PYTHONPATH": str(to / "house"), "PYTHONSAFEPATH": "1"},
         )
         if done.returncode not in (0, 1):
             said = done.stdout[-2000:] + done.stderr[-500:]

@@ -1,4 +1,4 @@
-"""The script for long runs: it generates what is asked for, and sees what grows."""
+"""The script for long runs generates all tokens and reports growth."""
 import long_run
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The script for compute-sanitizer: what it makes of a log, and that it would run every op."""
+"""The script for compute-sanitizer runs every op and separates explained reports."""
 import pytest
 import sanitize
 import torch

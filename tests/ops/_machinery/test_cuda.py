@@ -1,5 +1,4 @@
-"""The CUDA sources: through the real compiler without a GPU; what they compute is tested with their ops, on one. And
-which kernels run where a kind of them is forced."""
+"""The CUDA sources compile without a GPU, and a forced kind of kernel is the kind that runs."""
 import contextlib
 import ctypes
 import importlib
@@ -109,7 +108,8 @@ def test_a_source_that_does_not_compile_says_so(nvrtc):
 
 
 def test_missing_cuda_device_is_the_reported_reason():
-    assert _cuda.load("rank_by_votes", torch.device("cpu"), **VARIANTS["rank_by_votes"][0]) == "these tensors are on cpu"
+    sizes = VARIANTS["rank_by_votes"][0]
+    assert _cuda.load("rank_by_votes", torch.device("cpu"), **sizes) == "these tensors are on cpu"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Rounding to fp8: every value of the format, every midpoint between two, and what lies just beside them."""
+"""Rounding to fp8 is right for every value, every midpoint and their neighbours."""
 import pytest
 import torch
 from world import DEVICE

@@ -1,4 +1,4 @@
-"""Shapes of 2M tokens: offsets above 2^31, of which no other test has any, and what CUDA and Triton refuse."""
+"""Ops work at 2M tokens: offsets above 2^31, and the limits of CUDA and Triton on grids."""
 import importlib
 import os
 

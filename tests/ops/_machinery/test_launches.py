@@ -1,5 +1,7 @@
-"""Kernels that are launched early (ops/_machinery/triton.py) wait before they read or write anything. No other test would see it:
-the interpreter runs kernels one by one, and on a GPU a race shows seldom."""
+"""Kernels that are launched early (ops/_machinery/triton.py) wait before they read or write anything.
+
+Other tests do not notice a missing wait: the interpreter runs kernels one by one, and on a GPU the race is rare.
+"""
 import ast
 import re
 from pathlib import Path

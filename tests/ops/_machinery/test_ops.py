@@ -1,4 +1,4 @@
-"""Every operator: registered properly, and each of its implementations equal to its reference."""
+"""Every op passes opcheck, and each of its kernels equals its reference."""
 import pytest
 import torch
 from cases import MANY_TOKENS, OPS

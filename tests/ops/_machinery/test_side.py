@@ -1,4 +1,4 @@
-"""What waits for what where work is launched beside a layer; streams are stand-ins that write down what is asked."""
+"""Work on a side stream waits for the right streams; stand-ins record the calls."""
 import contextlib
 
 import pytest

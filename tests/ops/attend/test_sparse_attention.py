@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too short for: several tiles a warp, several programs a head."""
+"""sparse_attention at shapes with several tiles per warp and several programs per head."""
 import dataclasses
 import importlib
 import random

@@ -1,4 +1,4 @@
-"""Clusters are of keys that are alike, wherever they stand: a cluster of neighbours would not hold what is wanted."""
+"""Clusters hold similar keys, wherever the keys stand."""
 import pytest
 import torch
 from chain import FIRST_NAME, FIRST_WORD, chain_model, link

@@ -1,4 +1,4 @@
-"""K-means of cluster_keys: where it begins, how good it ends, and kernels at real sizes."""
+"""K-means of cluster_keys: first centroids, inertia, and kernels at real sizes."""
 import pytest
 import torch
 from hypothesis import given

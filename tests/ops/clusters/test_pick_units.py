@@ -1,4 +1,4 @@
-"""The choice of units over many chunks: what programs drop and what the last one puts together, as it is defined."""
+"""pick_units over many chunks chooses what one chunk would choose."""
 import importlib
 
 import pytest

@@ -1,6 +1,6 @@
-"""An engine without an engine: requests come, grow, share beginnings and go, and their blocks are given to others.
+"""Engine ops without an engine: requests come, grow, share prefixes and leave, and their blocks are reused.
 
-What is expected comes from the raw keys and values of every request, which the store never sees again.
+Expected values come from the raw keys and values of every request, which the store never sees again.
 """
 import random
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The hot buffer over many calls against a model of it in plain Python: nothing lost or stale, the oldest leave."""
+"""Over many calls the hot buffer equals a model in plain Python."""
 import random
 
 import pytest

@@ -1,4 +1,4 @@
-"""What is fetched behind a step: heads whose query hardly moved attend to what the step before chose, no less."""
+"""With prefetch_async, heads whose query hardly moved attend to the selection of the step before."""
 import re
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from torchsparsekv.probe import LayerProbe
 from torchsparsekv.report import layer_report
 from torchsparsekv.state import Buffer, Geometry, checked, hot_buffer
 
-ALWAYS, NEVER = 1.0, -1.0  # how often a step waits with such a `prefetch_async`; the first but where queries are the same
+ALWAYS, NEVER = 1.0, -1.0  # how often a step waits at these values of prefetch_async, unless queries are equal
 NAMES = [name for name in METHODS if make_method(name).selects_every_step]
 DYNAMIC = {"prkv": dict(static_ratio=0, update_every=None)}  # as it may come late
 WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pariskv"]  # methods whose blocks hold tokens in their order

@@ -1,4 +1,4 @@
-"""Pages of more query heads and tokens than the worlds of test_ops.py have."""
+"""best_pages with more query heads and tokens than in test_ops.py."""
 import importlib
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too short for: several programs a head, several turns of each."""
+"""page_peaks at shapes with several programs per head and several rounds per program."""
 import importlib
 
 import pytest

@@ -1,5 +1,4 @@
-"""Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one
-node as to another, nodes of several levels."""
+"""plant_tree on long prompts: full trees, and keys at equal distances."""
 import pytest
 import torch
 from cases import OPS

@@ -1,4 +1,4 @@
-"""Which head of an earlier layer a head follows, from raw queries and keys and counted one by one."""
+"""share_prompt matches heads of two layers as counting shared tokens does."""
 import pytest
 import torch
 from cases import OPS

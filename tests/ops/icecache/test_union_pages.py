@@ -1,4 +1,4 @@
-"""Turns of query heads, with more entries than the worlds of test_ops.py have."""
+"""union_pages with more entries than in test_ops.py."""
 import importlib
 
 import pytest

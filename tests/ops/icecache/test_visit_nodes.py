@@ -1,4 +1,4 @@
-"""How the descent chooses nodes, where a world is too small: by all that programs can hold."""
+"""visit_nodes expands the right nodes of large trees."""
 import importlib
 import itertools
 import shutil

@@ -1,4 +1,4 @@
-"""Stage I of ParisKV over many chunks of keys: what a row of a few tokens never reaches."""
+"""rank_by_votes over many chunks of keys equals the reference."""
 import contextlib
 import importlib
 

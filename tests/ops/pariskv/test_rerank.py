@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too short for."""
+"""rerank on full, partial and empty tiles equals the reference."""
 import importlib
 
 import pytest

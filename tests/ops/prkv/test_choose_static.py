@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too narrow for: a window whose queries come in several parts, as on the GPU."""
+"""choose_static with windows and sinks over several tiles equals the reference."""
 import importlib
 
 import pytest

@@ -1,4 +1,4 @@
-"""Relocation against the paper's, which puts the set in front and moves up all others in their order."""
+"""Relocation finds the sets that the order of the paper finds, with the set in front and all others moved up."""
 import torch
 from layer import BLOCK
 from static_story import Story, small

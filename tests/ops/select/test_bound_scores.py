@@ -1,4 +1,4 @@
-"""Bounds of blocks: they hold for every key; and in fp8 by csrc/bound_scores.cu, for which a world is too small."""
+"""bound_scores are upper bounds for every key, in fp8 and at shapes of the CUDA kernel too."""
 import importlib
 import math
 
@@ -54,7 +54,7 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), largest=st.sampled_from([0.0, 1e-4, 0.5]),
     strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_cuda_kernel_equals_reference(resident, d, group, blocks, share, sink, block, box, dtype, largest, strided, seed):
+def test_cuda_equals_reference(resident, d, group, blocks, share, sink, block, box, dtype, largest, strided, seed):
     """By one program a head, and by as many as there are tiles for; and Triton's kernel at the same shapes."""
     ends = [round(x * blocks) for x in share]
     things = arguments((2, group, blocks, d), ends, sink, block, box, dtype, largest, seed)

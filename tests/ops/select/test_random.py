@@ -1,4 +1,4 @@
-"""The random row: drawn uniformly among what can be retrieved, new at every step, the same again for the same seed."""
+"""random_scores draw uniformly, anew at every step, and repeat for the same seed."""
 import pytest
 import torch
 from world import DEVICE

@@ -1,4 +1,4 @@
-"""The k best of rows long enough for peaks, against a sort of (score, place) pairs."""
+"""top_blocks of long rows equals a sort of (score, place) pairs."""
 import importlib
 import math
 

@@ -1,4 +1,4 @@
-"""Packed rows of a pool: 8-bit numbers with a scale for every group, against the raw numbers, and kernel by kernel."""
+"""Rows of 8-bit numbers with a scale per group equal the raw numbers within rounding, in every kernel."""
 import importlib
 import math
 

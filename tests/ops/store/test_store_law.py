@@ -1,4 +1,4 @@
-"""How a token lies in memory is said in one file per language, and these say the same."""
+"""One file per language defines the memory layout of a token, and the files agree."""
 import re
 from pathlib import Path
 

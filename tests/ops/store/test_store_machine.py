@@ -1,8 +1,7 @@
-"""The life of a cache, in any order: prompts, steps, turns, forks, blocks forgotten, a fresh start.
+"""Any sequence of prompts, steps, turns, forks and resets is dense attention at full budget.
 
-At a budget that covers everything, what a step answers is dense attention over all tokens so far, from the raw keys and
-values that this file keeps for itself; and what a fork answers is what its original does. So it is with a packed pool:
-of numbers that it holds exactly.
+The expected answer comes from raw keys and values that this file keeps. A fork answers as its original does. Packed
+pools are tested with numbers that they hold exactly.
 """
 import pytest
 import torch
