@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import pytest
 from hypothesis import HealthCheck, settings
-from slow import are_slow
+from slow import are_slow, order
 
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
@@ -39,7 +39,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items):
     for item in are_slow(items):
         item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that the last to end is not one that is long
+    items.sort(key=order)
     if torch.cuda.is_available():
         return
     for item in items:

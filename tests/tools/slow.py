@@ -1,11 +1,13 @@
-"""Which tests `make test` leaves to `make full`, so that it takes less than twelve minutes on two cores, all that it
-sets up included: those in tests/tools/slow.txt, and those that need one of FIXTURES.
+"""Which tests are slow: `make test` leaves them out, `make slow` runs them, `make full` runs all tests.
 
-    python -m pytest -n auto --dist worksteal --durations=0 > log      and then      python tests/tools/slow.py log
+Slow are the tests in tests/tools/slow.txt and the tests that need a fixture of FIXTURES. To write the list anew, run
 
-writes the list: what takes longer than LIMIT in any of the logs, but for what KEPT names, one or a few of each kind of
-which all are long. A log charges a fixture to the first test that needs it, so no list can tell who does. It charges
-what is compiled to the first test that compiles it: remove what torch has cached of compiled graphs before.
+    python -m pytest -n auto --dist worksteal --durations=0 > log
+    python tests/tools/slow.py log
+
+The list has every test that takes longer than LIMIT in any of the logs, except for the tests of KEPT: one or a few of
+each kind of which all are slow. A log counts a fixture for the first test that needs it; FIXTURES names the slow ones.
+A log counts a compiled graph for the first test that compiles it; so remove the caches of torch before the run.
 """
 import re
 import sys
@@ -20,6 +22,13 @@ FIXTURES = (
     "benchmarks/test_segments.py::measured",
     "benchmarks/test_turns.py::measured",
     "commands/test_demo.py::shown",
+)
+FIRST = (  # of the slow tests: CI stops after thirty minutes
+    "benchmarks/test_parallel.py",
+    "ops/_machinery/test_kernel_compilation.py",
+    "patches/test_families.py::test_decode_is_one_graph",
+    "patches/test_models.py::test_compiled_prompts_are_dense_and_share_a_graph",
+    "patches/test_tensor_parallel.py",
 )
 KEPT = (
     "commands/test_cli.py::test_only_the_called_command_is_imported[methods]",
@@ -54,7 +63,7 @@ KEPT = (
 
 
 def slow_of(logs: list[str]) -> list[str]:
-    """By logs of pytest, with the durations of all setups, calls and teardowns."""
+    """The slow tests of logs with the durations of all setups, calls and teardowns."""
     found: set[str] = set()
     for log in logs:
         seconds: Counter[str] = Counter()
@@ -66,10 +75,15 @@ def slow_of(logs: list[str]) -> list[str]:
 
 
 def are_slow(items: list) -> list:
-    """Of collected tests."""
+    """The slow tests among collected tests."""
     listed, fixtures = {*FILE.read_text().splitlines()}, {f"tests/{name}" for name in FIXTURES}
     needs = lambda x: {f"{x.nodeid.partition('::')[0]}::{f}" for f in getattr(x, "fixturenames", ())}  # noqa: E731
     return [x for x in items if x.nodeid in listed or needs(x) & fixtures]
+
+
+def order(item) -> tuple[bool, bool]:
+    """Slow tests come first, so that the last test to end is a short one; and first of all the tests of FIRST."""
+    return "slow" not in item.keywords, not item.nodeid.startswith(tuple(f"tests/{name}" for name in FIRST))
 
 
 if __name__ == "__main__":

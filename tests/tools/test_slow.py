@@ -24,14 +24,14 @@ def test_listed_and_kept_tests_exist():
     listed = slow.FILE.read_text().splitlines()
     assert listed == sorted({*listed})
     assert not any(name.startswith(tuple(f"tests/{x}" for x in slow.KEPT)) for name in listed)
-    for name in (*listed, *(f"tests/{x}" for x in (*slow.KEPT, *slow.FIXTURES))):
+    for name in (*listed, *(f"tests/{x}" for x in (*slow.FIRST, *slow.KEPT, *slow.FIXTURES))):
         file, _, test = name.partition("::")
         begins = re.match(r"\w*", test)[0]
         assert re.search(rf"\b{begins}", (ROOT / file).read_text()), name
 
 
 def test_listed_tests_are_marked(request):
-    """None of them runs beside this one in `make test`, all in `make full`."""
+    """`make test` collects none of them beside this test, `make full` all of them."""
     items = request.session.items
     assert [x for x in items if "slow" in x.keywords] == slow.are_slow(items)
 
