@@ -18,6 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from slow import are_slow, order
 
+# Asserts of helpers show their values as those of tests do.
+pytest.register_assert_rewrite(*(p.stem for p in (Path(__file__).parent / "support").glob("*.py")))
+
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
 settings.register_profile("default", deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
