@@ -24,7 +24,7 @@ from torch import Tensor
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.store.rows import counted
-from torchsparsekv.ops.store.views import Asked
+from torchsparsekv.ops.store.views import Selection
 from torchsparsekv_benchmarks.quality import heads as model_heads
 from torchsparsekv_benchmarks.quality.heads import Heads
 from torchsparsekv_benchmarks.quality.static_mass import Fed
@@ -60,7 +60,7 @@ class Guessing(Fed):
         s = self.state
         room = torch.nn.functional.pad(s.hot.chosen, (0, ids.shape[-1] - s.hot.chosen.shape[-1]))
         before = s.stats.counts.clone()
-        fetch(Asked(ids), s.far, s.hot._replace(chosen=room), s.stats)
+        fetch(Selection(ids), s.store.pool, s.hot._replace(chosen=room), s.stats)
         new = s.stats.counts - before
         return int(counted(new, "selected").sum()), int(counted(new, "missed").sum())
 

@@ -38,7 +38,7 @@ class Paged:
 
     def choose(self, q: Tensor) -> Tensor:
         """Pages of each kv head; q [heads * group, d]."""
-        choice = self.method.choose(self.state, q.to(self.state.far.rows)[None, :, None], self.scale)
+        choice = self.method.choose(self.state, q.to(self.state.store.pool)[None, :, None], self.scale)
         assert choice is not None
         return choice.ids[0].cpu()
 

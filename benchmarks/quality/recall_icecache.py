@@ -23,8 +23,9 @@ from torch import Tensor
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.icecache._tree import levels_of
 from torchsparsekv.ops.icecache.page_peaks import products_of
+from torchsparsekv.ops.icecache.views import Visited
 from torchsparsekv.ops.icecache.visit_nodes import visit_nodes
-from torchsparsekv.ops.store.views import Attention, Visited
+from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks.quality import pretrained, real_model
 from torchsparsekv_benchmarks.quality._dci import DciTrees, page_select
@@ -59,7 +60,7 @@ class Planted:
         return torch.empty_like(self.token).scatter_(1, self.token, row // self.method.block_size)
 
     def _query(self, q: Tensor) -> Tensor:
-        return q.to(self.lengths.seq_len.device, self.state.far.rows.dtype)[None, :, None]
+        return q.to(self.lengths.seq_len.device, self.state.store.pool.dtype)[None, :, None]
 
     def seeing(self, share: float) -> Any:
         """The method with this field of view."""

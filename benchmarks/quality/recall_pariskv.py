@@ -26,9 +26,10 @@ from torchsparsekv.ops.pariskv.centroid_votes import centroid_votes, pair, votes
 from torchsparsekv.ops.pariskv.encode_keys import encode_keys
 from torchsparsekv.ops.pariskv.rank_by_votes import candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.rows import keys_of, rows_of
-from torchsparsekv.ops.store.views import Codes, Far, Lengths
+from torchsparsekv.ops.store.views import Lengths
 from torchsparsekv_benchmarks.quality._recall import NOISE, Keys, Stream, exact, finish, parser, shares, show
 
 
@@ -50,20 +51,20 @@ class Index:
         self.end = 0
 
     def lengths(self, begin: int, end: int, step: int = 1) -> Lengths:
-        times = (torch.tensor([t], dtype=torch.int32, device=self.far.rows.device) for t in (end, end, begin, end))
+        times = (torch.tensor([t], dtype=torch.int32, device=self.store.pool.device) for t in (end, end, begin, end))
         return Lengths._make((*times, 0, step))
 
     def grow(self, end: int) -> None:
         step = 4096
         while self.end < end:
             a, b = self.end, min(end, self.end + step)
-            none = keys_of(self.far.rows)[:, :, :1]
+            none = keys_of(self.store.pool)[:, :, :1]
             encode_keys(none, self.far, self.codes, self.lengths(a, b, step), self.method.m, self.method.seed)
             self.end = b
 
     def choose(self, q: Tensor, k: int, group: str) -> tuple[Tensor, Tensor]:
         """(candidates, chosen) ids of one step; q [heads * group, d]."""
-        x = q.to(self.far.rows)[None, :, None]
+        x = q.to(self.store.pool)[None, :, None]
         lengths, ratios, seed = self.lengths(self.end, self.end), self.method.ratios, self.method.seed
         rotated, votes = centroid_votes(x, self.codes, lengths, ratios, group == "mean", seed)
         room = candidates_of(self.end, ratios, k, 0)

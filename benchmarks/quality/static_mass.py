@@ -28,7 +28,7 @@ from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
 from torchsparsekv.ops.prkv.relocate import gathered
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.rows import keys_of, values_of
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks.quality import heads as model_heads
 from torchsparsekv_benchmarks.quality.heads import Heads
@@ -42,12 +42,12 @@ LITERAL, ANEW = "literal", "literal anew"
 class Literal(PRKV):
     """PRKV with algorithm 1 as it is written: the set in front, and behind it all others in their order."""
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         self.choose_static(s, a)
         sink = s.lengths.sink
         for b, h in s.static.updated.nonzero().tolist():
             ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
-            rows = s.far.rows[b, h]
+            rows = s.store.pool[b, h]
             order = self.order(rows, gathered(ids, sink, end).to(rows.device), len(ids))
             rows[sink:end] = rows[order]
             keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
@@ -86,7 +86,7 @@ class Fed:
         if every and hasattr(self.state, "static"):  # the turns of the layers
             self.state.static.lead.copy_((torch.arange(layers, device=device) * every // layers)[:, None])
 
-    def take(self, tokens: int) -> Choice | None:
+    def take(self, tokens: int) -> Selection:
         """The next ones: a prompt, or of a single one what it chooses."""
         span = slice(self.at, self.at + tokens)
         if span.stop > self.heads.tokens:
@@ -103,16 +103,16 @@ class Fed:
         self.method.ingest_token(s, q, k, v)
         return self.method.choose(s, q, self.attention)
 
-    def kept(self, choice: Choice | None) -> Tensor:
+    def kept(self, choice: Selection) -> Tensor:
         """Which tokens are attended to, [layers, kv heads, tokens]."""
         s, size = self.state, self.method.block_size
-        out = torch.zeros(*s.far.rows.shape[:2], s.far.rows.shape[2] + 1, dtype=torch.bool)
+        out = torch.zeros(*s.store.pool.shape[:2], s.store.pool.shape[2] + 1, dtype=torch.bool)
         out[..., : s.lengths.sink] = True
         frontier = s.lengths.ring_begin[:, None].expand(out.shape[:2])
-        if choice is not None and choice.frontier is not None:
+        if choice.frontier is not None:
             frontier = choice.frontier
         out |= torch.arange(out.shape[2]) >= frontier[..., None].cpu()
-        if choice is not None:
+        if choice.ids is not None:
             row = (choice.ids.long()[..., None] * size + torch.arange(size)).masked_fill((choice.ids < 0)[..., None], 0)
             token = self.positions().gather(2, row.flatten(2)).unflatten(2, (-1, size))
             out.scatter_(2, token.masked_fill((choice.ids < 0)[..., None], out.shape[2] - 1).flatten(2), True)
@@ -120,7 +120,7 @@ class Fed:
 
     def positions(self) -> Tensor:
         """The token in every row of the pool."""
-        return values_of(self.state.far.rows)[..., 0].long()
+        return values_of(self.state.store.pool)[..., 0].long()
 
 
 class Moved:

@@ -56,7 +56,7 @@ class EveryStep(LouisKV):
     def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
         if not self.paged:
             return super().prompt(s, q, k, join=join)
-        close_segments(s.near, s.units, s.segments, s.lengths, self.paged)
+        close_segments(s.store.ring, s.units, s.segments, s.lengths, self.paged)
         order = torch.arange(k.shape[2], dtype=torch.int32).expand(*k.shape[:2], -1).contiguous()
         ((n0, n, end),) = torch.stack([s.lengths.start, s.lengths.length, s.lengths.ring_begin], 1).tolist()
         begin = max(n0, s.lengths.sink)
@@ -74,7 +74,7 @@ class EveryStep(LouisKV):
         found = bool(alike < self.tau) or int(s.trigger.seen[0, 0]) != n - 1
         s.trigger.seen.fill_(-1)  # so it retrieves
         rule = self.rule if found else self.rule._replace(shortest=self.rule.longest)
-        find_boundary(q, s.near, s.units, s.segments, s.trigger, s.stats, s.lengths, rule)
+        find_boundary(q, s.store.ring, s.units, s.segments, s.trigger, s.stats, s.lengths, rule)
 
 
 def schemes(read: Read) -> Iterator[tuple[str, float | None]]:

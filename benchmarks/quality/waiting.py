@@ -34,11 +34,11 @@ class Waiting(Fed):
         choice = self.take(1)
         assert choice is not None
         choice = self.method.in_time(s, self.heads.queries[:, :, at : at + 1], choice)
-        fetch(choice.asked, s.far, s.hot, s.stats)
+        fetch(choice, s.store.pool, s.hot, s.stats)
         kept = self.kept(choice._replace(ids=attended_blocks(s)))
         weight = (self.heads.weights(at) * kept.repeat_interleave(self.heads.group, 1)).sum(-1)
         if self.method.prefetch_async is not None:
-            prefetch_async(torch.empty_like(self.heads.queries[:, :, :1]), s.late, s.far, s.hot, s.joins)
+            prefetch_async(torch.empty_like(self.heads.queries[:, :, :1]), s.prefetch, s.store.pool, s.hot, s.joins)
         heads = s.hot.done_count.numel()
         counts = torch.tensor([heads, weight.sum(), weight.numel()], dtype=torch.float64)
         return torch.cat([self.counts() - before, counts])
@@ -48,8 +48,8 @@ class Waiting(Fed):
         s, waits, late = self.state, 0, 0
         chosen, missed = (int(counted(s.stats.counts, name).sum()) for name in ("selected", "missed"))
         if self.method.prefetch_async is not None:
-            waits = int(s.late.waits.sum())
-            chosen, late = (int(counted(s.late.counts, name).sum()) for name in ("selected", "missed"))
+            waits = int(s.prefetch.waits.sum())
+            chosen, late = (int(counted(s.prefetch.counts, name).sum()) for name in ("selected", "missed"))
         return torch.tensor([waits, chosen, missed + late, late], dtype=torch.float64)
 
 

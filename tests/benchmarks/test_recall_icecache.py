@@ -10,8 +10,8 @@ from models import prompts, tiny
 
 import torchsparsekv
 from torchsparsekv.ops.icecache._tree import levels_of
+from torchsparsekv.ops.icecache.views import Promotion
 from torchsparsekv.ops.store.rows import keys_of
-from torchsparsekv.ops.store.views import Promotion
 from torchsparsekv_benchmarks.quality import _dci
 from torchsparsekv_benchmarks.quality._recall import Stream
 from torchsparsekv_benchmarks.quality.heads import recorded
@@ -82,7 +82,7 @@ def test_recorded_keys_are_those_of_the_cache():
         cache = handle.make_cache(1)
         model(ids, past_key_values=cache)
         for i, layer in cache.stored.items():
-            want = keys_of(layer.state.far.rows)[0, :, :32].cpu()
+            want = keys_of(layer.state.store.pool)[0, :, :32].cpu()
             torch.testing.assert_close(found[i].keys, want)
             assert (found[i].heads, found[i].group, found[i].total, found[i].d) == (2, 2, 32, 16)
             assert found[i].query(32).shape == (4, 16)

@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks/results"
 MODELS = ("smollm2", "recall")
 FILES = tuple((kind, m) for kind in ("segments", "units") for m in MODELS)
 COMMITTED = {(kind, m): RESULTS / f"cpu_{kind}_{m}.json" for kind, m in FILES}
-NEAR = dict(budget=32, sink=32, window=20, cluster_size=8)
+IN_RING = dict(budget=32, sink=32, window=20, cluster_size=8)
 PROMPT, STEPS = 100, 150
 
 
@@ -60,7 +60,7 @@ def steps_of(q) -> torch.Tensor:
 def test_segments_are_cut_as_the_method_cuts_them():
     k, q = drawn()
     for shortest, longest, tau in ((4, 8, 0.8), (2, 32, 0.75), (4, 16, 1.0)):
-        layer, begin, _ = fed(make_method("louiskv", tau=tau, segment_min=shortest, segment_max=longest, **NEAR), k, q)
+        layer, begin, _ = fed(make_method("louiskv", tau=tau, segment_min=shortest, segment_max=longest, **IN_RING), k, q)
         now = turn_mass.turns(steps_of(q), turns.Rule("", tau))[:, 0]
         ends = segments.cut(now, begin, PROMPT, shortest, longest)
         first, count = layer.state.units.first[0, 0].tolist(), int(layer.state.units.unit_count[0, 0])
@@ -184,7 +184,7 @@ def test_segments_find_what_stands_together_and_pages_across_it_do_not():
 
 def test_every_step_retrieves_and_segments_are_cut_all_the_same():
     k, q = drawn(2)
-    method = units.EveryStep(tau=0.8, **NEAR)
+    method = units.EveryStep(tau=0.8, **IN_RING)
     layer, begin, out = fed(method, k, q)
     assert layer.state.trigger.retrievals.tolist() == [[STEPS, STEPS]]
     now = turn_mass.turns(steps_of(q), turns.Rule("", 0.8))[:, 0]
@@ -193,26 +193,26 @@ def test_every_step_retrieves_and_segments_are_cut_all_the_same():
     found = [x for x in layer.state.units.first[0, 0].tolist()[: count + 1] if x > begin]
     assert len(found) >= 2
     assert found == ends[: len(found)]
-    _, _, same = fed(make_method("louiskv", tau=1.0, **NEAR), k, q)
-    _, _, always = fed(units.EveryStep(tau=1.0, **NEAR), k, q)
+    _, _, same = fed(make_method("louiskv", tau=1.0, **IN_RING), k, q)
+    _, _, always = fed(units.EveryStep(tau=1.0, **IN_RING), k, q)
     assert all(torch.equal(a, b) for a, b in zip(same, always)), "at tau 1 it is louiskv"
     assert not all(torch.equal(a, b) for a, b in zip(out, always)), "other segments are other choices"
 
 
 def test_pages_of_prompt_and_output_stand_in_the_place_of_clusters_and_segments():
     k, q = drawn(3)
-    layer, begin, _ = fed(units.EveryStep(paged=8, **NEAR), k, q)
+    layer, begin, _ = fed(units.EveryStep(paged=8, **IN_RING), k, q)
     assert layer.state.trigger.retrievals.tolist() == [[STEPS, STEPS]]
     first, centroid, count = (x[0, 0] for x in layer.state.units)
     bounds = first[: int(count) + 1].tolist()
-    assert bounds[0] == NEAR["sink"]
+    assert bounds[0] == IN_RING["sink"]
     assert bounds[-1] > PROMPT
     sizes = {j: j - i for i, j in pairwise(bounds)}
     assert {n for j, n in sizes.items() if j != begin} == {8}
     for u, (i, j) in enumerate(pairwise(bounds)):
         assert torch.allclose(centroid[u], k[0, 0, i:j].mean(0), atol=1e-6)
-    rows = keys_of(layer.state.far.rows)[0, 0, NEAR["sink"] : begin]
-    assert torch.equal(rows, k[0, 0, NEAR["sink"] : begin]), "no key has moved"
+    rows = keys_of(layer.state.store.pool)[0, 0, IN_RING["sink"] : begin]
+    assert torch.equal(rows, k[0, 0, IN_RING["sink"] : begin]), "no key has moved"
 
 
 # ---------------------------------------------------------------- the scripts and the figures

@@ -111,7 +111,7 @@ def test_the_choice_and_the_turns_of_one_forward_are_those_of_the_method():
             now.append(layer.state.trigger.retrieve_now[0].bool())
             hot = layer.state.hot
             rows = hot.block_of[0].gather(1, hot.chosen[0].clamp(min=0).long())
-            at = keys_of(layer.state.far.rows)[0].gather(1, rows.long()[..., None].expand(-1, -1, 16))
+            at = keys_of(layer.state.store.pool)[0].gather(1, rows.long()[..., None].expand(-1, -1, 16))
             chosen.append(torch.cdist(at, k[0]).argmin(-1))  # a pool holds clusters side by side
         steps = q[0, :, 100:110].transpose(0, 1).unflatten(1, (2, 2))
         want = turn_mass.turns(steps, turns.Rule("", 0.8, told))

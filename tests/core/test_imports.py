@@ -147,7 +147,6 @@ SHARED = ("store", "index", "select", "gather", "attend", "_machinery")
 FAMILY = re.compile(r"\b(?:icecache|pariskv|prkv\w*|snapkv|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I)
 # Names of a family that a shared file still has. Nothing may be added here.
 EXCEPTIONS: dict[str, set[str]] = {
-    "ops/store/views.py": {"icecache", "pariskv", "prkv", "snapkv"},
     "ops/select/bound_scores.py": {"prkv"},
     "ops/gather/query_drift_gate.py": {"ops.clusters"},
     "ops/_machinery/cuda.py": {"pariskv"},

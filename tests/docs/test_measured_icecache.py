@@ -6,7 +6,7 @@ from test_results import tables
 
 from torchsparsekv._methods.icecache import MANY_NODES
 
-NEAR, FAR = "128k_sample_h200", "512k_sample_cpu"
+IN_RING, FAR = "128k_sample_h200", "512k_sample_cpu"
 
 
 def test_icecache_since():
@@ -64,7 +64,7 @@ def test_the_goals_of_icecache():
     assert found["over_floor"] <= 1.12
     assert far["over_floor"] <= 1.4
     assert max(r["over_floor"] for r in (third, chosen)) <= 1.08
-    recall = recall_at(NEAR, 640)
+    recall = recall_at(IN_RING, 640)
     assert f"{recall:.3f} of the best tokens are found" in page
     assert near["select, all of it (beside)"]["us"] <= 20
     assert recall >= 0.88
@@ -82,9 +82,9 @@ def test_what_more_nodes_find_icecache():
     assert MANY_NODES == 640
     text = "at 128K with 1024 tokens {:.3f} of a query's 32 best are found, and {:.3f} with 512 nodes, where the "
     text += "default stopped before; with 256 tokens {:.3f} with either"
-    told = recall_at(NEAR, MANY_NODES), recall_at(NEAR, 512), recall_at(NEAR, 512, 256)
+    told = recall_at(IN_RING, MANY_NODES), recall_at(IN_RING, 512), recall_at(IN_RING, 512, 256)
     assert text.format(*told) in said("docs/methods/icecache.md")
-    assert f"{told[2]:.3f}" == f"{recall_at(NEAR, MANY_NODES, 256):.3f}"
+    assert f"{told[2]:.3f}" == f"{recall_at(IN_RING, MANY_NODES, 256):.3f}"
     far = recall_at(FAR, MANY_NODES), recall_at(FAR, 512)
     assert "at 512K {:.3f} and {:.3f}, of two heads and four queries".format(*far) in said("docs/methods/icecache.md")
 

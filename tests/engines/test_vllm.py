@@ -300,7 +300,7 @@ def test_memory_lost_after_planning_does_not_change_the_plan(llama, monkeypatch)
         assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
     config.cache_config.num_gpu_blocks = 40
     engine.Builder(None, ["0"], config, torch.device("cpu"))
-    assert made.store.far is not None
+    assert made.store.pool is not None
 
 
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])

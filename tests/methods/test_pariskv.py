@@ -16,7 +16,8 @@ from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes, scale_
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
-from torchsparsekv.ops.store.views import Attention, Codes
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks.quality import recall_pariskv
 
@@ -217,7 +218,7 @@ def driven(method, lengths, steps, *, heads=2, group=2, dim=32, rows=96, dtype=t
     of_rows = RowLengths(method.ring_plan, batch, rows, CPU)
     s = LayerState(method.buffers(Geometry(batch, heads, dim, rows, dtype)), of_rows, CPU, pool_on_host=False)
     chosen = []
-    s.tap = lambda state, q, a, choice, out: chosen.append(choice.ids)
+    s.on_step = lambda state, q, a, choice, out: chosen.append(choice.ids)
     draw = lambda h, n: torch.randn(batch, h, n, dim, generator=g).to(dtype)  # noqa: E731
     columns = max(lengths)
     keys = [[] for _ in lengths]

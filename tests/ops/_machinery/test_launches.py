@@ -26,15 +26,15 @@ def waits(tree: ast.Module) -> set[str]:
     for f in ast.walk(tree):
         if isinstance(f, ast.FunctionDef):
             body = f.body[1:] if ast.get_docstring(f) else f.body
-            if ast.unparse(body[0]) == "chain(PDL)":
+            if ast.unparse(body[0]) == "wait_for_previous(PDL)":
                 out.add(f.name)
     return out
 
 
 def launched_early(tree: ast.Module) -> set[str]:
-    """The names that `kernel[grid](..., **chained(...))` is written for."""
+    """The names that `kernel[grid](..., **launch_early(...))` is written for."""
     calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and isinstance(c.func, ast.Subscript)]
-    option = lambda k: k.arg is None and ast.unparse(k.value).startswith("chained(")  # noqa: E731
+    option = lambda k: k.arg is None and ast.unparse(k.value).startswith("launch_early(")  # noqa: E731
     return {ast.unparse(c.func.value) for c in calls if any(map(option, c.keywords))}
 
 
@@ -80,6 +80,7 @@ def test_cuda_kernel_without_wait_fails_the_check():
 
 
 def test_kernel_that_reads_before_its_wait_fails_the_check():
-    tree = ast.parse("@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    chain(PDL)\nk[(1,)](x, **chained(d, 1))")
+    kernel = "@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    wait_for_previous(PDL)\n"
+    tree = ast.parse(kernel + "k[(1,)](x, **launch_early(d, 1))")
     assert early(tree) == launched_early(tree) == {"k"}
     assert waits(tree) == set()

@@ -9,7 +9,7 @@ from kernels import NATIVE, on, until
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes
 
 VOTES = importlib.import_module("torchsparsekv.ops.pariskv.centroid_votes")
 ENTRY = load_all()["centroid_votes"]

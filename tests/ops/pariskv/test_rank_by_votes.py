@@ -10,7 +10,7 @@ from kernels import NATIVE, on, until
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes
 
 COLLIDE = importlib.import_module("torchsparsekv.ops.pariskv.rank_by_votes")
 ENTRY = load_all()["rank_by_votes"]

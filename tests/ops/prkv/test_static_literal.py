@@ -10,12 +10,12 @@ from torchsparsekv_benchmarks.quality.static_mass import Literal
 def run(method, story: Story) -> tuple[float, list]:
     layer = story.layer(method)
     story.feed(layer, 0, 150, whole=True)
-    layer.state.tap = seen = LayerProbe(method)
+    layer.state.on_step = seen = LayerProbe(method)
     sets = []
     for at in range(150, 240):
         story.feed(layer, at, at + 1)
         count = int(layer.state.static.count[0, 0])
-        front = layer.state.far.rows[0, 0, method.sink : method.sink + count, 1, 0]
+        front = layer.state.store.pool[0, 0, method.sink : method.sink + count, 1, 0]
         sets.append(sorted(front.tolist()))
     return float(torch.stack(seen.mass).mean()), sets
 
