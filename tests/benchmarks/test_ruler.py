@@ -106,7 +106,7 @@ def test_the_coded_words_follow_zipf(ruler):
 
 def test_samples_are_the_same_in_every_process(ruler):
     program = (
-        "import sys; sys.path[:0] = ['tests/benchmarks', 'tests/support', 'tests/commands']\n"
+        "import sys; sys.path[:0] = ['tests/benchmarks', 'tests/support']\n"
         "from test_ruler import *\n"
         "r = Ruler(bytes_tokenizer())\n"
         "r.sample('vt', 4500, 7)\n"
