@@ -5,9 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo report results real-model test full fuzz sanitize long lint clean
+.PHONY: help demo report results real-model test slow full fuzz sanitize long lint clean
 help:
-	@echo "make demo | report | test | full (slow tests too) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | report | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: what is committed as measured, again where the hardware is;  ONLY='h200_decode* quality/*' chooses"
 	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
 
@@ -31,9 +31,13 @@ results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
 	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
 
-# All but what tests/tools/slow.py leaves to `make full`, in less than twelve minutes on two cores.
+# The tests that are not in tests/tools/slow.txt; less than twelve minutes on two cores.
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# The tests that `make test` leaves out; about fifteen minutes on two cores. CI runs both.
+slow: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 # Every test; twenty-five minutes on two cores.
 full: $(READY)

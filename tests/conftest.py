@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-# Helpers (support/, tools/) and test files are modules by their bare names, wherever they stand.
-sys.path[:0] = [str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__"]
+# Helpers (support/, tools/) are modules by their bare names, wherever they stand.
+sys.path.extend(str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below
 
@@ -16,7 +16,10 @@ if not torch.cuda.is_available():
 
 import pytest
 from hypothesis import HealthCheck, settings
-from slow import are_slow
+from slow import are_slow, order
+
+# Asserts of helpers show their values as those of tests do.
+pytest.register_assert_rewrite(*(p.stem for p in (Path(__file__).parent / "support").glob("*.py")))
 
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
@@ -39,7 +42,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items):
     for item in are_slow(items):
         item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that the last to end is not one that is long
+    items.sort(key=order)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -11,7 +11,8 @@ import threading
 import time
 
 import pytest
-from test_cli import ROOT, refused
+from cli import refused
+from paths import ROOT
 
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks.quality.store import heads, read

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from test_bench import BANK_OF, PROMPT_MS, SMALL
-from test_bench import watch as on_a_cpu
-from test_cli import refused
+from cli import refused
+from timer import BANK_OF, PROMPT_MS, SMALL
+from timer import watch as on_a_cpu
 
 from torchsparsekv.method import all_methods
 from torchsparsekv_benchmarks._options import parse, said

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from test_cli import refused
+from cli import refused
 
 from torchsparsekv_benchmarks.speed import _common, _dense, _flashinfer, decode
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from byte_tokenizer import bytes_tokenizer
+from cli import refused
+from evaluating import evaluate, stand_in_for
 from models import tiny
 from standin import LENGTH, source
-from test_cli import refused
-from test_ruler import bytes_tokenizer
 from transformers import DynamicCache
 
 from torchsparsekv import method
@@ -21,26 +22,10 @@ from torchsparsekv_benchmarks.quality.options import Options, settings
 from torchsparsekv_benchmarks.quality.store import read
 from torchsparsekv_benchmarks.recall_model import tasks
 
-SMALL = dict(
-    tasks=("chain",), lengths=(LENGTH,), budgets=(32,), samples=12, probe=1, sink=16, window=16, skip_layers=1,
-    hyper=("quest.block_size=4", "random.block_size=4"), device="cpu",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def model():
     return source()
-
-
-def evaluate(model, path, methods, **options) -> dict[str, dict]:
-    """The table by "task method"."""
-    o = Options(**{**SMALL, "methods": methods, **options})
-    return {f"{r['task']} {r['method']}": r for r in quality.run(o, path / "eval.jsonl", model)}
-
-
-def stand_in_for(monkeypatch, name: str, cls) -> None:
-    """A method of the test's own, known by name for the length of the test."""
-    monkeypatch.setitem(method._METHODS, name, cls)
 
 
 @dataclass(frozen=True, kw_only=True)

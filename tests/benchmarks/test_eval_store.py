@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from evaluating import evaluate, stand_in_for
 from standin import source
-from test_eval import evaluate, stand_in_for
 
 from torchsparsekv._methods.quest import Quest
 from torchsparsekv_benchmarks.quality import run as quality

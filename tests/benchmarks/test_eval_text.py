@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import bytes_tokenizer
 from chain import VOCABULARY, chain_model, chain_prompts
+from cli import refused
+from evaluating_text import LENGTH, SAID, SINK, STEPS, WINDOW, options
+from evaluating_text import folder as of_a_tiny_model
 from models import tiny
-from test_cli import refused
-from test_ruler import bytes_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -20,30 +22,7 @@ from torchsparsekv_benchmarks.quality.options import METHODS
 from torchsparsekv_benchmarks.quality.store import read
 from torchsparsekv_benchmarks.quality.text_options import Options
 
-LENGTH, STEPS, SINK, WINDOW = 96, 12, 8, 16
-SAID = "".join(f"{i * i % 97}, {i % 7} and then {i}; " for i in range(200))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A llama with random weights, a tokenizer of bytes that begins with <bos>, and a text."""
-    out, tokenizer = tmp_path_factory.mktemp("lm"), bytes_tokenizer()
-    model = tiny(vocab_size=len(tokenizer), max_position_embeddings=512, initializer_range=0.4)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "said.txt").write_text(SAID)
-    return out
-
-
-def options(folder: Path, **given) -> Options:
-    small = dict(
-        model=str(folder), texts=(str(folder / "said.txt"),), lengths=(LENGTH,), steps=STEPS, budgets=(16,), samples=3,
-        probe=3, batch=2, sink=SINK, window=WINDOW, skip_layers=0, methods=("full", "streaming", "quest"),
-        hyper=("streaming.block_size=1", "quest.block_size=4"), device="cpu",
-    )  # fmt: skip
-    return Options(**{**small, **given})
-
-
+folder = of_a_tiny_model  # the fixture
 def rows_of(path: Path) -> list[dict]:
     return [r for r in read(path)[0] if "task" in r]
 

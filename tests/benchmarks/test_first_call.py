@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_bench import watch as on_a_cpu
+from timer import watch as on_a_cpu
 
 from torchsparsekv_benchmarks.speed import first_call
 

@@ -3,8 +3,9 @@ import sys
 
 import pytest
 import torch
+from cli import commands_of, refused
 from models import tiny
-from test_cli import ROOT, commands_of, refused
+from paths import ROOT
 from world import DEVICE
 
 from torchsparsekv_benchmarks import _progress

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_cli import ROOT
-from test_recall_model import records
+from paths import ROOT
+from recorded import records
 
 from torchsparsekv_benchmarks.recall_model import model
 from torchsparsekv_benchmarks.recall_model.journal import LIKELIEST

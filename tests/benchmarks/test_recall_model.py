@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recorded import records
 
 from torchsparsekv_benchmarks.recall_model import documents, flat, journal, model, pages, tasks, vocabulary
 from torchsparsekv_benchmarks.recall_model.vocabulary import ALL, ASK, END, KEYS, LINK, MANY, TEXT, TOP, TRACE, VALUES
@@ -22,17 +23,6 @@ def samples(task: str):
 
 def spots(ids: list[int], run: list[int]) -> list[int]:
     return [i for i in range(len(ids) - len(run) + 1) if ids[i : i + len(run)] == run]
-
-
-def records(ids: list[int]) -> dict[tuple[int, int], list[tuple[int, ...]]]:
-    """Values by key, of what is no question and no answer."""
-    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for i in range(1, len(ids) - 6):
-        a, b, *value, end = ids[i : i + 7]
-        statement = a in KEYS and b in KEYS and all(v in VALUES for v in value) and end == END
-        if statement and ids[i - 1] not in (ASK, ALL) and ids[i - 1] not in KEYS:
-            found.setdefault((a, b), []).append(tuple(value))
-    return found
 
 
 def links(ids: list[int]) -> dict[tuple[int, int], tuple[int, int]]:

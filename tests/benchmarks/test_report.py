@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import METHODS
+from cli import answered, refused
+from evaluating import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 from standin import source
-from test_cli import ROOT, answered, refused
-from test_eval import SMALL
 
 from torchsparsekv_benchmarks.quality import run as quality
 from torchsparsekv_benchmarks.quality.options import Options

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluating import SMALL
+from evaluating_text import STEPS, folder, options  # noqa: F401
 from standin import source
-from test_eval import SMALL
-from test_eval_text import STEPS, folder, options  # noqa: F401
 
 from torchsparsekv_benchmarks.quality import run as quality
 from torchsparsekv_benchmarks.quality import text as measured

@@ -5,26 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from test_cli import ROOT
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from byte_tokenizer import bytes_tokenizer
+from paths import ROOT
 
 from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
 from torchsparsekv_benchmarks.quality.ruler.fit import found
 
 CHAT = "{{ bos_token }}{% for m in messages %}[USER]{{ m.content }}{% endfor %}[ME]"
-
-
-def bytes_tokenizer(*, bos: bool = True, chat: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte, offline."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {x: i for i, x in enumerate(["<s>", *letters])}
-    t = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.ByteLevel()
-    if bos:
-        t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<s>", chat_template=chat)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +106,7 @@ def test_the_coded_words_follow_zipf(ruler):
 
 def test_samples_are_the_same_in_every_process(ruler):
     program = (
-        "import sys; sys.path[:0] = ['tests/benchmarks', 'tests/support', 'tests/commands']\n"
+        "import sys; sys.path[:0] = ['tests/benchmarks', 'tests/support']\n"
         "from test_ruler import *\n"
         "r = Ruler(bytes_tokenizer())\n"
         "r.sample('vt', 4500, 7)\n"

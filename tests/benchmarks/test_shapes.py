@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
+from cli import refused
 from families import EXPERTS, LINEAR, WINDOW
-from test_bench import watch as on_a_cpu
-from test_cli import refused
+from timer import watch as on_a_cpu
 
 import torchsparsekv
 from torchsparsekv_benchmarks.speed import _common, _planted, shapes

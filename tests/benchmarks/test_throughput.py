@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_bench import refused, watch  # noqa: F401
+from cli import refused
+from timer import watch  # noqa: F401
 
 import torchsparsekv
 from torchsparsekv import host

@@ -1,10 +1,10 @@
-"""Calibration: the threshold that retrieves least within the stated loss, and the file that patch() takes."""
+"""`torchsparsekv calibrate` finds the threshold that retrieves least within a stated loss."""
 import json
 
 import pytest
 import torch
+from cli import answered, refused
 from models import tiny
-from test_cli import answered, refused
 from world import DEVICE
 
 import torchsparsekv
@@ -30,7 +30,7 @@ def texts():
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e-3, 10.0])
-def test_it_chooses_the_least_retrieval_within_the_loss(texts, loss):
+def test_least_retrieval_within_the_loss_is_chosen(texts, loss):
     found = calibrate(tiny(), texts, 60, loss, TAUS, **HYPER)
     rows = found["rows"]
     assert [r["tau"] for r in rows] == [1.0, *TAUS]
@@ -53,7 +53,7 @@ def test_a_threshold_that_costs_too_much_is_not_chosen(texts, monkeypatch):
     assert module.calibrate(tiny(), texts, 60, 0.01, TAUS, **HYPER)["tau"] == 0.0
 
 
-def test_the_file_is_what_patch_takes(texts, tmp_path):
+def test_patch_takes_the_written_file(texts, tmp_path):
     found = calibrate(tiny(), texts, 60, 10.0, TAUS, **HYPER)
     path = tmp_path / "tau.json"
     path.write_text(json.dumps(found))
@@ -61,7 +61,7 @@ def test_the_file_is_what_patch_takes(texts, tmp_path):
     assert make_method("louiskv", tau=path).tau == found["tau"]
 
 
-def test_the_command(tmp_path):
+def test_command_writes_a_threshold_found_on_a_text(tmp_path):
     """On a model and tokenizer of its own, from text to file."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

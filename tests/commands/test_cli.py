@@ -1,38 +1,15 @@
 """The command line, as a user starts it."""
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from cli import cli, commands_of
+from paths import ROOT
 
 from torchsparsekv import methods
 from torchsparsekv.cli import main
 
 pytest.importorskip("typer")
-
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from torchsparsekv.cli import main; sys.argv[0] = 'torchsparsekv'; main()"
-
-
-def cli(*args: str, before: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", before + MAIN, *args], cwd=ROOT, capture_output=True, text=True)
-
-
-def answered(*args: str, status: int = 0) -> str:
-    """What the command says; in this process, which is faster."""
-    from typer.testing import CliRunner
-
-    from torchsparsekv.commands import load
-
-    done = CliRunner().invoke(load(), args)
-    assert done.exit_code == status, (done.output, done.exception)
-    return done.output
-
-
-def refused(*args: str) -> str:
-    """What it says as it exits with 2."""
-    return answered(*args, status=2)
 
 
 def test_methods_are_listed():
@@ -55,7 +32,8 @@ def test_named_methods_are_listed_alone():
 WHAT_CAME = """
 heavy = ('transformers', 'matplotlib', 'torchsparsekv.patches')
 parts = [(m.split('.'), m) for m in sys.modules]
-ours = [m for p, m in parts if p[:1] == ['torchsparsekv'] and p[1:2] in (['commands'], ['benchmarks']) and p[2:]]
+ours = [m for p, m in parts if p[:2] == ['torchsparsekv', 'commands'] and p[2:]]
+ours += [m for p, m in parts if p[0] == 'torchsparsekv_benchmarks' and p[1:]]
 print(*sorted(m[14:] for m in ours if '._' not in m), *(m for m in heavy if m in sys.modules))
 """
 # What a command line imports of commands and benchmarks, helpers apart.
@@ -69,7 +47,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_command_is_imported_when_it_is_called(call):
+def test_only_the_called_command_is_imported(call):
     """Of what takes long, nothing that is not needed: neither transformers nor the other commands' benchmarks."""
     leave = f"import atexit, sys; atexit.register(exec, {WHAT_CAME!r}, {{'sys': sys}}); "
     done = cli(*call.split(), before=leave)
@@ -77,13 +55,7 @@ def test_a_command_is_imported_when_it_is_called(call):
     assert done.stdout.splitlines()[-1].split() == CALLS[call]
 
 
-def commands_of(app) -> dict:
-    from typer.main import get_group
-
-    return get_group(app).commands
-
-
-def test_every_file_holds_the_command_of_its_name():
+def test_every_file_defines_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
@@ -103,7 +75,7 @@ def test_every_file_holds_the_command_of_its_name():
             assert type(command).__name__ != "Later"
 
 
-def test_the_help_of_a_command_that_is_not_imported_is_the_first_paragraph_of_its_file():
+def test_help_of_a_command_is_the_first_paragraph_of_its_file():
     from torchsparsekv.commands._later import about
 
     assert about(ROOT / "torchsparsekv/commands/methods.py") == "What can be passed to patch()."
@@ -117,7 +89,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("args", WRONG)
-def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
+def test_wrong_arguments_exit_with_2(args, monkeypatch, capsys):
     """What the entry point does, without the seconds of a process each."""
     monkeypatch.setattr(sys, "argv", ["torchsparsekv", *args])
     with pytest.raises(SystemExit) as left:
@@ -127,13 +99,31 @@ def test_wrong_use_exits_with_2(args, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("args", [["nope"], ["bench", "decode", "--methods", "nope"]])
-def test_so_does_the_process(args):
+def test_wrong_arguments_exit_with_2_in_a_process(args):
     done = cli(*args)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
-def test_without_typer_it_says_so():
+NOT_INSTALLED = """
+import sys
+class Absent:
+    def find_spec(name, *_):
+        if name == "torchsparsekv_benchmarks":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent)
+"""
+
+
+@pytest.mark.parametrize("command", ["demo", "eval", "bench"])
+def test_a_command_without_the_benchmarks_says_what_to_install(command):
+    done = cli(command, before=NOT_INSTALLED)
+    assert done.returncode == 2
+    needed = "needs torchsparsekv_benchmarks: `pip install ./benchmarks` in a checkout"
+    assert (done.stdout, done.stderr) == ("", f"torchsparsekv {command} {needed}\n")
+
+
+def test_missing_typer_is_reported():
     done = cli("methods", before="import sys; sys.modules['typer'] = None; ")
     assert done.returncode == 2
     assert done.stderr == "the command line needs typer: pip install 'torchsparsekv[cli]'\n"

@@ -1,11 +1,11 @@
-"""The demo: its questions have one answer each, and what it prints is what the model said."""
+"""The demo asks questions with one right answer each, and prints what the model answered."""
 import re
 import subprocess
 
 import numpy as np
 import pytest
 import torch
-from test_cli import cli, refused
+from cli import cli, refused
 
 from torchsparsekv_benchmarks.quality.options import METHODS
 from torchsparsekv_benchmarks.recall_model.passkeys import passkeys
@@ -17,7 +17,7 @@ SMALL = ("--tokens", str(TOKENS), "--questions", str(QUESTIONS))
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 32768])
-def test_every_key_is_in_the_text_once_and_the_passkey_is_like_no_other(tokens):
+def test_every_key_occurs_once_and_the_passkey_is_unique(tokens):
     p = passkeys(tokens, QUESTIONS)
     text = np.array(p.prompt)
     assert len(text) == tokens
@@ -32,7 +32,7 @@ def test_every_key_is_in_the_text_once_and_the_passkey_is_like_no_other(tokens):
     assert all(shared), "of the others, each has some that share a word with it"
 
 
-def test_a_question_is_given_and_its_answer_is_the_likeliest():
+def test_model_answers_every_question():
     p = passkeys(TOKENS, QUESTIONS)
     write, told = p.processor("cpu"), list(p.prompt)
     liked = torch.zeros(1, 1024)
@@ -65,7 +65,7 @@ def row(done: subprocess.CompletedProcess, method: str) -> list[str]:
     return line.split()
 
 
-def test_dense_and_pariskv_are_right_and_streaming_is_not(shown):
+def test_dense_and_pariskv_answer_right_and_streaming_wrong(shown):
     done, _ = shown
     assert done.returncode == 0, done.stderr
     p = passkeys(TOKENS, QUESTIONS)
@@ -77,7 +77,7 @@ def test_dense_and_pariskv_are_right_and_streaming_is_not(shown):
     assert " ".join(passkey) in done.stdout.split("method")[0], "the text around it is shown"
 
 
-def test_it_tells_what_was_attended_to_and_the_memory(shown):
+def test_output_names_attended_tokens_and_memory(shown):
     done, _ = shown
     _, *dense = map(float, row(done, "dense")[7:])
     for method in METHODS:
@@ -90,7 +90,7 @@ def test_it_tells_what_was_attended_to_and_the_memory(shown):
         assert host == pytest.approx(pool, rel=0.01, abs=0.1), "the pool of the four layers that are not dense"
 
 
-def test_without_matplotlib_it_says_so_and_the_answers_stand(shown):
+def test_missing_matplotlib_is_reported_and_answers_stay(shown):
     done, folder = shown
     assert "No page: the report needs matplotlib: pip install 'torchsparsekv[report]'" in done.stdout
     assert [p.name for p in folder.iterdir()] == ["answers.jsonl"]
@@ -104,7 +104,7 @@ def test_without_matplotlib_it_says_so_and_the_answers_stand(shown):
         assert (r["mass"] is None) == (r["index"] > 0 or r["method"] == "dense")
 
 
-def test_the_page(shown, tmp_path, capsys):
+def test_page_shows_the_answers(shown, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from torchsparsekv.commands.demo import draw
 
@@ -123,7 +123,7 @@ def test_the_page(shown, tmp_path, capsys):
         (["--out", f"{__file__}/page.html"], "demo: "),
     ],
 )
-def test_what_it_refuses_it_refuses_before_it_runs(args, says):
+def test_wrong_options_are_refused_before_the_run(args, says):
     said = refused("demo", *args)
     assert says in said
     assert "A text of" not in said

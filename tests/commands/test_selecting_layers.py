@@ -1,4 +1,4 @@
-"""Which layers are to choose: what one loses by another, measured anew without our mask, and the file for patch()."""
+"""`torchsparsekv selecting-layers` finds the layers that lose least when the others reuse their selections."""
 import itertools
 import json
 from contextlib import nullcontext
@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cli import answered, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
-from test_cli import answered, refused
 from world import DEVICE
 
 import torchsparsekv
@@ -82,7 +82,7 @@ def nats(model, ids, known: int, layer: int, tokens: list[list[set[int]]]) -> fl
 
 @torch.no_grad()
 @pytest.mark.parametrize(("layer", "chooser"), [(2, 1), (4, 1), (4, 3), (3, 3)])
-def test_what_a_layer_loses(source, answer, layer, chooser):
+def test_loss_of_a_layer_equals_brute_force(source, answer, layer, chooser):
     model, known = source.model, answer.known
     ids = torch.cat([torch.tensor(source.sample("words", 96, 7).prompt[:-1], device=DEVICE), answer.given[0]])
     heads = heads_of(model, ids, range(5))
@@ -101,7 +101,7 @@ def test_what_a_layer_loses(source, answer, layer, chooser):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layer", LAYERS)
-def test_what_is_sought_is_of_the_last_queries(source, answer, layer):
+def test_sought_tokens_belong_to_the_last_queries(source, answer, layer):
     ids = torch.tensor(source.sample("words", 96, 7).prompt[:-1], device=DEVICE)
     heads = heads_of(source.model, ids, range(5))
     want = [looked_for(heads, layer, at, len(ids)) for at in range(len(ids) - 32, len(ids))]
@@ -109,7 +109,7 @@ def test_what_is_sought_is_of_the_last_queries(source, answer, layer):
     assert found == want
 
 
-def test_what_decides_which_are_found():
+def test_defaults_are_pinned():
     """And no sample of an evaluation is among those they are found by."""
     assert module.HELD_OUT == 1000
     o = module.Options()
@@ -118,13 +118,13 @@ def test_what_decides_which_are_found():
 
 
 @torch.no_grad()
-def test_a_budget_of_everything_loses_nothing(source):
+def test_full_budget_loses_nothing(source):
     o = module.Options(**vars(OPTIONS) | {"budget": 96})
     answer = module.Answered(source.model, LAYERS, source.sample("words", 96, 7), o)
     assert max(abs(answer.changed(b, a)) for a, b in itertools.combinations(LAYERS, 2)) < 1e-9
 
 
-def test_losses_are_beyond_a_layers_own_and_of_all_samples(source):
+def test_own_loss_of_a_layer_is_subtracted_and_samples_are_summed(source):
     lost = module.losses(source, LAYERS, OPTIONS)
     each = torch.zeros_like(lost)
     for i in (module.HELD_OUT, module.HELD_OUT + 1):
@@ -139,7 +139,7 @@ def test_losses_are_beyond_a_layers_own_and_of_all_samples(source):
 
 
 @given(st.data())
-def test_the_least_of_all_choices(data):
+def test_chosen_layers_lose_least_of_all_subsets(data):
     rows = data.draw(st.integers(1, 7))
     count = data.draw(st.integers(1, rows))
     number = st.integers(0, 9)
@@ -157,7 +157,7 @@ def test_the_least_of_all_choices(data):
     assert sum(r["nats"] for r in told) == total(found)
 
 
-def test_layers_that_cannot_follow_are_refused(source, monkeypatch):
+def test_layers_that_cannot_reuse_are_refused(source, monkeypatch):
     assert module.retrieving(source.model, OPTIONS) == list(LAYERS)
     with pytest.raises(ValueError, match="1 layers retrieve"):
         module.retrieving(source.model, module.Options(**vars(OPTIONS) | {"skip_layers": 4}))
@@ -169,7 +169,7 @@ def test_layers_that_cannot_follow_are_refused(source, monkeypatch):
         module.retrieving(source.model, OPTIONS)
 
 
-def test_the_command_writes_what_patch_takes(tmp_path):
+def test_patch_takes_the_file_of_the_command(tmp_path):
     """Of the recall model: its fourth layer of six needs tokens for which no head of the first two looks."""
     from torchsparsekv_benchmarks.recall_model.model import load
 
@@ -197,7 +197,7 @@ def test_the_command_writes_what_patch_takes(tmp_path):
         (("--skip-layers", "5"), "1 layers retrieve, of which none could follow another"),
     ],
 )
-def test_what_is_refused(tmp_path, args, said):
+def test_wrong_options_are_refused(tmp_path, args, said):
     assert f"selecting-layers: {said}" in refused("selecting-layers", *args, "--out", str(tmp_path / "x.json"))
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: CUDA graphs, pinned memory, side streams, bf16. Everything else runs there as well."""
+"""Behaviour that only a GPU can show: CUDA graphs, pinned memory, side streams and bf16."""
 import gc
 import os
 import resource
@@ -68,7 +68,7 @@ def test_full_budget_is_dense_in_bf16(method, offload, pool_dtype):
 
 
 @pytest.mark.parametrize("method", ["quest", "pariskv", "louiskv"])
-def test_every_kind_of_kernels_answers_alike(method):
+def test_all_kinds_of_kernels_agree(method):
     """Forced for every op. These sizes are among those that the CUDA kernels are for, or they would be refused."""
     model = tiny(dtype=torch.bfloat16, **SHAPE)
     ids, mask = prompts(2, 100)
@@ -83,7 +83,7 @@ def test_every_kind_of_kernels_answers_alike(method):
         assert apart.median() < 0.02, (kind, apart.median())
 
 
-def test_a_reference_is_refused_where_a_graph_is_captured():
+def test_reference_is_refused_inside_a_captured_graph():
     length = torch.ones(1, dtype=torch.int32, device="cuda")
     lengths = Lengths(length, length, length, length, 0, 1)
     random_scores(lengths, 1, 4, 1, 0)  # compiled before
@@ -95,7 +95,7 @@ def test_a_reference_is_refused_where_a_graph_is_captured():
     torch.testing.assert_close(random_scores(lengths, 1, 4, 1, 0), scores, rtol=0, atol=0)
 
 
-def test_generate_compiles_itself_once():
+def test_generate_compiles_one_graph():
     """Stock generate() on CUDA compiles the decode step on its own: one graph for two prompts, tokens as dense."""
     model = tiny(**SHAPE)
     runs = [prompts(2, 60), prompts(2, 83)]
@@ -174,7 +174,7 @@ def test_no_leak_over_100_rounds():
     assert ram - host.available() < 64 << 20
 
 
-def test_memory_is_refused_before_it_is_taken(monkeypatch):
+def test_too_much_memory_is_refused_before_allocating(monkeypatch):
     model = tiny(dtype=torch.bfloat16, **SHAPE)
     monkeypatch.setattr(host, "available", lambda: 1 << 16)
     held = torch.cuda.memory_allocated()
@@ -184,7 +184,7 @@ def test_memory_is_refused_before_it_is_taken(monkeypatch):
     assert not hasattr(model, "_torchsparsekv")
 
 
-def test_refused_pinning_names_the_memlock_limit(monkeypatch):
+def test_pinning_error_names_the_memlock_limit(monkeypatch):
     class NoPin:
         @staticmethod
         def cudaHostRegister(*_):
@@ -195,7 +195,7 @@ def test_refused_pinning_names_the_memlock_limit(monkeypatch):
         host.pinned((1 << 20,), torch.uint8, torch.device("cuda"))
 
 
-def test_a_layer_that_cannot_be_pinned_leaves_nothing_behind(monkeypatch):
+def test_failed_pinning_of_a_layer_releases_all_memory(monkeypatch):
     """The third of three is refused by the driver itself, which is asked for the first one again."""
     model, real, live = tiny(dtype=torch.bfloat16, **SHAPE), torch.cuda.cudart(), []
 

@@ -1,4 +1,4 @@
-"""Pinned host memory and the memlock limit, with a driver that is not there. tests/core/test_gpu.py has the real one."""
+"""Pinned host memory respects the memlock limit; a stand-in replaces the driver (core/test_gpu.py has the real one)."""
 import gc
 import resource
 
@@ -89,7 +89,7 @@ def make_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_memlock_limit_that_counts_is_refused_before_allocating(driver, make_cache, monkeypatch, limit):
+def test_enforced_memlock_limit_is_refused_before_allocating(driver, make_cache, monkeypatch, limit):
     driver.soft = limit
     monkeypatch.setattr(_handle, "SparseCache", lambda *_, **__: pytest.fail("allocated"))
     says = rf"64 tokens x batch 2 needs 3.00 GiB of pinned host memory.*limit is {limit // KIB} KiB \(`ulimit -l`\)"
@@ -100,7 +100,7 @@ def test_a_memlock_limit_that_counts_is_refused_before_allocating(driver, make_c
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_memlock_limit_that_does_not_count_is_found_out_once(driver, make_cache, limit):
+def test_unenforced_memlock_limit_is_probed_once(driver, make_cache, limit):
     driver.soft, driver.heeds = limit, False
     assert [make_cache(), make_cache()] == [1, 2]
     (size,) = driver.asked
@@ -109,13 +109,13 @@ def test_a_memlock_limit_that_does_not_count_is_found_out_once(driver, make_cach
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 4 * GIB, WANTED])
-def test_nothing_is_probed_within_the_limit(driver, make_cache, limit):
+def test_sizes_within_the_limit_are_not_probed(driver, make_cache, limit):
     driver.soft = limit
     assert make_cache() == 1
     assert driver.asked == []
 
 
-def test_the_limit_is_restored_after_an_error_of_another_kind(driver, make_cache):
+def test_limit_is_restored_after_any_error(driver, make_cache):
     driver.soft, driver.breaks = 2 * GIB, RuntimeError("no device")
     with pytest.raises(RuntimeError, match="no device"):
         make_cache()
@@ -125,7 +125,7 @@ def test_the_limit_is_restored_after_an_error_of_another_kind(driver, make_cache
         make_cache()
 
 
-def test_what_was_pinned_before_a_refusal_is_released(driver):
+def test_memory_pinned_before_a_refusal_is_released(driver):
     driver.room = 200 * KIB
     with pytest.raises(MemoryError, match=r"refused to pin .* \(cudaHostRegister error 2\); the memlock limit is "):
         [host._Pinned(64 * KIB, CUDA) for _ in range(5)]
@@ -134,7 +134,7 @@ def test_what_was_pinned_before_a_refusal_is_released(driver):
     assert driver.live == {}
 
 
-def test_more_than_is_free_is_not_mapped(driver, monkeypatch):
+def test_more_memory_than_is_free_is_refused(driver, monkeypatch):
     monkeypatch.setattr(host, "available", lambda: GIB)
     monkeypatch.setattr(host.mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
     with pytest.raises(MemoryError, match=r"3.00 GiB of host memory are to be pinned, only 1.00 are free"):

@@ -1,4 +1,4 @@
-"""What a user installs is what the checkout holds: nothing dropped, nothing extra."""
+"""The wheel holds every module of the library, and nothing else."""
 import re
 import shutil
 import subprocess
@@ -8,10 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import torchsparsekv
 
-ROOT = Path(__file__).resolve().parents[2]
 MAPPED = ("ops", "patches", "csrc")
 FOLDERS = {"torchsparsekv": "torchsparsekv", **{d: f"torchsparsekv/{d}" for d in MAPPED}}
 NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
@@ -44,6 +44,7 @@ def test_wheel_holds_every_module_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assert names == {installed_name(p) for p in sources()}
+    assert wheel.stat().st_size < 1e6
 
 
 def test_sdist_holds_every_module_and_what_building_needs(built):
@@ -56,7 +57,7 @@ def test_sdist_holds_every_module_and_what_building_needs(built):
     assert names >= {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 
-def test_one_version(built):
+def test_version_is_the_same_everywhere(built):
     stated = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     versions = {stated[1]} if stated else set()
     versions |= {p.name.split("-")[1].removesuffix(".tar.gz") for p in built.iterdir()}
@@ -64,17 +65,31 @@ def test_one_version(built):
     assert versions == {torchsparsekv.__version__}
 
 
+# The benchmarks are a distribution of their own; commands that need them come with the library.
 IMPORT_ALL = """
-import importlib, pathlib, pkgutil, torchsparsekv
-target = pathlib.Path(__import__("sys").argv[1])
+import importlib, pathlib, pkgutil, sys
+import torchsparsekv
+
+class Absent:
+    def find_spec(name, *_):
+        if name == "torchsparsekv_benchmarks":
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, Absent)
+target = pathlib.Path(sys.argv[1])
 assert target in pathlib.Path(torchsparsekv.__file__).parents, torchsparsekv.__file__
 for m in pkgutil.walk_packages(torchsparsekv.__path__, "torchsparsekv."):
-    if m.name != "torchsparsekv.engines.vllm":  # it needs that engine
+    if m.name == "torchsparsekv.engines.vllm":  # it needs that engine
+        continue
+    try:
         importlib.import_module(m.name)
+    except ModuleNotFoundError as e:
+        if e.name != "torchsparsekv_benchmarks" or not m.name.startswith("torchsparsekv.commands."):
+            raise
 """
 
 
-def test_installed_wheel_imports(built, tmp_path):
+def test_every_module_of_an_installed_wheel_can_be_imported(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(tmp_path)]
     subprocess.run([*install, str(wheel)], check=True)

@@ -1,12 +1,13 @@
-"""The probe against brute force: on one layer whose tokens the test knows, and on patched models."""
+"""The probe equals brute force on one layer and on patched models."""
 import contextlib
 
 import pytest
 import torch
 from cases import METHODS
 from hypothesis import given
+from layer import BLOCK, SINK, frontier, small
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
-from test_methods import BLOCK, SINK, Past, frontier, pasts, small
+from past import Past, pasts
 
 import torchsparsekv
 from torchsparsekv.probe import LayerProbe, probe, tapped
@@ -28,7 +29,7 @@ def step_of(past: Past, method):
 
 @pytest.mark.parametrize("name", ["quest", "oracle", "random", "streaming"])
 @given(past=pasts())
-def test_mass_and_error_are_those_of_the_definition(name, past):
+def test_mass_and_error_equal_their_definitions(name, past):
     block = {"oracle": 1}.get(name, BLOCK)
     method = small(name, block_size=block, budget=BUDGET)
     p, chosen, keys, values, out = step_of(past, method)
@@ -73,13 +74,13 @@ def test_a_probe_changes_nothing(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_whole_budget_keeps_all_of_it(method):
+def test_full_budget_keeps_all_mass(method):
     _, _, seen = decode(method, 5, budget=MAX_LENGTH, **({"window": MAX_LENGTH} if method == "streaming" else {}))
     torch.testing.assert_close(seen.mass(), torch.ones(3, 5, 2, 4), atol=1e-5, rtol=0)
     assert seen.error().max() < 1e-4
 
 
-def test_the_oracle_keeps_most_and_a_draw_about_its_share():
+def test_oracle_keeps_most_mass_and_random_its_share():
     mass = {}
     for name in ("oracle", "random", "streaming"):
         _, _, seen = decode(name, 30, budget=16, block_size=1)
@@ -87,7 +88,7 @@ def test_the_oracle_keeps_most_and_a_draw_about_its_share():
     assert mass["oracle"] > mass["random"] > mass["streaming"] > 0
 
 
-def test_it_counts_from_the_last_clear():
+def test_counting_starts_at_the_last_clear():
     model = tiny()
     ids, mask = prompts(1, 40)
     with torchsparsekv.patch(model, "quest", **PATCH, **METHODS["quest"], budget=16) as handle:
@@ -111,7 +112,7 @@ def test_a_compiled_step_is_refused():
             greedy_logits(model, ids, mask, 2, cache, torch.compile(model.forward, fullgraph=True))
 
 
-def test_taps_are_those_of_before_also_after_an_error():
+def test_hooks_are_restored_after_an_error():
     model = tiny(num_hidden_layers=2)
     ids, mask = prompts(1, 40)
     with torchsparsekv.patch(model, "quest", **PATCH, **METHODS["quest"], budget=16) as handle:

@@ -1,4 +1,4 @@
-"""Every example runs, at a tiny size, as a user starts it."""
+"""Every example runs at a tiny size, as a user starts it."""
 import os
 import runpy
 import subprocess
@@ -47,19 +47,19 @@ def here(monkeypatch):
     return run
 
 
-def test_a_method_that_is_named_is_the_one_that_is_compared(here, capsys):
+def test_named_method_is_compared(here, capsys):
     here("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["quest"]
 
 
 @pytest.mark.parametrize("given", ["--chunk must be at least 2, got 1: one", "--words must be at least 1, got 0:"])
-def test_chunks_that_would_be_decode_steps_and_empty_texts_are_refused(given, here):
+def test_one_token_chunks_and_empty_texts_are_refused(given, here):
     with pytest.raises(SystemExit, match=given):
         here("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_example(name):
+def test_example_runs(name):
     args, says = CALLS[name]
     done = run(name, *args)
     assert done.returncode == 0, done.stderr[-2000:]

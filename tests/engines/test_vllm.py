@@ -13,19 +13,17 @@ import ranks
 import torch
 import vllm_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_serving import GPU, NEW, counter, ragged, serving, tokens_of
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
 engine = pytest.importorskip("torchsparsekv.engines.vllm", exc_type=ImportError)
 serve = importlib.import_module("torchsparsekv_benchmarks.speed.serve")
 
-GPU = torch.cuda.is_available()
-NEW = 24
 SIZES = dict(
     vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     tie_word_embeddings=False,
 )  # fmt: skip
-GRAPHS = (1, 2, 4, 8, 16)  # requests
 SMALL = {"block_size": 16, "sink": 16, "window": 16}
 
 
@@ -41,35 +39,6 @@ def llama(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     model.save_pretrained(path)
     return str(path), model
-
-
-def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options):
-    usual = dict(
-        graphs=GRAPHS if graphs else (), dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
-        block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
-        enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
-    )  # fmt: skip
-    return serve.engine(path, backend, **(usual | options))
-
-
-def tokens_of(llm, prompts: list[list[int]], new: int = NEW):
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    done = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-    return [list(x.outputs[0].token_ids) for x in done], done
-
-
-def counter(llm, name: str) -> float:
-    return sum(m.value for m in llm.get_metrics() if m.name == name)
-
-
-def ragged() -> list[list[int]]:
-    """Prompts of many lengths; some begin alike, some are longer than a chunk."""
-    token = lambda i, seed: (i * (2 * seed + 3) + 7 * seed) % 120 + 3  # noqa: E731
-    lengths = [1, 7, 15, 16, 17, 40, 100, 33, 64, 150, 48, 90]
-    alike = [token(i, 40) for i in range(70)]
-    return [[token(i, s) for i in range(n)] for s, n in enumerate(lengths)] + [
-        alike + [token(i, s) for i in range(n)] for s, n in enumerate((5, 20, 61))
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +91,7 @@ def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, py
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_the_triton_backend_gives_the_same(llama, expected, graphs, monkeypatch):
+def test_triton_backend_gives_the_same_tokens(llama, expected, graphs, monkeypatch):
     """Its products are of 10 bits where nobody says otherwise: other tokens, in fp32."""
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     with serving(llama[0], "TRITON_ATTN", graphs) as llm:
@@ -209,13 +178,13 @@ def layer(config, **options):
         (dict(kv_sharing_target_layer_name="1"), "layers with a cache shared with another layer"),
     ],
 )
-def test_layers_that_it_cannot_have_are_refused(llama, options, said):
+def test_unsupported_layers_are_refused(llama, options, said):
     with pytest.raises(NotImplementedError, match=said):
         layer(config_of(llama[0]), **options)
 
 
 @pytest.mark.parametrize("kind", ["ChunkedLocalAttention", "RSWAAttention", "PrefillPrefixLMAttention"])
-def test_layers_with_a_cache_of_their_own_kind_are_refused(llama, kind):
+def test_layers_with_another_kind_of_cache_are_refused(llama, kind):
     """vLLM asks all layers, or, where none is of the usual kind, makes metadata."""
     config = config_of(llama[0])
     made, kinds = layer(config), importlib.import_module("vllm.model_executor.layers.attention")
@@ -238,7 +207,7 @@ def test_layers_with_a_cache_of_their_own_kind_are_refused(llama, kind):
         ({"method": "quest"}, {"block_size": 48}, "block_size must be a power of two, got 48"),
     ],
 )
-def test_options_that_are_unknown_are_refused(llama, ours, options, said):
+def test_unknown_options_are_refused(llama, ours, options, said):
     with pytest.raises((ValueError, TypeError), match=said):
         layer(config_of(llama[0], ours, **options))
 
@@ -253,20 +222,20 @@ def test_options_that_are_unknown_are_refused(llama, ours, options, said):
         ("cache_config", "cache_dtype", "fp8", "a KV cache in another type"),
     ],
 )
-def test_what_of_the_engine_it_cannot_have_is_refused(llama, part, field, value, said):
+def test_unsupported_engine_settings_are_refused(llama, part, field, value, said):
     config = config_of(llama[0])
     setattr(getattr(config, part) if part else config, field, value)
     with pytest.raises(NotImplementedError, match=said):
         engine.refuse(config)
 
 
-def test_layers_refuse_by_themselves_what_of_the_engine_they_cannot_have(llama):
+def test_layers_refuse_unsupported_engine_settings(llama):
     (config := config_of(llama[0])).kv_transfer_config = object()
     with pytest.raises(NotImplementedError, match="KV connectors"):
         layer(config)
 
 
-def test_a_block_size_that_changed_after_the_layers_were_made_is_refused(llama):
+def test_changed_block_size_is_refused(llama):
     config = config_of(llama[0])
     made = layer(config)
     config.cache_config.block_size = 32
@@ -274,19 +243,19 @@ def test_a_block_size_that_changed_after_the_layers_were_made_is_refused(llama):
         engine._spec(SimpleNamespace(impl=made), config)
 
 
-def test_outputs_that_are_to_be_quantised_are_refused(llama):
+def test_quantised_outputs_are_refused(llama):
     made, nothing = layer(config_of(llama[0])), torch.zeros(0)
     for scale in ("output_scale", "output_block_scale"):
         with pytest.raises(NotImplementedError, match="does not quantise"):
             made.forward(None, nothing, nothing, nothing, nothing, None, nothing, **{scale: torch.ones(1)})
 
 
-def test_the_soft_cap_of_a_layer_is_that_of_its_attention(llama):
+def test_soft_cap_of_a_layer_reaches_its_attention(llama):
     assert layer(config_of(llama[0]), logits_soft_cap=30.0).attention == (0.125, 30.0, None)
     assert layer(config_of(llama[0])).attention == (0.125, 0.0, None)
 
 
-def test_requests_that_decode_beside_prompts_are_decode_steps():
+def test_requests_decoding_beside_prompts_are_decode_steps():
     """Rows: two that decode, two chunks of prompts, one prompt of a single token, one that pads the batch."""
     new, lengths = [1, 1, 5, 16, 1, 0], [40, 7, 9, 16, 1, 0]
     starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
@@ -303,7 +272,7 @@ def test_requests_that_decode_beside_prompts_are_decode_steps():
         assert found.to.tolist() == [*range(24)]
 
 
-def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
+def test_short_host_memory_is_refused_with_numbers(llama, monkeypatch):
     config = config_of(llama[0], {"method": "quest", "kv": "host", "host_gib": 1.5})
     layer(config)
     monkeypatch.setattr(engine.host, "available", lambda: 1 << 30)
@@ -321,7 +290,7 @@ def test_host_memory_that_is_short_is_refused_with_numbers(llama, monkeypatch):
         engine.plan_host(config)
 
 
-def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkeypatch):
+def test_memory_lost_after_planning_does_not_change_the_plan(llama, monkeypatch):
     """Whoever is next to look, a layer or a rank, finds that less is free; the pool is pinned from the fifth left."""
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     made = layer(config)
@@ -335,7 +304,7 @@ def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkey
 
 
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
-def test_workers_with_their_own_configuration_say_their_plan_in_bytes(llama, monkeypatch, launcher):
+def test_workers_with_their_own_configuration_share_the_plan_in_bytes(llama, monkeypatch, launcher):
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     config.parallel_config.world_size, config.parallel_config.distributed_executor_backend = 2, launcher
     monkeypatch.setattr(engine, "least_of_ranks", lambda _, count: count)
@@ -346,7 +315,7 @@ def test_workers_with_their_own_configuration_say_their_plan_in_bytes(llama, mon
     assert config.cache_config.kv_cache_memory_bytes == told
 
 
-def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeypatch):
+def test_planned_pool_above_host_memory_is_refused(llama, monkeypatch):
     """Where workers are processes of their own, vLLM has the last word on the plan."""
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     made = layer(config)
@@ -356,7 +325,7 @@ def test_a_planned_pool_that_host_memory_does_not_hold_is_refused(llama, monkeyp
         engine.Builder(None, ["0"], config, torch.device("cpu"))
 
 
-def test_other_versions_are_refused_by_name(monkeypatch):
+def test_other_vllm_versions_are_refused_by_name(monkeypatch):
     theirs = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.27.1" if name == "vllm" else theirs(name))
     with pytest.raises(ImportError, match=r"works in vllm 0\.26\.0, not in 0\.27\.1"):
@@ -364,7 +333,7 @@ def test_other_versions_are_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
+def test_benchmark_measures_what_its_rows_say(place, monkeypatch, tmp_path):
     """Every request decodes in every timed step; one that is not admitted is said and not timed."""
     monkeypatch.setattr(serve._common, "prepare", lambda *_: torch.device("cpu"))
     theirs = serve.engine_options  # which take all the memory there is
@@ -378,7 +347,7 @@ def test_the_benchmark_measures_what_it_says(place, monkeypatch, tmp_path):
     assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
 
 
-def test_prompts_are_stored_without_being_computed():
+def test_benchmark_stores_prompts_without_computing_them():
     """In the benchmark: steps of more tokens than there are requests; all is as before afterwards."""
     mlp = importlib.import_module("vllm.model_executor.models.llama").LlamaMLP
     before, x = (mlp.forward, serve.BlockStore.prompt), torch.ones(5, 8)
@@ -390,7 +359,7 @@ def test_prompts_are_stored_without_being_computed():
     assert (mlp.forward, serve.BlockStore.prompt) == before
 
 
-def test_an_engine_leaves_no_pool_of_graphs_to_the_next(llama, monkeypatch):
+def test_engine_releases_its_graph_pool(llama, monkeypatch):
     """torch refuses a pool whose graphs are gone."""
     platform = type(importlib.import_module("vllm.platforms").current_platform)
     with serving(llama[0], ours={"method": "quest"}):

@@ -1,4 +1,4 @@
-"""LouisKV and ClusterKV on one layer: when they retrieve, how tokens are grouped, which units are chosen."""
+"""LouisKV and ClusterKV on one layer: when they retrieve, how they group tokens and which units they choose."""
 import math
 from itertools import chain, pairwise
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_methods import LENGTH, PLANTED, Layer, Past, finds, pasts
-from test_ops import on
+from kernels import on
+from layer import Layer
+from past import Past, pasts
+from planted import LENGTH, PLANTED, finds
 from world import DEVICE
 
 from torchsparsekv.method import make_method
@@ -68,7 +70,7 @@ def made(name: str, budget: int = 64, **more):
 
 @pytest.mark.parametrize(("name", "more"), HOW)
 @given(past=pasts())
-def test_every_token_is_in_one_place(name, more, past):
+def test_every_token_is_stored_exactly_once(name, more, past):
     """However it came in: prompts, turns, chunks and single tokens."""
     check_partition(past.fill(made(name, **more)), past)
 
@@ -114,7 +116,7 @@ def test_units_never_outgrow_their_buffer(sizes, seed, segment):
 
 @pytest.mark.parametrize(("name", "more"), HOW)
 @given(past=pasts(), other=pasts())
-def test_a_reset_layer_is_a_new_one(name, more, past, other):
+def test_reset_layer_equals_a_new_layer(name, more, past, other):
     method = made(name, budget=10, **more)
     if other.group != past.group:
         other = Past(other.length, other.pad, past.group, other.sizes, other.seed, False)
@@ -166,7 +168,7 @@ COSINES = st.lists(FOUR, min_size=2, max_size=20)
 
 @pytest.mark.parametrize("per_head", [False, True])
 @given(cosines=COSINES, tau=st.sampled_from([-0.4, 0.11, 0.29, 0.61, 0.9]))
-def test_it_retrieves_where_the_mean_cosine_is_below_tau(per_head, cosines, tau):
+def test_retrieval_happens_where_the_mean_cosine_is_below_tau(per_head, cosines, tau):
     """The taus are no mean of 2 or 4 of the cosines, so rounding decides nothing. The first step always retrieves."""
     now, _ = steps_of(turning(cosines, 30), 30, made("louiskv", tau=tau, per_head=per_head, window=40))
     for t, (got, row) in enumerate(zip(now, cosines)):
@@ -174,7 +176,7 @@ def test_it_retrieves_where_the_mean_cosine_is_below_tau(per_head, cosines, tau)
         assert got == [int(t == 0 or mean < tau) for mean in means]
 
 
-def test_what_a_query_is_compared_with():
+def test_query_is_compared_with_the_last_retrieving_query():
     """A walk of queries: memory 0 sees only its last step, 1 how far it has come since the last retrieval."""
     q = (torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(3)) + 1.0).cumsum(1)
     tau, every = 0.995, []
@@ -201,7 +203,7 @@ def test_a_second_turn_retrieves_at_its_first_step():
     assert [now[i] for i in (1, 2, 3, 5, 6)] == [1, 0, 0, 1, 0]
 
 
-def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
+def test_steps_between_boundaries_choose_and_move_nothing():
     """And attention goes on over what was chosen last; a full ring makes a boundary of its own."""
     now, layer = steps_of(torch.ones(2, 100, 16), 30, made("louiskv", budget=8, tau=0.5))
     slack = layer.state.segments.cuts.shape[2]
@@ -221,14 +223,14 @@ def test_off_the_boundary_nothing_is_chosen_and_nothing_moves():
 @pytest.mark.parametrize(
     ("budget", "size"), [(32, 2), (63, 2), (64, 4), (100, 4), (128, 8), (255, 8), (256, 16), (1024, 16), (1 << 20, 16)]
 )
-def test_a_small_budget_holds_16_clusters(name, budget, size):
+def test_small_budget_holds_16_clusters(name, budget, size):
     hyper = dict(budget=budget, sink=8, window=6)
     assert make_method(name, **hyper, cluster_size=None).per_cluster == size
     for told in (4, 16):
         assert make_method(name, **hyper, cluster_size=told).per_cluster == told
 
 
-def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
+def test_cluster_size_of_a_prompt_follows_the_budget():
     for more, size in ((None, 4), (2, 2), (32, 32)):
         method = make_method("clusterkv", budget=64, sink=8, window=6, cluster_size=more, every=32)
         layer = Layer(method, batch=1, heads=1, group=1)
@@ -238,7 +240,7 @@ def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
         assert int(layer.state.units.unit_count[0, 0]) == inside // size
 
 
-def test_what_is_generated_is_clustered_many_at_a_time():
+def test_generated_tokens_are_clustered_in_batches():
     """Of 3 kinds of keys in turn, 12 leave together; a unit is a kind. Until then all are attended to. So it goes too
     with what a second prompt finds in the ring."""
     method = make_method("clusterkv", budget=64, sink=2, window=3, cluster_size=4, every=12, new_clusters=3, rounds=5)
@@ -301,7 +303,7 @@ def life(method, past: Past, kind: str | None):
 @pytest.mark.parametrize(("name", "more"), HOW)
 @settings(max_examples=max(1, settings().max_examples // 4))  # some forty steps each
 @given(past=pasts(most=60))
-def test_kernels_and_references_live_alike(name, more, kind, past):
+def test_kernels_and_references_agree_over_many_steps(name, more, kind, past):
     """What one op leaves another reads: the same steps, by references and by kernels, end in the same state."""
     method = made(name, budget=20, **more)
     (want, want_out), (got, got_out) = (life(method, past, k) for k in ("reference", kind))
@@ -346,7 +348,7 @@ def test_whole_units_are_taken_until_the_budget_is_full(sizes, kinds, budget, gr
 
 @given(past=pasts(), budget=st.integers(5, 40))
 @pytest.mark.parametrize("name", ["louiskv", "clusterkv"])
-def test_the_choice_is_the_papers(name, past, budget):
+def test_choice_equals_the_definition_of_the_paper(name, past, budget):
     """Mean of the heads' softmax over the mean keys of the units, recomputed from the pool in double precision."""
     layer = past.fill(made(name, budget=budget))
     s = layer.state

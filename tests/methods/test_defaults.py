@@ -1,5 +1,4 @@
-"""What every method does when it is told nothing, and what ParisKV's ids mean: both decide quality and neither may
-change unseen."""
+"""The defaults of every method and the ids of ParisKV are pinned, since both decide quality."""
 import dataclasses
 
 import pytest
@@ -23,8 +22,8 @@ CLUSTERED = dict(**IN_RING, budget=1024, cluster_size=16, stretch=4096, rounds=3
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),
     "clusterkv": dict(
-        **IN_RING | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
-        new_clusters=4, run=None,
+        **IN_RING | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True,
+        every=320, new_clusters=4, run=None,
     ),
     "full": dict(**IN_RING, budget=1024),
     "icecache": dict(
@@ -53,22 +52,22 @@ DEFAULTS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def test_by_what_heads_are_matched():
+def test_matching_of_heads_uses_32_queries_and_16_tokens():
     """Queries of the prompt, and tokens of each."""
     assert (QUERIES, WANTED) == (32, 16)
 
 
-def test_there_is_a_line_for_every_method():
+def test_every_method_has_pinned_defaults():
     assert set(DEFAULTS) == set(all_methods())
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_a_method_that_is_told_nothing(name):
+def test_defaults_of_a_method(name):
     assert acting(make_method(name)) == DEFAULTS[name]
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_all_it_can_be_told_is_among_them(name):
+def test_every_hyper_parameter_has_a_pinned_default(name):
     fields = {f.name for f in dataclasses.fields(all_methods()[name])}
     assert fields <= set(DEFAULTS[name])
 
@@ -76,12 +75,12 @@ def test_all_it_can_be_told_is_among_them(name):
 # The size of a cluster where the budget would not hold 16 of the default size.
 @pytest.mark.parametrize(("name", "more"), [("louiskv", {}), ("clusterkv", dict(cluster_size=None))])
 @pytest.mark.parametrize(("budget", "size"), [(64, 4), (128, 8), (255, 8), (256, 16), (4096, 16)])
-def test_clusters_of_a_small_budget(name, more, budget, size):
+def test_cluster_size_at_a_small_budget(name, more, budget, size):
     assert acting(make_method(name, budget=budget, **more))["cluster_size"] == size
 
 
 @pytest.mark.parametrize(("window", "interval"), [(1, 1), (64, 64), (256, 256), (1000, 256)])
-def test_the_interval_of_a_window(window, interval):
+def test_update_interval_follows_the_window(window, interval):
     assert acting(make_method("pariskv", window=window))["update_interval"] == interval
 
 
@@ -106,7 +105,7 @@ def rotation(size: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", [0, 7])
 @torch.no_grad()
-def test_a_bit_of_an_id_is_the_sign_of_the_rotated_key(seed):
+def test_id_bits_are_signs_of_the_rotated_key(seed):
     """Keys of a prompt and keys that left the window later, both as transformers' own cache has them: in layer 1, with
     only layer 0 before it, which is dense, they are the same in both."""
     model = tiny(head_dim=16)
@@ -130,7 +129,7 @@ def test_a_bit_of_an_id_is_the_sign_of_the_rotated_key(seed):
     assert torch.equal(found[:, told].long()[clear[:, told]], want[:, told][clear[:, told]])
 
 
-def test_a_budget_of_pariskv_is_refused_by_no_default():
+def test_pariskv_defaults_fit_every_budget():
     """Where beta follows the length, twice the budget is reranked at least: of 8192 tokens a quarter would be 2048."""
     method = make_method("pariskv", budget=2000)
     method.buffers(Geometry(1, 1, 128, 8192, torch.float32))

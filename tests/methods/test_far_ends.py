@@ -1,5 +1,4 @@
-"""Hyper-parameters without an upper bound, or next to zero, as far out as Python's numbers go: they act like the last
-value that makes a difference, and what no memory holds is refused before anything is made."""
+"""Extreme hyper-parameters act like the last useful value, or are refused."""
 import pytest
 import torch
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
@@ -27,13 +26,13 @@ def logits(model, method: str, steps: int = 20, **hyper):
 
 
 @pytest.mark.parametrize(("method", "far", "like"), FAR)
-def test_the_far_end_acts_like_what_is_before_it(method, far, like):
+def test_extreme_value_acts_like_the_last_useful_value(method, far, like):
     model = tiny()
     assert torch.equal(logits(model, method, **far), logits(model, method, **like))
 
 
 @pytest.mark.parametrize("method", BUDGETS)
-def test_any_budget_is_all_of_the_cache(method):
+def test_huge_budget_is_dense(method):
     model, ids = tiny(), prompts(2, 60)
     more = dict(full_threshold=0) if method == "pariskv" else {}
     got = logits(model, method, budget=HUGE, sink=0, window=8, **more)
@@ -41,7 +40,7 @@ def test_any_budget_is_all_of_the_cache(method):
 
 
 @pytest.mark.parametrize("size", ["window", "sink"])
-def test_what_no_memory_holds_is_refused_with_numbers(size):
+def test_sizes_beyond_memory_are_refused_with_numbers(size):
     model = tiny()
     for n in (1 << 62, 1 << 70):
         says = pytest.raises(MemoryError, match=r"^a cache of 128 tokens x batch 1 needs [\d.]+ GiB host")

@@ -1,4 +1,4 @@
-"""How many budgets the hot buffer has room for: what is read stays the same, how much crosses the link does not."""
+"""A larger hot buffer fetches less and attends to the same tokens."""
 import pytest
 import torch
 from models import prompts, tiny
@@ -13,7 +13,7 @@ SIZES = (1, 2, 4)
 
 @pytest.mark.parametrize("name", ["quest", "pariskv", "icecache"])
 @torch.no_grad()
-def test_a_larger_one_fetches_less_of_the_same(name):
+def test_larger_hot_buffer_fetches_fewer_blocks(name):
     more = {
         "quest": dict(block_size=4), "icecache": dict(page_size=2),
         "pariskv": dict(update_interval=4, full_threshold=0),
@@ -30,6 +30,6 @@ def test_a_larger_one_fetches_less_of_the_same(name):
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(1024, 16), (32, 8)])
-def test_it_holds_so_many_budgets_and_never_more_than_there_is(rows, slots):
+def test_hot_buffer_size_is_capped_by_the_pool(rows, slots):
     method = make_method("quest", block_size=4, budget=16, sink=4, hot_budgets=4)
     assert method.buffers(Geometry(1, 2, 16, rows, torch.float32))["hot"].block_of.shape[-1] == slots

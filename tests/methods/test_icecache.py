@@ -1,4 +1,4 @@
-"""IceCache on one layer, beside the paper's algorithms in plain Python (dci_tree.py)."""
+"""IceCache on one layer equals the algorithms of the paper, written in plain Python (support/dci_tree.py)."""
 import math
 
 import pytest
@@ -7,8 +7,8 @@ from dci_tree import ROOT, DciTree, page_select
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from layer import Layer
 from models import tiny
-from test_methods import Layer
 from world import DEVICE
 
 import torchsparsekv
@@ -191,7 +191,7 @@ def a_page_leaves(layer: Layer, keys: torch.Tensor, old: int, region: int) -> No
     insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted(region), region)
 
 
-def test_nothing_is_lost_over_many_insertions():
+def test_no_token_is_lost_over_many_insertions():
     """10,000 of them, with keys that grow longer; more pages overflow than there are, and the rest stay as they were
     generated."""
     sizes = dict(growth=0.1, r=1 / 16, rank_from="codes", page_size=16, sink=16)
@@ -214,7 +214,7 @@ def test_nothing_is_lost_over_many_insertions():
 
 
 @pytest.mark.parametrize("promotion", ["quota", "random"])
-def test_a_seed_is_a_tree(promotion):
+def test_same_seed_grows_the_same_tree(promotion):
     def state(seed):
         life = Life(promotion=promotion)
         life.method = make_method("icecache", **SIZES, promotion=promotion, seed=seed)
@@ -232,7 +232,7 @@ def test_a_seed_is_a_tree(promotion):
 
 
 @pytest.mark.parametrize("rank_from", ["codes", "keys"])
-def test_the_kernels_grow_the_same_tree(rank_from):
+def test_kernels_grow_the_same_tree_as_references(rank_from):
     """A prompt and pages that leave, by the references and by the kernels. With integer keys no rounding tells them
     apart."""
     keys = (torch.randn(1, 1, 120, DIM, generator=torch.Generator().manual_seed(0)) * 8).round()
@@ -254,13 +254,13 @@ def test_the_kernels_grow_the_same_tree(rank_from):
 
 
 @given(every=st.integers(2, 40), seed=st.integers(0, 99))
-def test_a_quota_is_kept(every, seed):
+def test_promotion_by_quota_promotes_one_of_every_group(every, seed):
     level = levels_of(torch.arange(every * every * 3), Promotion(every, 0, 3, seed))
     assert ((level > 1).unflatten(0, (-1, every)).sum(-1) == 1).all()
     assert ((level > 2).unflatten(0, (-1, every * every)).sum(-1) == 1).all()
 
 
-def test_by_chance_it_is_a_share():
+def test_promotion_by_chance_promotes_its_share():
     level = levels_of(torch.arange(100_000), Promotion(0, (1 << 31) // 5, 3, 7))
     assert abs(float((level > 1).float().mean()) - 0.2) < 0.01
     assert abs(float((level > 2).float().mean()) - 0.04) < 0.005
@@ -296,7 +296,7 @@ def check_choice(life: Life, expanded) -> None:
 
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_all_nodes_visited_is_brute_force(group, levels):
+def test_visiting_all_nodes_equals_brute_force(group, levels):
     """Of all tokens that left the ring the best by q.k, whatever the tree."""
     life = lived(group, 1.0, levels=levels)
 
@@ -309,7 +309,7 @@ def test_all_nodes_visited_is_brute_force(group, levels):
 
 @pytest.mark.parametrize("rank_from", ["codes", "keys"])
 @pytest.mark.parametrize(("group", "levels"), [(1, 2), (8, 2), (8, 3)])
-def test_some_nodes_visited_is_the_papers_query(group, levels, rank_from):
+def test_visiting_some_nodes_equals_the_query_of_the_paper(group, levels, rank_from):
     life = lived(group, 0.2, levels=levels, rank_from=rank_from, least_view=4)
 
     def some(tree):
@@ -345,12 +345,12 @@ def test_some_nodes_visited_is_the_papers_query(group, levels, rank_from):
         (dict(seed=1 << 16), "seed must be from 0"),
     ],
 )
-def test_refused(hyper, says):
+def test_wrong_hyper_parameters_are_refused(hyper, says):
     with pytest.raises(ValueError, match=says):
         make_method("icecache", **hyper)
 
 
-def test_a_short_prompt_is_dense():
+def test_short_prompt_is_dense():
     """Less than a page beyond window and sinks: nothing can be retrieved, and all of it is attended to."""
     life = Life()
     life.feed(SINK + WINDOW + PAGE - 2)
@@ -359,12 +359,12 @@ def test_a_short_prompt_is_dense():
     assert life.begin == SINK
 
 
-def test_pages_follow_the_budget():
+def test_number_of_pages_follows_the_budget():
     found = {b: make_method("icecache", budget=b).block_size for b in (16, 32, 64, 128, 256, 512, 1024)}
     assert found == {16: 1, 32: 2, 64: 4, 128: 4, 256: 8, 512: 16, 1024: 16}
 
 
-def test_what_a_query_expands_is_pinned():
+def test_numbers_of_expanded_nodes_are_pinned():
     """A tenth of the nodes; where that is more than 640 these, or those with eight times the budget in children."""
     for budget, most in ((64, 640), (256, 640), (1024, 640), (4096, 2048)):
         assert make_method("icecache", budget=budget).view == View(100_000, 32, most, 2)
@@ -379,7 +379,7 @@ def test_what_a_query_expands_is_pinned():
 
 @pytest.mark.parametrize("length", [1000, 1007, 1008])
 @torch.no_grad()
-def test_a_budget_for_all_is_exact_at_any_length(length):
+def test_full_budget_is_exact_at_any_length(length):
     """The default one is lowered to whole pages of what the cache holds, and is enough still."""
     model = tiny(max_position_embeddings=2048)
     for name, p in model.named_parameters():
@@ -395,7 +395,7 @@ def test_a_budget_for_all_is_exact_at_any_length(length):
     torch.testing.assert_close(torch.cat(steps, 1), want, atol=1e-4, rtol=1e-4)
 
 
-def test_a_budget_for_all_is_what_can_be_retrieved():
+def test_full_budget_is_the_number_of_retrievable_tokens():
     """Beside sink and window; a page less is a budget like any other."""
     g = Geometry(1, 1, 16, 1024, torch.float32)
     for budget, pages in ((1024 - 64 - 256, 1024 // 16 * 5 // 4), (1024 - 64 - 256 - 16, (1024 - 64 - 256 - 16) // 16)):

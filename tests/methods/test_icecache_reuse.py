@@ -1,10 +1,10 @@
-"""Layers of IceCache that reuse what an earlier one chose: they have its layout, and attend to its pages."""
+"""Layers of IceCache that reuse the selection of an earlier layer have its page layout and attend to its pages."""
 import dataclasses
 
 import pytest
 import torch
+from layer import Layer
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_methods import Layer
 from torch._dynamo.utils import counters
 from world import DEVICE
 
@@ -50,7 +50,7 @@ def heads_of(layer: Layer) -> torch.Tensor:
     return followed_by(layer.state.followed.heads)[0]
 
 
-def test_pages_of_a_follower_are_the_same_tokens():
+def test_pages_of_a_follower_hold_the_same_tokens():
     """Through two prompts and single tokens, in the pool and in what was fetched of it."""
     g = torch.Generator().manual_seed(0)
     anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
@@ -89,7 +89,7 @@ def test_a_follower_has_no_index():
 
 
 @pytest.mark.parametrize("matched", [True, False])
-def test_a_head_follows_the_one_that_looks_for_the_same(matched):
+def test_head_follows_the_head_with_the_most_shared_tokens(matched):
     """The follower is its anchor with the heads the other way round. A second prompt, whose heads are as they were,
     changes nothing: what is in the pool lies as those say."""
     g = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def test_a_head_follows_the_one_that_looks_for_the_same(matched):
     assert torch.equal(follower.state.followed.asked[0], asked.flip(0) if matched else asked)
 
 
-def test_where_tokens_leave_while_decoding_heads_follow_their_number():
+def test_heads_follow_their_own_number_without_a_prompt_in_the_pool():
     """A prompt that stays in the ring says nothing of a head, and later ones find pages laid out."""
     g = torch.Generator().manual_seed(0)
     anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
@@ -118,7 +118,7 @@ def test_where_tokens_leave_while_decoding_heads_follow_their_number():
     assert follower.state.followed.heads.tolist() == [[-1, -1]]
 
 
-def test_a_prompt_out_of_turn_is_refused():
+def test_follower_before_its_anchor_is_refused():
     anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
     follower = Follower(anchor)
     with pytest.raises(RuntimeError, match="before the one that it follows"):
@@ -170,11 +170,11 @@ def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
         (dict(reuse_every=1, selecting_layers=()), ValueError, r"ascending order.*got \(\)"),
         (dict(reuse_every=1, selecting_layers=(1, True)), ValueError, r"ascending order.*got \(1, True\)"),
         (dict(reuse_every=1, selecting_layers=3), ValueError, r"ascending order.*got 3"),
-        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv selecting-layers`"),
+        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv"),
         (dict(CHOOSERS, layers={4: dict(budget=32)}), ValueError, r"got \(1, 2, 6\) where \(1, 2, 4, 6\) would"),
     ],
 )
-def test_layers_that_cannot_choose_are_refused(more, error, said):
+def test_wrong_selecting_layers_are_refused(more, error, said):
     model = tiny(num_hidden_layers=8)
     with pytest.raises(error, match=said):
         torchsparsekv.patch(model, "icecache", **SMALL | more)
@@ -182,7 +182,7 @@ def test_layers_that_cannot_choose_are_refused(more, error, said):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_at_full_budget_it_is_dense(backend):
+def test_full_budget_is_dense(backend):
     counters.clear()
     model, (ids, mask) = tiny(num_hidden_layers=4), prompts(3, 41)
     want = dense_logits(model, ids, mask, 20)
@@ -197,7 +197,7 @@ def test_at_full_budget_it_is_dense(backend):
 
 
 @torch.no_grad()
-def test_second_turns_and_forks_are_exact():
+def test_second_turn_and_fork_are_exact():
     """The second prompt attends to the pool, whose order the followers were handed."""
     model, (ids, _) = tiny(num_hidden_layers=4), prompts(1, 90, ragged=False)
     want = model(ids).logits[:, -1]
@@ -210,7 +210,7 @@ def test_second_turns_and_forks_are_exact():
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_memory_is_that_of_the_anchors():
+def test_followers_take_no_memory_for_an_index():
     model = tiny(num_hidden_layers=7)
     sizes = {}
     for every in (1, 3):
@@ -224,7 +224,7 @@ def test_memory_is_that_of_the_anchors():
     assert sizes[3]["leaves.key"].nbytes * 3 == sizes[1]["leaves.key"].nbytes
 
 
-def test_a_short_prompt_is_dense_and_the_report_says_so():
+def test_short_prompt_is_dense_and_reported():
     model, (ids, mask) = tiny(num_hidden_layers=3), prompts(1, 12, ragged=False)
     want = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     with torchsparsekv.patch(model, "icecache", **SMALL) as handle:

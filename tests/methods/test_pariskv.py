@@ -1,10 +1,10 @@
-"""ParisKV against the paper's definitions, written down a second time and as plainly as possible."""
+"""ParisKV equals the definitions of its paper, written a second time as plainly as possible."""
 import math
 
 import pytest
 import torch
+from kernels import until
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_bound_scores import until
 from world import integers
 
 import torchsparsekv
@@ -99,7 +99,7 @@ def estimates(codes, q):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("kind", ["random", "clustered"])
-def test_estimator_follows_the_inner_product(kind, dim, dtype):
+def test_estimate_correlates_with_the_inner_product(kind, dim, dtype):
     g = torch.Generator().manual_seed(3)
     keys = (torch.randn(4096, dim, generator=g) if kind == "random" else clustered(4096, dim, g)).to(dtype)
     codes, correlations, errors, biases = encoded(keys[None, None]), [], [], []
@@ -124,7 +124,7 @@ def test_zero_keys_and_huge_keys_have_finite_metadata():
     assert (weights[0] == 0).all()
 
 
-def test_order_of_stage_two_is_that_of_a_plain_sum():
+def test_stage_two_ranks_like_a_plain_sum():
     """Equation 24 for one candidate at a time, from the bits."""
     g = torch.Generator().manual_seed(5)
     keys, q = clustered(300, 128, g), torch.randn(1, 4, 1, 128, generator=g)
@@ -183,7 +183,7 @@ def brute_force(rotated, ids, sink, end, beta, rho, least, dense):
 @pytest.mark.parametrize("m", [8, 4])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(("beta", "rho"), [(100_000, 200_000), (250_000, 300_000), (ONE, ONE)])
-def test_stage_one_is_equation_15(beta, rho, queries, m):
+def test_stage_one_equals_equation_15(beta, rho, queries, m):
     g = torch.Generator().manual_seed(queries + m)
     heads, rows, dim, sink = 2, 200, 32, 3
     ends = [200, 131, 4, 3, 3 + 64]
@@ -240,7 +240,7 @@ def driven(method, lengths, steps, *, heads=2, group=2, dim=32, rows=96, dtype=t
 
 @pytest.mark.parametrize("dim", [32, 48])
 @pytest.mark.parametrize("lengths", [[0, 0], [1, 10, 11], [31, 12, 60]])
-def test_index_is_that_of_the_retrievable_keys_at_every_step(lengths, dim):
+def test_index_covers_exactly_the_retrievable_keys_at_every_step(lengths, dim):
     """From nothing past several update intervals, ragged: ids, codes, weights and counts as if encoded in one go."""
     method = make_method("pariskv", **SMALL, beta=0.5, rho=0.6)
     for s, keys, _, chosen in driven(method, lengths, 33, dim=dim):
@@ -279,7 +279,7 @@ def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
                 assert [some[i] for i in best.tolist()] == chosen[b, h].tolist()
 
 
-def test_rows_below_full_threshold_take_everything():
+def test_rows_below_the_dense_threshold_take_everything():
     method = make_method("pariskv", **{**SMALL, "full_threshold": 50}, beta=0.5, rho=0.6)
     assert method.dense_below == 40
     for s, _, _, chosen in driven(method, [20, 49, 80], 4):
@@ -319,7 +319,7 @@ def test_small_budget_rows_of_a_batch_are_independent(group):
     torch.testing.assert_close(together[1], alone[1], atol=1e-4, rtol=1e-4)
 
 
-def test_compiled_step_is_the_eager_one_on_both_sides_of_full_threshold():
+def test_compiled_step_equals_eager_on_both_sides_of_the_dense_threshold():
     """One row below the threshold, one that crosses it, one above: one graph, the same logits."""
     model = tiny(num_hidden_layers=2)
     ids, mask = prompts(3, 67)
@@ -332,7 +332,7 @@ def test_compiled_step_is_the_eager_one_on_both_sides_of_full_threshold():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_defaults_are_the_papers_and_not_those_of_patch():
+def test_defaults_are_those_of_the_paper():
     model = tiny()
     with torchsparsekv.patch(model, "pariskv", max_length=512, skip_layers=1) as handle:
         assert handle.planned.method.budget == 100
@@ -374,17 +374,17 @@ def test_recall_on_structured_keys():
         (dict(seed=1 << 20), "seed must be from 0 to 1048575, got 1048576"),
     ],
 )
-def test_refusals(hyper, reason):
+def test_wrong_hyper_parameters_are_refused(hyper, reason):
     with pytest.raises(ValueError, match=reason):
         make_method("pariskv", **hyper)
 
 
-def test_refuses_blocks():
+def test_block_size_is_refused():
     with pytest.raises(TypeError, match="method 'pariskv' has no hyper-parameter block_size; it has: budget, "):
         make_method("pariskv", block_size=4, sink=64, budget=100)
 
 
-def test_refuses_a_budget_above_the_candidates():
+def test_budget_above_the_candidates_is_refused():
     g = Geometry(1, 1, 128, 8192, torch.float32)
     with pytest.raises(ValueError, match=r"budget 2000 is above the 788 candidates that beta leaves of 7872 tokens"):
         make_method("pariskv", budget=2000, beta=0.1, rho=0.2).buffers(g)
@@ -395,6 +395,6 @@ def test_refuses_a_budget_above_the_candidates():
     ("m", "head_dim", "reason"),
     [(2, 128, "m 2 makes 64 subspaces of head_dim 128"), (8, 3, "m 8 does not divide the padded head_dim 4")],
 )
-def test_refuses_m_that_does_not_fit_the_head_dim(m, head_dim, reason):
+def test_m_that_does_not_divide_the_head_dim_is_refused(m, head_dim, reason):
     with pytest.raises(ValueError, match=reason):
         make_method("pariskv", m=m).buffers(Geometry(1, 1, head_dim, 512, torch.float32))

@@ -1,5 +1,4 @@
-"""SnapKV: what it keeps of a prompt is what the paper's code keeps, written anew here from raw keys and queries; and a
-step attends to that, the observation window and what was generated, and to nothing else."""
+"""SnapKV keeps the tokens that the code of the paper keeps, and a step attends to nothing else."""
 import re
 
 import pytest
@@ -7,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_methods import Layer
+from layer import Layer
+from literal import chosen
 from world import DEVICE
 
 from torchsparsekv.method import make_method
@@ -32,15 +32,6 @@ def official(q, k, window: int, capacity: int, kernel: int, pooling: str, scale:
     weights[:, :, -window:] += torch.full((window, window), -torch.inf).triu(1)
     votes = weights.softmax(-1)[:, :, :-window].sum(1)
     return [sorted(chosen(v, capacity - window, kernel, pooling)) for v in votes]
-
-
-def chosen(votes, most: int, kernel: int, pooling: str, sink: int = 0) -> list[int]:
-    """By hand: neighbours that there are not count as zeros in a mean, and not at all in a maximum."""
-    half, scores = kernel // 2, {}
-    for i in range(sink, len(votes)):
-        near = votes[max(0, i - half) : i + half + 1]
-        scores[i] = float(near.max()) if pooling == "maxpool" else float(near.sum()) / kernel
-    return sorted(sorted(scores, key=lambda i: (-scores[i], i))[:most])
 
 
 class Story:
@@ -109,7 +100,7 @@ POOLINGS = [(1, "avgpool"), (3, "avgpool"), (5, "avgpool"), (5, "maxpool"), (7, 
 
 @pytest.mark.parametrize(("kernel", "pooling"), POOLINGS)
 @given(seed=st.integers(0, 999), tokens=st.integers(2, 60), observe=st.integers(1, WINDOW), budget=st.integers(1, 30))
-def test_one_query_head_a_kv_head_is_the_papers_code(kernel, pooling, seed, tokens, observe, budget):
+def test_one_query_head_per_kv_head_equals_the_paper(kernel, pooling, seed, tokens, observe, budget):
     """No sinks: with them there is nothing to compare with. Below its capacity all of a prompt is kept."""
     story = Story(seed=seed, pads=(0,))
     layer = story.layer(observe=observe, budget=budget, kernel_size=kernel, pooling=pooling)
@@ -119,7 +110,7 @@ def test_one_query_head_a_kv_head_is_the_papers_code(kernel, pooling, seed, toke
     assert kept(layer) == {(0, h): x for h, x in enumerate(want)}
 
 
-def test_what_is_written_here_pools_as_torch_does():
+def test_literal_pooling_equals_torch():
     """The edges too: a mean there is of fewer tokens, divided by as many."""
     votes = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for kernel, pooling in POOLINGS:
@@ -135,7 +126,7 @@ def test_what_is_written_here_pools_as_torch_does():
     sizes=st.lists(st.integers(2, 25), min_size=1, max_size=4), sink=st.sampled_from([0, 3]),
     softcap=st.sampled_from([0.0, 2.0]), observe=st.sampled_from([1, 4, WINDOW]),
 )  # fmt: skip
-def test_ragged_chunks_turns_and_any_pool(dtype, packed, seed, group, pooling, sizes, sink, softcap, observe):
+def test_ragged_chunks_and_turns_keep_equal_tokens(dtype, packed, seed, group, pooling, sizes, sink, softcap, observe):
     """Chunks of any sizes, the observation window over several of them, and steps; then a second turn, which chooses
     anew from everything. Of an int8 pool keys are as it holds them, those of the chunk itself as they came."""
     story = Story(group=group, seed=seed, dtype=dtype, packed=packed, pads=(0, 3, 11))
@@ -148,7 +139,7 @@ def test_ragged_chunks_turns_and_any_pool(dtype, packed, seed, group, pooling, s
     assert kept(layer) == story.wanted(layer, 5)
 
 
-def test_sinks_vote_with_their_neighbours_but_are_not_kept_twice():
+def test_sinks_count_in_the_pooling_and_are_kept_once():
     story = Story(pads=(0,))
     story.k[:, :, 1] = 3 * torch.nn.functional.normalize(story.q[:, :, 39], dim=-1)  # all look at a sink
     layer = story.layer(sink=2, budget=2, observe=1, kernel_size=5)
@@ -157,7 +148,7 @@ def test_sinks_vote_with_their_neighbours_but_are_not_kept_twice():
     assert any(3 in ids for ids in kept(layer).values()), "pooled with it"
 
 
-def test_the_votes_of_a_group_are_summed_and_not_its_queries():
+def test_votes_of_a_group_are_summed():
     """Two heads want opposite things: their sum would want neither."""
     story = Story(group=2, pads=(0,))
     want = F.normalize(torch.randn(DIM, generator=torch.Generator().manual_seed(3)), dim=0)
@@ -169,7 +160,7 @@ def test_the_votes_of_a_group_are_summed_and_not_its_queries():
     assert kept(layer) == {(0, 0): [7, 21], (0, 1): [7, 21]}
 
 
-def test_an_extra_logit_of_the_model_does_not_vote():
+def test_sink_logits_of_the_model_do_not_vote():
     found = []
     for logits in (None, torch.full((2 * HEADS,), 3.0, device=DEVICE)):
         story = Story(group=2)
@@ -179,7 +170,7 @@ def test_an_extra_logit_of_the_model_does_not_vote():
     assert found[0] == found[1] == story.wanted(layer)
 
 
-def test_few_logits_at_a_time_are_as_good(monkeypatch):
+def test_slices_of_logits_give_the_same_votes(monkeypatch):
     """What a device runs, with the past in several pieces and the queries in several slices."""
     entry, want = load_all()["snap_tokens"], None
     for logits, piece in ((1 << 24, 16384), (300, 7)):
@@ -208,7 +199,7 @@ def attended(story: Story, layer: Layer, prompt: int, b: int, h: int, want) -> l
 
 @pytest.mark.parametrize(("group", "sink"), [(1, 0), (4, 0), (2, 3)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_step_attends_to_what_snapkv_keeps_and_nothing_else(group, sink, packed):
+def test_step_attends_to_exactly_the_kept_tokens(group, sink, packed):
     """Also to none of the tokens of the prompt that are in the ring by chance; and again after a second turn."""
     story = Story(group=group, packed=packed)
     layer = story.layer(sink=sink, window=OBSERVE + 12)
@@ -231,7 +222,7 @@ def test_a_step_attends_to_what_snapkv_keeps_and_nothing_else(group, sink, packe
         assert (layer.state.kept.lost == 0).all()
 
 
-def test_it_is_fetched_once():
+def test_kept_tokens_are_fetched_once():
     story = Story(pads=(0,))
     layer = story.layer(window=OBSERVE + 20)
     story.feed(layer, 60)
@@ -243,7 +234,7 @@ def test_it_is_fetched_once():
     assert (layer.state.kept.updates == 1).all()
 
 
-def test_what_leaves_the_window_is_kept_while_there_is_room_and_counted_as_lost_then():
+def test_leaving_tokens_are_kept_while_there_is_room_and_then_counted_as_lost():
     """A prompt of 14 leaves 4 of 14 places; the fifth token that leaves is the first that is lost."""
     story = Story(pads=(0,))
     layer = story.layer(window=WINDOW, budget=14)
@@ -273,12 +264,12 @@ def test_what_leaves_the_window_is_kept_while_there_is_room_and_counted_as_lost_
          "snapkv: observe 9 is above window 8: tokens would be scored by queries that came before them"),
     ],
 )  # fmt: skip
-def test_refused(hyper, error, says):
+def test_wrong_hyper_parameters_are_refused(hyper, error, says):
     with pytest.raises(error, match=f"^{re.escape(says)}$"):
         make_method("snapkv", **hyper)
 
 
-def test_the_op_refuses_pooling_over_an_even_number():
+def test_even_kernel_size_is_refused():
     story = Story(pads=(0,))
     layer = story.layer()
     s = layer.state
@@ -289,7 +280,7 @@ def test_the_op_refuses_pooling_over_an_even_number():
         )  # fmt: skip
 
 
-def test_rows_past_their_capacity_are_left_alone():
+def test_rows_past_their_capacity_stay_unchanged():
     story = Story(60, pads=(0,))
     method = make_method("snapkv", window=WINDOW, observe=OBSERVE, budget=8)
     layer = Layer(method, heads=HEADS, dim=DIM, rows=32)

@@ -1,8 +1,8 @@
-"""Models with SnapKV: the dense model with what the paper evicts hidden from it, and what a report says."""
+"""Models with SnapKV equal dense models that cannot see the evicted tokens."""
 import pytest
 import torch
+from literal import chosen
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from test_snapkv import chosen
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import torchsparsekv
@@ -58,7 +58,7 @@ def in_chunks(model, ids, steps: int, cache, sizes):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("kernel", "pooling"), [(5, "avgpool"), (7, "maxpool")])
-def test_a_model_is_the_dense_one_with_what_the_paper_evicts_hidden(kv_heads, kernel, pooling):
+def test_logits_equal_dense_attention_without_the_evicted_tokens(kv_heads, kernel, pooling):
     """Where the window holds the observation window and all that is generated: the answers of an eager dense model
     that hides, by layer and head, what brute force evicts; of whole prompts and of prompts in chunks."""
     model = tiny(num_key_value_heads=kv_heads)
@@ -75,7 +75,7 @@ def test_a_model_is_the_dense_one_with_what_the_paper_evicts_hidden(kv_heads, ke
     assert (got - dense_logits(model, ids, mask, 20)).abs().max() > 1e-2, "which would be other answers"
 
 
-def test_a_budget_for_everything_is_dense():
+def test_full_budget_is_dense():
     model = tiny()
     ids, mask = prompts(3, 50)
     want = dense_logits(model, ids, mask, 30)
@@ -85,7 +85,7 @@ def test_a_budget_for_everything_is_dense():
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_the_report_says_what_was_attended_to_and_what_was_lost():
+def test_report_counts_attended_and_lost_tokens():
     model = tiny()
     ids, mask = prompts(1, 70, ragged=False)
     sizes = dict(max_length=MAX_LENGTH, skip_layers=1, observe=4, budget=12)
@@ -102,7 +102,7 @@ def test_the_report_says_what_was_attended_to_and_what_was_lost():
         assert all(f" {lost} " in line and f"window {window}" in line for line in said)
 
 
-def test_a_fork_goes_on_with_the_same_set():
+def test_fork_keeps_the_same_tokens():
     model, (ids, _) = tiny(), prompts(1, 50, ragged=False)
     sizes = dict(max_length=MAX_LENGTH, skip_layers=1, window=20, observe=4, budget=6)
     with torch.no_grad(), torchsparsekv.patch(model, "snapkv", **sizes) as handle:
@@ -115,7 +115,7 @@ def test_a_fork_goes_on_with_the_same_set():
         assert torch.equal(one, two)
 
 
-def test_a_store_that_a_benchmark_fills_has_chosen(monkeypatch):
+def test_store_filled_by_a_benchmark_has_a_set(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = tiny(dtype=torch.bfloat16)
     with torchsparsekv.patch(model, "snapkv", max_length=MAX_LENGTH, skip_layers=1, window=20, budget=12) as handle:

@@ -1,11 +1,11 @@
-"""Static sets: chosen as defined, from raw queries and keys; moved without loss; both ends of the share."""
+"""Static sets equal their definition on raw queries and keys, and no token is lost when they move."""
 import pytest
-import test_methods
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layer import BLOCK, SINK, WINDOW, Layer, frontier
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
-from test_methods import BLOCK, SINK, WINDOW, Layer, frontier
+from static_story import DIM, HEADS, Story, small
 from world import DEVICE
 
 import torchsparsekv
@@ -14,46 +14,6 @@ from torchsparsekv.ops.prkv.choose_static import window_scores
 from torchsparsekv.ops.prkv.relocate import gathered, moves
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.ops.store.views import Attention
-
-HEADS, DIM = 2, 16
-
-
-def small(name: str, **hyper):
-    """By the keys themselves where nothing else is said: such a set can be held against its definition."""
-    return test_methods.small(name, **({} if name == "arkvale" else {"update_from": "keys"}) | hyper)
-
-
-class Story:
-    """Random tokens of rows that begin at `pads`; the first channel of a value is the token's position."""
-
-    def __init__(self, length: int, group: int = 2, pads=(0, 3), seed: int = 0):
-        g = torch.Generator().manual_seed(seed)
-        draw = lambda h: torch.randn(len(pads), h, length, DIM, generator=g)  # noqa: E731
-        self.pads, self.group, self.length = list(pads), group, length
-        self.q, self.k, self.v = 3 * draw(HEADS * group), draw(HEADS), draw(HEADS)
-        self.v[..., 0] = torch.arange(length) - torch.tensor(pads)[:, None, None]
-
-    def layer(self, method) -> Layer:
-        return Layer(method, batch=len(self.pads), heads=HEADS, group=self.group, dim=DIM, left_pad=self.pads)
-
-    def feed(self, layer: Layer, first: int, end: int, *, whole: bool = False):
-        """Tokens from `first` on: as one prompt, or one by one; the last answer."""
-        parts = [(first, end)] if whole else [(i, i + 1) for i in range(first, end)]
-        for a, b in parts:
-            out = layer.feed(self.q[:, :, a:b], self.k[:, :, a:b], self.v[:, :, a:b])
-        return out
-
-    def heads(self):
-        return [(b, h) for b in range(len(self.pads)) for h in range(HEADS)]
-
-    def wanted(self, b: int, h: int, at: int, window: int, k: int, block: int = 1) -> list[int]:
-        """The static set by the paper's definition, `at` tokens having come (padding counted)."""
-        pad, mine = self.pads[b], slice(h * self.group, (h + 1) * self.group)
-        end = frontier(at - pad, block=block)
-        queries = self.q[b, mine, max(pad, at - window) : at].double()
-        z = queries @ self.k[b, h, pad : pad + end].double().T * DIM**-0.5
-        score = z.softmax(-1).mean((0, 1))[SINK:]
-        return sorted((score.argsort(descending=True)[:k] + SINK).tolist())
 
 
 def positions(layer: Layer, b: int, h: int, rows=None) -> list[int]:
@@ -86,7 +46,7 @@ METHODS = [("prkv_static", 20, {}), ("prkv", 20, dict(static_ratio=1.0)), ("prkv
 
 @pytest.mark.parametrize(("name", "budget", "more"), METHODS)
 @given(seed=st.integers(0, 999), observe=st.sampled_from([None, 1, 4]), group=st.sampled_from([1, 2, 3]))
-def test_the_set_is_the_papers_at_the_first_step_and_at_every_update(name, budget, more, seed, observe, group):
+def test_static_set_equals_the_definition_at_every_update(name, budget, more, seed, observe, group):
     story = Story(110, group, seed=seed)
     method = small(name, budget=budget, observe=observe, update_every=10, **more)
     layer = story.layer(method)
@@ -101,7 +61,7 @@ def test_the_set_is_the_papers_at_the_first_step_and_at_every_update(name, budge
 
 
 @pytest.mark.parametrize("name", ["prkv_static", "prkv"])
-def test_without_an_interval_it_is_kept_until_the_next_prompt(name):
+def test_static_set_without_an_interval_lasts_until_the_next_prompt(name):
     story = Story(130)
     more = dict(static_ratio=1.0) if name == "prkv" else {}
     layer = story.layer(small(name, budget=20, update_every=None, **more))
@@ -114,7 +74,7 @@ def test_without_an_interval_it_is_kept_until_the_next_prompt(name):
     assert story.wanted(0, 0, 111, WINDOW, 20, BLOCK) != story.wanted(0, 0, 71, WINDOW, 20, BLOCK)
 
 
-def test_the_mean_of_the_queries_would_be_another_set():
+def test_mean_query_would_give_another_set():
     """Two heads of a group want opposite things: their mean query wants neither, each of them its own key."""
     want = torch.nn.functional.normalize(torch.randn(DIM, generator=torch.Generator().manual_seed(0)), dim=0)
     keys = 0.05 * torch.randn(40, DIM, generator=torch.Generator().manual_seed(1))
@@ -126,7 +86,7 @@ def test_the_mean_of_the_queries_would_be_another_set():
     assert by_scores == [7, 31] != by_queries
 
 
-def test_what_is_not_due_changes_nothing_but_the_window():
+def test_steps_without_an_update_change_only_the_window():
     story = Story(100)
     layer = story.layer(small("prkv", budget=40, static_ratio=0.5, update_every=50))
     story.feed(layer, 0, 70, whole=True)
@@ -141,7 +101,7 @@ def test_what_is_not_due_changes_nothing_but_the_window():
     assert not torch.equal(queries, s.observed.queries)
 
 
-def test_rows_that_the_budget_holds_whole_stay_whole():
+def test_rows_within_the_budget_stay_complete():
     """Between two updates too: all tokens that can be retrieved are in the set as long as there is room."""
     story = Story(60, pads=(0,))
     layer = story.layer(small("prkv_static", budget=40))
@@ -155,7 +115,7 @@ def test_rows_that_the_budget_holds_whole_stay_whole():
 
 
 @pytest.mark.parametrize("hyper", [dict(static_ratio=0.0), dict(static_ratio=0.05)])
-def test_without_a_static_set_it_is_arkvale(hyper):
+def test_static_ratio_0_equals_arkvale(hyper):
     """The same sinks, window, pages and digest: the same choices and the same bits, whole models too."""
     story = Story(110, seed=5)
     both = [small("prkv", budget=6 * BLOCK, **hyper), small("arkvale", budget=6 * BLOCK)]
@@ -177,7 +137,7 @@ def test_without_a_static_set_it_is_arkvale(hyper):
     assert torch.equal(*logits)
 
 
-def test_all_static_is_the_method_of_that_name():
+def test_static_ratio_1_equals_prkv_static():
     """Answers equal those of brute force: attention over the sinks, the set of the first step, and the ring."""
     story = Story(110, seed=2)
     layers = [story.layer(small(n, budget=20, update_every=None, **more)) for n, more in
@@ -198,7 +158,7 @@ def test_all_static_is_the_method_of_that_name():
                 torch.testing.assert_close(out[b, h * 2 : h * 2 + 2, 0], w @ story.v[b, h, rows], atol=2e-4, rtol=1e-4)
 
 
-def test_a_share_between_takes_both():
+def test_static_pages_and_the_best_others_are_chosen():
     """Static pages are always among those chosen, the others are the best of the rest by their digests."""
     story = Story(110)
     layer = story.layer(small("prkv", budget=6 * BLOCK, static_ratio=0.5, digest="float32"))
@@ -224,7 +184,7 @@ def test_a_share_between_takes_both():
 
 
 @given(data=st.data(), fronts=st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_rows_that_move_are_a_permutation_with_the_set_in_front_and_all_others_at_home(data, fronts):
+def test_relocation_puts_the_set_in_front_and_others_at_home(data, fronts):
     """Set after set, of any sizes: nothing is lost, nothing is there twice; a token is away only if it or the one in
     its place is in the set; and no more pairs change places than twice the larger front."""
     rows, away, before = torch.arange(70), torch.full((60,), -1, dtype=torch.int32), 0
@@ -252,7 +212,7 @@ def test_rows_that_move_are_a_permutation_with_the_set_in_front_and_all_others_a
 
 
 @given(data=st.data(), front=st.integers(0, 60))
-def test_the_papers_order_is_a_permutation_too(data, front):
+def test_relocation_of_the_paper_is_a_permutation(data, front):
     ids = torch.tensor(sorted(data.draw(st.permutations(range(5, 65)))[:front]), dtype=torch.int32)
     literal = gathered(ids, 5, 65).tolist()
     assert sorted(literal) == list(range(5, 65))
@@ -260,7 +220,7 @@ def test_the_papers_order_is_a_permutation_too(data, front):
     assert literal[front:] == sorted(literal[front:]), "those behind keep their order"
 
 
-def test_nothing_is_lost_over_a_hundred_updates():
+def test_no_token_is_lost_over_a_hundred_updates():
     """And digests are those of the tokens at home, and what is in the hot buffer is what is in the pool."""
     story = Story(250, pads=(0,), seed=3)
     layer = story.layer(small("prkv", budget=8 * BLOCK, static_ratio=0.5, update_every=1, digest="bfloat16"))
@@ -272,7 +232,8 @@ def test_nothing_is_lost_over_a_hundred_updates():
         for h in range(HEADS):
             assert positions(layer, 0, h, slice(SINK, end)) == list(range(SINK, end))
             order = values_of(s.store.pool[0, h])[SINK:end, 0].long().cpu()
-            torch.testing.assert_close(keys_of(s.store.pool[0, h])[SINK:end].cpu(), story.k[0, h, order], rtol=0, atol=0)
+            keys = keys_of(s.store.pool[0, h])[SINK:end].cpu()
+            torch.testing.assert_close(keys, story.k[0, h, order], rtol=0, atol=0)
             for page in range(SINK // BLOCK, end // BLOCK):
                 for got, want in zip(s.digests, digest(layer, 0, h, page, torch.bfloat16)):
                     torch.testing.assert_close(got[0, h, page].cpu(), want, rtol=0.01, atol=1e-6)
@@ -286,7 +247,7 @@ def test_nothing_is_lost_over_a_hundred_updates():
 
 
 @pytest.mark.parametrize("name", ["prkv", "prkv_static"])
-def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
+def test_update_from_codes_chooses_nearly_the_same_set(name):
     """It moves with the rows, and the sets hold nearly all of what the exact ones hold."""
     story = Story(220, pads=(0,), seed=7)
     story.q = story.q[:, :, :1] + 0.3 * story.q
@@ -312,7 +273,7 @@ def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
 
 
 @pytest.mark.parametrize("name", ["prkv", "prkv_static"])
-def test_a_second_turn_over_moved_rows_is_exact(name):
+def test_second_turn_over_moved_rows_is_exact(name):
     """A prompt attends to everything, wherever it stands by then."""
     story = Story(150)
     layer = story.layer(small(name, budget=24, update_every=5))
@@ -331,7 +292,7 @@ def test_a_second_turn_over_moved_rows_is_exact(name):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @given(seed=st.integers(0, 999), observe=st.sampled_from([1, 3, 6]), budget=st.sampled_from([8, 20, 400]))
-def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget):
+def test_automatic_share_is_the_overlap_of_two_queries(per_head, seed, observe, budget):
     story = Story(75, 2, seed=seed)
     story.q = story.q[:, :, :1] + 0.2 * story.q  # the queries of a window are alike
     hyper = dict(static_ratio="auto", per_head=per_head, observe=observe)
@@ -353,7 +314,7 @@ def test_the_share_is_what_both_queries_agree_on(per_head, seed, observe, budget
             )
 
 
-def test_a_block_that_leaves_at_the_first_step_counts_for_the_share():
+def test_block_that_leaves_at_the_first_step_counts_for_the_share():
     """It is in the copy of the keys by then: all queries look at its tokens alone."""
     story = Story(66, pads=(0,))
     old, new = frontier(65), frontier(66)

@@ -1,4 +1,4 @@
-"""Static sets in a patched model: its layers take turns, and its report says what they found."""
+"""In a patched model, layers with a static set update at different steps, and the report names their share."""
 import pytest
 import torch
 from models import MAX_LENGTH, greedy_logits, prompts, tiny
@@ -12,7 +12,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("every", TURNS)
-def test_layers_take_turns(every):
+def test_layers_update_at_different_steps(every):
     """After the first set, which all choose at the same step, no two of four layers choose at the same one."""
     model = tiny(num_hidden_layers=5)
     ids, mask = prompts(1, 50, ragged=False)
@@ -29,7 +29,7 @@ def test_layers_take_turns(every):
     assert when == TURNS[every]
 
 
-def test_the_report_says_what_share_was_found():
+def test_report_names_the_automatic_share():
     model = tiny()
     ids, mask = prompts(1, 60, ragged=False)
     sizes = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6, budget=16, block_size=4)

@@ -1,10 +1,10 @@
-"""Methods with a static set: what is refused, and what holds by default."""
+"""Options of methods with a static set: defaults, rounding and refusals."""
 import re
 
 import pytest
 import torch
+from layer import PAGES, SMALL
 from models import tiny
-from test_methods import PAGES, SMALL
 
 import torchsparsekv
 from torchsparsekv.method import make_method
@@ -29,12 +29,12 @@ from torchsparsekv.state import Geometry
          "prkv: observe 7 is above window 6: tokens would be scored by queries that came before them"),
     ],
 )  # fmt: skip
-def test_refused(name, hyper, error, says):
+def test_wrong_hyper_parameters_are_refused(name, hyper, error, says):
     with pytest.raises(error, match=f"^{re.escape(says)}$"):
         make_method(name, **hyper)
 
 
-def test_several_ranks_cannot_average_over_all_heads():
+def test_tensor_parallel_ranks_need_per_head():
     model = tiny()
     model._tp_size = 2
     with pytest.raises(NotImplementedError, match="pass per_head=True"):
@@ -43,7 +43,7 @@ def test_several_ranks_cannot_average_over_all_heads():
         assert handle.planned.method.per_head
 
 
-def test_shares_are_whole_pages_and_said():
+def test_static_ratio_is_rounded_to_whole_pages():
     for ratio, tokens in ((0.25, 256), (0.26, 256), (0.99, 992), (1, 1024), (0.03, 0), (0.29, 288)):
         method = make_method("prkv", static_ratio=ratio)
         assert method.effective()["static"] == method.static == tokens
@@ -57,7 +57,7 @@ def test_defaults_are_the_published_ones():
     assert make_method("prkv_static").update_every is None
 
 
-def test_a_set_takes_no_more_room_than_the_pool():
+def test_static_set_is_capped_by_the_pool():
     g = Geometry(1, 2, 16, 64, torch.float32)
     assert make_method("prkv_static", **SMALL, budget=500).buffers(g)["static"].ids.shape == (1, 2, 64)
     assert make_method("prkv", **PAGES, budget=400, static_ratio=0.5).buffers(g)["static"].ids.shape == (1, 2, 64)

@@ -1,4 +1,4 @@
-"""ParisKV with updates that are further apart than its window is wide."""
+"""ParisKV works with update intervals that are longer than its window."""
 import pytest
 import torch
 from models import prompts, tiny
@@ -9,7 +9,7 @@ import torchsparsekv
 # As in the paper's table 1, by 16: update intervals above the window.
 @pytest.mark.parametrize(("window", "interval"), [(16, 32), (8, 32)])
 @torch.no_grad()
-def test_what_waits_for_an_update_is_in_reach(window, interval):
+def test_tokens_waiting_for_an_update_are_attended(window, interval):
     """With a budget for all that has left the ring, every step is dense attention: over a prompt, many updates, and a
     second turn that comes while tokens wait. And a token is in the ring until it is in the index."""
     model = tiny(num_hidden_layers=2)

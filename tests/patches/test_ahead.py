@@ -1,4 +1,4 @@
-"""What decode steps need is compiled while the prompt runs: all of it, and nothing else."""
+"""The kernels of decode steps are compiled while the prompt runs, and no others."""
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ import torchsparsekv
 from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.registry import OPS
 from torchsparsekv.ops.pariskv import _lloyd_max
+from torchsparsekv.patches import _precompile
 
 ON_GPU = DEVICE.type == "cuda"
 GPU = torch.device("cuda", 0 if ON_GPU else 5)  # if there is none, one whose properties nobody has asked for before
@@ -47,7 +48,7 @@ def on_gpu(x):
 @pytest.mark.parametrize(
     ("method", "more"), [*((m, {}) for m in METHODS), ("icecache", {"reuse_every": 3})], ids=lambda x: str(x)
 )
-def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
+def test_every_op_with_a_cuda_kernel_is_compiled_ahead(method, more, monkeypatch):
     """The names that a step calls, with DEVICE as it is, against what is loaded for the layers that are rehearsed."""
     if not ON_GPU:
         properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
@@ -59,11 +60,11 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
     loaded = {}
     monkeypatch.setattr(_cuda, "load", lambda name, device, **defines: loaded.setdefault(name, "seen"))
     *_, stored = layers_of(method, **more)
-    rehearsed = _ahead.by_kind(stored.values()).values()
+    rehearsed = _precompile.by_kind(stored.values()).values()
     assert len(rehearsed) <= 3 < len(stored), "no two that take the same kernels"
     with FakeTensorMode():
         for layer in rehearsed:
-            _ahead.step(layer.method, layer.shape, layer.state.mapped(on_gpu))
+            _precompile.step(layer.method, layer.shape, layer.state.mapped(on_gpu))
     model, handle, _ = layers_of(method, torch.float32, **more)
     ids = torch.randint(3, 97, (2, 200), device=DEVICE)
     monkeypatch.undo()
@@ -77,13 +78,13 @@ def test_all_that_has_cuda_kernels_is_compiled(method, more, monkeypatch):
     assert have or method in ("full", "streaming")
 
 
-def test_a_cpu_compiles_nothing():
+def test_nothing_is_compiled_on_a_cpu():
     if not ON_GPU:
         *_, stored = layers_of("quest")
-        assert _ahead.precompile(stored.values()) is None
+        assert _precompile.precompile(stored.values()) is None
 
 
-def test_what_fake_tensors_cannot_pass_is_left_for_later():
+def test_ops_that_fail_on_fake_tensors_are_compiled_later():
     *_, stored = layers_of("quest")
     layer = stored[1]
 
@@ -97,19 +98,19 @@ def test_what_fake_tensors_cannot_pass_is_left_for_later():
         def decode(self, state, q, k, v, a):
             seen.append((q.shape, k.shape))
 
-    _ahead._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
+    _precompile._compile(mode, [(Broken(), layer.shape, layer.state), (Fine(), layer.shape, layer.state)])
     assert seen == [((2, 4, 1, 128), (2, 2, 1, 128))]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_finds_its_kernels(method):
-    _cuda._loaded.clear(), _ahead._begun.clear()
+def test_step_compiles_no_kernel_itself(method):
+    _cuda._loaded.clear(), _precompile._begun.clear()
     model, handle, stored = layers_of(method)
-    thread = _ahead.precompile(stored.values())  # make_cache has begun already
+    thread = _precompile.precompile(stored.values())  # make_cache has begun already
     assert thread is None
-    for running in _ahead.threading.enumerate():
-        if running.name == _ahead.NAME:
+    for running in _precompile.threading.enumerate():
+        if running.name == _precompile.NAME:
             running.join()
     before = set(_cuda._loaded)
     ids = torch.randint(3, 97, (2, 200), device=DEVICE)

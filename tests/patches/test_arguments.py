@@ -1,4 +1,4 @@
-"""What patch() makes of its arguments where it does not refuse them: integers, defaults, the process's settings."""
+"""patch() accepts integers of other libraries, lowers defaults that do not fit, and restores global settings."""
 import copy
 import gc
 
@@ -17,7 +17,7 @@ def patch(model, method="quest", **changes):
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
-def test_integers_of_numpy_and_torch(kind):
+def test_integers_of_numpy_and_torch_are_accepted(kind):
     hyper = {name: kind(value) for name, value in SMALL.items()}
     with patch(tiny(), **hyper, layers={kind(2): dict(budget=kind(16))}) as handle, patch(tiny()) as plain:
         assert handle.planned.method == plain.planned.method
@@ -27,7 +27,7 @@ def test_integers_of_numpy_and_torch(kind):
         assert (cache.batch, cache.max_length) == (2, 48)
 
 
-def test_a_default_that_does_not_fit_is_lowered_and_said():
+def test_default_budget_above_the_capacity_is_lowered_and_reported():
     with torchsparsekv.patch(tiny(), "quest", max_length=100) as handle:
         assert [m.name for m in handle.planned.methods] == ["full", "full", "quest"]
         assert handle.planned.method.budget == 96, "whole blocks of 16"
@@ -41,21 +41,21 @@ def test_a_default_that_does_not_fit_is_lowered_and_said():
         assert handle.report().notes == ()
 
 
-def test_the_method_that_is_not_named_is_the_one_that_is_recommended():
+def test_default_method_is_the_recommended_one():
     """README: which method should I take. It has to be one that the demo finds right."""
     with torchsparsekv.patch(tiny()) as handle:
         assert handle.planned.method.name == "pariskv"
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_models_of_few_layers_keep_one_sparse(layers):
+def test_small_models_keep_one_sparse_layer(layers):
     with patch(tiny(num_hidden_layers=layers), skip_layers=None) as handle:
         assert [m.name for m in handle.planned.methods] == ["full"] * (layers - 1) + ["quest"]
         assert f"skip_layers {layers - 1}: the default of 2 leaves none of {layers} layers" in repr(handle)
         assert f"skip_layers={layers - 1}" in repr(handle)
 
 
-def test_the_recompile_limit_goes_back_with_the_last_patch():
+def test_recompile_limit_is_restored_by_the_last_unpatch():
     gc.collect()  # models of other tests that are gone but for this
     config = torch._dynamo.config
     with config.patch(recompile_limit=8):

@@ -1,14 +1,13 @@
-"""`patch(..., step="auto")`, the default: steps are captured, and compiled where they cannot be, which a line says."""
+"""`step="auto"` captures decode steps as CUDA graphs and compiles the steps that cannot be captured."""
 import copy
 import warnings
 
 import pytest
 import torch
+from capturing import BREAKS, IDS, MASK, NEW, SMALL, said
 from families import FAMILIES
 from models import tiny
-from test_captured import IDS, MASK, NEW, SMALL, said
-from test_captured_refused import BREAKS
-from test_families import FULL, supported
+from supported import FULL, supported
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import CompileConfig
 from world import DEVICE
@@ -50,7 +49,7 @@ class Acts(torch.nn.Module):
         return self.inner(x)
 
 
-def test_it_is_the_default_and_captures(replays, compiled):
+def test_auto_is_the_default_and_captures(replays, compiled):
     model = tiny()
     with auto(model) as handle:
         assert (handle.step, handle.captures) == ("auto", True)
@@ -64,7 +63,7 @@ def test_it_is_the_default_and_captures(replays, compiled):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="of a model on a CPU")
-def test_on_a_cpu_generate_is_transformers_own():
+def test_generate_on_a_cpu_is_that_of_transformers():
     model = tiny()
     with auto(model) as handle:
         assert not handle.captures
@@ -75,7 +74,7 @@ WAITS = {why: act for why, act in BREAKS.items() if "waits" in why}
 
 
 @pytest.mark.parametrize("why", WAITS)
-def test_what_waits_is_compiled(why, replays, compiled):
+def test_step_that_waits_for_the_device_is_compiled(why, replays, compiled):
     """The third step finds out, and comes to its end. Tokens are those of eager steps, also of the call that found out,
     and of one with a cache of its own."""
     model = tiny()
@@ -97,7 +96,7 @@ def test_what_waits_is_compiled(why, replays, compiled):
     assert not sum(replays.values())
 
 
-def test_a_warning_that_is_an_error_leaves_the_cache_whole(replays, compiled):
+def test_warning_raised_as_error_leaves_the_cache_usable(replays, compiled):
     model = tiny()
     model.model.layers[1].mlp = Acts(model.model.layers[1].mlp, lambda x: x.sum().item())
     with auto(model) as handle, warnings.catch_warnings():
@@ -108,7 +107,7 @@ def test_a_warning_that_is_an_error_leaves_the_cache_whole(replays, compiled):
         cache.use.check()
 
 
-def test_a_capture_that_breaks_off_is_refused(replays, compiled):
+def test_interrupted_capture_is_refused(replays, compiled):
     """No mode sees that a module waits for its stream; and torch does not get over such a capture well."""
     model, (why,) = tiny(), BREAKS.keys() - WAITS.keys()
     inner = model.model.layers[1].mlp
@@ -123,7 +122,7 @@ def test_a_capture_that_breaks_off_is_refused(replays, compiled):
     assert not compiled
 
 
-def test_a_cache_that_is_not_whole_is_not_used_by_the_compiler_either(replays, compiled):
+def test_interrupted_cache_is_refused_by_compiled_steps(replays, compiled):
     model = tiny()
 
     def interrupt(*_):
@@ -141,7 +140,7 @@ def test_a_cache_that_is_not_whole_is_not_used_by_the_compiler_either(replays, c
             step(token, position_ids=torch.full_like(token, 41), past_key_values=cache)
 
 
-def test_what_the_model_compiled_itself_stays_compiled(replays, compiled):
+def test_modules_compiled_by_the_user_stay_compiled(replays, compiled):
     model, seen = tiny(), []
 
     def backend(graph, inputs):
@@ -177,7 +176,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("what", CODE)
-def test_code_of_yours_is_not_left_out(what, replays, compiled):
+def test_user_hooks_prevent_capture(what, replays, compiled):
     model = tiny()
     with auto(model):
         undo = CODE[what](model)
@@ -193,7 +192,7 @@ def test_code_of_yours_is_not_left_out(what, replays, compiled):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_every_family_can_be_captured(family, replays, monkeypatch):
+def test_every_family_is_captured(family, replays, monkeypatch):
     """Beyond the windows of those that have some; experts are chosen without waiting."""
     if DEVICE.type == "cuda" and family == "phimoe":
         pytest.skip("its steps wait for the host there, and are compiled")
@@ -206,7 +205,7 @@ def test_steps_of_every_family_can_be_captured(family, replays, monkeypatch):
     assert replays == {0: NEW - 1 - _captured.EAGER}
 
 
-def test_hooks_of_yours_run_at_every_step(replays, compiled):
+def test_user_hooks_run_at_every_step(replays, compiled):
     model, seen = tiny(), []
     hook = model.model.layers[2].register_forward_hook(lambda *_: seen.append(1))
     with auto(model):
@@ -220,7 +219,7 @@ def test_hooks_of_yours_run_at_every_step(replays, compiled):
     assert sum(replays.values())
 
 
-def test_hooks_of_transformers_are_none_of_yours(replays, compiled):
+def test_hooks_of_transformers_do_not_count_as_user_hooks(replays, compiled):
     model = tiny()
     told = dict(return_dict_in_generate=True, output_hidden_states=True)
     with auto(model) as handle:
@@ -230,7 +229,7 @@ def test_hooks_of_transformers_are_none_of_yours(replays, compiled):
     assert not compiled
 
 
-def test_options_of_the_compiler_ask_for_it(replays, compiled):
+def test_compile_options_select_the_compiler(replays, compiled):
     model, config = tiny(), CompileConfig()
     with auto(model):
         want = said(model, disable_compile=True)
@@ -240,7 +239,7 @@ def test_options_of_the_compiler_ask_for_it(replays, compiled):
     assert sum(replays.values())
 
 
-def test_a_loop_whose_inputs_change_is_compiled(replays, compiled):
+def test_loop_with_changing_inputs_is_compiled(replays, compiled):
     model = tiny()
     with auto(model) as handle, torch.no_grad():
         cache, step = handle.make_cache(3), model.get_compiled_call(None)
@@ -253,7 +252,7 @@ def test_a_loop_whose_inputs_change_is_compiled(replays, compiled):
     assert not replays
 
 
-def test_what_a_copy_cannot_do_the_original_can(replays, compiled):
+def test_deepcopy_that_cannot_be_captured_leaves_the_original_captured(replays, compiled):
     model = tiny()
     with auto(model) as handle:
         other = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""`patch(..., step="captured")`: a GPU runs it as it is, elsewhere tests/support/graphs.py has a stand-in for CUDA graphs."""
+"""`step="captured"` on a GPU, or with a stand-in for CUDA graphs (support/graphs.py)."""
 import copy
 import gc
 import threading
@@ -7,11 +7,12 @@ import weakref
 import pytest
 import torch
 import transformers
-from cases import METHODS, hyper_of
+from capturing import IDS, MASK, NEW, OTHERS, SMALL, captured, said
+from cases import METHODS
+from generating import WAYS
 from models import MAX_LENGTH, prompts, tiny
 from packaging.version import Version
 from snapshot import snapshot
-from test_generate import WAYS
 from world import DEVICE
 
 import torchsparsekv
@@ -19,19 +20,6 @@ from torchsparsekv.patches import _captured, all_families
 from torchsparsekv.probe import probe
 
 FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, sink=8, window=6, skip_layers=1, block_size=4)
-SMALL = dict(max_length=MAX_LENGTH, budget=24, sink=8, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(3, 41)
-OTHERS = prompts(3, 53, seed=4)
-NEW = 12
-
-
-def captured(model, method="quest", **changes):
-    return torchsparsekv.patch(model, method, step="captured", **hyper_of(method, **{**SMALL, **changes}))
-
-
-def said(model, ids=IDS, mask=MASK, new=NEW, **options):
-    out = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    return model.generate(input_ids=ids, attention_mask=mask, **out, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -59,7 +47,7 @@ def test_a_second_generate_replays_the_graph_of_the_first(method, replays):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "lfm2"])
-def test_every_kind_of_layers(family, replays):
+def test_every_kind_of_layer_is_captured(family, replays):
     """Windows, and the states of linear layers, which are transformers' own."""
     if Version(transformers.__version__) < Version(all_families()[family].since or "0"):
         pytest.skip("this transformers does not have it, or not as we need it")
@@ -71,7 +59,7 @@ def test_every_kind_of_layers(family, replays):
         assert len(replays) == 1
 
 
-def test_what_was_handed_out_is_the_users(replays):
+def test_outputs_are_not_overwritten_by_later_replays(replays):
     model = tiny()
     told = dict(return_dict_in_generate=True, output_logits=True, output_scores=True, output_hidden_states=True)
     with captured(model) as handle:
@@ -86,7 +74,7 @@ def test_what_was_handed_out_is_the_users(replays):
     assert len({x.data_ptr() for x in got.logits}) == NEW
 
 
-def test_other_shapes_and_other_outputs_are_other_graphs(replays):
+def test_other_shapes_and_outputs_get_other_graphs(replays):
     model = tiny()
     with captured(model) as handle:
         said(model)
@@ -110,7 +98,7 @@ def test_other_shapes_and_other_outputs_are_other_graphs(replays):
         assert len(replays) == 6
 
 
-def test_a_fork_goes_on_with_a_graph_of_its_own(replays):
+def test_fork_captures_its_own_graph(replays):
     model = tiny()
     more, ones = prompts(3, 5, seed=8, ragged=False)
     with captured(model) as handle:
@@ -125,7 +113,7 @@ def test_a_fork_goes_on_with_a_graph_of_its_own(replays):
         assert len(replays) == 2
 
 
-def test_graphs_go_with_their_caches(replays):
+def test_graphs_are_freed_with_their_cache(replays):
     model = tiny()
     handle = captured(model)
     said(model)
@@ -143,7 +131,7 @@ def test_graphs_go_with_their_caches(replays):
         gc.enable()
 
 
-def test_nothing_is_left_of_it(replays):
+def test_unpatch_leaves_nothing(replays):
     model = tiny()
     before = snapshot(model)
     captured(model).unpatch()
@@ -159,7 +147,7 @@ def test_nothing_is_left_of_it(replays):
     assert len(replays) == 2
 
 
-def test_a_copy_captures_for_itself(replays):
+def test_deepcopy_captures_its_own_graph(replays):
     model = tiny()
     with captured(model):
         want = said(model)
@@ -210,7 +198,7 @@ def fed(model, step, cache, steps=5):
     return [step(IDS[:, :1], **told(at)).logits for at in range(steps)][-1]
 
 
-def test_a_step_that_is_kept_sees_other_weights_after_a_prompt_and_ends_with_the_patch(replays):
+def test_kept_step_sees_new_weights_and_ends_with_the_patch(replays):
     model = tiny()
     with captured(model) as handle, torch.no_grad():
         cache, step = handle.make_cache(3), model.get_compiled_call(None)
@@ -225,7 +213,7 @@ def test_a_step_that_is_kept_sees_other_weights_after_a_prompt_and_ends_with_the
         step(IDS[:, :1], position_ids=torch.full_like(IDS[:, :1], 46), past_key_values=cache)
 
 
-def test_a_probe_wants_eager_steps(replays):
+def test_probe_needs_eager_steps(replays):
     model = tiny()
     with captured(model) as handle:
         cache = handle.make_cache(3)
@@ -241,7 +229,7 @@ def test_a_probe_wants_eager_steps(replays):
         assert len(replays) == 1
 
 
-def test_in_and_out_of_inference_mode(replays):
+def test_graphs_work_in_and_out_of_inference_mode(replays):
     model = tiny()
     with captured(model):
         want = said(model, disable_compile=True)
@@ -251,7 +239,7 @@ def test_in_and_out_of_inference_mode(replays):
         assert len(replays) == 1
 
 
-def test_threads_have_graphs_of_their_own(replays):
+def test_threads_have_their_own_graphs(replays):
     model, got = tiny(), {}
     with captured(model):
         want = [said(model, disable_compile=True), said(model, *OTHERS, disable_compile=True)]
@@ -270,7 +258,7 @@ def test_threads_have_graphs_of_their_own(replays):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["quest", "pariskv", "louiskv"])
-def test_on_a_gpu(method, replays):
+def test_captured_bf16_steps_equal_eager_steps_on_a_gpu(method, replays):
     """bf16, and nothing waits: neither a replay nor what is around it."""
     model = tiny(dtype=torch.bfloat16)
     with captured(model, method) as handle, torch.no_grad():

@@ -1,11 +1,11 @@
-"""Steps that cannot be captured: what is refused of `patch(..., step="captured")`, and in which words."""
+"""`step="captured"` refuses steps that cannot be captured, and says why."""
 from types import SimpleNamespace
 
 import pytest
 import torch
+from capturing import BREAKS, IDS, MASK, captured, said
 from models import tiny
 from snapshot import snapshot
-from test_captured import IDS, MASK, captured, said
 from transformers import CompileConfig, DynamicCache
 from world import DEVICE
 
@@ -21,15 +21,6 @@ def breaks(model, act):
             act(output)
 
     return model.model.layers[1].mlp.register_forward_hook(hook)
-
-
-BREAKS = {
-    r"aten\._local_scalar_dense\.default waits for the device": lambda x: x.sum().item(),
-    r"aten\.nonzero\.default waits for the device": lambda x: (x > 0).nonzero(),
-    r"aten\.index\.Tensor waits for the device": lambda x: x[x > 0],
-    r"aten\.index_put_\.default waits for the device": lambda x: x.clone().__setitem__(x[..., 0] > 9, x[0, 0]),
-    "CUDA error: operation not permitted when stream is capturing": lambda _: torch.cuda.current_stream().synchronize(),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", BREAKS)
@@ -52,7 +43,7 @@ def test_a_step_that_cannot_be_captured_says_why(why, replays):
         torch.rand(1, device=DEVICE)  # torch's generator is not left capturing
 
 
-def test_what_a_module_raises_itself_is_what_is_raised(replays):
+def test_error_of_a_module_is_raised_unchanged(replays):
     def act(x):
         if handle._recycled.graphs[0].eager == 0:
             try:
@@ -69,7 +60,7 @@ def test_what_a_module_raises_itself_is_what_is_raised(replays):
         assert torch.equal(said(model), said(model, disable_compile=True))
 
 
-def test_a_cache_that_is_not_whole_is_not_replayed(replays):
+def test_interrupted_cache_is_not_replayed(replays):
     model = tiny()
 
     def interrupt(module, args, output):
@@ -102,14 +93,14 @@ def test_inputs_that_change_at_every_step_are_named(replays):
     assert not replays
 
 
-def test_another_cache_is_compiled_as_ever(replays, monkeypatch):
+def test_foreign_cache_is_compiled(replays, monkeypatch):
     model = tiny()
     monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: lambda *args, **kwargs: "compiled")
     with captured(model):
         assert model.get_compiled_call(None)(IDS, past_key_values=DynamicCache()) == "compiled"
 
 
-def test_options_of_the_compiler_are_refused(replays):
+def test_compile_options_are_refused(replays):
     model = tiny()
     with captured(model) as handle:
         with pytest.raises(ValueError, match="compile_config is for the compiler, which a patch with step='captured'"):
@@ -118,7 +109,7 @@ def test_options_of_the_compiler_are_refused(replays):
         said(model, compile_config=CompileConfig(), disable_compile=True)
 
 
-def test_where_it_is_refused():
+def test_captured_is_refused_where_it_cannot_work():
     model = tiny().cpu()
     before = snapshot(model)
     with pytest.raises(ValueError, match="step='captured' needs a model on one CUDA device, this one is on cpu"):
@@ -141,7 +132,7 @@ def like(**what) -> SimpleNamespace:
         (like(hf_quantizer=SimpleNamespace(is_compileable=False)), "quantised by SimpleNamespace is run eagerly"),
     ],
 )
-def test_what_generate_would_not_capture_is_refused(model, says):
+def test_generation_modes_without_capture_are_refused(model, says):
     with pytest.raises((NotImplementedError, RuntimeError), match=says):
         _install.captures_steps(model, "captured")
     assert not _install.captures_steps(model, "compiled")

@@ -1,4 +1,4 @@
-"""What users do with a patched model beside generating: forks, saving, moving, notebooks; and what they are told."""
+"""Forks, saving, moving, notebooks and reports of patched models."""
 import io
 import pickle
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from generating import GREEDY
 from models import dense_logits, greedy_logits, prompts, tiny
-from test_generate import GREEDY
 from world import DEVICE
 
 import torchsparsekv
@@ -31,7 +31,7 @@ def counted(cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fork_goes_on_as_the_original_would(method):
+def test_fork_continues_like_the_original(method):
     """And neither disturbs the other; each counts its own steps."""
     model = tiny()
     with patch(model, method) as handle, torch.no_grad():
@@ -50,7 +50,7 @@ def test_a_fork_goes_on_as_the_original_would(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fork_into_several_rows(method):
+def test_fork_into_several_rows_continues_like_the_original(method):
     model = tiny()
     with patch(model, method) as handle, torch.no_grad():
         system, whole = handle.make_cache(1), handle.make_cache(3)
@@ -60,7 +60,7 @@ def test_a_fork_into_several_rows(method):
         assert torch.allclose(got, want, atol=1e-5)
 
 
-def test_generate_from_a_fork():
+def test_generate_continues_a_fork():
     model = tiny()
     with patch(model) as handle:
         ids = torch.cat([IDS[1:], ASKED[:1]], 1)
@@ -75,7 +75,7 @@ def test_generate_from_a_fork():
 # ---------------------------------------------------------------- saving and moving
 
 
-def test_a_patched_model_is_not_pickled_but_its_weights_are_saved(tmp_path):
+def test_patched_model_refuses_pickle_and_saves_weights(tmp_path):
     model = tiny()
     with patch(model) as handle:
         for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO()), lambda _: pickle.dumps(handle)):
@@ -105,7 +105,7 @@ def define(budget):
     return Again
 
 
-def test_a_cell_that_defines_a_method_may_be_run_again():
+def test_notebook_cell_with_a_method_can_run_again():
     try:
         define(1)
         second = define(2)
@@ -124,7 +124,7 @@ def test_a_cell_that_defines_a_method_may_be_run_again():
 
 
 @pytest.mark.parametrize(("method", "limit"), [("quest", 8 + 6 + 96), ("pariskv", 512)])
-def test_a_report_says_when_nothing_was_left_out(method, limit):
+def test_report_warns_when_nothing_was_retrieved(method, limit):
     model = tiny()
     hyper = {**SMALL, "budget": 96} if method == "quest" else dict(budget=16, sink=8, window=6)
     with torchsparsekv.patch(model, method, **hyper) as handle:
@@ -137,7 +137,7 @@ def test_a_report_says_when_nothing_was_left_out(method, limit):
 
 
 @pytest.mark.parametrize("method", [m for m in torchsparsekv.methods() if m not in ("full", "random")])
-def test_rows_that_are_said_to_be_attended_to_whole_are(method):
+def test_rows_reported_as_dense_are_dense(method):
     """As many tokens as the report names: logits of the dense model, and with 600 more other ones."""
     model, small = tiny(max_position_embeddings=2048), dict(budget=32, sink=32, window=16, skip_layers=0)
     with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:
@@ -151,7 +151,7 @@ def test_rows_that_are_said_to_be_attended_to_whole_are(method):
     assert differ[0] < 1e-4 < differ[1]
 
 
-def test_pages_that_are_part_empty_are_said_to_be():
+def test_partly_empty_pages_are_reported():
     """icecache's tree: what it attended to is a bound, and no row is said to be whole that need not be."""
     model, (ids, _) = tiny(max_position_embeddings=2048), prompts(1, 500, ragged=False)
     small = dict(budget=480, sink=16, window=16, skip_layers=0, max_length=1024)

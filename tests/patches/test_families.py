@@ -1,13 +1,12 @@
-"""Every model type we know: at full budget it is dense attention, in eager steps, in one graph and in generate()."""
+"""Every supported model type is dense at full budget: in eager steps, in one graph and in generate()."""
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from families import FAMILIES
-from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
-from packaging.version import Version
+from models import dense_logits, greedy_logits, prompts, tiny
 from snapshot import snapshot
+from supported import FULL, supported
 from torch._dynamo.utils import counters
 from transformers import masking_utils
 from world import DEVICE
@@ -19,19 +18,11 @@ from torchsparsekv.patches._family import MULTIMODAL
 from torchsparsekv.patches._refused import REFUSED
 from torchsparsekv.patches._table import markdown
 
-FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, skip_layers=1, sink=8, window=6, block_size=4)
 SMALL = {**FULL, "budget": 8, "sink": 4}
 
 
 def generate(model, ids, mask):
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-
-
-def supported(family: str, **overrides):
-    since = all_families()[family].since
-    if since and Version(transformers.__version__) < Version(since):
-        pytest.skip(f"supported since transformers {since}")
-    return tiny(family, **overrides)
 
 
 def methods_of(family: str) -> list[str]:
@@ -60,7 +51,7 @@ def test_full_budget_is_dense_and_generates_the_same(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_what_is_refused_changes_nothing(family):
+def test_refused_call_changes_nothing(family):
     """The checks are ahead of the first layer, of whatever kind."""
     model = supported(family)
     ids, _ = prompts(2, 41)
@@ -86,7 +77,7 @@ def test_what_is_refused_changes_nothing(family):
 
 
 @torch.no_grad()
-def test_what_attention_refuses_changes_nothing_where_it_comes_first():
+def test_call_refused_by_attention_changes_nothing():
     """What only it can tell: a forward has not begun before."""
     model = tiny()
     ids, _ = prompts(2, 41)
@@ -123,7 +114,7 @@ def test_decode_is_one_graph(family):
 
 
 @pytest.mark.parametrize("family", [name for name, family in all_families().items() if family.since])
-def test_a_transformers_that_is_too_old_is_named(family, monkeypatch):
+def test_too_old_transformers_is_refused_by_name(family, monkeypatch):
     model = tiny()
     model.config.model_type = family
     monkeypatch.setattr(_install.transformers, "__version__", "5.12.9")
@@ -131,7 +122,7 @@ def test_a_transformers_that_is_too_old_is_named(family, monkeypatch):
         torchsparsekv.patch(model, "quest", **SMALL)
 
 
-def test_the_table_of_models_is_the_one_in_docs():
+def test_table_of_models_in_docs_is_current():
     """`torchsparsekv models > docs/models.md` writes it."""
     table = markdown()
     assert (Path(__file__).resolve().parents[2] / "docs/models.md").read_text() == table
@@ -140,7 +131,7 @@ def test_the_table_of_models_is_the_one_in_docs():
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_refused_by_name_with_the_reason(model_type):
+def test_unsupported_model_types_are_refused_with_a_reason(model_type):
     model = tiny()
     model.config.model_type = model_type
     before = snapshot(model)
@@ -150,7 +141,7 @@ def test_refused_by_name_with_the_reason(model_type):
     assert snapshot(model) == before
 
 
-def test_only_causal_masks_pass_as_causal():
+def test_only_causal_masks_count_as_causal():
     """Before transformers 5.14 the mask function alone tells that nothing is laid over a causal mask."""
     window, other = masking_utils.sliding_window_causal_mask_function(8), masking_utils.bidirectional_mask_function
     assert _causal(masking_utils.causal_mask_function)
@@ -162,5 +153,5 @@ def test_only_causal_masks_pass_as_causal():
     assert not _causal(None)
 
 
-def test_nothing_is_both_supported_and_refused():
+def test_no_model_type_is_both_supported_and_refused():
     assert not set(REFUSED) & set(all_families())

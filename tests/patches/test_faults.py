@@ -1,6 +1,6 @@
-"""Memory that is refused midway, Ctrl-C, and errors within a step: nothing leaks, and the next call is right.
+"""After refused memory, Ctrl-C or an error inside a step nothing leaks and the next call is right.
 
-What breaks off in the modules of a model is in tests/patches/test_use.py; here it is in our own code.
+Errors inside the modules of a model are in tests/patches/test_use.py.
 """
 import gc
 import weakref
@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 from cases import hyper_of
+from generating import GREEDY
 from models import prompts, tiny
 from snapshot import snapshot
-from test_generate import GREEDY
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
@@ -81,7 +81,7 @@ def buffers(handle) -> int:
     [("the first", DEVICE_FULL), ("in the middle", CTRL_C), ("the last", DEVICE_FULL), ("the second pool", HOST_FULL)],
 )
 @pytest.mark.parametrize("way", ["make_cache", "generate", "fork"])
-def test_a_cache_that_cannot_be_made_whole(monkeypatch, where, fault, way):
+def test_allocation_failure_in_make_cache_leaves_nothing(monkeypatch, where, fault, way):
     model = tiny(num_hidden_layers=2)
     before, plain = snapshot(model), generate(model)
     with patch(model) as handle:
@@ -107,7 +107,7 @@ def test_a_cache_that_cannot_be_made_whole(monkeypatch, where, fault, way):
 
 @pytest.mark.parametrize("method", ["quest", "louiskv"])
 @pytest.mark.parametrize(("verb", "fault"), [("prompt", DEVICE_FULL), ("step", ERROR), ("choose", CTRL_C)])
-def test_a_method_that_breaks_off_between_its_verbs(monkeypatch, verb, fault, method):
+def test_error_between_two_hooks_breaks_the_cache(monkeypatch, verb, fault, method):
     """append has stored the token, the index has not: such a cache may not be gone on with."""
     model = tiny(num_hidden_layers=2)
     before, plain = snapshot(model), generate(model)
@@ -146,7 +146,7 @@ def test_a_method_that_breaks_off_between_its_verbs(monkeypatch, verb, fault, me
 
 
 @pytest.mark.parametrize(("where", "fault"), [("hook", CTRL_C), ("implementation", ERROR), ("end", CTRL_C)])
-def test_a_patch_that_is_interrupted_leaves_no_half(monkeypatch, where, fault):
+def test_interrupted_patch_is_undone(monkeypatch, where, fault):
     model = tiny()
     before, plain, limit = snapshot(model), generate(model), torch._dynamo.config.recompile_limit
     count = []
@@ -173,7 +173,7 @@ def test_a_patch_that_is_interrupted_leaves_no_half(monkeypatch, where, fault):
     assert snapshot(model) == before
 
 
-def test_faults_again_and_again_hold_no_memory(monkeypatch):
+def test_repeated_faults_leak_no_memory(monkeypatch):
     """What one fault holds is little; a hundred show it."""
     model = tiny(num_hidden_layers=2)
 

@@ -1,103 +1,14 @@
-"""Stock transformers on a patched model with a full budget: every way of generating says the same as unpatched."""
+"""At full budget every way to call generate() answers as the unpatched model does."""
 import pytest
 import torch
 from cases import METHODS, SEVERAL, hyper_of
-from models import MAX_LENGTH, prompts, tiny
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from generating import FULL, GREEDY, IDS, MASK, WAYS, auto_compiled, tokenizer
+from models import MAX_LENGTH, tiny
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedTokenizerFast, pipeline
+from transformers import pipeline
 from world import DEVICE
 
 import torchsparsekv
-
-FULL = dict(max_length=MAX_LENGTH, budget=MAX_LENGTH, sink=8, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(3, 41)
-GREEDY = dict(max_new_tokens=16, do_sample=False)
-LONGER = dict(max_new_tokens=40, do_sample=False)  # so that pages are retrieved after a prompt of nothing
-
-
-def seeded(model, **options):
-    torch.manual_seed(3)
-    return model.generate(do_sample=True, top_k=20, max_new_tokens=16, **options)
-
-
-class Streamer:
-    """What TextStreamer is to generate()."""
-
-    def __init__(self):
-        self.seen = []
-
-    def put(self, ids):
-        self.seen.append(ids.flatten().tolist())
-
-    def end(self):
-        self.seen.append("end")
-
-
-def padded(model, **options):
-    return model.generate(input_ids=IDS, attention_mask=MASK, **options)
-
-
-def streamed(model, **options):
-    streamer = Streamer()
-    out = model.generate(input_ids=IDS[2:], attention_mask=MASK[2:], streamer=streamer, **GREEDY, **options)
-    assert streamer.seen[-1] == "end"
-    assert [t for some in streamer.seen[:-1] for t in some] == out.flatten().tolist()
-    return streamer.seen
-
-
-def embedded(model, **options):
-    return model.generate(inputs_embeds=model.get_input_embeddings()(IDS), attention_mask=MASK, **GREEDY, **options)
-
-
-def two_turns(model, **options):
-    """A second call with the cache of the first, and another generation in between that must not disturb it."""
-    first = model.generate(input_ids=IDS, attention_mask=MASK, return_dict_in_generate=True, **GREEDY, **options)
-    model.generate(input_ids=IDS + 1, attention_mask=MASK, **GREEDY, **options)
-    said, _ = prompts(3, 7, seed=5, ragged=False)
-    ids = torch.cat([first.sequences, said], 1)
-    mask = torch.cat([MASK, torch.ones_like(ids[:, MASK.shape[1] :])], 1)
-    cache = first.past_key_values
-    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **GREEDY, **options)
-
-
-def scores(model, **options):
-    out = model.generate(
-        input_ids=IDS, attention_mask=MASK, return_dict_in_generate=True, output_scores=True, **GREEDY, **options
-    )
-    return out.sequences
-
-
-def in_inference_mode(model, **options):
-    with torch.inference_mode():
-        return model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY, **options)
-
-
-WAYS = {
-    "greedy, padded batch": lambda m, **o: m.generate(input_ids=IDS, attention_mask=MASK, **GREEDY, **o),
-    "one row, no mask": lambda m, **o: m.generate(input_ids=IDS[2:], **GREEDY, **o),
-    "sampling": lambda m, **o: seeded(m, input_ids=IDS, attention_mask=MASK, **o),
-    "num_return_sequences": lambda m, **o: seeded(m, input_ids=IDS, attention_mask=MASK, num_return_sequences=2, **o),
-    "streamer": streamed,
-    "eos": lambda m, **o: padded(m, eos_token_id=list(range(3, 12)), **GREEDY, **o),
-    "prompt of one token": lambda m, **o: m.generate(input_ids=IDS[:, -1:], attention_mask=MASK[:, -1:], **LONGER, **o),
-    "prompt of two tokens": lambda m, **o: m.generate(IDS[:, -2:], attention_mask=MASK[:, -2:], **LONGER, **o),
-    "prompt in chunks": lambda m, **o: padded(m, prefill_chunk_size=16, **GREEDY, **o),
-    "inputs_embeds": embedded,
-    "two turns": two_turns,
-    "scores": scores,
-    "inference mode": in_inference_mode,
-    "repetition penalty": lambda m, **o: padded(m, repetition_penalty=1.5, **GREEDY, **o),
-}  # fmt: skip
-
-
-def auto_compiled() -> dict:
-    """generate() compiles the decode step by itself on a GPU; this makes it do so anywhere, and fail on a break."""
-    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-    config._compile_all_devices = True
-    return {"compile_config": config}
 
 
 def check_ran(handle):
@@ -121,7 +32,7 @@ def test_generate_as_unpatched(way):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy_for_every_method(method):
+def test_greedy_as_unpatched_for_every_method(method):
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
     window = {"window": MAX_LENGTH} if method == "streaming" else {}
@@ -130,7 +41,7 @@ def test_greedy_for_every_method(method):
         assert not handle.report().warnings
 
 
-def test_a_small_budget_is_not_the_same():
+def test_small_budget_changes_the_answer():
     """Else the tests above would compare the model with itself."""
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
@@ -160,7 +71,7 @@ def state_of(layer):
     return [t for _, t in layer.state.tensors()]
 
 
-def test_a_cache_handed_out_is_not_used_again():
+def test_returned_cache_is_not_recycled():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         first = model.generate(input_ids=IDS, attention_mask=MASK, return_dict_in_generate=True, **GREEDY)
@@ -172,7 +83,7 @@ def test_a_cache_handed_out_is_not_used_again():
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(kept, now))
 
 
-def test_report_is_about_the_cache_given():
+def test_report_covers_the_given_cache():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         cache = handle.make_cache(3)
@@ -181,7 +92,7 @@ def test_report_is_about_the_cache_given():
         assert {r.steps for r in handle.report().layers} == {15}
 
 
-def test_caches_grow_where_no_length_was_given():
+def test_caches_without_max_length_grow():
     model = tiny()
     with torchsparsekv.patch(model, "quest", **{**FULL, "max_length": None}) as handle:
         model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
@@ -192,16 +103,7 @@ def test_caches_grow_where_no_length_was_given():
 # ---------------------------------------------------------------- pipeline
 
 
-def tokenizer():
-    words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 97)}
-    plain = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
-    )
-
-
-def test_pipeline():
+def test_pipeline_as_unpatched():
     model = tiny()
     texts = [" ".join(f"w{i}" for i in range(3, n)) for n in (40, 22, 61)]
 
@@ -220,7 +122,7 @@ def test_pipeline():
 # ---------------------------------------------------------------- compiled
 
 
-def test_generate_of_a_compiled_model():
+def test_generate_of_a_compiled_model_as_unpatched():
     """torch.compile(model).generate() is the original's generate(), on a patched model too."""
     model = tiny()
     want = WAYS["greedy, padded batch"](model)

@@ -1,4 +1,4 @@
-"""The handle: what it undoes, whom it affects, and whether its numbers are true."""
+"""The handle restores everything, affects one model only, and reports true numbers."""
 import copy
 import gc
 import importlib.util
@@ -60,7 +60,7 @@ def test_patching_again_after_unpatch():
         assert {r.method for r in handle.report().layers} == {"full", "arkvale"}
 
 
-def test_hooks_of_others_survive():
+def test_user_hooks_survive_unpatch():
     model = tiny()
     attention = model.model.layers[1].self_attn
     seen = []
@@ -73,7 +73,7 @@ def test_hooks_of_others_survive():
     ours.remove(), later.remove()
 
 
-def test_context_manager_unpatches_whatever_happens():
+def test_context_manager_unpatches_after_an_error():
     model = tiny()
     before = snapshot(model)
     with pytest.raises(KeyError), patch(model) as handle:
@@ -98,7 +98,7 @@ def test_repr_says_what_is_active():
         assert "max_length=grows to 512" in repr(handle)
 
 
-def test_a_cache_without_a_length_says_what_it_takes(recwarn):
+def test_cache_without_a_length_reports_its_memory(recwarn):
     with patch(tiny(), max_length=None) as handle:
         with pytest.warns(UserWarning, match=r"has room for 512 tokens, .*: 0.0 MiB of host memory") as told:
             cache = handle.make_cache(3)
@@ -112,7 +112,7 @@ def test_a_cache_without_a_length_says_what_it_takes(recwarn):
     assert not [w for w in recwarn if "has room for" in str(w.message)]
 
 
-def test_only_this_instance():
+def test_only_the_patched_instance_changes():
     model, other = tiny(), tiny()
     before, words = snapshot(other), generate(other)
     with patch(model):
@@ -122,7 +122,7 @@ def test_only_this_instance():
 
 
 @pytest.mark.parametrize("first", ["original", "copy"])
-def test_deep_copy_is_patched_on_its_own(first):
+def test_deepcopy_is_patched_independently(first):
     model = tiny()
     before = snapshot(model)
     handle = patch(model)
@@ -195,7 +195,7 @@ def test_report_counts_exactly(length, steps):
         assert r.pool_bytes_read == r.blocks_fetched * 4 * 2 * 16 * 4  # tokens, K and V, head_dim, fp32
 
 
-def test_report_by_hand():
+def test_report_equals_counts_by_hand():
     """The same for one number a reader can check: 40 tokens, budget 8 in pages of 4, one step."""
     model = tiny()
     with patch(model) as handle:
@@ -221,7 +221,7 @@ def test_report_counts_bytes_from_the_host():
     assert report.layers[0].host_bytes_read == 0
 
 
-def test_hits_are_not_fetched_again():
+def test_cache_hits_are_not_fetched_again():
     """The budget covers every page there is: each is fetched once, however many steps ask for it."""
     model = tiny()
     with patch(model, budget=40) as handle:
@@ -234,7 +234,7 @@ def test_hits_are_not_fetched_again():
     assert r.hit_rate == pytest.approx(1 - r.blocks_fetched / r.blocks_selected)
 
 
-def test_report_starts_again_with_every_generate():
+def test_report_restarts_at_every_generate():
     model = tiny()
     with patch(model) as handle:
         for steps in (9, 5):
@@ -256,7 +256,7 @@ def test_report_prints_a_table():
     assert len(lines) == 6, "a warning without a reason"
 
 
-def test_report_is_loud_when_nothing_ran():
+def test_report_warns_when_nothing_ran():
     model = tiny()
     with patch(model) as handle:
         assert "!! NOTHING TO REPORT ON" in str(handle.report())
@@ -273,7 +273,7 @@ def test_report_is_loud_when_nothing_ran():
         assert "!! NOTHING TO REPORT ON" in str(handle.report()), "a cache that is gone ran steps, for all we know"
 
 
-def test_report_names_layers_never_hit():
+def test_report_names_layers_that_never_ran():
     model = tiny()
     with patch(model) as handle:
         cache = handle.make_cache(2)
@@ -283,7 +283,7 @@ def test_report_names_layers_never_hit():
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_report_as_dict_is_json(steps):
+def test_report_as_dict_is_json_serialisable(steps):
     model = tiny()
     with patch(model) as handle:
         cache = handle.make_cache(2)
@@ -415,7 +415,7 @@ def test_an_old_name_that_the_method_does_not_have_is_refused():
         patch(tiny(), "quest", choosers=(1,))
 
 
-def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):
+def test_auto_offload_uses_half_of_the_free_device_memory(monkeypatch):
     with patch(tiny(), offload="auto") as handle:
         needed = handle.planned.bytes(1, 64, pool_on_host=False)[1]
         handle.planned.device = torch.device("cuda")

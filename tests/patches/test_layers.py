@@ -1,4 +1,4 @@
-"""Layers are data: what each is, which module it is, and which method it runs, with a budget of its own."""
+"""Every layer may run its own method with its own budget."""
 import dataclasses
 
 import pytest
@@ -24,7 +24,7 @@ MIXED = {1: dict(budget=64), 2: LOUIS, 3: PARIS, 4: "full", 5: dict(sink=4)}
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_methods_and_budgets_in_one_model_are_dense_at_full_budget(backend):
+def test_mixed_methods_are_dense_at_full_budget(backend):
     counters.clear()
     model = tiny(num_hidden_layers=6)
     ids, mask = prompts(3, 41)
@@ -42,7 +42,7 @@ def test_methods_and_budgets_in_one_model_are_dense_at_full_budget(backend):
         assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_layer_runs_as_in_a_model_of_that_method():
+def test_layer_of_a_mixed_model_runs_like_in_a_uniform_model():
     """Entries for all layers, or the method for the model: the same logits, at a budget where methods differ."""
     ids, mask = prompts(2, 67)
     small = {**FULL, "budget": 16}
@@ -80,7 +80,7 @@ def names(**options):
         return [m.name for m in handle.planned.methods], handle.planned.exceptions()
 
 
-def test_what_is_given_for_a_layer_wins_over_skip_layers():
+def test_settings_of_a_layer_override_skip_layers():
     entry = {"method": "quest"}
     assert names(skip_layers=2) == (["full", "full", "quest", "quest"], [])
     assert names(skip_layers=2, layers={0: entry}) == (["quest", "full", "quest", "quest"], ["0: quest"])
@@ -91,7 +91,7 @@ def test_what_is_given_for_a_layer_wins_over_skip_layers():
     assert names(layers=same) == (["full", "arkvale", "arkvale", "quest"], said)
 
 
-def test_a_budget_is_handed_on_where_it_means_something():
+def test_budget_is_passed_only_to_methods_that_use_budgets():
     """100 is no multiple of a block of 16, and streaming has no use for it."""
     told = dict(method="pariskv", budget=100, sink=16, window=16, max_length=512)
     with torchsparsekv.patch(tiny(), **told, layers={1: "streaming"}) as handle:
@@ -103,7 +103,7 @@ def test_a_budget_is_handed_on_where_it_means_something():
 
 
 @pytest.mark.parametrize("offload", ["device", "host"])
-def test_bytes_are_known_layer_by_layer(offload):
+def test_bytes_are_planned_per_layer(offload):
     on_host = offload == "host"
     with torchsparsekv.patch(tiny(num_hidden_layers=6), "quest", **FULL, layers=MIXED, offload=offload) as handle:
         plan, cache = handle.planned, handle.make_cache(3, 100)
@@ -118,7 +118,7 @@ def test_bytes_are_known_layer_by_layer(offload):
 # ---------------------------------------------------------------- what a layer is
 
 
-def test_a_family_that_is_wrong_is_refused_where_it_shows(monkeypatch):
+def test_wrong_family_is_refused_at_its_first_error(monkeypatch):
     """Its model does otherwise than the plan was made for: no wrong answer, whichever of it is wrong."""
     all_families()
     ids, _ = prompts(2, 12)
@@ -134,7 +134,7 @@ def test_a_family_that_is_wrong_is_refused_where_it_shows(monkeypatch):
         monkeypatch.undo()
 
 
-def test_ranks_share_the_heads_as_the_tensor_parallel_plan_says():
+def test_ranks_divide_heads_by_the_tensor_parallel_plan():
     whole = Layer(heads=8, kv_heads=4, head_dim=16, shard="heads")
     assert whole.on_rank(1) is whole
     half = whole.on_rank(2)
@@ -148,11 +148,11 @@ def test_ranks_share_the_heads_as_the_tensor_parallel_plan_says():
 
 
 @pytest.mark.parametrize(("kind", "shard"), [("llama", "heads"), ("phi3", "replicated"), ("gpt_oss", "unknown")])
-def test_the_plan_of_transformers_is_understood(kind, shard):
+def test_tensor_parallel_plan_of_transformers_is_understood(kind, shard):
     assert layer_of(AutoConfig.for_model(kind), 0).shard == shard
 
 
-def test_a_rank_keeps_its_own_heads():
+def test_rank_stores_only_its_own_heads():
     model = tiny()
     model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
@@ -181,7 +181,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("kind", REACHED)
-def test_attention_modules_are_told_from_others(kind):
+def test_attention_modules_are_recognised(kind):
     count, more = REACHED[kind]
     sizes = {**SIZES, **more} if kind != "mpt" else {"n_layers": 4, "d_model": 64, "n_heads": 4, "vocab_size": 97}
     config = AutoConfig.for_model(kind, **sizes)
@@ -192,7 +192,7 @@ def test_attention_modules_are_told_from_others(kind):
     assert all(name.endswith("attn") for name in found)
 
 
-def test_cross_attention_is_none_of_ours():
+def test_cross_attention_is_not_patched():
     with torch.device("meta"):
         config = MllamaTextConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
         config._attn_implementation = "sdpa"
@@ -214,7 +214,7 @@ def indexed(*indices):
         ((0, 1, 2, 4), r"has 4 attention modules .* for 4 layers \(without: 3; unknown: 4\)"),
     ],
 )
-def test_layers_and_modules_match_or_it_is_refused(indices, says):
+def test_mismatched_layers_and_modules_are_refused(indices, says):
     model = indexed(*indices)
     with pytest.raises(NotImplementedError, match=says):
         torchsparsekv.patch(model, "quest", **FULL)

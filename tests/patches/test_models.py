@@ -1,4 +1,4 @@
-"""Patched models: with a full budget every method on every family *is* dense attention, whatever the batch."""
+"""At full budget every method on every family is dense attention, for every batch."""
 import gc
 import weakref
 
@@ -123,7 +123,7 @@ def test_long_run_keeps_graph_and_addresses():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_prompt_in_chunks_and_a_second_turn(method):
+def test_prompt_in_chunks_and_second_turn_are_dense(method):
     """However the prompt arrives, in one run or in pieces, with decoding between: attention over it is exact."""
     model = tiny()
     ids, mask = prompts(2, 60)
@@ -159,7 +159,7 @@ def test_a_mask_of_the_new_tokens_alone_does_not_move_the_padding():
     assert torch.equal(logits[0], logits[2])
 
 
-def test_the_old_cache_is_gone_before_the_next_is_made(monkeypatch):
+def test_old_cache_is_freed_before_a_new_one_is_made(monkeypatch):
     model = tiny()
     ids, mask = prompts(2, 20)
     with torchsparsekv.patch(model, "quest", **full_budget("quest")) as handle:
@@ -171,7 +171,7 @@ def test_the_old_cache_is_gone_before_the_next_is_made(monkeypatch):
     assert alive == [None]
 
 
-def test_a_decode_step_on_a_foreign_cache_says_so():
+def test_decode_step_on_a_foreign_cache_is_refused():
     model = tiny()
     ids, _ = prompts(1, 12)
     with torchsparsekv.patch(model, "quest", **full_budget("quest")), torch.no_grad():

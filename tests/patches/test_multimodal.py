@@ -1,4 +1,4 @@
-"""Models with images, patched as a whole: the text model retrieves, the vision tower is left alone."""
+"""Models with images retrieve in the text model and leave the vision tower alone."""
 import pytest
 import torch
 import transformers
@@ -87,11 +87,11 @@ def implementations(model):
     return {key: getattr(model.config, key)._attn_implementation for key in model.config.sub_configs}
 
 
-def test_every_one_has_a_case():
+def test_every_multimodal_family_has_a_case():
     assert set(CONFIGS) == set(MULTIMODAL)
 
 
-def test_images_that_see_both_ways_are_refused_and_text_is_not():
+def test_bidirectional_images_are_refused_and_text_is_accepted():
     """In gemma3 the tokens of an image see one another; its processor says of every token whether it is one."""
     model, given = tiny("gemma3"), inputs("gemma3", 1)
     images = (given["input_ids"] == IMAGE).long()
@@ -134,7 +134,7 @@ def test_a_small_budget_is_not_dense():
 
 
 @pytest.mark.parametrize("part", ["model", "model.language_model"])
-def test_a_part_of_it_is_refused(part):
+def test_patching_only_the_text_model_is_refused(part):
     """It would be accepted and never seen by the whole model's generate()."""
     model = tiny("llava")
     before = snapshot(model)

@@ -1,4 +1,4 @@
-"""A decode step never waits for the device: a GPU says so, and without one fake tensors have no values to wait for."""
+"""A decode step never waits for the device; without a GPU, fake tensors show that."""
 import pytest
 import torch
 from cases import METHODS, hyper_of
@@ -28,7 +28,7 @@ class Ops(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_no_op_of_a_decode_step_is_one_that_syncs(method):
+def test_decode_steps_call_no_op_that_syncs(method):
     """What syncs is marked so when it is registered, and such an op splits CUDA graphs."""
     model = tiny()
     ids, mask = prompts(2, 40)
@@ -46,7 +46,7 @@ def test_no_op_of_a_decode_step_is_one_that_syncs(method):
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_a_decode_step_runs_without_values(method):
+def test_decode_step_runs_on_fake_tensors(method):
     """`.item()`, `.tolist()`, a branch on a tensor: with fake tensors each of these raises."""
     model = tiny(num_hidden_layers=2).cpu()
     with torchsparsekv.patch(model, method, **hyper_of(method, **SIZES)) as handle:
@@ -61,7 +61,7 @@ def test_a_decode_step_runs_without_values(method):
                 assert layer.method.decode(layer.state, q, kv, kv, a).shape == q.shape
 
 
-def test_what_waits_is_noticed():
+def test_waiting_op_fails_the_check():
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         int(torch.ones(1).sum())
 
@@ -69,7 +69,7 @@ def test_what_waits_is_noticed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_no_sync_in_eager_steps(method):
+def test_eager_steps_do_not_sync(method):
     """As in a graph, but seen op by op; positions are given, since transformers' own are read on the host."""
     model = tiny(dtype=torch.bfloat16)
     ids, mask = prompts(2, 40)

@@ -1,36 +1,26 @@
-"""What a cache takes, before it is there: by buffer, and what is then allocated."""
+"""plan() and `torchsparsekv plan` predict the memory of a cache by buffer."""
 import gc
 import re
 
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from cli import answered, refused
 from models import tiny
-from test_cli import answered, refused
+from planned import allocated
+from planned import folder as of_a_tiny_model
 from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.state import RowLengths
 
+folder = of_a_tiny_model  # the fixture
 SMALL = dict(max_length=64, budget=16, sink=8, window=6, skip_layers=1, block_size=4)
 
 
-def allocated(cache):
-    """Bytes by buffer, read off the tensors themselves."""
-    found = {}
-    for layer in cache.layers:
-        for name, given in layer.state.buffers.items():
-            t = getattr(layer.state, name)
-            for part, x in t._asdict().items() if isinstance(given, tuple) else ((None, t),):
-                key = f"{name}.{part}" if part else name
-                if isinstance(x, torch.Tensor):
-                    found[key] = found.get(key, 0) + x.nbytes
-    return found | {"row lengths": sum(x.nbytes for x in cache.row_lengths.values())}
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_is_what_is_then_allocated(method):
+def test_planned_memory_equals_allocated_memory(method):
     with torchsparsekv.patch(tiny(), method, **hyper_of(method, **SMALL)) as handle:
         for batch, length in ((1, None), (3, 48)):
             memory = handle.plan(batch, length)
@@ -48,7 +38,7 @@ def test_memory_is_what_is_then_allocated(method):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_within_a_hundredth_of_what_the_device_gives(method):
+def test_planned_memory_is_within_1_percent_of_device_memory(method):
     hyper = hyper_of(method, max_length=65536, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
     with torchsparsekv.patch(tiny(max_position_embeddings=65536), method, **hyper, offload="host") as handle:
         gc.collect()
@@ -61,7 +51,7 @@ def test_memory_within_a_hundredth_of_what_the_device_gives(method):
         del cache
 
 
-def test_nothing_is_allocated(monkeypatch):
+def test_planning_allocates_nothing(monkeypatch):
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
         monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("allocated"))
         monkeypatch.setattr(host, "pinned", lambda *a, **k: pytest.fail("allocated"))
@@ -71,23 +61,13 @@ def test_nothing_is_allocated(monkeypatch):
 # ---------------------------------------------------------------- commands
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A config without weights is enough."""
-    path = tmp_path_factory.mktemp("model")
-    config = tiny().config
-    config.dtype = torch.float32
-    config.save_pretrained(path)
-    return str(path)
-
-
-def test_without_a_length_it_takes_what_the_model_has(folder):
+def test_plan_without_a_length_uses_the_limit_of_the_model(folder):
     """512 positions: less than what is taken where there are more."""
     small = ("plan", folder, "--method", "quest", "--set", "budget=64")
     assert answered(*small) == answered(*small, "--max-length", "512")
 
 
-def test_the_command_says_what_a_patched_model_would_take(folder):
+def test_plan_command_equals_the_plan_of_a_patched_model(folder):
     told = answered("plan", folder, "--method", "quest", "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
     ))  # fmt: skip
@@ -125,11 +105,11 @@ def test_the_command_takes_an_old_name_with_a_warning(folder):
         (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
     ],
 )
-def test_what_the_command_refuses(folder, args, says):
+def test_plan_command_refuses_wrong_arguments(folder, args, says):
     assert f"plan: {says}" in refused("plan", *(folder if a == "MODEL" else a for a in args))
 
 
-def test_info_says_what_is_here():
+def test_info_lists_versions_and_devices():
     told = answered("info")
     for part in (f"torchsparsekv {torchsparsekv.__version__}", f"torch {torch.__version__}", "host memory: "):
         assert part in told
@@ -137,7 +117,7 @@ def test_info_says_what_is_here():
     assert "no method is refused here" in told
 
 
-def test_info_says_what_would_be_refused(monkeypatch):
+def test_info_lists_what_would_be_refused(monkeypatch):
     from torchsparsekv.commands import info
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (7, 5))
@@ -149,9 +129,9 @@ def test_info_says_what_would_be_refused(monkeypatch):
     assert all(re.match(says, x) for x in lines)
 
 
-def test_the_version():
+def test_version_option_prints_the_version():
     assert answered("--version") == f"torchsparsekv {torchsparsekv.__version__}\n"
 
 
-def test_a_model_that_is_not_there():
+def test_missing_model_is_refused():
     assert "calibrate: there is no model at ./nowhere" in refused("calibrate", "./nowhere", "README.md")

@@ -1,11 +1,11 @@
-"""patch(pool_dtype="int8"): what a model answers, what it takes, and what it says of it."""
+"""pool_dtype="int8": answers, memory and reports."""
 import pytest
 import torch
 from cases import METHODS, hyper_of
+from cli import answered, refused
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
+from planned import allocated, folder  # noqa: F401
 from snapshot import snapshot
-from test_cli import answered, refused
-from test_plan import allocated, folder  # noqa: F401
 from world import DEVICE
 
 import torchsparsekv
@@ -52,7 +52,7 @@ def exact_and_bound(q, keys, values, scale):
 
 @pytest.mark.parametrize("dim", [16, 80])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_answer_is_dense_attention_within_the_rounding(method, dim):
+def test_attention_over_an_int8_pool_is_dense_within_rounding(method, dim):
     """From the raw keys and values: a ragged prompt, steps, a second turn, steps."""
     rows, heads, group, scale = 96, 2, 2, dim**-0.5
     sizes = hyper_of(method, budget=rows, sink=8, window=rows if method == "streaming" else 6, block_size=4)
@@ -83,7 +83,7 @@ def test_every_answer_is_dense_attention_within_the_rounding(method, dim):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_answers_as_dense_but_for_the_rounding(method):
+def test_model_with_an_int8_pool_is_dense_within_rounding(method):
     """A ragged batch; whole, and in chunks with a fork in between."""
     model = tiny()
     ids, mask = prompts(3, 41)
@@ -102,7 +102,7 @@ def test_a_model_answers_as_dense_but_for_the_rounding(method):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves(dtype):
+def test_half_precision_models_take_an_int8_pool(dtype):
     model = tiny(dtype=dtype)
     ids, mask = prompts(2, 41)
     want = dense_logits(tiny(), ids, mask, 20)
@@ -112,7 +112,7 @@ def test_halves(dtype):
 
 
 @pytest.mark.parametrize("method", ["quest", pytest.param("pariskv", marks=pytest.mark.gpu)])
-def test_triton_answers_as_the_references_do(method):
+def test_triton_equals_references_with_an_int8_pool(method):
     model = tiny()
     ids, mask = prompts(2, 24)
     with patched(model, method) as handle:
@@ -124,8 +124,8 @@ def test_triton_answers_as_the_references_do(method):
 
 
 @pytest.mark.parametrize("method", ["quest", "pariskv", "full"])
-def test_generate_compiles_one_graph_and_answers_the_same(method):
-    from test_generate import auto_compiled
+def test_generate_with_an_int8_pool_compiles_one_graph(method):
+    from generating import auto_compiled
 
     model = tiny()
     ids, mask = prompts(2, 24)
@@ -135,7 +135,7 @@ def test_generate_compiles_one_graph_and_answers_the_same(method):
         assert torch.equal(model.generate(**told, **auto_compiled()), want)
 
 
-def test_a_probe_is_of_what_the_pool_holds():
+def test_probe_measures_the_rounded_pool():
     """All of it was attended to, so nothing is missing of it; the rounding is no error here."""
     model = tiny()
     ids, mask = prompts(1, 41, ragged=False)
@@ -151,7 +151,7 @@ def test_a_probe_is_of_what_the_pool_holds():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_is_what_is_then_allocated(method):
+def test_planned_memory_equals_allocated_memory(method):
     with patched(tiny(), method) as handle, torch.no_grad():
         memory, cache = handle.plan(3, 48), handle.make_cache(3, 48)
         assert sum(r.nbytes for r in memory.rows) == sum(allocated(cache).values())
@@ -163,7 +163,7 @@ def test_memory_is_what_is_then_allocated(method):
 
 
 @pytest.mark.parametrize(("head_dim", "share"), [(64, 9 / 16), (128, 17 / 32), (256, 17 / 32)])
-def test_the_pool_takes_about_half(head_dim, share):
+def test_int8_pool_takes_about_half_the_memory(head_dim, share):
     """Of what it takes in 16 bits; the rest of a cache is as it was."""
     pools, others = [], []
     for pool_dtype in (None, "int8"):
@@ -176,7 +176,7 @@ def test_the_pool_takes_about_half(head_dim, share):
     assert others[0] == others[1]
 
 
-def test_what_is_read_is_counted_in_its_bytes():
+def test_fetched_bytes_are_counted_at_int8_size():
     """A quest step that misses: whole blocks of rows of 16 + 16 numbers, two scales, and what fills up 16 bytes."""
     model = tiny()
     ids, mask = prompts(1, 50, ragged=False)
@@ -188,7 +188,7 @@ def test_what_is_read_is_counted_in_its_bytes():
     assert layer.pool_bytes_read == layer.blocks_fetched * 4 * 48
 
 
-def test_it_is_said():
+def test_report_and_repr_name_the_pool_dtype():
     said = "pool_dtype int8: the pool holds keys and values in int8 with scales, the model has float32"
     with patched(tiny(), "quest") as handle:
         assert "pool_dtype='int8'" in repr(handle)
@@ -200,7 +200,7 @@ def test_it_is_said():
         assert "pool_dtype" not in repr(handle)
 
 
-def test_the_command_says_what_it_takes(folder):  # noqa: F811
+def test_plan_command_takes_pool_dtype(folder):  # noqa: F811
     args = ("plan", folder, "--method", "quest", "--max-length", "64", "--set", "budget=16", "--skip-layers", "0")
     pools = []
     for told in ((), ("--pool-dtype", "int8")):
@@ -211,7 +211,7 @@ def test_the_command_says_what_it_takes(folder):  # noqa: F811
     assert "pool_dtype must be 'int8'" in refused(*args, "--pool-dtype", "int4")
 
 
-def test_eval_and_bench_tell_patch():
+def test_eval_and_bench_pass_pool_dtype_to_patch():
     """And refuse another type before a model is loaded."""
     assert quality.settings(quality.Options(pool_dtype="int8", methods=("quest",)))[1].patch["pool_dtype"] == "int8"
     assert "pool_dtype" not in quality.settings(quality.Options(methods=("quest",)))[1].patch
@@ -223,7 +223,7 @@ def test_eval_and_bench_tell_patch():
 
 
 @pytest.mark.parametrize("wrong", ["fp4", "INT8", "", 8, torch.int8, True, ["int8"]])
-def test_another_type_is_refused_before_anything_is_touched(wrong):
+def test_other_pool_dtypes_are_refused_first(wrong):
     model = tiny()
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"^pool_dtype must be 'int8', or None for the type of the model, got") as e:
@@ -232,6 +232,6 @@ def test_another_type_is_refused_before_anything_is_touched(wrong):
     assert snapshot(model) == before
 
 
-def test_a_head_dim_that_no_store_takes_is_refused_with_it_too():
+def test_unsupported_head_dim_is_refused_with_an_int8_pool():
     with pytest.raises(ValueError, match="head_dim must be a multiple of 16 up to 256, this model has 24"):
         torchsparsekv.patch(tiny(head_dim=24), "quest", pool_dtype="int8", **SMALL)

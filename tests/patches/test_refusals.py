@@ -1,15 +1,14 @@
-"""What is refused, with which words, and that a refusal leaves the model alone. One table; a new refusal is a new row."""
+"""Every refusal has its words and leaves the model unchanged; a new refusal is a new row of the table."""
 # ruff: noqa: E501 (in the table a row is a line)
 import copy
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
-from cases import IN_BLOCKS, MANY_TOKENS, METHODS, OPS
+from cases import MANY_TOKENS, METHODS, OPS
+from kernels import flat, on
 from models import prompts, tiny
+from refusing import IDS, MASK, SMALL, Row, generate, patch, used
 from snapshot import snapshot
-from test_ops import flat, on
 from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
 from world import DEVICE, World
 
@@ -18,43 +17,9 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.select.top_blocks import top_blocks
 
 ENTRIES = load_all()
-SMALL = dict(max_length=64, budget=16, sink=4, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(2, 20)
-
-
-class Row(NamedTuple):
-    id: str
-    act: Callable  # takes the model; the model must be unchanged when it has raised
-    error: type[Exception]
-    says: str
-    model: Callable = tiny
 
 
 # ---------------------------------------------------------------- ways to ask for what is refused
-
-def patch(method="quest", **changes):
-    """At patch time; a method of single tokens has no block size."""
-    sizes = {name: x for name, x in SMALL.items() if name != "block_size" or method in IN_BLOCKS}
-    return lambda model: torchsparsekv.patch(model, method, **{**sizes, **changes})
-
-
-def used(act, **changes):
-    """While patched: `act(model, handle)`; leaving the block unpatches, so the model must be as before here too."""
-
-    def run(model):
-        with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, **changes}) as handle:
-            act(model, handle)
-
-    return run
-
-
-def generate(ids=IDS, mask=MASK, cache=None, **options):
-    def act(model, handle):
-        kwargs = {} if cache is None else {"past_key_values": cache(handle)}
-        options.setdefault("max_new_tokens", 4)
-        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, **kwargs, **options)
-
-    return used(act)
 
 
 def call(ids=IDS, mask=None, rows=2):
@@ -201,14 +166,14 @@ ROWS = [
     Row("sink negative", patch(sink=-4), ValueError, r"sink must be at least 0, got -4"),
     Row("block size zero", patch(block_size=0), ValueError, r"block_size must be a power of two, got 0"),
     Row("block size not a power of two", patch(block_size=6), ValueError, r"block_size must be a power of two, got 6"),
-    Row("no hot buffer", patch(hot_budgets=0), ValueError, r"hot_budgets must be at least 1, got 0"),
-    Row("half a budget more in the hot buffer", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int, got 2.5"),
+    Row("hot_budgets zero", patch(hot_budgets=0), ValueError, r"hot_budgets must be at least 1, got 0"),
+    Row("hot_budgets a fraction", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int, got 2.5"),
     *(
         Row(f"prefetch_async of {x!r}", patch(prefetch_async=x), ValueError, rf"prefetch_async must be None or a cosine, from -1 to 1, got {x!r}")
         for x in (1.5, "0.8", True, float("nan"))
     ),
-    Row("clusters of runs come late", patch("clusterkv", prefetch_async=0.8, run=4), ValueError, r"clusterkv: prefetch_async is for methods that"),
-    Row("what was chosen at no step comes late", patch("louiskv", prefetch_async=0.8), ValueError, r"louiskv: prefetch_async is for methods that choose at every step"),
+    Row("prefetch_async with runs of clusterkv", patch("clusterkv", prefetch_async=0.8, run=4), ValueError, r"clusterkv: prefetch_async is for methods that"),
+    Row("prefetch_async with louiskv", patch("louiskv", prefetch_async=0.8), ValueError, r"louiskv: prefetch_async is for methods that choose at every step"),
     Row("budget not in blocks", patch(budget=18), ValueError, r"budget must be a multiple of block_size 4, got 18"),
     Row("sink not in blocks", patch(sink=5), ValueError, r"sink must be a multiple of block_size 4, got 5"),
     Row("sink above max_length", patch(sink=68), ValueError, r"sink 68 is above max_length 64"),
@@ -248,25 +213,25 @@ ROWS = [
     Row("tau above one", patch("louiskv", tau=1.01), ValueError, r"tau must be in \(-1, 1\].*got 1.01"),
     Row("tau not a number", patch("louiskv", tau=float("nan")), ValueError, r"tau must be in \(-1, 1\].*got nan"),
     Row("tau a bool", patch("louiskv", tau=True), ValueError, r"tau must be in \(-1, 1\].*got True"),
-    Row("tau of no file", patch("louiskv", tau="nowhere.json"), ValueError, r"nowhere.json is no file of `torchsparsekv calibrate`"),
+    Row("tau a missing file", patch("louiskv", tau="nowhere.json"), ValueError, r"nowhere.json is no file of `torchsparsekv calibrate`"),
     Row("per_head a string", patch("louiskv", per_head="yes"), TypeError, r"per_head must be a bool, got 'yes'"),
-    Row("memory above one", patch("louiskv", memory=1.5), ValueError, r"memory must be from 0 to 1, got 1.5"),
-    Row("segments reversed", patch("louiskv", segment_min=9, segment_max=8), ValueError, r"segments need shortest <= longest, got 9, 8"),
+    Row("memory of louiskv above one", patch("louiskv", memory=1.5), ValueError, r"memory must be from 0 to 1, got 1.5"),
+    Row("segment_min above segment_max", patch("louiskv", segment_min=9, segment_max=8), ValueError, r"segments need shortest <= longest, got 9, 8"),
     Row("segment a float", patch("louiskv", segment_max=8.0), TypeError, r"segment_max must be an int, got 8.0"),
     Row("run zero", patch("clusterkv", run=0), ValueError, r"run must be from 1 to 4096, got 0"),
-    Row("run beyond a program", patch("clusterkv", run=4097), ValueError, r"run must be from 1 to 4096, got 4097"),
+    Row("run above 4096", patch("clusterkv", run=4097), ValueError, r"run must be from 1 to 4096, got 4097"),
     Row("run a float", patch("clusterkv", run=2.0), TypeError, r"run must be an int, got 2.0"),
-    Row("more new clusters than fit", patch("clusterkv", new_clusters=65), ValueError, r"new_clusters must be from 1 to 64, got 65"),
-    Row("new clusters of no size", patch("clusterkv", every=10), ValueError, r"every must be a multiple of new_clusters 4, got 10"),
+    Row("new_clusters above 64", patch("clusterkv", new_clusters=65), ValueError, r"new_clusters must be from 1 to 64, got 65"),
+    Row("every not a multiple of new_clusters", patch("clusterkv", every=10), ValueError, r"every must be a multiple of new_clusters 4, got 10"),
     Row("budget below a cluster", patch("clusterkv", budget=8, cluster_size=16, run=4), ValueError, r"budget 8 is below one unit: a cluster has 16 tokens"),
     Row("budget below a segment", patch("louiskv"), ValueError, r"budget 16 is below one unit.*segment up to 32"),
-    Row("clusters in blocks", patch("clusterkv", block_size=4), TypeError, r"method 'clusterkv' has no hyper-parameter block_size"),
+    Row("block_size for clusterkv", patch("clusterkv", block_size=4), TypeError, r"method 'clusterkv' has no hyper-parameter block_size"),
     Row("cluster size one", patch("clusterkv", cluster_size=1), ValueError, r"cluster_size must be from 2 to 4096, got 1"),
-    Row("cosine a number", patch("clusterkv", cosine=1), TypeError, r"cosine must be a bool, got 1"),
-    Row("a size no cache can have", patch("pariskv", budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
+    Row("cosine an int", patch("clusterkv", cosine=1), TypeError, r"cosine must be a bool, got 1"),
+    Row("budget above the candidates of any cache", patch("pariskv", budget=100, max_length=None, full_threshold=0, beta=0.1, rho=0.2), ValueError, r"budget 100 is above the 51 candidates that beta leaves of 502 tokens"),
     Row("stretch below a cluster", patch("clusterkv", stretch=8, cluster_size=16), ValueError, r"stretch 8 is below cluster_size 16"),
-    Row("stretch too long", patch("clusterkv", stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),
-    Row("no rounds", patch("clusterkv", rounds=0), ValueError, r"rounds must be from 1 to 100, got 0"),
+    Row("stretch above 4096", patch("clusterkv", stretch=8192), ValueError, r"stretch must be from 2 to 4096, got 8192"),
+    Row("rounds zero", patch("clusterkv", rounds=0), ValueError, r"rounds must be from 1 to 100, got 0"),
     Row("rounds a bool", patch("clusterkv", rounds=True), TypeError, r"rounds must be an int, got True"),
     Row("seed of clusters negative", patch("clusterkv", seed=-1), ValueError, r"seed must be from 0 to 65535, got -1"),
     # models
@@ -274,10 +239,10 @@ ROWS = [
     Row("family unknown", patch(), NotImplementedError, r"no family for model_type 'gpt2'; available: apertus, .*llama, .*qwen3_moe", gpt2),
     Row("encoder-decoder", patch(), NotImplementedError, r"encoder-decoder", t5),
     Row("training mode at patch", patch(), RuntimeError, r"call model.eval\(\) first", lambda: tiny().train()),
-    Row("dispatch bypassed", patch(), NotImplementedError, r"LlamaForCausalLM bypasses transformers' attention dispatch", no_dispatch),
+    Row("attention dispatch bypassed", patch(), NotImplementedError, r"LlamaForCausalLM bypasses transformers' attention dispatch", no_dispatch),
     Row("double precision", patch(), TypeError, r"float32, float16 or bfloat16, got torch.float64", lambda: tiny(dtype=torch.float64)),
     Row("several devices", patch(), NotImplementedError, r"spread over several devices \(0, 1\)", spread_over_devices),
-    Row("head_dim", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
+    Row("head_dim not a multiple of 16", patch(), ValueError, r"head_dim must be a multiple of 16 up to 256, this model has 24", lambda: tiny(head_dim=24)),
     Row("config of a patched model", patch_one_of_two, RuntimeError, r"implementation 'torchsparsekv_over_sdpa', of a patched model whose config it is or was copied from"),
     Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
     # capacity
@@ -287,11 +252,11 @@ ROWS = [
     Row("second prompt overruns", used(second_prompt_overruns), ValueError, r"20 tokens after 20 overrun this cache of max_length 32"),
     Row("generate overruns a given cache", generate(cache=lambda h: h.make_cache(2, 22)), ValueError, r"holds 22 tokens, this call needs 23"),
     Row("cache above the limit", used(lambda m, h: h.make_cache(2, 65)), ValueError, r"max_length 65 is above the limit of this patch, 64"),
-    Row("cache of length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
-    Row("cache of length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
-    Row("cache of half a row", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
-    Row("fork into a word", used(lambda m, h: h.fork(h.make_cache(2), "2")), TypeError, r"batch_size must be an int, got '2'"),
-    Row("cache of no rows", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
+    Row("cache with length zero", used(lambda m, h: h.make_cache(2, 0)), ValueError, r"max_length must be a positive int, got 0"),
+    Row("cache with length True", used(lambda m, h: h.make_cache(2, True)), ValueError, r"max_length must be a positive int, got True"),
+    Row("cache with a fractional batch size", used(lambda m, h: h.make_cache(1.5)), TypeError, r"batch_size must be an int, got 1.5"),
+    Row("fork with a string as batch size", used(lambda m, h: h.fork(h.make_cache(2), "2")), TypeError, r"batch_size must be an int, got '2'"),
+    Row("cache with batch size zero", used(lambda m, h: h.make_cache(0)), ValueError, r"batch_size must be at least 1, got 0"),
     # modes of generate
     Row("beam search", generate(num_beams=2), ValueError, r"'beam_search' reorders or forks the cache"),
     Row("beam sampling", used(lambda m, h: m.generate(input_ids=IDS, num_beams=2, do_sample=True, max_new_tokens=2)), ValueError, r"'beam_sample' reorders"),
@@ -301,8 +266,8 @@ ROWS = [
     Row("contrastive search", generate(penalty_alpha=0.6, top_k=4), ValueError, r"contrastive_search|Contrastive Search requires"),
     Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
     Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
-    Row("a chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
-    Row("chunks of none", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
+    Row("prefill chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
+    Row("prefill chunk size zero", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
     Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
     # other people's caches and masks
     Row("cache of another patch", used(of_another_patch), ValueError, r"made by another patch"),
@@ -312,14 +277,14 @@ ROWS = [
     Row("make_cache after unpatch", used(make_cache_after_unpatch), RuntimeError, r"this handle is unpatched"),
     Row("batch size", call(rows=3), ValueError, r"made for batch size 3, got 2"),
     Row("batch size in generate", generate(cache=lambda h: h.make_cache(3)), ValueError, r"made for batch size 3, this call has 2"),
-    Row("crop", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
-    Row("reorder", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
+    Row("crop a cache", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
+    Row("reorder a cache", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
     Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by copy or deepcopy: Handle.fork\(cache\) makes a copy"),
     Row("right padding", call(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("right padding in generate", generate(mask=MASK.flip(1)), ValueError, r"padded on the left only"),
     Row("hole in the mask", call(mask=MASK.index_fill(1, torch.tensor([12], device=DEVICE), 0)), ValueError, r"padded on the left only"),
-    Row("row of padding", call(mask=MASK * MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
-    Row("row of padding, one token", call(IDS[:, :1], MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
+    Row("row with only padding", call(mask=MASK * MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
+    Row("row with only padding, one token", call(IDS[:, :1], MASK.new_tensor([[0], [1]])), ValueError, r"a row of the batch is nothing but padding"),
     Row("4-D mask", call(mask=torch.ones(2, 1, 20, 20, dtype=torch.bool, device=DEVICE)), ValueError, r"a 4-D mask cannot be honoured"),
     Row("4-D mask, one token", call(IDS[:, :1], torch.ones(2, 1, 1, 1, dtype=torch.bool, device=DEVICE)), ValueError, r"a 4-D mask cannot be honoured"),
     Row("training mode in use", used(in_training_mode), RuntimeError, r"for inference: call model.eval\(\)"),
@@ -329,7 +294,7 @@ ROWS = [
     Row("append: pool strided", op("append", store_pool=strided), ValueError, r"^store.pool must be contiguous, got shape \(2, 2, 64, 2, 16\) with strides \(8192, 4096, 64, 32, 2\)$"),
     Row("append: ring strided", op("append", store_ring=strided), ValueError, r"^store.ring must be contiguous, got shape \(2, 2, 14, 2, 16\) with strides \(1792, 896, 64, 32, 2\)$"),
     Row("append: k in half", op("append", token_k=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'token.k': torch.float16, 'token.v': torch.float32}$"),
-    Row("append: a query and no window of them", op("append", token_q=lambda _: torch.zeros(2, 4, 1, 16)), ValueError, r"^token.q is kept in observed: both are given, or neither$"),
+    Row("append: query without observed queries", op("append", token_q=lambda _: torch.zeros(2, 4, 1, 16)), ValueError, r"^token.q is kept in observed: both are given, or neither$"),
     Row("append: k of two tokens", op("append", token_k=lambda k: k.repeat(1, 1, 2, 1)), ValueError, r"^token.k must have shape \(2, 2, 1, 16\), got \(2, 2, 2, 16\)$"),
     Row("append: length in int64", op("append", lengths_length=torch.Tensor.long), TypeError, r"^lengths.length must be torch.int32, got torch.int64$"),
     Row("append: length of fewer rows", op("append", lengths_length=cut), ValueError, r"^lengths.length must have shape \(2,\), got \(1,\)$"),
@@ -345,7 +310,7 @@ ROWS = [
     Row("block_bounds: centre in int8", op("block_bounds", digests_centre=torch.Tensor.char), TypeError, r"^digests.centre must be torch.float32 or torch.float16 or torch.bfloat16 or torch.float8_e4m3fn, got torch.int8$"),
     Row("block_bounds: too few centres", op("block_bounds", digests_centre=but_one), ValueError, r"^digests.spread must have shape \(2, 2, 15, 16\), got \(2, 2, 16, 16\)$"),
     Row("block_bounds: too few blocks", op("block_bounds", digests_centre=but_one, digests_spread=but_one), ValueError, r"^64 rows are not 15 blocks of 4$"),
-    Row("block_bounds: a fourth volume", op("block_bounds", digests_volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
+    Row("block_bounds: volume 3", op("block_bounds", digests_volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
     Row("block_bounds: balls with spreads of boxes", op("block_bounds", digests_volume=lambda _: 1), ValueError, r"^volume is one of .*, got 1 with spreads \(2, 2, 16, 16\)$"),
     Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has one value per channel \(boxes\) or per block \(ball\), got \(2, 2, 16, 15\)$"),
     Row("bound_scores: spread of another type", op("bound_scores", digests_spread=torch.Tensor.half), TypeError, r"^spread must be torch.float32, got torch.float16$"),
@@ -354,17 +319,17 @@ ROWS = [
     Row("attention_mass: sink not in blocks", op("attention_mass", lengths_sink=lambda _: 3), ValueError, r"^64 rows and 3 sinks are not whole blocks of 4$"),
     Row("top_blocks: scores in half", op("top_blocks", scored_scores=torch.Tensor.half), TypeError, r"^scored.scores must be torch.float32, got torch.float16$"),
     Row("top_blocks: scores strided", op("top_blocks", scored_scores=strided), ValueError, r"^scored.scores must be contiguous, got shape \(2, 2, 64\) with strides \(256, 128, 2\)$"),
-    Row("top_blocks: none", op("top_blocks", k=lambda _: 0), ValueError, r"^need k >= 1 and at least one score, got k=0, scores \(2, 2, 64\)$"),
-    Row("top_blocks: width", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
-    Row("top_blocks: few", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
+    Row("top_blocks: k zero", op("top_blocks", k=lambda _: 0), ValueError, r"^need k >= 1 and at least one score, got k=0, scores \(2, 2, 64\)$"),
+    Row("top_blocks: width without whole rows", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 0, 9), ValueError, r"few and width are of whole rows; without them they are 0, got 0 and 9"),
+    Row("top_blocks: few without whole rows", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, None, 3, 0), ValueError, r"few and width are of whole rows.*got 3 and 0"),
     Row("top_blocks: whole without ids", lambda _: top_blocks((torch.zeros(1, 1, 4, device=DEVICE), None), 2, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 1, 2), ValueError, r"whole rows need ids"),
-    Row("top_blocks: a tensor for a view", lambda _: top_blocks(torch.zeros(2, 2, 64, device=DEVICE), 2), ValueError, r"^scored.scores must have shape \(batch, heads, n\), got \(2, 64\)$"),
+    Row("top_blocks: tensor instead of a view", lambda _: top_blocks(torch.zeros(2, 2, 64, device=DEVICE), 2), ValueError, r"^scored.scores must have shape \(batch, heads, n\), got \(2, 64\)$"),
     Row("fetch: ids in int64", op("fetch", asked_ids=torch.Tensor.long), TypeError, r"^asked.ids must be torch.int32, got torch.int64$"),
-    Row("fetch: more than fit", op("fetch", asked_ids=nine_times, hot_chosen=nine_times), ValueError, r"^45 blocks do not fit a hot buffer of 5$"),
+    Row("fetch: more blocks than slots", op("fetch", asked_ids=nine_times, hot_chosen=nine_times), ValueError, r"^45 blocks do not fit a hot buffer of 5$"),
     Row("fetch_shared: slot_of cut", op("fetch_shared", hot_slot_of=cut), ValueError, r"^\d+ pool rows are not \d+ blocks of 4$"),
     Row("fetch: slot_of cut", op("fetch", hot_slot_of=cut), ValueError, r"^64 pool rows are not 15 blocks of 4$"),
     Row("fetch: slot_of of fewer rows", op("fetch", hot_slot_of=lambda t: t[:1].contiguous()), ValueError, r"^hot.slot_of must have shape \(2, 2, 16\), got \(1, 2, 16\)$"),
-    Row("fetch: chosen of fewer", op("fetch", hot_chosen=cut), ValueError, r"^hot.chosen must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
+    Row("fetch: chosen of fewer blocks", op("fetch", hot_chosen=cut), ValueError, r"^hot.chosen must have shape \(2, 2, 5\), got \(2, 2, 4\)$"),
     Row("fetch: retrieve_now in bool", op("fetch", asked_retrieve_now=lambda _: torch.ones(2, 2, dtype=torch.bool)), TypeError, r"^asked.retrieve_now must be torch.int32, got torch.bool$"),
     Row("find_boundary: previous of one step", op("find_boundary", trigger_previous=lambda p: p[:, :1].contiguous()), ValueError, r"^trigger.previous must have shape \(2, 2, 4, 16\), got \(2, 1, 4, 16\)$"),
     Row("find_boundary: longest below shortest", op("find_boundary", rule_longest=lambda _: 0), ValueError, r"^need 1 <= shortest <= longest, got 1, 0$"),
@@ -372,9 +337,9 @@ ROWS = [
     Row("close_segments: unit_count in int64", op("close_segments", units_unit_count=torch.Tensor.long), TypeError, r"^units.unit_count must be torch.int32, got torch.int64$"),
     Row("close_segments: centroid in half", op("close_segments", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'ring': torch.float32, 'units.centroid': torch.float16}$"),
     Row("cluster_keys: first too short", op("cluster_keys", units_first=cut), ValueError, r"^units.first must have shape \(2, 2, 73\), got \(2, 2, 72\)$"),
-    Row("cluster_keys: stretch 12", op("cluster_keys", kmeans_stretch=lambda _: 12), ValueError, r"stretch a power of two.*stretch 12"),
-    Row("cluster_keys: seed", op("cluster_keys", kmeans_seed=lambda _: 1 << 16), ValueError, r"^seed must be from 0 to 65535, got 65536$"),
-    Row("pick_units: no budget", op("pick_units", budget=lambda _: 0), ValueError, r"^budget must be at least 1, got 0$"),
+    Row("cluster_keys: stretch not a power of two", op("cluster_keys", kmeans_stretch=lambda _: 12), ValueError, r"stretch a power of two.*stretch 12"),
+    Row("cluster_keys: seed above 65535", op("cluster_keys", kmeans_seed=lambda _: 1 << 16), ValueError, r"^seed must be from 0 to 65535, got 65536$"),
+    Row("pick_units: budget zero", op("pick_units", budget=lambda _: 0), ValueError, r"^budget must be at least 1, got 0$"),
     Row("pick_units: centroid in half", op("pick_units", units_centroid=torch.Tensor.half), TypeError, r"^dtypes must agree, got {'units.centroid': torch.float16, 'q': torch.float32}$"),
     Row("sparse_attention: frontier of fewer heads", op("sparse_attention", reach_frontier=lambda _: torch.ones(2, 1, dtype=torch.int32)), ValueError, r"^reach.frontier must have shape \(2, 2\), got \(2, 1\)$"),
     Row("sparse_attention: chosen strided", op("sparse_attention", hot_chosen=strided), ValueError, r"^hot.chosen must be contiguous, got shape \(2, 2, 5\) with strides \(20, 10, 2\)$"),
@@ -386,12 +351,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_the_table_names_every_row_once():
+def test_no_two_rows_have_one_name():
     assert len({row.id for row in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_refused_and_untouched(row):
+def test_call_is_refused_and_the_model_unchanged(row):
     model, state = row.model(), lambda m: snapshot(m) if hasattr(m, "config") else dict(vars(m))
     before = state(model)
     with pytest.raises(row.error, match=row.says):

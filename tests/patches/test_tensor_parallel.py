@@ -1,4 +1,4 @@
-"""Two tensor parallel ranks on the CPU: each keeps the store of its own kv heads, and the answers are those of one."""
+"""Two tensor parallel ranks on a CPU answer as one process, and each stores its own kv heads only."""
 from models import tiny
 from ranks import torchrun
 

@@ -1,4 +1,4 @@
-"""Caches in use: calls that overlap, forwards that break off, masks that say otherwise. Nothing of it may go unseen."""
+"""Overlapping calls, interrupted forwards and contradictory masks give right answers or errors."""
 import copy
 import gc
 import threading
@@ -6,42 +6,15 @@ import weakref
 
 import pytest
 import torch
+from caches_in_use import IDS, MASK, OTHER, SMALL, at_each, generate, patch
 from cases import METHODS, SEVERAL, hyper_of
-from models import greedy_logits, prompts, tiny
+from generating import GREEDY, auto_compiled
+from models import greedy_logits, tiny
 from snapshot import snapshot
-from test_generate import GREEDY, auto_compiled
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 from world import DEVICE
 
 import torchsparsekv
-
-SMALL = dict(max_length=128, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
-IDS, MASK = prompts(2, 40)
-OTHER, _ = prompts(2, 33, seed=4)
-
-
-def patch(model, method="quest", **changes):
-    return torchsparsekv.patch(model, method, **hyper_of(method, **{**SMALL, **changes}))
-
-
-def generate(model, ids=IDS, **options):
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)
-
-
-class Each(StoppingCriteria):
-    """Does something at every token; never stops."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def __call__(self, ids, scores, **kwargs):
-        self.act()
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-
-def at_each(act):
-    return dict(stopping_criteria=StoppingCriteriaList([Each(act)]))
-
 
 # ---------------------------------------------------------------- calls that overlap
 
@@ -78,7 +51,7 @@ def test_calls_in_two_threads_answer_as_one_after_the_other():
         assert not kept.use.generating
 
 
-def test_a_generate_within_a_generate():
+def test_generate_inside_a_generate():
     model = tiny()
     with patch(model) as handle:
         want, inner = generate(model), []
@@ -88,9 +61,9 @@ def test_a_generate_within_a_generate():
         assert handle._recycled is not None
 
 
-def test_a_streamer_that_still_runs():
+def test_new_chat_while_an_old_streamer_runs():
     """A chat that is left and begun anew while the thread of the first answer goes on."""
-    from test_generate import tokenizer
+    from generating import tokenizer
 
     model, words = tiny(), tokenizer()
     with patch(model):
@@ -107,7 +80,7 @@ def test_a_streamer_that_still_runs():
         assert "".join(streamer) == words.decode(first[0])
 
 
-def test_a_given_cache_is_used_by_one_call_at_a_time():
+def test_given_cache_is_used_by_one_call_at_a_time():
     model = tiny()
     with patch(model) as handle:
         cache = handle.make_cache(2)
@@ -126,7 +99,7 @@ def test_a_given_cache_is_used_by_one_call_at_a_time():
         assert torch.equal(generate(model, past_key_values=cache), want), "it is free again"
 
 
-def test_a_generate_that_we_do_not_see_end_has_a_cache_of_its_own():
+def test_generate_of_the_class_gets_its_own_cache():
     model = tiny()
     with patch(model) as handle:
         want = generate(model)
@@ -137,7 +110,7 @@ def test_a_generate_that_we_do_not_see_end_has_a_cache_of_its_own():
         assert torch.equal(generate(model), want)
 
 
-def test_a_generate_of_the_users_own_stays():
+def test_generate_of_the_user_is_kept():
     model = tiny()
     plain = model.generate
     model.generate = lambda *args, **kwargs: plain(*args, **kwargs)
@@ -165,7 +138,7 @@ ERRORS = {"exception": Break(), "interrupt": KeyboardInterrupt(), "memory": torc
 
 
 @pytest.mark.parametrize(("where", "error"), [*zip(PLACES, (*ERRORS, *ERRORS)), *zip(PLACES[::-1], ERRORS)])
-def test_a_broken_prompt_cannot_be_gone_on_with(where, error):
+def test_interrupted_prompt_cannot_be_continued(where, error):
     model = tiny()
     ids = IDS[1:]
     with patch(model) as handle, torch.no_grad():
@@ -189,7 +162,7 @@ def test_a_broken_prompt_cannot_be_gone_on_with(where, error):
         assert torch.equal(greedy_logits(model, ids, torch.ones_like(ids), 4, cache), want)
 
 
-def test_a_broken_decode_step_too():
+def test_interrupted_decode_step_cannot_be_continued():
     model = tiny()
     with patch(model) as handle, torch.no_grad():
         cache = handle.make_cache(2)
@@ -202,7 +175,7 @@ def test_a_broken_decode_step_too():
             model(IDS[:, :1], past_key_values=cache)
 
 
-def test_a_refused_forward_leaves_the_cache_as_it_was():
+def test_refused_forward_leaves_the_cache_unchanged():
     """What is refused before anything is stored can be put right and tried again."""
     model = tiny()
     with patch(model) as handle, torch.no_grad():
@@ -217,7 +190,7 @@ def test_a_refused_forward_leaves_the_cache_as_it_was():
         assert torch.equal(greedy_logits(model, IDS, MASK, 3, cache), want)
 
 
-def test_the_inner_model_alone_comes_to_its_end():
+def test_forward_of_the_inner_model_counts_as_complete():
     """Without its head, by position, or with layers compiled one by one: none of it is taken for broken off."""
     model = tiny()
     with patch(model) as handle, torch.no_grad():
@@ -234,7 +207,7 @@ def test_the_inner_model_alone_comes_to_its_end():
             assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
 
 
-def test_a_prompt_of_which_one_layer_is_compiled():
+def test_prompt_with_one_compiled_layer_counts_as_complete():
     """The first layer, compiled alone, moves the lengths; the others must not take those of the prompt before."""
     model = tiny()
     with patch(model, skip_layers=0) as handle, torch.no_grad():
@@ -250,7 +223,7 @@ def test_a_prompt_of_which_one_layer_is_compiled():
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_generate_after_a_generate_that_broke_off(error, compiled):
+def test_generate_after_an_interrupted_generate(error, compiled):
     model = tiny(num_hidden_layers=2)
     options = auto_compiled() if compiled else {}
     with patch(model) as handle:
@@ -315,7 +288,7 @@ CONTRARY = {
 
 @pytest.mark.parametrize("mask", CONTRARY)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_masks_that_contradict_the_cache(mask, tokens):
+def test_masks_that_contradict_the_cache_are_refused(mask, tokens):
     if tokens == 1 and DEVICE.type == "cuda":
         pytest.skip("seeing it would wait for the device at every step")
     model = tiny()
@@ -341,7 +314,7 @@ def test_masks_that_contradict_the_cache(mask, tokens):
 @pytest.mark.parametrize(
     ("method", "compiled"), [*((m, False) for m in METHODS), *((m, True) for m in SEVERAL)]
 )
-def test_a_ragged_prompt_in_chunks(method, compiled):
+def test_ragged_prompt_in_chunks_equals_one_prompt(method, compiled):
     """Rows that begin with whole chunks of padding; as the unpatched model answers it."""
     model = tiny(num_hidden_layers=2)
     ids, mask = IDS.clone(), ones(2, 40)
@@ -358,7 +331,7 @@ def test_a_ragged_prompt_in_chunks(method, compiled):
 # ---------------------------------------------------------------- what else a user may do
 
 
-def test_attentions_are_refused():
+def test_output_attentions_is_refused():
     model = tiny()
     says = "a sparse step has no attention weights to return"
     with patch(model) as handle, torch.no_grad():
@@ -370,7 +343,7 @@ def test_attentions_are_refused():
         assert model(IDS, past_key_values=cache).logits.isfinite().all()
 
 
-def test_the_report_outlives_the_patch():
+def test_report_is_readable_after_unpatch():
     model = tiny()
     with patch(model) as handle:
         generate(model)
@@ -385,7 +358,7 @@ def test_the_report_outlives_the_patch():
     assert gone() is None
 
 
-def test_copies_are_free_whatever_the_original_does():
+def test_deepcopy_generates_while_the_original_generates():
     model = tiny()
     with patch(model):
         want, seen = generate(model), []

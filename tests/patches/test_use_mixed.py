@@ -1,8 +1,8 @@
-"""Forwards that break off or are refused, where layers without attention keep something in the cache too."""
+"""Interrupted and refused forwards of models whose linear layers keep states in the cache."""
 import pytest
 import torch
 from models import greedy_logits, prompts
-from test_families import supported
+from supported import supported
 
 import torchsparsekv
 
@@ -34,7 +34,7 @@ def broken_off(model, where: str, call) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("where", WHERE)
 @torch.no_grad()
-def test_a_broken_forward_cannot_be_gone_on_with(family, where):
+def test_interrupted_forward_cannot_be_continued(family, where):
     model, handle = patched(family)
     with handle:
         cache = handle.make_cache(1)
@@ -52,7 +52,7 @@ def test_a_broken_forward_cannot_be_gone_on_with(family, where):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_the_layers_alone_tell_it_too(family):
+def test_interrupted_forward_of_the_inner_model_is_noticed(family):
     model, handle = patched(family)
     with handle:
         cache = handle.make_cache(1)
@@ -73,7 +73,7 @@ def test_unpatching_leaves_no_hook():
 
 
 @torch.no_grad()
-def test_a_refused_fork_makes_nothing():
+def test_refused_fork_allocates_nothing():
     model, handle = patched("qwen3_next")
     with handle:
         cache = handle.make_cache(1)
@@ -88,7 +88,7 @@ def test_a_refused_fork_makes_nothing():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_the_plan_has_what_transformers_keeps(family, dtype):
+def test_plan_includes_states_kept_by_transformers(family, dtype):
     """Which it makes when a prompt comes; where nothing keeps anything but attention, there is no such line."""
     model = supported(family, dtype=dtype)
     ids, _ = prompts(3, 9, ragged=False)

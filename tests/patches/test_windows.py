@@ -1,4 +1,4 @@
-"""Layers that see no further than a window: what they keep, at any length, and how prompts and turns reach them."""
+"""Layers with a sliding window keep a ring and attend within their window at any length."""
 import pytest
 import torch
 from cases import METHODS, hyper_of
@@ -17,7 +17,7 @@ PATTERN = ["window", "quest", "window", "quest"]
 
 
 @pytest.mark.parametrize("family", ["ministral", "mistral", "mixtral", "phi3", "starcoder2"])
-def test_models_of_nothing_but_windows_are_dense_and_say_so(family):
+def test_models_with_only_windows_are_dense_and_repr_says_so(family):
     model = tiny(family, sliding_window=WINDOW)
     ids, mask = prompts(3, 41)
     want = dense_logits(model, ids, mask, 20)
@@ -34,7 +34,7 @@ def test_models_of_nothing_but_windows_are_dense_and_say_so(family):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])  # a soft cap, sinks
 @pytest.mark.parametrize("cuts", [(7, 12, 13, 14, 27, 28, 60), (13, 26, 60), (41, 42, 43, 44, 60), (60,)])
-def test_chunks_and_turns_see_their_windows(family, cuts):
+def test_chunks_and_turns_attend_within_their_window(family, cuts):
     """Chunks shorter and longer than the window, and single tokens between them."""
     model = tiny(family)
     ids, mask = prompts(2, 60)
@@ -51,7 +51,7 @@ def test_chunks_and_turns_see_their_windows(family, cuts):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_stands_beside_windows(method):
+def test_every_method_works_beside_window_layers(method):
     model = tiny("gemma2")
     ids, mask = prompts(2, 41)
     want = dense_logits(model, ids, mask, 20)
@@ -62,7 +62,7 @@ def test_every_method_stands_beside_windows(method):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_compile_without_copies_and_prompts_compile():
+def test_window_steps_compile_without_copies():
     counters.clear()
     ReinplaceCounters.clear()
     model = tiny("gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
@@ -96,7 +96,7 @@ def test_a_window_keeps_a_ring_and_no_pool(length):
             assert total_bytes(state.buffers, pool_on_host=True)[0] == 0
 
 
-def test_a_cache_as_long_as_the_window_is_sparse_in_all_layers():
+def test_cache_as_short_as_the_window_is_sparse_in_all_layers():
     model = tiny("gemma2")
     with torchsparsekv.patch(model, "quest", **{**FULL, "max_length": WINDOW, "budget": 8}) as handle:
         assert [m.name for m in handle.planned.methods] == ["quest"] * 4
@@ -105,7 +105,7 @@ def test_a_cache_as_long_as_the_window_is_sparse_in_all_layers():
 
 
 @torch.no_grad()
-def test_a_probe_sees_all_of_a_window():
+def test_probe_sees_the_whole_window():
     model = tiny("gemma2")
     ids, mask = prompts(2, 41)
     with torchsparsekv.patch(model, "quest", **{**FULL, "budget": 8}) as handle:
@@ -120,7 +120,7 @@ def test_a_probe_sees_all_of_a_window():
 
 
 @torch.no_grad()
-def test_overrun_is_refused_or_nan():
+def test_decode_past_the_capacity_is_refused_or_nan():
     model = tiny("mistral", sliding_window=WINDOW)
     ids, _ = prompts(1, 30, ragged=False)
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
@@ -138,7 +138,7 @@ def test_overrun_is_refused_or_nan():
 # ---------------------------------------------------------------- what is refused
 
 
-def test_users_cannot_choose_it():
+def test_method_window_cannot_be_chosen():
     assert "window" not in torchsparsekv.methods()
     model = tiny("gemma2")
     before = snapshot(model)

@@ -1,4 +1,4 @@
-"""Models as people have them: with adapters, compiled, quantised. Accepted, or told what to pass instead."""
+"""Models with adapters, compiled models and quantised models are patched, or refused with advice."""
 import pytest
 import torch
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
@@ -13,7 +13,7 @@ def words(model, ids, mask):
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
 
 
-def test_an_adapter_is_patched_where_its_model_is():
+def test_adapter_is_patched_inside_its_model():
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     lora = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
@@ -33,7 +33,7 @@ def test_an_adapter_is_patched_where_its_model_is():
     assert snapshot(adapted.get_base_model()) == before
 
 
-def test_what_torch_compile_made_is_told_apart():
+def test_compiled_model_is_refused_with_advice():
     model = tiny()
     compiled, before = torch.compile(model), snapshot(model)
     with pytest.raises(TypeError, match=r"what torch\.compile made of it: patch model\._orig_mod, and compile after"):
@@ -44,7 +44,7 @@ def test_what_torch_compile_made_is_told_apart():
         torchsparsekv.patch(model, "quest", **FULL)
 
 
-def test_compiled_after_it_was_patched():
+def test_model_compiled_after_patching_works():
     model = tiny(num_hidden_layers=2)
     ids, mask = prompts(3, 41)
     want = dense_logits(model, ids, mask, 8)
@@ -54,7 +54,7 @@ def test_compiled_after_it_was_patched():
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_int8_weights():
+def test_model_with_int8_weights_is_patched():
     torchao = pytest.importorskip("torchao.quantization")
     model = tiny()
     plain, (ids, mask) = dense_logits(model, *prompts(3, 41), 20), prompts(3, 41)

@@ -1,15 +1,15 @@
-"""Calls of generate() that do not come in by what a patch puts on the instance."""
+"""Calls of generate() that bypass the wrapper of a patch get their own cache."""
 import torch
+from caches_in_use import IDS, OTHER, at_each, generate, patch
+from generating import GREEDY
 from models import tiny
-from test_generate import GREEDY
-from test_use import IDS, OTHER, at_each, generate, patch
 
 
 def past_the_patch(model, ids, **more):
     return type(model).generate(model, ids, attention_mask=torch.ones_like(ids), **GREEDY, **more)
 
 
-def test_the_classes_own_takes_nobodys_cache():
+def test_generate_outside_the_wrapper_gets_its_own_cache():
     """Nobody tells its end, so it shares no cache."""
     model = tiny()
     with patch(model):

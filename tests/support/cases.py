@@ -334,7 +334,8 @@ OPS = {
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
-    "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys", "prompt_attention",
+    "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
+    "prompt_attention",
     "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 

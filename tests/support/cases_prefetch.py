@@ -27,4 +27,5 @@ def query_drift_gate(w: World):
 
 def prefetch_async(w: World, fetched: tuple[Selection, torch.Tensor, Hot, Stats]):
     selection, pool, hot, _ = fetched
-    return (w.q[:, :, :1].clone(), _prefetch(w, selection.ids)._replace(ids=selection.ids), pool, hot, w.pick(True, False))
+    prefetch = _prefetch(w, selection.ids)._replace(ids=selection.ids)
+    return w.q[:, :, :1].clone(), prefetch, pool, hot, w.pick(True, False)

@@ -42,7 +42,7 @@ def torchrun(script: str, *arguments: str, gpus: bool = False) -> dict:
     """What rank 0 of two found, by a script in this folder. gpus: the GPUs that there are may be used."""
     here = Path(__file__).parent
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(here / script)]
-    path = os.pathsep.join([str(here), str(here.parent / "engines"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     run = [sys.executable, *launch, *arguments]
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300)

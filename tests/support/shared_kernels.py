@@ -1,7 +1,7 @@
 """Kernels that Triton would compile anew only because a number became 1 or no multiple of 16, as after a prompt.
 
-`python tests/support/shared_kernels.py METHOD ...`: a prompt and some steps through a tiny model, by launchers that compile and
-run nothing; prints the kernels, a line each, whose numbers were specialised in more than one way, and what they had.
+`python tests/support/shared_kernels.py METHOD ...` sends a prompt and some steps through a tiny model. Its launchers
+compile and run nothing. It prints a line for every kernel that was specialised in more than one way.
 """
 import sys
 from collections import defaultdict

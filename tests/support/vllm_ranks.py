@@ -34,8 +34,10 @@ def new_store(name: str, agent: dist.TCPStore) -> None:
 
 
 def found(path: str, options: dict) -> list[dict]:
-    from test_vllm import counter, engine, ragged, serving, tokens_of
     from vllm.distributed.parallel_state import get_world_group
+    from vllm_serving import counter, ragged, serving, tokens_of
+
+    from torchsparsekv.engines import vllm as engine
 
     engine.host.available = scarce()
     with serving(path, tensor_parallel_size=2, distributed_executor_backend="external_launcher", **options) as llm:

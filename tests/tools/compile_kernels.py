@@ -1,8 +1,7 @@
 """Compile every kernel for sm_90 on a machine without a GPU: run the launchers with a driver that only compiles.
 
-`python tests/tools/compile_kernels.py [NAME ...]`: prints one line per op and exits non-zero if one does not compile. The
-interpreter accepts programs that the compiler refuses (types that change in a loop, values that do not broadcast); this
-finds them.
+`python tests/tools/compile_kernels.py [NAME ...]` prints one line per op and exits non-zero if one does not compile.
+The interpreter accepts programs that the compiler refuses: types that change in a loop, values that do not broadcast.
 """
 import importlib
 import os

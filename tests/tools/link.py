@@ -2,8 +2,8 @@
 
     python tests/tools/link.py FOLDER
 
-Type checkers read FOLDER, since they cannot follow the mapping of an editable install. `PYTHONPATH=FOLDER` runs a checkout
-where nothing can be installed.
+Type checkers read FOLDER, since they cannot follow the mapping of an editable install. `PYTHONPATH=FOLDER` runs a
+checkout where nothing can be installed.
 """
 import shutil
 import sys

@@ -1,7 +1,7 @@
 """Ten thousand generated tokens with every method: what grows meanwhile, recompiles, or is not in the CUDA graph.
 
-    make long > long.log      or      python tests/tools/long_run.py [--tokens 10000] [--methods quest,prkv] [--device cuda]
-                                      [--step captured]
+    make long > long.log
+    python tests/tools/long_run.py [--tokens 10000] [--methods quest,prkv] [--device cuda] [--step captured]
 
 A small model through stock `generate()`, in three calls on one cache: a tenth of the tokens, in two calls, compiles and
 settles (what capturing a graph frees, cuBLAS's workspace, the next call takes again), the rest is watched. Exits with 1

@@ -1,8 +1,9 @@
 """Every kernel of every op, at small shapes, under compute-sanitizer's memcheck and racecheck.
 
-    make sanitize > sanitize.log      or      python tests/tools/sanitize.py [--tools memcheck,racecheck] [--ops append,fetch]
+    make sanitize > sanitize.log
+    python tests/tools/sanitize.py [--tools memcheck,racecheck] [--ops append,fetch]
 
-With --tests tests/ops/icecache/test_visit_nodes.py,... it is what these do on a GPU instead, at shapes of theirs, which are larger.
+With --tests tests/ops/icecache/test_visit_nodes.py,... it runs the GPU tests of these files instead, at larger shapes.
 
 Needs a GPU and the tool of the CUDA toolkit. Exits with 1 if it reports anything but what is explained below.
 """
@@ -36,7 +37,7 @@ def run_ops(names: list[str]) -> None:
     import torch
     from cases import MANY_TOKENS, OPS
     from cases_packed import TAKING, packed
-    from test_ops import on
+    from kernels import on
     from world import World
 
     from torchsparsekv.ops._machinery.registry import load_all
@@ -75,7 +76,7 @@ def watch(tool: str, ops: str, tests: str) -> bool:
     if not Path(sanitizer).is_file():
         raise SystemExit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     here = Path(__file__).resolve()
-    paths = os.pathsep.join([*(str(here.parents[1] / x) for x in ("support", "ops/_machinery")), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(here.parents[1] / "support"), os.environ.get("PYTHONPATH", "")])
     watched = [str(here), "--watched", "--ops", ops]
     if tests:
         watched = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", "gpu", *tests.split(",")]

@@ -1,9 +1,11 @@
-"""The script for compute-sanitizer: what it makes of a log, and that it would run every op."""
+"""The script for compute-sanitizer runs every op and separates explained reports."""
 import pytest
 import sanitize
 import torch
 from cases import OPS
 from cases_packed import TAKING
+
+from torchsparsekv.ops._machinery import registry
 
 LOG = """========= COMPUTE-SANITIZER
 ran append triton 18 times
@@ -13,7 +15,7 @@ ran append triton 18 times
 """
 
 
-def test_reports_are_told_from_what_is_explained():
+def test_explained_reports_are_separated():
     wrong, known = sanitize.found(LOG, "racecheck")
     assert (len(wrong), len(known)) == (1, 1)
     assert "_append" in wrong[0]
@@ -21,14 +23,13 @@ def test_reports_are_told_from_what_is_explained():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels would run for real, unwatched")
-def test_every_op_is_called_with_what_it_takes(monkeypatch, capsys):
-
+def test_every_op_is_run(monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr("test_ops.on", lambda device, things: things)
+    monkeypatch.setattr("kernels.on", lambda device, things: things)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(_registry.Entry, "run", lambda self, kind, *things: ran.append(kind))
+    monkeypatch.setattr(registry.Entry, "run", lambda self, kind, *things: ran.append(kind))
     sanitize.run_ops([])
     said = capsys.readouterr().out
-    kind = {name: "triton" if "triton" in entry.chain.kinds else "torch" for name, entry in _registry.OPS.items()}
+    kind = {name: "triton" if "triton" in entry.chain.kinds else "torch" for name, entry in registry.OPS.items()}
     assert all(f"ran {name} {kind[name]} {48 if name in TAKING else 24} times" in said for name in OPS)
     assert "cuda" in ran

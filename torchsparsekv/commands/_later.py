@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+BENCHMARKS = "torchsparsekv_benchmarks"  # a distribution of its own, which comes with a checkout
+
 
 def about(path: Path) -> str:
     """The first paragraph of a file's docstring, without the "`torchsparsekv NAME`: " of commands."""
@@ -28,7 +30,16 @@ class Later(TyperCommand):
         self.load = load
 
     def real(self) -> Any:
-        return typer.main.get_group(self.load(self.today)).commands[self.today]
+        try:
+            loaded = self.load(self.today)
+        except ModuleNotFoundError as e:
+            if e.name != BENCHMARKS:
+                raise
+            typer.echo(
+                f"torchsparsekv {self.today} needs {BENCHMARKS}: `pip install ./benchmarks` in a checkout", err=True
+            )
+            raise typer.Exit(2) from None
+        return typer.main.get_group(loaded).commands[self.today]
 
     def make_context(self, *given, **named) -> Any:
         """The first that a group asks of a command it calls; all else is then asked of the command of this context."""

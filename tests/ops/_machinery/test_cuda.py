@@ -1,5 +1,4 @@
-"""The CUDA sources: through the real compiler without a GPU; what they compute is tested with their ops, on one. And
-which kernels run where a kind of them is forced."""
+"""The CUDA sources compile without a GPU, and a forced kind of kernel is the kind that runs."""
 import contextlib
 import ctypes
 import importlib
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import OPS
-from test_ops import clones, flat, on
+from kernels import clones, flat, on
 from world import DEVICE, World
 
 import torchsparsekv
@@ -22,9 +21,10 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.select._top import GROUP
 
 BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
-    importlib.import_module(f"torchsparsekv.ops.select.{name}")
+    importlib.import_module(f"torchsparsekv.ops.{name}")
     for name in (
-        "bound_scores", "rank_by_votes", "visit_nodes", "page_peaks", "rerank", "top_blocks", "union_pages", "best_pages"
+        "select.bound_scores", "pariskv.rank_by_votes", "icecache.visit_nodes", "icecache.page_peaks", "pariskv.rerank",
+        "select.top_blocks", "icecache.union_pages", "icecache.best_pages",
     )
 )  # fmt: skip
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
@@ -107,8 +107,9 @@ def test_a_source_that_does_not_compile_says_so(nvrtc):
         _cuda.compiled(nvrtc, "rank_by_votes", "sm_90", B=16)
 
 
-def test_without_a_cuda_device_the_reason_is_told():
-    assert _cuda.load("rank_by_votes", torch.device("cpu"), **VARIANTS["rank_by_votes"][0]) == "these tensors are on cpu"
+def test_missing_cuda_device_is_the_reported_reason():
+    sizes = VARIANTS["rank_by_votes"][0]
+    assert _cuda.load("rank_by_votes", torch.device("cpu"), **sizes) == "these tensors are on cpu"
 
 
 @pytest.mark.gpu
@@ -119,7 +120,7 @@ def test_ops_take_their_native_kernels():
         assert isinstance(_cuda.load(name, DEVICE, **variants[0]), _cuda.Module), name
 
 
-def test_why_there_are_none(monkeypatch):
+def test_old_gpu_and_missing_nvrtc_are_reported_reasons(monkeypatch):
     """On a GPU that is too old, and without NVRTC."""
     load = _cuda._load  # nothing is to be remembered
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
@@ -145,7 +146,7 @@ def same(x, y) -> bool:
     return torch.equal(x.nan_to_num(7), y.nan_to_num(7)) if isinstance(x, torch.Tensor) else x == y
 
 
-def test_a_kind_is_forced_until_the_with_ends(monkeypatch):
+def test_kind_is_forced_inside_the_with_block(monkeypatch):
     """Also by a name that there is not, which changes nothing."""
     monkeypatch.setattr(_impl, "_forced", None)
     with torchsparsekv.use_kernels("triton"):
@@ -164,7 +165,7 @@ def test_a_kind_is_forced_until_the_with_ends(monkeypatch):
 
 @pytest.mark.parametrize("name", ["append", "top_blocks", "fetch"])
 @pytest.mark.parametrize("kind", ["triton", "reference", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_is_forced_is_what_runs(name, kind, monkeypatch):
+def test_forced_kind_runs(name, kind, monkeypatch):
     """And nothing else; an op without CUDA C++ goes on along its chain where that is asked for."""
     entry, ran = ENTRIES[name], []
     told = lambda fn, what: lambda *x: (ran.append(what), fn(*x))[1]  # noqa: E731
@@ -181,7 +182,7 @@ def test_what_is_forced_is_what_runs(name, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["prompt_attention", "table_prompt", "snap_tokens"])
-def test_torch_has_the_kernels_of_prompts(name, monkeypatch):
+def test_prompt_attention_uses_kernels_of_torch(name, monkeypatch):
     """On a CPU as on a GPU, whichever kernels are asked for, but not where the reference is."""
     entry, ran = ENTRIES[name], []
     told = lambda fn, what: lambda *x: (ran.append(what), fn(*x))[1]  # noqa: E731
@@ -214,7 +215,7 @@ def test_a_forced_kind_that_cannot_run_is_refused(kind, name, monkeypatch):
         call(name, "cpu")
 
 
-def test_a_forced_kernel_that_is_not_for_this_is_refused():
+def test_forced_kernel_with_unsupported_arguments_is_refused():
     things = on(DEVICE, OPS["bound_scores"](World()))
     halves = "queries in torch.float32 against centres in torch.float32, not halves against fp8"
     with pytest.raises(RuntimeError, match=f"^bound_scores: kernels='cuda' cannot run here: cuda: {halves}$"):

@@ -1,4 +1,4 @@
-"""Rounding to fp8: every value of the format, every midpoint between two, and what lies just beside them."""
+"""Rounding to fp8 is right for every value, every midpoint and their neighbours."""
 import pytest
 import torch
 from world import DEVICE
@@ -24,7 +24,7 @@ def values() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("up", [False, True], ids=["nearest", "up"])
-def test_to_e4m3_is_exact(up):
+def test_rounding_to_e4m3_is_exact(up):
     x = values()
     x, want = (x, round_up(x, FP8)) if up else (torch.cat([x, -x]), torch.cat([x, -x]).to(FP8))
     byte = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Every kernel goes through the real compiler, which refuses programs that the interpreter runs. Needs no GPU."""
+"""Every Triton kernel compiles for sm_90 without a GPU; the interpreter accepts more than the compiler."""
 import os
 import subprocess
 import sys
@@ -38,8 +38,8 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
-def test_a_prompt_and_a_step_share_their_kernels():
+def test_prompt_and_step_share_compiled_kernels():
     """Triton makes a constant of a number that is 1, and compiles anew: half a second before the first token."""
-    command = [sys.executable, str(HERE / "shared_kernels.py"), "quest", "pariskv", "prkv"]
+    command = [sys.executable, str(TESTS / "support/shared_kernels.py"), "quest", "pariskv", "prkv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -1,11 +1,11 @@
-"""Shapes of 2M tokens: offsets above 2^31, of which no other test has any, and what CUDA and Triton refuse."""
+"""Ops work at 2M tokens: offsets above 2^31, and the limits of CUDA and Triton on grids."""
 import importlib
 import os
 
 import pytest
 import torch
 from cases import OPS
-from test_methods import Layer
+from layer import Layer
 from world import DEVICE, World
 
 from torchsparsekv._methods import icecache
@@ -43,7 +43,7 @@ def huge(tmp_path):
 
 
 @pytest.mark.parametrize("heads_last", [True, False])
-def test_observe(huge, heads_last):
+def test_observe_of_a_huge_prompt(huge, heads_last):
     tokens, heads, dim, window = (1 << 19) + (1 << 15), 32, 128, 2
     q = huge(1, tokens, heads, dim).transpose(1, 2) if heads_last else huge(1, heads, tokens, dim)
     q[:, :, -window:] = torch.randn(1, heads, window, dim)
@@ -54,7 +54,7 @@ def test_observe(huge, heads_last):
     torch.testing.assert_close(kept.transpose(1, 2), q[:, :, -window:], rtol=0, atol=0)
 
 
-def test_rows_of_the_pool(huge):
+def test_append_and_fetch_of_a_huge_pool(huge):
     """Tokens leave the ring for the last rows of a pool, and come back to the hot buffer."""
     heads, rows, dim, block = 16, (1 << 18) + 64, 256, 16
     k, ring, i32 = torch.randn(1, heads, 1, dim).half(), torch.randn(1, heads, 64, 2, dim).half(), torch.int32
@@ -112,7 +112,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_grids(name, monkeypatch):
+def test_only_the_first_grid_dimension_exceeds_65535(name, monkeypatch):
     """Only the first dimension may exceed 65,535."""
     (kernel, things), recorded = GRIDS[name], Recorded()
     entry = ENTRIES[name]
@@ -122,7 +122,7 @@ def test_grids(name, monkeypatch):
     assert max(recorded.grid[1:]) <= 65_535
 
 
-def test_grids_of_clusters(monkeypatch):
+def test_grids_of_clusters_fit_a_huge_prompt(monkeypatch):
     """In fp32 with 256 channels a program has 32 keys, or 16 clusters: then there are as many tiles of a head."""
     kernels, recorded = importlib.import_module("torchsparsekv.ops.clusters._kmeans_kernels"), {}
     for name in ("_assign", "_means"):
@@ -142,7 +142,7 @@ def test_grids_of_clusters(monkeypatch):
         ("oracle", 524_288, "a hot buffer has at most 1048576 slots a kv head, got 1048578"),
     ],
 )
-def test_budgets_beyond_what_a_program_has_room_for(name, most, said):
+def test_budgets_too_large_for_one_program(name, most, said):
     geometry = Geometry(1, 8, 128, TOKENS, torch.bfloat16)
     make_method(name, budget=most).buffers(geometry)
     with pytest.raises(ValueError, match=said):
@@ -150,7 +150,7 @@ def test_budgets_beyond_what_a_program_has_room_for(name, most, said):
 
 
 @pytest.mark.parametrize("promotion", ["quota", "random"])
-def test_a_tree_of_any_cache_has_room_for_its_nodes(promotion):
+def test_tree_has_room_for_its_nodes_at_any_cache_size(promotion):
     """By default; not if `r` is given."""
     method = make_method("icecache", promotion=promotion)
     for rows, every in ((64_000 * 16, 16), (64_000 * 16 + 16, 17), (1 << 20, 17), (1 << 21, 33)):
@@ -164,7 +164,7 @@ def test_a_tree_of_any_cache_has_room_for_its_nodes(promotion):
         given.buffers(Geometry(1, 8, 128, 1 << 21, torch.bfloat16))
 
 
-def test_tokens_rise_by_the_size_of_their_cache(monkeypatch):
+def test_promotion_follows_the_size_of_the_cache(monkeypatch):
     """In a prompt and behind it, were ten nodes all that there is room for."""
     monkeypatch.setattr(icecache, "SURE_NODES", 10)
     layer = Layer(make_method("icecache", sink=8, window=16, page_size=8, budget=64), heads=1, rows=400)
@@ -180,7 +180,7 @@ def test_tokens_rise_by_the_size_of_their_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fetch", "fetch_shared"])
-def test_ops_refuse_more_slots_than_a_program_has_room_for(name, monkeypatch):
+def test_too_many_slots_for_one_program_are_refused(name, monkeypatch):
     """With room for few: a hot buffer of a million slots is no test."""
     things = mapped(OPS[name](World()), lambda t: t.to(DEVICE))
     (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith("Hot")}

@@ -1,5 +1,7 @@
-"""Kernels that are launched early (ops/_machinery/triton.py) wait before they read or write anything. No other test would see it:
-the interpreter runs kernels one by one, and on a GPU a race shows seldom."""
+"""Kernels that are launched early (ops/_machinery/triton.py) wait before they read or write anything.
+
+Other tests do not notice a missing wait: the interpreter runs kernels one by one, and on a GPU the race is rare.
+"""
 import ast
 import re
 from pathlib import Path
@@ -37,13 +39,13 @@ def launched_early(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_what_is_launched_early_waits_first(path):
+def test_early_launched_kernels_wait_first(path):
     tree = ast.parse(path.read_text())
     assert early(tree) == waits(tree)
     assert launched_early(tree) <= waits(tree)
 
 
-def test_many_are():
+def test_more_than_ten_kernels_are_launched_early():
     trees = [ast.parse(p.read_text()) for p in FILES]
     assert len(set().union(*map(early, trees))) > 12
     assert len(set().union(*map(launched_early, trees))) > 10
@@ -61,7 +63,7 @@ def native_waits(source: str) -> dict[str, int]:
     return {re.findall(r"(\w+)\(", head)[-1]: body.count("  chain();\n") for head, body in kernels}
 
 
-def test_kernels_of_csrc_wait():
+def test_cuda_kernels_wait_first():
     launched = set().union(*(native(ast.parse(p.read_text())) for p in FILES))
     found = {}
     for path in SOURCES.iterdir():
@@ -71,13 +73,14 @@ def test_kernels_of_csrc_wait():
     assert len(launched) > 7
 
 
-def test_a_kernel_of_csrc_that_does_not_wait_is_noticed():
+def test_cuda_kernel_without_wait_fails_the_check():
     source = "__global__ void __launch_bounds__(32) k(\n    int* x) {\n  chain();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
     assert native_waits(source) == {"k": 1}
     assert native_waits(source.replace("  chain();\n", "  // chain\n")) == {"k": 0}
 
 
-def test_a_kernel_that_reads_first_is_noticed():
-    tree = ast.parse("@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    wait_for_previous(PDL)\nk[(1,)](x, **launch_early(d, 1))")
+def test_kernel_that_reads_before_its_wait_fails_the_check():
+    kernel = "@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    wait_for_previous(PDL)\n"
+    tree = ast.parse(kernel + "k[(1,)](x, **launch_early(d, 1))")
     assert early(tree) == launched_early(tree) == {"k"}
     assert waits(tree) == set()

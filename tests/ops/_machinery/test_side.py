@@ -1,4 +1,4 @@
-"""What waits for what where work is launched beside a layer; streams are stand-ins that write down what is asked."""
+"""Work on a side stream waits for the right streams; stand-ins record the calls."""
 import contextlib
 
 import pytest
@@ -64,19 +64,19 @@ def streams(monkeypatch):
 
 
 @pytest.mark.parametrize("of_step", [False, True])
-def test_the_last_layer_waits_for_all_and_launches_itself(streams, of_step):
+def test_last_layer_waits_for_the_side_stream_and_launches_itself(streams, of_step):
     fork = ["side1 waits for main"]
     beside = [*fork, "on side1", "launch", "kept for side1", "back"]
     assert streams.launched(False, of_step=of_step) == beside
     assert streams.launched(True, of_step=of_step) == [*fork, "main waits for side1", "launch"]
 
 
-def test_what_is_captured_is_not_kept(streams):
+def test_captured_work_is_not_kept_for_the_side_stream(streams):
     streams.capturing = True
     assert streams.launched(False, of_step=True) == ["side1 waits for main", "on side1", "launch", "back"]
 
 
-def test_steps_of_another_stream_have_a_side_of_their_own(streams):
+def test_every_stream_has_its_own_side_stream(streams):
     """Or what one thread launches would be in the graph that another captures."""
     streams.launched(False, of_step=True)
     streams.main = Stream(streams.log, "other", 1)

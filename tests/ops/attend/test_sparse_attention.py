@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too short for: several tiles a warp, several programs a head."""
+"""sparse_attention at shapes with several tiles per warp and several programs per head."""
 import dataclasses
 import importlib
 import random
@@ -8,8 +8,7 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -36,7 +35,7 @@ class Long(World):
     group=st.sampled_from([1, 3, 4, ATTENTION.NATIVE_GROUP]), block=st.sampled_from([1, 16, 20]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
 )  # fmt: skip
-def test_native(dim, cluster, lengths, group, block, dtype, seed, strided):
+def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype, seed, strided):
     """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN. Frontiers, caps of
     logits, sinks and blocks that are partly filled are there or not."""
     r = random.Random(seed)
@@ -70,7 +69,7 @@ def test_attention_over_no_token_is_zero(kind):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", ["q", "ring"])
-def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
+def test_nan_and_infinity_of_live_rows_reach_the_output(broken, kind):
     """As in the reference: a NaN of one head, or of a row that counts, is in what it touches and nowhere else."""
     w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
     things = OPS["sparse_attention"](w)
@@ -91,7 +90,7 @@ def test_nan_and_infinity_of_live_rows_arrive(broken, kind):
         (336, 1024, 128, 2, 11), (336, 1024, 128, 4, 11), (336, 1024, 128, 40, 8),
     ],
 )  # fmt: skip
-def test_warps_of_a_program(rows, tokens, dim, batch, warps, monkeypatch):
+def test_number_of_warps_follows_the_tiles(rows, tokens, dim, batch, warps, monkeypatch):
     """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10."""
     monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
     w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
@@ -112,7 +111,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
     w = Long(
         dim=80 if odd == "head_dim" else 64, group=9 if odd == "group" else 2, seed=1,
         dtype=torch.float32 if odd == "float32" else torch.float16,
@@ -131,7 +130,7 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
 
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_what_the_native_kernel_is_for(sinks, filled):
+def test_cuda_kernel_runs_at_the_usual_shapes(sinks, filled):
     w = Long(dim=64, dtype=torch.float16)
     *rest, reach, attention = OPS["sparse_attention"](w)
     reach = reach._replace(fill=torch.ones_like(rest[2].slot_of) if filled else None)

@@ -1,4 +1,4 @@
-"""Clusters are of keys that are alike, wherever they stand: a cluster of neighbours would not hold what is wanted."""
+"""Clusters hold similar keys, wherever the keys stand."""
 import pytest
 import torch
 from chain import FIRST_NAME, FIRST_WORD, chain_model, link
@@ -18,7 +18,7 @@ def prompt() -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["clusterkv", "louiskv"])
 @torch.no_grad()
-def test_a_budget_of_all_copies_holds_all_copies(method):
+def test_budget_for_all_copies_of_a_key_finds_all_copies(method):
     """Asked for a name, the attention is on the copies of its link alone. The clusters of four that are best for it are
     made of them; of four neighbours each, they would hold a quarter."""
     model, ids = chain_model(512), prompt()

@@ -1,9 +1,9 @@
-"""K-means of cluster_keys: where it begins, how good it ends, and kernels at real sizes."""
+"""K-means of cluster_keys: first centroids, inertia, and kernels at real sizes."""
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.chain import tensors
@@ -105,7 +105,7 @@ def test_the_start_follows_the_seed():
 
 
 @given(keys=st.integers(1, 70), clusters=st.integers(1, 40), draws=st.integers(1, 16), seed=st.integers(0, 99))
-def test_as_many_begin_as_there_are_clusters(keys, clusters, draws, seed):
+def test_number_of_first_centroids_is_the_number_of_clusters(keys, clusters, draws, seed):
     """All different, where keys are."""
     clusters = min(keys, clusters)
     x = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(seed))
@@ -116,7 +116,7 @@ def test_as_many_begin_as_there_are_clusters(keys, clusters, draws, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_key_begins_a_cluster_as_often_as_it_is_far(seed):
+def test_keys_become_first_centroids_in_proportion_to_distance(seed):
     """Of 1000 keys, 100 ten times as far as the others: of 60 that are drawn, half are of those."""
     far = torch.ones(1, 1000)
     far[0, 3::10] = 10
@@ -128,7 +128,7 @@ def test_a_key_begins_a_cluster_as_often_as_it_is_far(seed):
 
 
 @given(seed=st.integers(0, 999), kinds=st.integers(1, 5), keys=st.integers(1, 70), clusters=st.integers(1, 30))
-def test_no_cluster_is_empty_even_of_equal_keys(seed, kinds, keys, clusters):
+def test_equal_keys_leave_no_cluster_empty(seed, kinds, keys, clusters):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(2, kinds, 8, generator=g)[:, torch.randint(0, kinds, (keys,), generator=g)]
     clusters = min(clusters, keys)
@@ -152,7 +152,7 @@ def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
 
 
 @pytest.mark.parametrize(("cosine", "alike"), [(False, False), (True, False), (False, True)])
-def test_clustering_a_whole_prompt(cosine, alike):
+def test_whole_prompt_is_clustered(cosine, alike):
     """More keys than a power of two, rows of different lengths, one of which is left out; with `alike` repairs."""
     g = torch.Generator().manual_seed(4)
     k = torch.randn(3, 150, 2, 32, generator=g)
@@ -162,7 +162,7 @@ def test_clustering_a_whole_prompt(cosine, alike):
     both_ways(k.transpose(1, 2), lengths, 7, WHOLE, cosine)
 
 
-def test_a_whole_prompt_is_as_one_stretch_that_holds_it():
+def test_whole_prompt_equals_one_stretch_that_covers_the_prompt():
     """Where both begin at one draw, as they do with one cluster: its mean."""
     k = torch.randn(1, 1, 128, 16, generator=torch.Generator().manual_seed(0))
     found = []
@@ -181,7 +181,7 @@ def test_clustering_kernel_by_cosine():
     both_ways(k.transpose(1, 2), times([0], [150], [141], 4), 20, 64, cosine=True)
 
 
-def test_by_cosine_only_directions_tell_keys_apart():
+def test_cosine_ignores_the_length_of_keys():
     """And after many rounds every key is with the mean it has the largest cosine with; what a unit is known by is the
     mean of its keys as they are."""
     g = torch.Generator().manual_seed(5)
@@ -195,7 +195,7 @@ def test_by_cosine_only_directions_tell_keys_apart():
     assert torch.equal(torch.cosine_similarity(by_length[0, :, None], means, dim=-1).argmax(-1), name[0])
 
 
-def test_a_draw_of_more_than_one_tile(monkeypatch):
+def test_random_draw_over_several_tiles(monkeypatch):
     """32 centroids a draw, where a tile has room for 16 keys of this width."""
     for module in (_kmeans, _kmeans_kernels):
         monkeypatch.setattr(module, "DRAWS", 2)
@@ -214,7 +214,7 @@ def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int, cosine
 
 
 @pytest.mark.parametrize("keys", [40, 33])
-def test_clusters_of_what_leaves_the_ring_by_cosine(keys):
+def test_tokens_leaving_the_ring_are_clustered_by_cosine(keys):
     """Kernel and reference alike, and as many clusters as asked for."""
     g = torch.Generator().manual_seed(1)
     kinds = torch.nn.functional.normalize(torch.randn(4, 32, generator=g), dim=-1)

@@ -1,11 +1,11 @@
-"""The choice of units over many chunks: what programs drop and what the last one puts together, as it is defined."""
+"""pick_units over many chunks chooses what one chunk would choose."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import on, run_both
+from kernels import on, run_both
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -61,7 +61,7 @@ SIZES = {
 
 @pytest.mark.parametrize("of", SIZES)
 @given(data=st.data(), budget=st.one_of(st.integers(1, 40), st.integers(1, 700)))
-def test_chunks_together_choose_what_one_would(of, data, budget):
+def test_several_chunks_choose_what_one_chunk_would(of, data, budget):
     sizes = data.draw(st.lists(SIZES[of], min_size=1, max_size=100))
     most = data.draw(st.sampled_from([0, 1, 4, 63]))  # few kinds: many ties
     kinds = data.draw(st.lists(st.integers(0, most), min_size=len(sizes), max_size=len(sizes)))
@@ -70,7 +70,7 @@ def test_chunks_together_choose_what_one_would(of, data, budget):
 
 
 @pytest.mark.parametrize("units", [15, 16, 17, 31, 32, 33, 47, 48, 49, 95, 96, 97])
-def test_at_the_edges_of_chunks(units):
+def test_numbers_of_units_at_the_edges_of_chunks(units):
     got, want = chosen([1 + u % 5 for u in range(units)], [u % 7 for u in range(units)], 2 * units)
     assert got == want
 
@@ -81,7 +81,7 @@ def test_ties_across_chunks_go_to_the_lower_unit():
     assert got == want == [*range(5, 105)]
 
 
-def test_the_unit_of_a_late_chunk_beats_all_before_it():
+def test_best_unit_in_a_late_chunk_is_chosen():
     sizes = [10] * 60
     for best in (0, 17, 40, 59):
         got, want = chosen(sizes, [int(u == best) for u in range(60)], 10)
@@ -96,19 +96,19 @@ def test_a_budget_larger_than_everything_takes_everything():
 
 
 @pytest.mark.parametrize(("sizes", "now"), [([], 1), ([], 0), ([4] * 40, 0), ([0] * 40, 1)])
-def test_nothing_to_choose(sizes, now):
+def test_no_units_choose_nothing(sizes, now):
     got, want = chosen(sizes, [0] * len(sizes), 50, now=now, room=20)
     assert got == want == [-1] * 50
 
 
-def test_scores_of_both_signs():
+def test_positive_and_negative_scores_are_ranked():
     """One unit has nearly all the attention of both heads: the logarithm of its sum is above 0, the rest is below."""
     got, want = by_score([20.0 if u == 30 else u % 3 for u in range(60)], [4] * 60, 50, heads=2)
     assert got == want
     assert {5 + 4 * 30, 5 + 4 * 2, 5 + 4 * 5} < set(got)
 
 
-def test_more_units_than_a_sum_counts(monkeypatch):
+def test_more_than_2048_units_between_two_thresholds(monkeypatch):
     """2,049 units between two thresholds are 1 in 11 bits, and yet the search must go on: the later half is better."""
     monkeypatch.setattr(SELECT, "CHUNK", 512)
     scores = [10.0] * 100 + [5.0] * 1000 + [5.0025] * 1049 + [0.0] * 2100
@@ -116,7 +116,7 @@ def test_more_units_than_a_sum_counts(monkeypatch):
     assert got == want == [*range(5, 5 + 100 + 951), *range(5 + 1100, 5 + 2149)]
 
 
-def test_rows_and_heads_of_their_own():
+def test_rows_and_heads_are_independent():
     for seed in range(8):
         w = World(lengths=[190, 77], rows=192, block=2, sink=2, heads=2, group=3, seed=seed)
         run_both("pick_units", "triton", w)

@@ -1,6 +1,6 @@
-"""An engine without an engine: requests come, grow, share beginnings and go, and their blocks are given to others.
+"""Engine ops without an engine: requests come, grow, share prefixes and leave, and their blocks are reused.
 
-What is expected comes from the raw keys and values of every request, which the store never sees again.
+Expected values come from the raw keys and values of every request, which the store never sees again.
 """
 import random
 from dataclasses import dataclass, field
@@ -139,7 +139,7 @@ def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", ["quest", "arkvale"])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_a_day_of_requests_equals_brute_force(kv, method, seed):
+def test_random_requests_equal_brute_force(kv, method, seed):
     """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
     e, r = Engine(kv, method, seed=seed), random.Random(seed)
     given = 0
@@ -159,7 +159,7 @@ def test_a_day_of_requests_equals_brute_force(kv, method, seed):
 
 
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_kernels_do_the_same(kv):
+def test_kernels_equal_references_over_many_requests(kv):
     """As on a GPU, where nothing else runs; here they are interpreted."""
     with use_kernels("triton"):
         e = Engine(kv)
@@ -182,7 +182,7 @@ def test_full_budget_is_dense(kv):
         e.decode([b, a])
 
 
-def test_a_block_that_is_given_to_another_keeps_nothing():
+def test_reused_block_keeps_nothing_of_its_last_request():
     """The one before had a key that every query likes; the one after has not, but something else elsewhere."""
     e = Engine("host", budget=BLOCK)
     loud = e.begin()
@@ -199,7 +199,7 @@ def test_a_block_that_is_given_to_another_keeps_nothing():
     assert set(quiet.ids) <= set(used)
 
 
-def test_a_shared_beginning_is_indexed_once():
+def test_shared_prefix_is_indexed_once():
     e = Engine("device")
     a = e.begin()
     e.prompt(a, 32)
@@ -211,7 +211,7 @@ def test_a_shared_beginning_is_indexed_once():
     assert b.ids[:8] == a.ids
 
 
-def test_what_is_shared_is_fetched_once():
+def test_shared_block_is_fetched_once():
     e = Engine("host")
     a = e.begin()
     e.prompt(a, 40)
@@ -224,7 +224,7 @@ def test_what_is_shared_is_fetched_once():
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_blocks_that_lose_their_place_in_the_hot_buffer_are_brought_again(kernels):
+def test_evicted_blocks_are_fetched_again(kernels):
     """Two requests in turn, with room for fewer blocks than they have: most slots change hands, some of them often."""
     with use_kernels(kernels):
         e = Engine("host", most=2)
@@ -235,7 +235,7 @@ def test_blocks_that_lose_their_place_in_the_hot_buffer_are_brought_again(kernel
     assert brought > 2 * e.store.slots  # per head
 
 
-def test_blocks_that_a_step_brings_are_counted():
+def test_fetched_blocks_of_a_step_are_counted():
     """Per kv head: the first step brings all that there is, and the next has it; what is on the device brings none."""
     e, other = Engine("host", budget=PLACES * BLOCK), Engine("device")
     a = e.begin()
@@ -256,12 +256,12 @@ def test_blocks_that_a_step_brings_are_counted():
         (dict(method="pariskv"), "method must be one of arkvale, quest, got 'pariskv'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(given, said):
+def test_impossible_options_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         read_options({"method": "quest", **given}, BLOCK)
 
 
-def test_memory_is_what_was_said():
+def test_allocated_memory_equals_the_plan():
     store = Engine("host").store
     assert store.hot.rows.shape[2] == MOST * (1 + 3 + 2 * 2)  # of each request its sink, its window, twice its budget
     assert store.host_bytes == HEADS * BLOCK * 2 * DIM * 4
@@ -271,7 +271,7 @@ def test_memory_is_what_was_said():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_a_step_in_a_cuda_graph(kv):
+def test_step_replays_in_a_cuda_graph(kv):
     """Replayed with other lengths, tables and tokens than it was captured with."""
     e = Engine(kv)
     those = [e.begin() for _ in range(3)]

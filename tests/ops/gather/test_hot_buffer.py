@@ -1,4 +1,4 @@
-"""The hot buffer over many calls against a model of it in plain Python: nothing lost or stale, the oldest leave."""
+"""Over many calls the hot buffer equals a model in plain Python."""
 import random
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.chain import tensors, use_kernels
@@ -190,14 +190,14 @@ def drive(fetch, device, **options):
     run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
 
 
-def test_reference():
+def test_reference_equals_the_model():
     """With all checks."""
     with use_kernels("reference"):
         drive(FETCH.call, "cpu", max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel(kind):
+def test_kernel_equals_the_model(kind):
     """On a GPU as it runs there; elsewhere in the interpreter, where a call takes tens of milliseconds."""
     many = DEVICE.type == "cuda"
     steps, examples = (30, 60) if many else (14, 10)
@@ -207,7 +207,9 @@ def test_kernel(kind):
 # ---------------------------------------------------------------- larger buffers: several warps, several programs
 
 
-def half_full(n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g) -> tuple[torch.Tensor, Hot, Stats]:
+def half_full(
+    n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g
+) -> tuple[torch.Tensor, Hot, Stats]:
     """The state of two heads."""
     total, lead = slots + n, (1, 2)
     pool = torch.randn(*lead, total * block, 2, DIM, generator=g)
@@ -242,7 +244,7 @@ def asked(slot_of: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
     ages=st.sampled_from([(0, 0), (0, 5), (0, 254), (0, 255), (0, 256), (250, 3000), (0, 65_535), (65_530, 65_535)]),
     filled=st.sampled_from([0.0, 0.7, 1.0, 1.0]), gated=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_calls_in_a_row(kind, shape, ages, filled, gated, seed):
+def test_kernel_equals_reference_over_many_calls(kind, shape, ages, filled, gated, seed):
     """Of csrc/fetch.cu or of Triton's kernels: after each call all that there is equals the reference's."""
     (n, slots, block), r, g = shape, random.Random(seed), torch.Generator().manual_seed(seed)
     state = half_full(n, slots, block, ages, filled, g)
@@ -274,27 +276,27 @@ def why_it_fails(*, fetched=lambda hot, stats: None) -> str:
     return ""
 
 
-def test_what_is_right_does_not_fail():
+def test_correct_fetch_passes_the_check():
     assert why_it_fails() == ""
 
 
-def test_a_stale_page_is_noticed():
+def test_stale_page_fails_the_check():
     """The last row of keys or values of every slot."""
     assert "not what the pool has" in why_it_fails(fetched=lambda hot, stats: hot.rows[..., -1, :].zero_())
 
 
-def test_forgetting_the_age_is_noticed():
+def test_forgotten_age_fails_the_check():
     """Replacing whatever slot comes first is not replacing the least recently used."""
     assert why_it_fails(fetched=lambda hot, stats: hot.age.zero_())
 
 
-def test_ages_that_never_grow_are_noticed():
+def test_constant_ages_fail_the_check():
     assert why_it_fails(fetched=lambda hot, stats: hot.age.clamp_(max=1))
 
 
-def test_a_table_entry_left_behind_is_noticed():
+def test_leftover_table_entry_fails_the_check():
     assert why_it_fails(fetched=lambda hot, stats: hot.slot_of.masked_fill_(hot.slot_of < 0, 0))
 
 
-def test_a_miss_not_counted_is_noticed():
+def test_uncounted_miss_fails_the_check():
     assert why_it_fails(fetched=lambda hot, stats: stats.counts[..., 4].zero_())

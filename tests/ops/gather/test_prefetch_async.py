@@ -1,4 +1,4 @@
-"""What is fetched behind a step: heads whose query hardly moved attend to what the step before chose, no less."""
+"""With prefetch_async, heads whose query hardly moved attend to the selection of the step before."""
 import re
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import torch
 from cases import METHODS, hyper_of
 from hypothesis import given
 from hypothesis import strategies as st
+from layer import Layer, small
 from models import dense_logits, greedy_logits, prompts, tiny
-from test_methods import Layer, small
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from world import DEVICE
@@ -21,14 +21,14 @@ from torchsparsekv.probe import LayerProbe
 from torchsparsekv.report import layer_report
 from torchsparsekv.state import Buffer, Geometry, checked, hot_buffer
 
-ALWAYS, NEVER = 1.0, -1.0  # how often a step waits with such a `prefetch_async`; the first but where queries are the same
+ALWAYS, NEVER = 1.0, -1.0  # how often a step waits at these values of prefetch_async, unless queries are equal
 NAMES = [name for name in METHODS if make_method(name).traits.selects_every_step]
 DYNAMIC = {"prkv": dict(static_ratio=0, update_every=None)}  # as it may come late
 WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pariskv"]  # methods whose blocks hold tokens in their order
 HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
 
 
-def test_these_methods_have_it():
+def test_methods_with_prefetch_async_are_pinned():
     assert NAMES == ["arkvale", "clusterkv", "icecache", "oracle", "pariskv", "quest", "random"]
 
 
@@ -56,7 +56,7 @@ def attention_of(q, k, v, seen) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", WHERE_TOKENS_ARE)
 @given(seed=st.integers(0, 999), pad=st.integers(0, 20), least=st.sampled_from([0.3, 0.7, 0.9]))
-def test_a_step_attends_to_what_its_heads_waited_for_or_chose_last(name, seed, pad, least):
+def test_head_attends_to_its_new_or_its_last_selection(name, seed, pad, least):
     """By brute force over raw keys, beside the same method without: what a head chose, the ring from where it left off,
     and which heads wait."""
     q, k, v, pads = drifting(seed, pad)
@@ -83,7 +83,7 @@ def test_a_step_attends_to_what_its_heads_waited_for_or_chose_last(name, seed, p
 
 @pytest.mark.parametrize("least", [NEVER, 0.6, ALWAYS])
 @pytest.mark.parametrize("name", [*NAMES, *DYNAMIC])
-def test_a_budget_for_everything_is_dense(name, least):
+def test_full_budget_is_dense(name, least):
     """Nothing falls between what was chosen a step ago and the ring, whoever waits."""
     model = tiny()
     ids, mask = prompts(3, 50)
@@ -101,7 +101,7 @@ def test_a_budget_for_everything_is_dense(name, least):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_that_always_turn_answer_as_without_it(name):
+def test_queries_that_always_drift_answer_as_without_prefetch(name):
     """Every block is fetched before the step that wants it, and none behind it."""
     told = hyper_of(name, max_length=256, budget=16, sink=8, window=6, block_size=4, skip_layers=1)
     ids, mask = prompts(2, 120)
@@ -119,7 +119,7 @@ def test_heads_that_always_turn_answer_as_without_it(name):
         assert getattr(reports[0], name) == getattr(reports[1], name), name
 
 
-def test_what_is_chosen_is_there_at_the_next_step():
+def test_chosen_blocks_are_there_at_the_next_step():
     """A key that answers one query alone is found a step later by a late head, and at once by one that turned. A probe
     sees the same."""
     g = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ def test_what_is_chosen_is_there_at_the_next_step():
         assert [bool(x > 0.9) for x in p.mass[1:]] == found[1:]
 
 
-def test_at_the_first_step_after_a_second_prompt_no_head_is_late():
+def test_first_step_after_a_second_prompt_waits_for_all_heads():
     """The step before was another turn's."""
     q, k, v, _ = drifting(3, 0)
     layer = Layer(small("quest", budget=8, prefetch_async=NEVER), batch=2, heads=HEADS, group=GROUP, dim=DIM)
@@ -151,7 +151,7 @@ def test_at_the_first_step_after_a_second_prompt_no_head_is_late():
     assert waits == [0, 4, 4, 4, 8, 8]
 
 
-def test_queries_that_are_exactly_so_alike_are_late():
+def test_queries_at_the_threshold_do_not_wait():
     layer = Layer(small("quest", budget=8, prefetch_async=ALWAYS), heads=1, dim=DIM)
     one, k = torch.eye(DIM)[:1].view(1, 1, 1, DIM), torch.randn(1, 1, 40, DIM)
     layer.feed(k, k, k)
@@ -160,7 +160,7 @@ def test_queries_that_are_exactly_so_alike_are_late():
     assert int(layer.state.prefetch.waits.sum()) == 1
 
 
-def test_hits_are_a_share_from_the_first_step_on():
+def test_hit_rate_counts_from_the_first_step():
     """What is fetched behind a step is chosen by that step, not by the next; while a row is short there is more to
     choose at every one."""
     q, k, v, _ = drifting(5, 0)
@@ -192,17 +192,17 @@ class _Plain(Method):
     name = "plain_for_a_test"
 
 
-def test_methods_of_others_say_that_they_can_be_late():
+def test_methods_must_declare_that_they_support_prefetch():
     with pytest.raises(ValueError, match=r"plain_for_a_test: prefetch_async is for methods that select at every step"):
         _Plain(prefetch_async=0.8)
     for method, buffers in ((_Seldom(prefetch_async=0.8), {}), (_Seldom(), {"prefetch": Buffer((1,), torch.int32)})):
         g = Geometry(1, 2, 16, 256, torch.float32)
-        made = {name: x for name, x in method.buffers(g).items() if name != "late"} | buffers
-        with pytest.raises(TypeError, match=r"one with prefetch_async has `late`, which hot_buffers\(\) makes"):
+        made = {name: x for name, x in method.buffers(g).items() if name != "prefetch"} | buffers
+        with pytest.raises(TypeError, match=r"one with prefetch_async has `prefetch`, which hot_buffers\(\) makes"):
             checked(made, method.prefetch_async is not None)
 
 
-def test_the_report_says_how_much_came_behind_steps():
+def test_report_counts_prefetched_blocks():
     model = tiny()
     ids, mask = prompts(2, 120, ragged=False)
     told = dict(max_length=256, budget=8, block_size=4, sink=4, window=8, skip_layers=1)
@@ -220,7 +220,7 @@ def test_the_report_says_how_much_came_behind_steps():
     assert f"{late / fetched:.1%} came behind a step" in str(report)
 
 
-def test_the_last_layer_that_fetches_late_joins():
+def test_last_prefetching_layer_joins_the_side_stream():
     """A CUDA graph must not end before what was launched beside it."""
     with torchsparsekv.patch(tiny(), "quest", max_length=128, prefetch_async=0.8, skip_layers=1) as handle:
         layers = handle.make_cache(1).layers
@@ -228,7 +228,7 @@ def test_the_last_layer_that_fetches_late_joins():
 
 
 @torch._inductor.config.patch(force_disable_caches=True)  # their keys know nothing of what an op says that it changes
-def test_inductor_leaves_it_before_the_next_layer_and_copies_nothing():
+def test_inductor_keeps_prefetch_before_the_next_layer_without_copies():
     """An op that nobody waits for it would move to the end, behind a copy of the hot buffer: wrong beside a stream."""
     model = tiny(num_hidden_layers=3)
     ids, mask = prompts(1, 40)
@@ -249,7 +249,7 @@ def test_inductor_leaves_it_before_the_next_layer_and_copies_nothing():
 @pytest.mark.parametrize("offload", ["host", "device"])
 @pytest.mark.parametrize("least", [NEVER, 0.6, ALWAYS])
 @pytest.mark.parametrize("name", ["quest", "pariskv", "icecache"])
-def test_a_graph_with_work_beside_it_is_the_eager_step(name, least, offload):
+def test_graph_with_a_side_stream_equals_the_eager_step(name, least, offload):
     """bf16: one graph, and what it leaves to another stream is there when the next replay wants it."""
     assert compiles(torch.device(DEVICE))
     counters.clear()
@@ -275,7 +275,7 @@ def test_a_graph_with_work_beside_it_is_the_eager_step(name, least, offload):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["quest", "pariskv"])
-def test_captured_steps_answer_as_eager_ones(name):
+def test_captured_steps_equal_eager_steps(name):
     """To the last token: both are the same kernels."""
     model = tiny(dtype=torch.bfloat16, num_hidden_layers=5, hidden_size=512, num_attention_heads=8, head_dim=64)
     ids, mask = prompts(2, 200)

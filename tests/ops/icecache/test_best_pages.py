@@ -1,11 +1,11 @@
-"""Pages of more query heads and tokens than the worlds of test_ops.py have."""
+"""best_pages with more query heads and tokens than in test_ops.py."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_union_pages import by_turns
+from literal import by_turns
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -23,7 +23,7 @@ ENTRY = load_all()["best_pages"]
     far=st.sampled_from([None, -1, 0, 1]), seed=st.integers(0, 99),
 )  # fmt: skip
 @example(group=4, k=64, n=40960, values=1 << 20, unseen=0.0, far=-1, seed=0)
-def test_the_best_of_many_by_turns(kind, group, k, n, values, unseen, far, seed):
+def test_best_pages_are_taken_round_robin_over_query_heads(kind, group, k, n, values, unseen, far, seed):
     """Of two kv heads; scores of two values are ties mostly, or k and so many more of other groups are far above."""
     if DEVICE.type == "cpu":
         n = min(n, 2048)
@@ -41,7 +41,7 @@ def test_the_best_of_many_by_turns(kind, group, k, n, values, unseen, far, seed)
         assert union[0, h].tolist() == by_turns(scores[0, heads], own[heads], k)
 
 
-def test_what_the_native_kernel_is_for():
+def test_cuda_kernel_runs_at_the_usual_shapes():
     assert BEST.native(10240, 64, 4)["THREADS"] == 512
     assert BEST.native(10240, 128, 8)["THREADS"] == 1024
     assert BEST.native(10240, 64, 9) == "9 query heads a kv head"

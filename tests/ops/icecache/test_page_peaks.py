@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too short for: several programs a head, several turns of each."""
+"""page_peaks at shapes with several programs per head and several rounds per program."""
 import importlib
 
 import pytest
@@ -6,8 +6,7 @@ import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -25,7 +24,7 @@ ENTRY = load_all()["page_peaks"]
     seed=st.integers(0, 999), group=st.sampled_from([1, 3, 4]), looked=st.sampled_from([16, 32]),
     lengths=st.lists(st.integers(1, 240), min_size=1, max_size=2), codes=st.booleans(),
 )  # fmt: skip
-def test_pages_are_shared_by_programs(seed, group, looked, lengths, codes):
+def test_kernel_equals_reference_with_several_programs_per_head(seed, group, looked, lengths, codes):
     w = World(
         lengths=lengths, group=group, dim=16, block=4, rows=256, seed=seed, pick=lambda *options: options[codes]
     )
@@ -71,7 +70,7 @@ def many(shape, page: int, dtype, share: float, seed: int):
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     always=st.sampled_from([1, 32]), strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(resident, dim, group, page, pages, dtype, share, always, strided, seed):
+def test_cuda_kernel_equals_reference(resident, dim, group, page, pages, dtype, share, always, strided, seed):
     """csrc/page_peaks.cu by one program a head, in turns, and by many; and Triton's kernel at the same shapes."""
     things = (*many((2, group, pages, dim), page, dtype, share, seed)[:3], always)
     q, *rest = on(DEVICE, things)
@@ -97,7 +96,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
     dtype = torch.float32 if odd == "float32" else torch.float16
     dim, group = 80 if odd == "head_dim" else 128, 9 if odd == "group" else 2
     q, of, leaves, always = many((1, group, 3, dim), 32 if odd == "page" else 16, dtype, 0.5, 0)
@@ -107,17 +106,17 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     assert ENTRY.chain.chosen(*on(DEVICE, (q, of, leaves, always))) == ("triton", {"cuda": ODD[odd]})
 
 
-def test_every_query_head_has_a_least_product():
+def test_wrong_shape_of_least_products_is_refused():
     q, of, leaves, always = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
     with pytest.raises(ValueError, match=r"visited.least must have shape \(2, 1, 2\), got \(2, 1, 1\)"):
         PEAKS.page_peaks(q, of._replace(least=of.least[..., :1]), leaves, always)
 
 
-def test_the_root_is_expanded():
+def test_children_of_the_root_are_always_visible():
     q, of, leaves, _ = on(DEVICE, many((1, 2, 3, 64), 16, torch.float16, 0.5, 0))
     with pytest.raises(ValueError, match="the root is expanded always, so at least 1 node, got 0"):
         PEAKS.page_peaks(q, of, leaves, 0)
 
 
-def test_what_the_native_kernel_is_for():
+def test_cuda_kernel_runs_at_the_usual_shapes():
     assert ENTRY.chain.chosen(*on(DEVICE, many((1, 4, 3, 128), 16, torch.float16, 0.5, 0))) == NATIVE

@@ -1,11 +1,10 @@
-"""Prompts of more tokens than the worlds of test_ops.py have: trees that run out of room, keys that are as near to one
-node as to another, nodes of several levels."""
+"""plant_tree on long prompts: full trees, and keys at equal distances."""
 import pytest
 import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, close, on
+from kernels import clones, close, on
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.chain import tensors
@@ -41,7 +40,7 @@ SIZES = st.lists(st.integers(20, 240), min_size=1, max_size=2)
 
 
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES, tokens=st.integers(20, 240))
-def test_many_tokens(seed, way, lengths, tokens):
+def test_kernel_equals_reference_with_many_tokens(seed, way, lengths, tokens):
     things = prompt(seed, way, lengths, tokens)
     want_things, got_things = clones(things), on(DEVICE, clones(things))
     want, got = ENTRY.reference(*want_things), ENTRY.run("triton", *got_things)
@@ -61,7 +60,7 @@ def gathered(rows: list, page: int) -> list:
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @given(seed=st.integers(0, 99), way=st.integers(0, 5), lengths=SIZES)
-def test_children_of_a_node_stand_side_by_side(kind, seed, way, lengths):
+def test_children_of_a_node_lie_side_by_side(kind, seed, way, lengths):
     """Rows that moved are in order of nodes, and of a node in order of the projections, before their pages are dealt
     out; none is lost."""
     k, _, tree, leaves, lengths, promotion, _ = things = on(DEVICE, prompt(seed, way, lengths, max(lengths)))

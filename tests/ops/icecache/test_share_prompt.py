@@ -1,10 +1,10 @@
-"""Which head of an earlier layer a head follows, from raw queries and keys and counted one by one."""
+"""share_prompt matches heads of two layers as counting shared tokens does."""
 import pytest
 import torch
 from cases import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE, World, integers, worlds
 
 from torchsparsekv.ops.icecache.share_prompt import share_prompt
@@ -23,7 +23,7 @@ def wanted_by(w: World, q: torch.Tensor, k: torch.Tensor, b: int, h: int, column
 
 
 @given(w=worlds(tokens=st.sampled_from([1, 7, 33, 60])))
-def test_tokens_sought_are_the_best_by_raw_keys(w):
+def test_sought_tokens_are_the_best_by_raw_keys(w):
     q, k = integers(w.q), integers(w.k)
     got = top_tokens_of_last_queries(*on(DEVICE, (q, k, w.lengths_view)), True).tolist()
     tokens = k.shape[2]
@@ -39,7 +39,7 @@ def shared_by(sought: torch.Tensor, its: torch.Tensor) -> int:
 
 
 @given(w=worlds(tokens=st.integers(1, 9)))
-def test_a_head_is_matched_by_counting(w):
+def test_head_is_matched_by_counting_shared_tokens(w):
     order, sought, its, before, lengths, page, _ = things = OPS["share_prompt"](w)
     *args, join = on(DEVICE, clones(things))
     out, after = share_prompt(*args, join).cpu(), on("cpu", args[3])
@@ -68,7 +68,7 @@ def test_ties_go_to_the_own_number_then_to_the_lowest():
     assert followed.heads.tolist() == [[0, 1, 0]]
 
 
-def test_what_two_layers_look_for_is_given_for_both_or_neither():
+def test_sought_tokens_of_one_layer_alone_are_refused():
     order, sought, _, followed, lengths, page, join = OPS["share_prompt"](World(tokens=9))
     with pytest.raises(ValueError, match="both or neither"):
         share_prompt(order, sought, None, followed, lengths, page, join)

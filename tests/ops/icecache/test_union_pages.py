@@ -1,10 +1,11 @@
-"""Turns of query heads, with more entries than the worlds of test_ops.py have."""
+"""union_pages with more entries than in test_ops.py."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from literal import by_turns
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -13,23 +14,12 @@ UNION = importlib.import_module("torchsparsekv.ops.icecache.union_pages")
 ENTRY = load_all()["union_pages"]
 
 
-def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
-    """Of the heads of one group, literally."""
-    ranked = [sorted((x for x in own.tolist() if x >= 0), key=lambda x: (-s[x], x)) for own, s in zip(ids, scores)]
-    taken: list[int] = []
-    for turn in range(n):
-        for own in ranked:
-            if turn < len(own) and own[turn] not in taken:
-                taken.append(own[turn])
-    return taken[:n] + [-1] * (n - len(taken))
-
-
 @pytest.mark.parametrize("kind", ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 @given(
     group=st.integers(1, 8), n=st.sampled_from([1, 7, 16, 64, 100, 256]), more=st.sampled_from([0, 5, 3000]),
     values=st.sampled_from([2, 1 << 20]), missing=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_many_entries(kind, group, n, more, values, missing, seed):
+def test_kernel_equals_reference_with_many_entries(kind, group, n, more, values, missing, seed):
     """Of two kv heads, no more entries than the CUDA kernel takes. Heads have fewer than n pages where some are
     missing; scores of two values are ties mostly."""
     n = min(n, UNION.NATIVE_ENTRIES // group)
@@ -46,7 +36,7 @@ def test_many_entries(kind, group, n, more, values, missing, seed):
         assert found[h] == by_turns(scores[0, own], ids[0, own], n)
 
 
-def test_what_the_native_kernel_is_for():
+def test_cuda_kernel_runs_at_the_usual_shapes():
     assert UNION.native(4, 256) == dict(G=4, THREADS=1024)
     assert UNION.native(1, 3) == dict(G=1, THREADS=32)
     assert UNION.native(8, 129) == "8 query heads of 129 pages each"

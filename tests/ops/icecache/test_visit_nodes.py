@@ -1,4 +1,4 @@
-"""How the descent chooses nodes, where a world is too small: by all that programs can hold."""
+"""visit_nodes expands the right nodes of large trees."""
 import importlib
 import itertools
 import shutil
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
+from kernels import NATIVE
 from world import DEVICE
 
 from torchsparsekv.ops._machinery import cuda as _cuda
@@ -52,7 +52,7 @@ def expanded_of(visited: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_differs_little_differs(kind):
+def test_products_that_differ_in_fp32_differ(kind):
     """And what is equal to the last that is expanded is expanded too."""
     q, tree = tree_of(torch.tensor([[[0, 1.0, 1.0000001, 0.5, 1.0]]]))
     for room, best in ((1, ([2], [3])), (2, ([1, 2, 4], [1, 3, 4]))):
@@ -79,7 +79,7 @@ def least_of(x: torch.Tensor, view: View, size: int) -> float:
     share=st.booleans(), most=st.sampled_from([40, VISIT.MOST_NODES]), far=st.booleans(),
     dtype=st.sampled_from([torch.float32, *HALVES]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_the_best_of_many(kind, nodes, known, room, values, broken, share, most, far, dtype, seed):
+def test_best_nodes_of_many_are_expanded(kind, nodes, known, room, values, broken, share, most, far, dtype, seed):
     """Products of few values are ties mostly, or a few are far above the others; those of two rows and two kv heads
     differ. NaN is nobody's best."""
     if DEVICE.type == "cpu":
@@ -104,7 +104,7 @@ def test_the_best_of_many(kind, nodes, known, room, values, broken, share, most,
         assert least[b, h // 2, h % 2] == least_of(x[:count], view, VISIT.sample_of(nodes, 2))
 
 
-def test_the_number_is_met():
+def test_number_of_expanded_nodes_is_met_in_the_mean():
     """Exactly where the sample is all nodes, and in the mean where it is not."""
     g = torch.Generator().manual_seed(0)
     for nodes, room in ((VISIT.SAMPLE + 1, 100), (8193, 512), (32769, 512)):
@@ -120,7 +120,7 @@ def test_the_number_is_met():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_root_takes_nobodys_place(kind):
+def test_root_takes_no_place_of_another_node(kind):
     """Its product would be the second best."""
     products = -torch.arange(40).float()
     products[1] = 1
@@ -131,7 +131,7 @@ def test_the_root_takes_nobodys_place(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_children_of_what_is_expanded_are_scored(kind):
+def test_children_of_expanded_nodes_are_scored(kind):
     """Of nodes of the third level some are, the first always; of the second level the best of their children."""
     nodes, g = 160, torch.Generator().manual_seed(0)
     given = torch.randint(-99, 99, (2, 2, nodes), generator=g).float()
@@ -160,7 +160,7 @@ SCORERS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
     nodes=st.sampled_from([2, 17, 127, 128, 129, 500]), known=st.floats(0, 1), d=st.sampled_from([64, 128, 192, 256]),
     group=st.integers(1, 8), half=st.sampled_from(HALVES), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_products_are_of_codes(kind, nodes, known, d, group, half, seed):
+def test_products_use_the_8_bit_codes(kind, nodes, known, d, group, half, seed):
     """Those of a tree of two levels, for every shape that csrc/visit_nodes.cu takes; codes use all of their range."""
     g = torch.Generator().manual_seed(seed)
     code = torch.randint(-127, 128, (2, 2, nodes, d), generator=g, dtype=torch.int8)
@@ -183,7 +183,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
     dim, group = 80 if odd == "head_dim" else DIM, 9 if odd == "group" else 2
     dtype = torch.float32 if odd == "float32" else torch.float16
     tree = flat_tree(torch.zeros(1, 1, 9, dim, dtype=torch.int8, device=DEVICE), torch.ones(1, 1, 9).to(DEVICE), dtype)
@@ -192,13 +192,13 @@ def test_triton_is_left_what_the_native_kernel_is_not_for(odd):
     assert ENTRY.chain.chosen(q, tree, View(0, 3, 3, levels)) == ("triton", {"cuda": ODD[odd]})
 
 
-def test_what_the_native_kernel_is_for():
+def test_cuda_kernel_runs_at_the_usual_shapes():
     assert ENTRY.chain.chosen(*tree_of(torch.zeros(1, 1, 9), torch.float16), View(0, 3, 3, 2)) == NATIVE
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("were", [1, 500, 9999999])
-def test_how_many_nodes_there_were_does_not_matter(were, tmp_path, monkeypatch):
+def test_stale_node_count_gives_the_same_result(were, tmp_path, monkeypatch):
     """A program looks where the sample would be if no node had come; the number is read again later."""
     shutil.copytree(_cuda.SOURCES, tmp_path / "csrc")
     file = tmp_path / "csrc" / "visit_nodes.cu"
@@ -215,12 +215,12 @@ def test_how_many_nodes_there_were_does_not_matter(were, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("view", [View(0, 2, 1, 2), View(-1, 1, 1, 2), View(MILLION + 1, 1, 1, 2), View(0, 0, 1, 2)])
-def test_refused(view):
+def test_wrong_views_are_refused(view):
     with pytest.raises(ValueError, match="need share from 0 to 1000000, 1 <= least <= most and levels from 2"):
         VISIT.visit_nodes(*tree_of(torch.zeros(1, 1, 4)), view)
 
 
-def test_programs_are_as_many_as_can_be_launched_early(monkeypatch):
+def test_number_of_programs_fits_an_early_launch(monkeypatch):
     """264 of this GPU: of 8 kv heads 33 each, of which as many as there are query heads have the sample."""
     monkeypatch.setattr(VISIT, "sm_count", lambda device: 132)
     for nodes, group, heads, clusters in ((8194, 4, 8, 7), (2050, 4, 8, 3), (32770, 4, 8, 33), (8194, 1, 8, 32)):

@@ -1,12 +1,11 @@
-"""The CUDA kernel for the votes of ParisKV: it and Triton's against the reference, at the shapes that it is for."""
+"""The CUDA and Triton kernels of centroid_votes equal the reference at the usual shapes."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE, until
-from test_ops import on
+from kernels import NATIVE, on, until
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -42,7 +41,7 @@ def _used_memory(monkeypatch):
     spaces=st.sampled_from(VOTES.NATIVE_SPACES), short=st.sampled_from([0, 1, 8, 9]), group=st.integers(1, 9),
     mean=st.booleans(), alike=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(dtype, spaces, short, group, mean, alike, sliced, seed):
+def test_cuda_kernel_equals_reference(dtype, spaces, short, group, mean, alike, sliced, seed):
     """Integers, so that no sum rounds and ties are ties; `short` of padding, `sliced` out of a larger tensor."""
     g = torch.Generator().manual_seed(seed)
     heads, dim, sink = 2, spaces * 8 - short, 5
@@ -64,7 +63,7 @@ def test_native(dtype, spaces, short, group, mean, alike, sliced, seed):
 
 
 @pytest.mark.parametrize(("dim", "m"), [(128, 4), (128, 8), (32, 8)])
-def test_other_shapes_are_left_to_triton(dim, m):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(dim, m):
     q, counts = torch.zeros(1, 2, 1, dim), torch.zeros(1, 1, dim // m, 1 << m, dtype=torch.int32)
     things = on(DEVICE, (q, counted(counts), until([9], 0), [0, 0, 0] * 3 + [0, 700_000], False, 0))
     reason = {"cuda": f"{dim // m} subspaces of {1 << m} centroids"}
@@ -72,7 +71,7 @@ def test_other_shapes_are_left_to_triton(dim, m):
 
 
 @pytest.mark.parametrize("m", [2, 4])
-def test_a_wide_head_and_a_seed_of_one(m):
+def test_wide_head_with_seed_1(m):
     """Triton makes an argument of 1 a constant. Of `_rotated` as it was, version 3.6 then made wrong machine code."""
     g = torch.Generator().manual_seed(m)
     q = torch.randint(-4, 5, (1, 1, 1, 256), generator=g).float()
@@ -85,7 +84,7 @@ def test_a_wide_head_and_a_seed_of_one(m):
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_query_of_nan_breaks_nothing(kind):
+def test_nan_query_gives_valid_votes(kind):
     """A row whose mask is wrong is NaN all over; the others of its batch are to be right."""
     dim = 64 if kind == "cuda" else 16  # the least that the CUDA kernel is for
     q, counts = torch.ones(2, 2, 1, dim), torch.ones(2, 2, dim // 8, 256, dtype=torch.int32)

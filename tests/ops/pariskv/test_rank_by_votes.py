@@ -1,4 +1,4 @@
-"""Stage I of ParisKV over many chunks of keys: what a row of a few tokens never reaches."""
+"""rank_by_votes over many chunks of keys equals the reference."""
 import contextlib
 import importlib
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE, until
-from test_ops import on
+from kernels import NATIVE, on, until
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -53,7 +52,7 @@ def patched(**values):
     rows=st.sampled_from([64, 65, 200, 333, 640]), share=st.tuples(*[st.floats(0, 1)] * 2),
     packs=st.integers(1, 2), alike=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_many_chunks_and_spans(resident, chunk, rows, share, packs, alike, seed):
+def test_kernel_equals_reference_over_many_chunks(resident, chunk, rows, share, packs, alike, seed):
     """A program with all chunks of a head, and one for each, up to forty: more than are added up at a time."""
     things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed)
     with patched(CHUNK=chunk, RESIDENT=resident):
@@ -68,7 +67,7 @@ def test_many_chunks_and_spans(resident, chunk, rows, share, packs, alike, seed)
     rows=st.sampled_from([64, 65, 511, 2049, 9001, 20_000]), share=st.tuples(*[st.floats(0, 1)] * 2),
     packs=st.integers(1, 4), alike=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(resident, spaces, rows, share, packs, alike, seed):
+def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alike, seed):
     """csrc/rank_by_votes.cu, and Triton's kernels at the same shapes."""
     things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed, spaces)
     there = on(DEVICE, things)
@@ -82,7 +81,7 @@ def test_native(resident, spaces, rows, share, packs, alike, seed):
 
 
 @pytest.mark.parametrize(("spaces", "packs"), [(4, 1), (16, 4)])
-def test_other_shapes_are_left_to_triton(spaces, packs):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(spaces, packs):
     reason = f"{spaces} subspaces of 256 centroids, {packs} entries of query heads"
     shape = lambda packs, spaces: on(DEVICE, arguments(64, [64, 9], packs, False, 0, spaces))  # noqa: E731
     assert ENTRY.chain.chosen(*shape(packs, spaces)) == ("triton", {"cuda": reason})
@@ -92,7 +91,7 @@ def test_other_shapes_are_left_to_triton(spaces, packs):
 @pytest.mark.parametrize("multiprocessors", [16, 60, 132])
 @pytest.mark.parametrize("heads", [1, 2, 8, 24, 40, 72, 128, 136, 1000])
 @pytest.mark.parametrize("rows", [1000, 8192, 131_072, 524_288])
-def test_native_programs_keep_the_multiprocessors_busy(heads, rows, multiprocessors):
+def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
     parts = COLLIDE.native_parts(heads, rows, multiprocessors)
     rounds = -(-heads * parts // multiprocessors)
     assert 1 <= parts <= max(1, min(-(-rows // COLLIDE.NATIVE_STEP), multiprocessors))
@@ -100,5 +99,5 @@ def test_native_programs_keep_the_multiprocessors_busy(heads, rows, multiprocess
         assert heads * parts > 0.85 * multiprocessors * rounds
 
 
-def test_native_programs_of_the_usual_shape():
+def test_number_of_cuda_programs_at_the_usual_shape():
     assert [COLLIDE.native_parts(8, rows, 132) for rows in (1000, 4096, 131_072, 524_288)] == [1, 4, 16, 16]

@@ -1,12 +1,11 @@
-"""What the worlds of test_ops.py are too short for."""
+"""rerank on full, partial and empty tiles equals the reference."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -22,7 +21,7 @@ def encoded(keys: torch.Tensor, *lead: int) -> Codes:
     return Codes(*(t.view(*lead, -1) for t in encode(keys, 8, 0)), torch.empty(*lead[:2], 0, 0, dtype=torch.int32))
 
 
-def test_tiles_full_in_part_and_empty():
+def test_kernel_equals_reference_on_full_partial_and_empty_tiles():
     g = torch.Generator().manual_seed(7)
     codes = encoded(torch.randn(1800, 64, generator=g), 1, 2, 900)
     rotated = torch.randn(1, 2, 3, 64, generator=g)
@@ -40,7 +39,7 @@ def test_tiles_full_in_part_and_empty():
     total=st.sampled_from([1, 15, 16, 31, 33, 128, 500]), fields=st.integers(1, RERANK.NATIVE_FIELDS + 1),
     share=st.floats(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(spaces, total, fields, share, seed):
+def test_cuda_kernel_equals_reference(spaces, total, fields, share, seed):
     """csrc/rerank.cu, and Triton's kernel at the same shapes. Candidates in any order; some places hold none."""
     g = torch.Generator().manual_seed(seed)
     rows, size = 300, spaces * 8
@@ -60,7 +59,7 @@ def test_native(spaces, total, fields, share, seed):
 
 
 @pytest.mark.parametrize(("dim", "fields"), [(128, RERANK.NATIVE_FIELDS), (128, RERANK.NATIVE_FIELDS + 1), (32, 1)])
-def test_other_shapes_are_left_to_triton(dim, fields):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(dim, fields):
     codes = encoded(torch.zeros(60, dim), 1, 2, 30)
     things = torch.zeros(1, 2, fields, dim), codes, torch.zeros(1, 2, 7, dtype=torch.int32)
     reason = f"{dim // 8} subspaces of {dim} dimensions and {fields} queries a kv head"

@@ -1,4 +1,4 @@
-"""What the worlds of test_ops.py are too narrow for: a window whose queries come in several parts, as on the GPU."""
+"""choose_static with windows and sinks over several tiles equals the reference."""
 import importlib
 
 import pytest
@@ -6,7 +6,7 @@ import torch
 from cases import OPS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import clones, on
+from kernels import clones, on
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.chain import tensors
@@ -35,7 +35,7 @@ def in_parts(m: pytest.MonkeyPatch, w: World) -> None:
     seed=st.integers(0, 999), group=st.sampled_from([4, 8]), coarse=st.integers(0, 1),
     share=st.sampled_from(["SMALL", "LARGE", "PAIR"]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_the_window_in_parts(seed, group, coarse, share, dtype):
+def test_window_in_several_parts_equals_reference(seed, group, coarse, share, dtype):
     """The interpreter cannot multiply bf16; with a coarse copy it need not."""
     coarse |= dtype is torch.bfloat16 and DEVICE.type == "cpu"
     w = world(seed, group, coarse, dtype)
@@ -59,7 +59,7 @@ def test_the_window_in_parts(seed, group, coarse, share, dtype):
 @pytest.mark.parametrize("coarse", [0, 1])
 @pytest.mark.parametrize("parts", ["whole", "parts"])
 @pytest.mark.parametrize("wrong", ["key", "query", "beyond fp16"])
-def test_what_is_no_number_makes_no_hole_in_a_set(wrong, parts, coarse, monkeypatch):
+def test_nan_score_leaves_no_hole_in_the_set(wrong, parts, coarse, monkeypatch):
     """`relocate` moves as many rows as a set says: a -1 among them would be a place outside of the pool."""
     if coarse and wrong == "key" and DEVICE.type == "cpu":
         pytest.skip("the interpreter reads fp8's NaN as 480")
@@ -86,7 +86,7 @@ def test_what_is_no_number_makes_no_hole_in_a_set(wrong, parts, coarse, monkeypa
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sinks_of_several_tiles(seed, monkeypatch):
+def test_sinks_over_several_tiles_equal_reference(seed, monkeypatch):
     """What half of the queries look at is a sink, and not in the first tile: little weight is left for others."""
     w = world(seed, 2, 0, lengths=[128, 100], sink=40, window=20, interval=4, rows=128, block=4)
     *things, attention = OPS["choose_static"](w)
@@ -102,7 +102,7 @@ def test_sinks_of_several_tiles(seed, monkeypatch):
     assert torch.equal(got[1].ids.cpu(), want[1].ids)
 
 
-def test_a_turn_before_the_first_token_is_not_taken_for_never():
+def test_update_due_before_the_first_token_still_happens():
     """Such a head chose when `at` was: not anew until `every` tokens after that."""
     w = world(0, 2, 0, lengths=[30, 30], rows=64)
     things = OPS["choose_static"](w)
@@ -117,7 +117,7 @@ def test_a_turn_before_the_first_token_is_not_taken_for_never():
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (1, 6), (3, 6), (60, 2)])
-def test_the_target_is_of_the_first_and_the_last_query(window, length):
+def test_target_uses_the_first_and_the_last_query(window, length):
     """Of all windows, also those that are longer than the row, and at every place where the newest query can lie."""
     entry = load_all()["static_target"]
     for seed in range(3):

@@ -1,7 +1,7 @@
-"""Relocation against the paper's, which puts the set in front and moves up all others in their order."""
+"""Relocation finds the sets that the order of the paper finds, with the set in front and all others moved up."""
 import torch
-from test_methods import BLOCK
-from test_static import Story, small
+from layer import BLOCK
+from static_story import Story, small
 
 from torchsparsekv.probe import LayerProbe
 from torchsparsekv_benchmarks.quality.static_mass import Literal
@@ -20,7 +20,7 @@ def run(method, story: Story) -> tuple[float, list]:
     return float(torch.stack(seen.mass).mean()), sets
 
 
-def test_both_orders_find_the_same_sets_and_keep_nearly_the_same():
+def test_order_of_the_paper_finds_the_same_sets():
     """Keys come in topics, so that the rows of a page are alike: what strangers in the digests would spoil."""
     story, masses = Story(240, pads=(0,), seed=11), []
     topic = torch.randn(1, 2, 240 // 12, 16, generator=torch.Generator().manual_seed(1)).repeat_interleave(12, 2)

@@ -1,4 +1,4 @@
-"""Bounds of blocks: they hold for every key; and in fp8 by csrc/bound_scores.cu, for which a world is too small."""
+"""bound_scores are upper bounds for every key, in fp8 and at shapes of the CUDA kernel too."""
 import importlib
 import math
 
@@ -6,26 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_methods import BLOCK, SINK, Past, frontier, small
-from test_ops import on
+from kernels import NATIVE, on, until
+from layer import BLOCK, SINK, frontier, small
+from past import Past
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Digests, Lengths
+from torchsparsekv.ops.store.views import Digests
 
 BOUNDS = importlib.import_module("torchsparsekv.ops.select.bound_scores")
 ENTRY = load_all()["bound_scores"]
 FP8, NAN = torch.float8_e4m3fn, 0x7F
-# What a chain with CUDA C++ chooses of arguments that this is for, and the reason if it does not.
-NATIVE = ("cuda", {}) if DEVICE.type == "cuda" else ("triton", {"cuda": "these tensors are on cpu"})
-
-
-def until(ends: list[int], sink: int) -> Lengths:
-    """Of rows whose tokens from `sink` up to `ends` can be retrieved."""
-    end = torch.tensor(ends, dtype=torch.int32)
-    return Lengths(end, end, end, end, sink, 1)
 
 
 def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, largest: float, seed: int):
@@ -61,7 +54,7 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), largest=st.sampled_from([0.0, 1e-4, 0.5]),
     strided=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_native(resident, d, group, blocks, share, sink, block, box, dtype, largest, strided, seed):
+def test_cuda_equals_reference(resident, d, group, blocks, share, sink, block, box, dtype, largest, strided, seed):
     """By one program a head, and by as many as there are tiles for; and Triton's kernel at the same shapes."""
     ends = [round(x * blocks) for x in share]
     things = arguments((2, group, blocks, d), ends, sink, block, box, dtype, largest, seed)
@@ -80,7 +73,7 @@ def test_native(resident, d, group, blocks, share, sink, block, box, dtype, larg
 
 
 @pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_pinned_blocks_are_above_all_others(kind):
+def test_pinned_blocks_score_above_all_others(kind):
     """Of three heads none, one and all that can be retrieved; counts say tokens."""
     q, digests, lengths, _ = arguments((3, 2, 70, 64), [60], 16, 4, True, torch.bfloat16, 0.0, 0)
     if kind == "triton" and DEVICE.type == "cpu":  # the interpreter cannot multiply these
@@ -112,7 +105,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_arguments_are_left_to_triton(other):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(other):
     """With the reason, which the device is only where all the rest fits."""
     change, reason = OTHERS[other]
     q, digests, *rest = on(DEVICE, arguments((2, 4, 40, 128), [40, 9], 0, 4, True, torch.bfloat16, 0.0, 0))
@@ -176,7 +169,7 @@ def test_bounds_hold_for_every_key(name, more, digest, seed, outliers):
 
 @pytest.mark.parametrize(("name", "more"), [*CONTAINING, ("arkvale", {})])
 @given(seed=st.integers(0, 999))
-def test_small_digests_are_not_much_looser(name, more, seed):
+def test_fp8_digests_are_nearly_as_tight(name, more, seed):
     """Else a bound of infinity would pass. Rounding the centre moves it by 1/16, the spread grows by that and 1/8."""
     past = Past(80, 0, 1, [71] + [1] * 9, seed, False)
     exact, rounded = (bounds(name, digest, past, **more) for digest in ("float32", "float8"))
@@ -184,7 +177,7 @@ def test_small_digests_are_not_much_looser(name, more, seed):
     assert more or name == "quest" or (rounded >= exact - 0.3 * size(past)).all(), "a mean is rounded to the nearest"
 
 
-def test_the_mean_cuboid_is_smaller_than_the_whole_and_no_bound():
+def test_mean_cuboid_is_smaller_than_the_cuboid_and_no_bound():
     past = Past(80, 0, 1, [80], 0, False)
     tighten(past, ball=False)
     mean, whole = (bounds("arkvale", "float32", past, volume=v) for v in ("cuboid-mean", "cuboid"))

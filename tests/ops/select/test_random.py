@@ -1,4 +1,4 @@
-"""The random row: drawn uniformly among what can be retrieved, new at every step, the same again for the same seed."""
+"""random_scores draw uniformly, anew at every step, and repeat for the same seed."""
 import pytest
 import torch
 from world import DEVICE
@@ -40,7 +40,7 @@ def test_every_retrievable_block_is_drawn_equally_often():
         assert 0.5 < z.square().mean() < 1.7, "counts too even or too uneven for independent draws"
 
 
-def test_steps_heads_and_seeds_draw_their_own_and_the_same_seed_the_same():
+def test_draws_differ_by_step_head_and_seed_and_repeat_by_seed():
     one, again, other = draws(50), draws(50), draws(50, seed=1)
     assert torch.equal(one, again)
     assert len({tuple(x.tolist()) for x in one.flatten(0, 1)}) == 100
@@ -65,5 +65,5 @@ def test_a_wrong_seed_is_refused(seed, error):
         make_method("random", seed=seed)
 
 
-def test_the_largest_seed_is_taken():
+def test_largest_seed_is_accepted():
     assert not torch.equal(draws(1, seed=(1 << 32) - 1), draws(1))

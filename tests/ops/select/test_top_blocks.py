@@ -1,4 +1,4 @@
-"""The k best of rows long enough for peaks, against a sort of (score, place) pairs."""
+"""top_blocks of long rows equals a sort of (score, place) pairs."""
 import importlib
 import math
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bound_scores import NATIVE
-from test_ops import on
+from kernels import NATIVE, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -64,7 +63,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mapped", [False, True])
 @given(n=st.integers(1500, 5000), k=st.integers(1, 150), seed=st.integers(0, 1 << 20))
-def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
+def test_selection_through_peaks_equals_a_sort(kind, mapped, launches, n, k, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.stack([scores_of(kind, n, k, g), scores_of("random", n, k, g)])
     ids = torch.arange(2 * n, dtype=torch.int32).view(2, n) * 2 + 1 if mapped else None
@@ -77,7 +76,7 @@ def test_peaks_lead_to_the_k_best(kind, mapped, launches, n, k, seed):
     assert launches
 
 
-def test_whole_rows_and_others_by_their_peaks(launches):
+def test_whole_rows_and_partial_rows_equal_a_sort(launches):
     g = torch.Generator().manual_seed(0)
     n, k, width = 1901, 70, 301
     x = torch.randn(3, 2, n, generator=g)
@@ -92,7 +91,7 @@ def test_whole_rows_and_others_by_their_peaks(launches):
 
 
 @pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
-def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
+def test_rows_without_peaks_and_with_too_many_groups_equal_a_sort(n, k, launches):
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
     got = ENTRY.run("triton", *on(DEVICE, (Scored(x, peaks_of(x)), k, None, None, 0, 0))).cpu()
     assert not launches
@@ -108,7 +107,7 @@ def test_rows_that_need_no_peaks_or_more_groups_than_fit(n, k, launches):
         (262144, 64, True, (1024, 16)),
     ],
 )  # fmt: skip
-def test_what_is_native(n, k, peaks, shape):
+def test_cuda_kernel_runs_at_the_usual_shapes(n, k, peaks, shape):
     """Threads, and peaks of each."""
     got = TOP.native(n, k, peaks)
     assert (got["THREADS"], got["PEAKS"]) == shape
@@ -124,7 +123,7 @@ def test_what_is_native(n, k, peaks, shape):
         (16385, 1000, True, "the best 1000 of 16385 scores with peaks"),
     ],
 )
-def test_what_is_left_to_triton(n, k, peaks, reason):
+def test_triton_runs_what_the_cuda_kernel_does_not_support(n, k, peaks, reason):
     x = torch.zeros(1, n)
     things = on(DEVICE, (Scored(x, peaks_of(x) if peaks else None), k, None, None, 0, 0))
     assert TOP.native(n, k, peaks) == reason
@@ -138,7 +137,7 @@ def test_what_is_left_to_triton(n, k, peaks, reason):
     most=st.sampled_from([100, 700]), width=st.sampled_from([0, 3, 588]), peaks=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )  # fmt: skip
-def test_native(kind, n, share, most, width, peaks, seed):
+def test_cuda_kernel_equals_reference(kind, n, share, most, width, peaks, seed):
     """csrc/top_blocks.cu: rows of a batch of which some are whole, with and without peaks and ids, from any address."""
     g = torch.Generator().manual_seed(seed)
     k = 1 + round(share * (n if n <= 17000 and most == 700 else most))

@@ -1,4 +1,4 @@
-"""Packed rows of a pool: 8-bit numbers with a scale for every group, against the raw numbers, and kernel by kernel."""
+"""Rows of 8-bit numbers with a scale per group equal the raw numbers within rounding, in every kernel."""
 import importlib
 import math
 
@@ -8,7 +8,7 @@ from cases import MANY_TOKENS, OPS
 from cases_packed import TAKING, pack, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import KERNELS, clones, close, flat, on
+from kernels import KERNELS, clones, close, flat, on
 from world import DEVICE, DIMS, DTYPES, World, worlds
 
 from torchsparsekv.ops._machinery.chain import tensors
@@ -41,7 +41,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_a_row_is_its_numbers_its_scales_and_whole_words(dim):
+def test_packed_row_holds_numbers_and_scales_in_whole_words(dim):
     x = raw_rows(9, dim)
     p = pack(x)
     groups = -(-dim // 64)
@@ -60,7 +60,7 @@ def test_a_row_is_its_numbers_its_scales_and_whole_words(dim):
 
 @given(dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
        seed=st.integers(0, 1000))  # fmt: skip
-def test_what_comes_back_is_within_half_a_step(dim, dtype, seed):
+def test_unpacked_numbers_are_within_half_a_step(dim, dtype, seed):
     x = raw_rows(9, dim, dtype, seed)
     back = as_numbers(pack(x), torch.float32)
     step = largest(x) / 127
@@ -88,7 +88,7 @@ def test_numbers_too_small_for_a_scale_are_zero():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_nan_in_its_group_alone(bad):
+def test_non_finite_numbers_make_only_their_group_nan(bad):
     x = raw_rows(4, 128) + 1
     x[2, 1, 70] = bad
     back = as_numbers(pack(x), torch.float32)
@@ -111,7 +111,7 @@ def copied(source: torch.Tensor, like: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @given(dim=st.sampled_from(DIMS), dtype=st.sampled_from(DTYPES), n=st.integers(1, 9), seed=st.integers(0, 1000))
-def test_triton_packs_and_unpacks_as_torch_does(dim, dtype, n, seed):
+def test_triton_packs_and_unpacks_like_torch(dim, dtype, n, seed):
     """To the bit. What fills a row up may be anything."""
     x = raw_rows(n, dim, dtype, seed)
     want = pack(x)
@@ -127,7 +127,7 @@ def test_triton_packs_and_unpacks_as_torch_does(dim, dtype, n, seed):
 # ---------------------------------------------------------------- the ops
 
 
-def test_these_ops_take_packed_pools():
+def test_ops_with_packed_pools_are_pinned():
     assert {"append", "flush_ring", "store_prompt", "fetch", "prompt_attention", "dense_attention"} <= set(TAKING)
 
 
@@ -171,7 +171,7 @@ def test_a_packed_pool_of_another_width_is_refused(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_which_fetch_takes_them(dtype):
+def test_fetch_kernel_for_packed_pools(dtype):
     """csrc/fetch.cu makes halves of them; fp32 is left to Triton, with the reason."""
     asked, _, hot, _ = things = OPS["fetch"](World(dim=64, dtype=dtype))
     pool = pack(torch.zeros(hot.rows.shape[-2:]))
@@ -188,7 +188,7 @@ def test_which_fetch_takes_them(dtype):
 
 
 @given(w=worlds(), kind=st.sampled_from(["reference", "triton"]))
-def test_fetched_blocks_are_the_raw_tokens_within_half_a_step(w, kind):
+def test_fetched_blocks_equal_raw_tokens_within_half_a_step(w, kind):
     """From what the world holds, and not from what was stored."""
     lead, n = (w.batch, w.heads), min(w.blocks, 5)
     empty = lambda *shape: torch.full((*lead, *shape), -1, dtype=torch.int32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""How a token lies in memory is said in one file per language, and these say the same."""
+"""One file per language defines the memory layout of a token, and the files agree."""
 import re
 from pathlib import Path
 
@@ -30,13 +30,13 @@ def spelled(text: str, skip: set[str] = frozenset()) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nobody_else_spells_it(path):
+def test_only_the_store_knows_the_layout_of_a_row(path):
     name = str(path.relative_to(ROOT))
     skip = {"the wrap of the ring"} if name in ENTRIES else set()
     assert name in LAW or not spelled(path.read_text(), skip)
 
 
-def test_the_patterns_find_what_they_are_for():
+def test_patterns_match_the_code_of_the_store():
     """As it stood in the op files before there was a law."""
     assert spelled("pool + (bh * pool_rows + pos[:, None]) * 2 * D + c[None, :]") == {"the width of a row"}
     assert spelled("rows + at * (4ll * D) + 2 * D + (g + 8 * i) * 16") == {"the width of a row"}
@@ -50,7 +50,7 @@ def test_the_patterns_find_what_they_are_for():
     assert "the width of a row" in spelled((ROOT / "ops/store/rows.py").read_text())
 
 
-def test_the_store_is_below_the_indices():
+def test_store_imports_no_index():
     """It imports none of the ops that are built on it."""
     for path in (ROOT / "ops/store").glob("*.py"):
         above = re.findall(r"torchsparsekv\.ops\.(index|select|gather|attend)", path.read_text())
@@ -67,7 +67,7 @@ def _ring(position, row, back, sink, span, begin, N: tl.constexpr):
 
 
 @given(sink=st.integers(0, 9), span=st.integers(1, 20), age=st.integers(0, 50))
-def test_torch_and_triton_agree_where_a_token_is(sink, span, age):
+def test_torch_and_triton_agree_on_the_place_of_a_token(sink, span, age):
     """Of all tokens that a ring holds: where they are, and from there which they are."""
     from world import DEVICE
 
@@ -85,7 +85,7 @@ def test_torch_and_triton_agree_where_a_token_is(sink, span, age):
     assert torch.equal(where[want.long()].to(torch.int32), held)
 
 
-def test_counters_by_name():
+def test_counters_are_indexed_by_name():
     counts = torch.zeros(2, 3, len(rows.STATS), dtype=torch.int64)
     rows.count(counts[1], steps=1, in_ring=7)
     assert counts[0].sum() == 0

@@ -1,8 +1,7 @@
-"""The life of a cache, in any order: prompts, steps, turns, forks, blocks forgotten, a fresh start.
+"""Any sequence of prompts, steps, turns, forks and resets is dense attention at full budget.
 
-At a budget that covers everything, what a step answers is dense attention over all tokens so far, from the raw keys and
-values that this file keeps for itself; and what a fork answers is what its original does. So it is with a packed pool:
-of numbers that it holds exactly.
+The expected answer comes from raw keys and values that this file keeps. A fork answers as its original does. Packed
+pools are tested with numbers that they hold exactly.
 """
 import pytest
 import torch
@@ -114,6 +113,6 @@ class Life(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["plain", "packed"])
 @pytest.mark.parametrize("method", METHODS)
-def test_whatever_happens_it_is_dense_attention(method, pool_dtype):
+def test_any_sequence_of_calls_is_dense_at_full_budget(method, pool_dtype):
     machine = type(f"Life_{method}", (Life,), {"method": method, "pool_dtype": pool_dtype})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=12))

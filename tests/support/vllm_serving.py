@@ -1,0 +1,39 @@
+"""An engine of vLLM with this package as its attention backend, and prompts of many lengths."""
+import torch
+
+GPU = torch.cuda.is_available()
+NEW = 24
+GRAPHS = (1, 2, 4, 8, 16)  # requests
+
+
+def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options):
+    from torchsparsekv_benchmarks.speed import serve
+
+    usual = dict(
+        graphs=GRAPHS if graphs else (), dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
+        block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
+    )  # fmt: skip
+    return serve.engine(path, backend, **(usual | options))
+
+
+def tokens_of(llm, prompts: list[list[int]], new: int = NEW):
+    import vllm
+
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    done = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in done], done
+
+
+def counter(llm, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def ragged() -> list[list[int]]:
+    """Prompts of many lengths; some begin alike, some are longer than a chunk."""
+    token = lambda i, seed: (i * (2 * seed + 3) + 7 * seed) % 120 + 3  # noqa: E731
+    lengths = [1, 7, 15, 16, 17, 40, 100, 33, 64, 150, 48, 90]
+    alike = [token(i, 40) for i in range(70)]
+    return [[token(i, s) for i in range(n)] for s, n in enumerate(lengths)] + [
+        alike + [token(i, s) for i in range(n)] for s, n in enumerate((5, 20, 61))
+    ]
