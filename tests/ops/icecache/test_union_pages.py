@@ -1,4 +1,4 @@
-"""Turns of query heads, with more entries than the worlds of test_ops.py have."""
+"""The round-robin union of pages, with more entries than the worlds of test_ops.py have."""
 import importlib
 
 import pytest
@@ -13,14 +13,14 @@ UNION = importlib.import_module("torchsparsekv.ops.icecache.union_pages")
 ENTRY = load_all()["union_pages"]
 
 
-def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
-    """Of the heads of one group, literally."""
-    ranked = [sorted((x for x in own.tolist() if x >= 0), key=lambda x: (-s[x], x)) for own, s in zip(ids, scores)]
+def round_robin(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
+    """The union of the pages of one group of query heads, by the definition."""
+    ranked = [sorted((x for x in head.tolist() if x >= 0), key=lambda x: (-s[x], x)) for head, s in zip(ids, scores)]
     taken: list[int] = []
-    for turn in range(n):
-        for own in ranked:
-            if turn < len(own) and own[turn] not in taken:
-                taken.append(own[turn])
+    for rank in range(n):
+        for head in ranked:
+            if rank < len(head) and head[rank] not in taken:
+                taken.append(head[rank])
     return taken[:n] + [-1] * (n - len(taken))
 
 
@@ -30,8 +30,8 @@ def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
     values=st.sampled_from([2, 1 << 20]), missing=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_many_entries(kind, group, n, more, values, missing, seed):
-    """Of two kv heads, no more entries than the CUDA kernel takes. Heads have fewer than n pages where some are
-    missing; scores of two values are ties mostly."""
+    """Two kv heads, at most as many entries as the CUDA kernel takes. Heads have fewer than n pages where some are
+    missing. Scores of two values are mostly ties."""
     n = min(n, UNION.NATIVE_ENTRIES // group)
     g = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, values, (1, 2 * group, n + more), generator=g).float()
@@ -42,11 +42,11 @@ def test_many_entries(kind, group, n, more, values, missing, seed):
     ENTRY.run(kind, scores.to(DEVICE), ids.to(DEVICE), union)
     found = union[0].tolist()
     for h in range(2):
-        own = slice(h * group, (h + 1) * group)
-        assert found[h] == by_turns(scores[0, own], ids[0, own], n)
+        heads = slice(h * group, (h + 1) * group)
+        assert found[h] == round_robin(scores[0, heads], ids[0, heads], n)
 
 
-def test_what_the_native_kernel_is_for():
+def test_shapes_of_the_cuda_kernel():
     assert UNION.native(4, 256) == dict(G=4, THREADS=1024)
     assert UNION.native(1, 3) == dict(G=1, THREADS=32)
     assert UNION.native(8, 129) == "8 query heads of 129 pages each"
