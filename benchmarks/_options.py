@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from torchsparsekv.method import Method, Offload, PoolType, all_methods, hyper_parameters, make_method
+from torchsparsekv.method import Method, Offload, PoolType, all_methods, hyper_parameters, make_method, renamed
 
 PoolChoice: TypeAlias = Literal["auto", PoolType]
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
@@ -23,6 +23,7 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     for text in texts:
         where, equals, value = text.partition("=")
         method, dot, name = where.partition(".")
+        name = next(iter(renamed({name: value})))
         if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
             raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
         if name in EQUAL:

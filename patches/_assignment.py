@@ -3,7 +3,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers, layer_method, make_method
+from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers, layer_method, make_method, renamed
 from torchsparsekv.patches._family import Layer
 
 SKIP_LAYERS = 2
@@ -28,7 +28,7 @@ def choose(
     layers = len(shapes)
     if skip_layers is None:
         skip_layers = min(SKIP_LAYERS, layers - 1)
-        if skip_layers < SKIP_LAYERS and not method.dense:
+        if skip_layers < SKIP_LAYERS and method.traits.attends != "everything":
             notes.append(f"skip_layers {skip_layers}: the default of {SKIP_LAYERS} leaves none of {layers} layers")
     else:
         skip_layers = as_int(skip_layers)
@@ -47,7 +47,8 @@ def choose(
         except (TypeError, ValueError) as e:
             raise type(e)(f"layers[{i}]: {e}{_whose(entry, str(e))}") from e
     runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
-    if any(fixed) and not method.dense and all(m is None or m.dense or m.forgets for m in runs):
+    idle = all(m is None or m.traits.attends in ("everything", "window") for m in runs)
+    if any(fixed) and method.traits.attends != "everything" and idle:
         windowed = sum(map(bool, fixed))
         rest = ", the others are dense" if windowed < layers else ""
         notes.append(
@@ -93,7 +94,7 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
         entry = {"method": entry}
     if not isinstance(entry, Mapping):
         raise TypeError(f"an entry is the name of a method or a dict of hyper-parameters, got {entry!r}")
-    hyper = {name: as_int(value) for name, value in entry.items()}
+    hyper = renamed({name: as_int(value) for name, value in entry.items()})
     name = hyper.pop("method", method.name)
     if not isinstance(name, str):
         raise TypeError(f"method must be a name, got {name!r}")
@@ -106,10 +107,11 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
 
 def _handed_on(name: str, given: dict) -> dict:
     """What `patch` was told for all methods, as far as another one than its own has a use for it."""
-    of = all_methods().get(name)
-    if of is None or of.dense:
+    if name not in all_methods():
         return {}
-    return {n: given[n] for n in COMMON if n in given and (of.retrieves or n != "budget")}
+    attends = make_method(name).traits.attends
+    used = () if attends == "everything" else COMMON if attends == "selected" else ("sink", "window")
+    return {n: given[n] for n in used if n in given}
 
 
 def _whose(entry: object, said: str) -> str:
@@ -122,7 +124,7 @@ def _whose(entry: object, said: str) -> str:
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:
     """What was given and does not fit is refused; a default budget is lowered."""
-    if method.dense:
+    if method.traits.attends == "everything":
         return method
     for name in COMMON if max_length is not None else ():
         if name in given and getattr(method, name) > max_length:

@@ -164,7 +164,7 @@ class SparseCache(Cache):
             lengths.copy_from(other.row_lengths[ring])
             rows = max(rows, int(lengths.view.length.max()))
         for mine, its in zip(self.stored.values(), other.stored.values()):
-            mine.state.copy_from(its.state, None if mine.method.places else rows)
+            mine.state.copy_from(its.state, None if mine.method.traits.reorders_pool else rows)
 
     def __copy__(self, memo=None):
         raise TypeError(

@@ -154,9 +154,11 @@ class Handle:
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
         """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
         found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
-        methods = [m for m, n in found if m is not None and not m.dense and not (m.partial_blocks and n > m.dense_threshold)]
+        saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
+        methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
         return [
-            f"density 1.000: {m.name} attends to all of rows of up to {m.dense_threshold} tokens, so nothing was saved here"
+            f"density 1.000: {m.name} attends to all of rows of up to {m.dense_threshold} tokens, so nothing was "
+            "saved here"
             for m in dict.fromkeys(methods)
         ]
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, traits_of
 from torchsparsekv.patches._assignment import Assignment, described
 from torchsparsekv.patches._family import Kept, Layer
 from torchsparsekv.state import Buffers, Geometry, RowLengths, checked, named, total_bytes
@@ -55,12 +55,13 @@ class Plan:
     ):  # fmt: skip
         self.layers = tuple(layer and layer.on_rank(ranks) for layer in layers)
         for here, whole, method in zip(self.layers, layers, assignment.methods):
-            if here and whole and method and here.kv_heads < whole.kv_heads and method.couples_heads:
+            if here and whole and method and here.kv_heads < whole.kv_heads and method.traits.couples_heads:
                 raise NotImplementedError(
                     f"{method.name} decides by all heads of a layer together, and each of {ranks} ranks has only its "
                     "own: pass per_head=True"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
+        self.traits = tuple(m and traits_of(m) for m in self.methods)
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype
         self.config = config  # of the text model: by it transformers makes the layers that it keeps
@@ -73,30 +74,12 @@ class Plan:
         return [i for i, m in enumerate(self.methods) if m is not None]
 
     def _anchors(self) -> dict[int, int]:
-        """Of layers for which an earlier one chooses, that one: the last that chose, of layers that run the same method
-        on as many heads, whatever lies between them."""
-        found: dict[int, int] = {}
-        latest: dict[tuple, tuple[int, int]] = {}  # the layer that chooses, and how many there are with it
-        choosing: dict[tuple[int, ...], list[int]] = {}  # by what was asked for
+        """The earlier layer whose selection each layer shares, of the layers that do."""
+        of: dict[type[Method], dict[int, tuple[Method, int, int]]] = {}
         for i, (method, layer) in enumerate(zip(self.methods, self.layers)):
-            if method is None or layer is None:
-                continue
-            kind = (method, layer.kv_heads, layer.heads)
-            anchor, count = latest.get(kind, (i, 0))
-            if count and not method.chooses(i, count):
-                found[i] = anchor
-            else:
-                anchor, count = i, 0
-                if isinstance(method.selecting_layers, tuple):
-                    choosing.setdefault(method.selecting_layers, []).append(i)
-            latest[kind] = anchor, count + 1
-        for asked, which in choosing.items():
-            if list(asked) != which:
-                raise ValueError(
-                    f"selecting_layers must be the layers that choose, got {asked} where {tuple(which)} would: of those that "
-                    "retrieve the first one has to, and each that is like none before it"
-                )
-        return found
+            if method is not None and layer is not None:
+                of.setdefault(type(method), {})[i] = method, layer.kv_heads, layer.heads
+        return {i: anchor for cls, layers in of.items() for i, anchor in cls.shares_selection(layers).items()}
 
     def pool_said(self) -> tuple[str, ...]:
         """A line where the pool is not in the model's type."""
@@ -113,14 +96,15 @@ class Plan:
         return [f"layer {', '.join(map(str, others))}: attends to what layer {a} chose" for a, others in of.items()]
 
     def may_offload(self, i: int) -> bool:
-        method = self.methods[i]
-        return method is not None and not method.forgets and not self._dense_among_others(i)
+        traits = self.traits[i]
+        return traits is not None and traits.attends != "window" and not self._dense_among_others(i)
 
     def _dense_among_others(self, i: int) -> bool:
         """A dense layer among sparse ones reads its whole pool at every step: that stays on the device, and in the
         model's type, whatever the others are told."""
-        method = self.methods[i]
-        return method is not None and method.dense and not all(m.dense for m in self.methods if m and not m.forgets)
+        if (traits := self.traits[i]) is None or traits.attends != "everything":
+            return False
+        return not all(t.attends in ("everything", "window") for t in self.traits if t)
 
     def buffers(self, i: int, batch: int, max_length: int) -> Buffers:
         """Nothing where transformers keeps the layer's state."""

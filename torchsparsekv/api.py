@@ -2,7 +2,17 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchsparsekv.method import Offload, PoolType, Step, all_methods, as_int, hyper_parameters, make_method
+from torchsparsekv.method import (
+    HyperParameter,
+    Offload,
+    PoolType,
+    Step,
+    all_methods,
+    as_int,
+    hyper_parameters,
+    make_method,
+    renamed,
+)  # fmt: skip
 from torchsparsekv.ops._machinery.chain import use_kernels
 
 __all__ = ["methods", "patch", "use_kernels"]
@@ -26,7 +36,7 @@ def patch(
     step: Step = "auto",
     **hyper,
 ) -> "Handle":
-    """Make this model instance decode with `method`; `torchsparsekv.methods()` lists them and their hyper-parameters.
+    """Make this model instance decode with `method`, a name in `torchsparsekv.methods()`.
 
     max_length: capacity of a cache row, prompt and generation together. None: each cache is sized for the call that
         needs it (powers of two, up to the model's own limit).
@@ -49,9 +59,11 @@ def patch(
         about as long (quest, 32K, batch 1; docs/using.md). "auto": captured, but compiled where the model is not on one
         CUDA device, where something waits for the host or hooks of yours have to run, which a line says, and with a
         compile_config.
+    hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each
+        with its type, default and meaning; the command `torchsparsekv methods` prints them all.
     """
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
-    given = {name: as_int(value) for name, value in (given | hyper).items()}
+    given = {name: as_int(value) for name, value in (given | renamed(hyper)).items()}
     chosen = make_method(method, **given)
     from torchsparsekv.patches._install import install  # transformers is imported here and nowhere above
 
@@ -61,8 +73,8 @@ def patch(
     )  # fmt: skip
 
 
-def methods() -> dict[str, dict[str, object]]:
-    """Every method by name, with its hyper-parameters and their defaults."""
+def methods() -> dict[str, dict[str, HyperParameter]]:
+    """Every method by name, with the type, default and meaning of each hyper-parameter."""
     return {name: hyper_parameters(cls) for name, cls in all_methods().items()}
 
 

@@ -1,14 +1,14 @@
-"""What a retrieval method is: hyper-parameters, the buffers it wants, and the three verbs of its index."""
+"""The base class of every method: its hyper-parameters, its traits, its buffers and the hooks of its index."""
 import dataclasses
 import importlib
 import importlib.util
-import json
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -25,66 +25,89 @@ from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection, Token
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, prefetch_buffers, store_buffers
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
+RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
+
+
+def option(default: Any, meaning: str) -> Any:
+    """A hyper-parameter: a field of a method with its default and one line of meaning."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+class HyperParameter(NamedTuple):
+    """What `torchsparsekv.methods()` says of one hyper-parameter."""
+
+    type: Any
+    default: Any
+    meaning: str
+
+    @property
+    def type_name(self) -> str:
+        return self.type.__name__ if type(self.type) is type else str(self.type)
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name} = {self.default!r}: {self.meaning}>"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the engine must know of a method beyond its hooks.
+
+    attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects by content;
+        "recent": sinks and ring; "window": the ring alone, and the layer keeps no pool; "everything": the whole pool.
+    reorders_pool: the method puts tokens at pool rows of its own choice, also beyond the length of a row.
+    partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
+    couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
+    selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
+        selected block between steps. Such a method may set `prefetch_async`.
+    least_capability: the oldest CUDA compute capability that the kernels compile for.
+    older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
+    """
+
+    attends: Literal["selected", "everything", "window", "recent"] = "selected"
+    reorders_pool: bool = False
+    partial_blocks: bool = False
+    couples_heads: bool = False
+    selects_every_step: bool = False
+    least_capability: tuple[int, int] = (8, 0)
+    older_devices: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of every method. Holds no tensor: state lives in `LayerState`, maths in `ops`.
+    """Base of every method: a frozen dataclass of hyper-parameters. State lives in `LayerState`, maths in `ops`.
 
-    A method says which buffers it needs and answers three questions: what to do when many tokens come (`prompt`, and
-    `prompted` behind it), when one comes (`step`), and which blocks a query is to attend to (`choose`). How a step goes
-    is the same for all.
-
-    budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest ones.
-    hot_budgets: room for so many times the budget in the hot buffer, on the device: blocks that were chosen before and
-        may be again. More of them cross the link less often.
-    prefetch_async: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
-        before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now comes
-        while later layers compute (ops/gather/query_drift_gate.py). The lower it is, the less waits for the link, and the
-        less exact are answers: docs/methods.md.
+    A method declares its `traits` and its `buffers`, and it answers three questions: what to do when many tokens come
+    (`prompt`, and `prompted` behind it), when one token comes (`step`), and which blocks a query attends to (`choose`).
+    Every method runs the same `decode`.
     """
 
-    budget: int = 1024
-    sink: int = 64
-    window: int = 256
-    hot_budgets: int = 2  # with just one it would thrash
-    prefetch_async: float | None = None
+    budget: int = option(1024, "Tokens retrieved per kv head and decode step, beside the sink and the window.")
+    sink: int = option(64, "First tokens of a row; every step attends to them.")
+    window: int = option(256, "Latest tokens of a row; every step attends to them.")
+    hot_budgets: int = option(2, "Size of the hot buffer on the device, in budgets; a larger one fetches fewer blocks.")
+    prefetch_async: float | None = option(
+        None,
+        "Least cosine of a query with the query before at which a head attends to the selection before and fetches its "
+        "own behind the step. None: every step waits for its selection.",
+    )
 
-    if TYPE_CHECKING:  # these are fields where they can be chosen
+    if TYPE_CHECKING:  # a field where users can choose it
 
         @property
         def block_size(self) -> int:
-            """Tokens that are chosen, stored and moved together."""
-
-        @property
-        def reuse_every(self) -> int:
-            """Of so many layers that follow one another the first chooses for all."""
-
-        @property
-        def selecting_layers(self) -> tuple[int, ...] | str | None:
-            """The layers that choose, as a tuple, for those behind each; None: as `reuse_every` has it."""
+            """Tokens that are selected, stored and moved together."""
 
     else:
         block_size = 1
-        reuse_every = 1
-        selecting_layers = None
 
     name: ClassVar[str] = ""
-    retrieves: ClassVar[bool] = True  # chooses by content
-    dense: ClassVar[bool] = False  # attends to everything
-    scans: ClassVar[bool] = False  # reads all keys to choose
-    offered: ClassVar[bool] = True  # users can choose it, by its name
-    forgets: ClassVar[bool] = False  # what leaves its ring is gone: it keeps no pool
-    places: ClassVar[bool] = False  # puts tokens at pool rows of its own choice, beyond the length of their row too
-    regroups: ClassVar[bool] = False  # what it retrieves together depends on where prompts begin and end
-    partial_blocks: ClassVar[bool] = False  # blocks that it retrieves may hold fewer tokens than block_size
-
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
             return
@@ -104,16 +127,13 @@ class Method:
                 raise ValueError(
                     f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
-        if self.prefetch_async is not None:
-            self.check_prefetch_async(self.prefetch_async)
-
-    def check_prefetch_async(self, value: object) -> None:
+        if (value := self.prefetch_async) is None:
+            return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.selects_every_step:
+        if not self.traits.selects_every_step:
             raise ValueError(
-                f"{self.name}: prefetch_async is for methods that choose at every step and leave what they chose where it "
-                f"is, got {value!r}: leave it out"
+                f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
             )
 
     def check_int(self, field: str, least: int = 1, most: int | None = None, *, power: bool = False) -> None:
@@ -126,17 +146,6 @@ class Method:
         if value < least or (most is not None and value > most):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
             raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
-
-    def read_file(self, field: str, command: str, take: Callable[[Any], object]) -> None:
-        """A hyper-parameter may be the path of a file that `command` wrote: then it is what `take` finds there."""
-        path = getattr(self, field)
-        if not isinstance(path, (str, Path)):
-            return
-        try:
-            found = take(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{self.name}: {path} is no file of `torchsparsekv {command}`: {e!r}") from e
-        object.__setattr__(self, field, found)
 
     def check_one_of(self, field: str, known: Iterable[str]) -> None:
         """Refuse a hyper-parameter that is none of these words."""
@@ -159,26 +168,24 @@ class Method:
     def ring_plan(self) -> RingPlan:
         return RingPlan(self.sink, self.window, self.block_size)
 
-    @property
-    def couples_heads(self) -> bool:
-        """Whether it decides by all heads of a layer together: then they must be on one device."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """What the engine must know beyond the hooks."""
+        return Traits()
 
-    @property
-    def selects_every_step(self) -> bool:
-        """Whether every step chooses for all heads, and says nothing of a choice but ids and `fill`, of blocks that
-        nothing moves between steps. Then it may be fetched late."""
-        return False
+    @cached_property
+    def _attends(self) -> str:
+        """What steps read of `traits`: of a frozen dataclass torch.compile guards every field, at every step."""
+        return self.traits.attends
 
-    @final
-    def chooses(self, layer: int, behind: int) -> bool:
-        """Whether this layer does, where it is the `behind`th one after the last that did."""
-        return layer in self.selecting_layers if isinstance(self.selecting_layers, tuple) else behind >= self.reuse_every
+    @classmethod
+    def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
+        """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-    @property
-    def least_capability(self) -> tuple[int, int]:
-        """The oldest CUDA compute capability its kernels compile for."""
-        return (8, 0)
+        layers: the layers that run this class of method, in order, each as (method, kv heads, query heads). A layer can
+        share the selection of an equal one only.
+        """
+        return {}
 
     def hot_rows(self, g: Geometry) -> int:
         return min(self.hot_budgets * self.budget, g.rows)
@@ -218,6 +225,17 @@ class Method:
         """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
+        attended = counts.in_ring + counts.selected * self.block_size
+        if self.traits.partial_blocks:
+            attended = min(attended, counts.context)
+        return {
+            "attended_per_step": counts.per_step(attended),
+            "pool_bytes_read": counts.fetched * self.block_size * counts.row_bytes,
+            "retrieval_rate": float(self.traits.attends == "selected" and counts.steps > 0),
+        }
+
     # ---- what it inherits
 
     def best(self, scores: Tensor, peaks: Tensor | None = None) -> Selection:
@@ -231,7 +249,7 @@ class Method:
             q = s.override_query(s, q)
         self.ingest_token(s, q, k, v)
         selection = Selection()
-        if self.dense:
+        if self._attends == "everything":
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
@@ -250,7 +268,8 @@ class Method:
         """What of a selection is fetched before this step attends: all of it, unless heads may be late."""
         if self.prefetch_async is None:
             return selection
-        query_drift_gate(q, selection.ids, s.prefetch, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
+        partial = self.traits.partial_blocks
+        query_drift_gate(q, selection.ids, s.prefetch, s.stats, s.lengths, float(self.prefetch_async), partial)
         return selection._replace(retrieve_now=s.prefetch.now, frontier=s.prefetch.frontier)
 
     @final
@@ -272,7 +291,7 @@ class Method:
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that the layer may see, whatever the method."""
         join = last or torch.compiler.is_compiling()
-        if self.forgets:  # all of its past is in the ring, where the new tokens will be
+        if self._attends == "window":  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)
             return out
@@ -281,33 +300,66 @@ class Method:
 
 
 def all_methods() -> dict[str, type[Method]]:
-    """Every method that users can choose, by name; a file in torchsparsekv/_methods is all it takes to be one."""
+    """Every method that users can choose, by name. A file in torchsparsekv/_methods adds one.
+
+    A class whose name starts with an underscore is left out: the engine alone uses it.
+    """
     from torchsparsekv import _methods
 
     for m in pkgutil.iter_modules(_methods.__path__):
         importlib.import_module(f"{_methods.__name__}.{m.name}")
-    return {name: cls for name, cls in sorted(_METHODS.items()) if cls.offered}
+    return {name: cls for name, cls in sorted(_METHODS.items()) if not cls.__name__.startswith("_")}
 
 
-def hyper_parameters(cls: type[Method]) -> dict[str, object]:
-    return {f.name: f.default for f in dataclasses.fields(cls)}
+def hyper_parameters(cls: type[Method]) -> dict[str, HyperParameter]:
+    """A field that overrides a default alone has the meaning of the field that it overrides."""
+    found = {}
+    for f in dataclasses.fields(cls):
+        declared = (vars(c).get("__dataclass_fields__", {}).get(f.name) for c in cls.__mro__)
+        meanings = (d.metadata.get("meaning") for d in declared if d is not None)
+        found[f.name] = HyperParameter(f.type, f.default, next(filter(None, meanings), ""))
+    return found
+
+
+def renamed(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The same hyper-parameters by today's names; each old name costs one warning."""
+    found = dict(hyper)
+    for old, new in RENAMED.items():
+        if old not in found:
+            continue
+        if new in found:
+            raise TypeError(f"{old} is the old name of {new}: give {new} alone")
+        warnings.warn(f"{old} is now {new}; the next release refuses {old}", FutureWarning, stacklevel=3)
+        found[new] = found.pop(old)
+    return found
 
 
 def make_method(name: str, **hyper) -> Method:
     known = all_methods()
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown method {name!r}; available: {', '.join(known)}")
-    fields = hyper_parameters(known[name])
+    hyper, fields = renamed(hyper), hyper_parameters(known[name])
     unknown = sorted(set(hyper) - set(fields))
     if unknown:
         raise TypeError(f"method {name!r} has no hyper-parameter {', '.join(unknown)}; it has: {', '.join(fields)}")
-    return known[name](**hyper)
+    method = known[name](**hyper)
+    traits_of(method)
+    return method
 
 
 def layer_method(name: str, **hyper) -> Method:
     """What layers of a certain kind need, whatever users choose."""
     all_methods()
     return _METHODS[name](**hyper)
+
+
+def traits_of(method: Method) -> Traits:
+    """The traits, computed now: torch.compile cannot trace a cached property that has no value yet."""
+    traits = method.traits
+    if not isinstance(traits, Traits):
+        raise TypeError(f"{method.name}: traits must be a Traits, got {traits!r}")
+    assert method._attends == traits.attends
+    return traits
 
 
 def as_int(value):
@@ -332,9 +384,10 @@ def check_device(device: torch.device, method: Method) -> None:
         return
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("the CUDA kernels need Triton: pip install triton")
-    have, need = torch.cuda.get_device_capability(device), method.least_capability
+    have, need = torch.cuda.get_device_capability(device), method.traits.least_capability
     if have < need:
-        hint = '; digest="bfloat16" needs 8.0' if need == (8, 9) else ""
+        lower = method.traits.older_devices
+        hint = f"; {lower} needs 8.0" if lower else ""
         raise NotImplementedError(
             f"{method.name} needs compute capability {need[0]}.{need[1]}, {torch.cuda.get_device_name(device)} has "
             f"{have[0]}.{have[1]}{hint}"

@@ -60,7 +60,7 @@ class Probe:
 
     def sparse(self) -> list[int]:
         """The layers whose method leaves something out."""
-        return [i for i, p in enumerate(self.layers) if not (p.method.dense or p.method.forgets)]
+        return [i for i, p in enumerate(self.layers) if p.method.traits.attends not in ("everything", "window")]
 
     def clear(self) -> None:
         for p in self.layers:
@@ -140,7 +140,7 @@ def attended_blocks(s: LayerState) -> Tensor:
 def attended(s: LayerState, method: Method) -> Tensor:
     """Rows of pool and ring that this step attended to, [batch, kv heads, pool rows + ring rows]."""
     pool, near = s.store.pool, torch.ones(*s.store.ring.shape[:3], dtype=torch.bool, device=s.store.ring.device)
-    if method.dense:
+    if method.traits.attends == "everything":
         return torch.cat([near.new_ones(pool.shape[:3]), near], -1)
     ids, blocks = attended_blocks(s), pool.shape[2] // method.block_size
     chosen = near.new_zeros(*pool.shape[:2], blocks + 1)  # the last one takes the slots that are empty

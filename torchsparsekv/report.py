@@ -2,9 +2,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchsparsekv.ops.store.rows import STATS, counted, stored_width
 from torchsparsekv.state import LayerState
+
+if TYPE_CHECKING:
+    from torchsparsekv.method import Method
 
 
 @dataclass(frozen=True)
@@ -104,56 +108,47 @@ def _size(n: float) -> str:
     return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
 
 
-def layer_report(layer: int, method, state: LayerState) -> LayerReport:
+class Counts(NamedTuple):
+    """The device counters of one layer, each summed over rows and kv heads."""
+
+    steps: int
+    context: int  # tokens that rows held
+    in_ring: int  # tokens of the ring that steps attended to
+    selected: int  # blocks
+    fetched: int  # blocks, behind a step or not
+    row_bytes: int  # of one token in the pool
+
+    def per_step(self, total: float) -> float:
+        """The mean over steps, rows and kv heads."""
+        return total / max(self.steps, 1)
+
+
+def layer_report(layer: int, method: "Method", state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())
-    count, chosen, late, waited = max(total["steps"], 1), total["selected"], 0, None
-    if "prefetch" in state.buffers and steps:
-        chosen, late = (int(counted(state.prefetch.counts, name).sum()) for name in ("selected", "missed"))
-        waited = int(state.prefetch.waits.sum()) / count
+    selected, late, waits = total["selected"], 0, None
+    if method.prefetch_async is not None and steps:
+        selected, late = (int(counted(state.prefetch.counts, name).sum()) for name in ("selected", "missed"))
+        waits = int(state.prefetch.waits.sum())
+    row_bytes = stored_width(state.store.pool) * state.store.pool.dtype.itemsize
     fetched = total["missed"] + late
-    attended = total["context"] if method.dense else total["in_ring"] + total["selected"] * method.block_size
-    if method.partial_blocks:
-        attended = min(attended, total["context"])
-    moved = _bytes_read(method, state, total, fetched)
-    rate, share, lost = float(method.retrieves and steps > 0), None, None
-    if "static" in state.buffers:
-        share = float(state.static.target.float().mean()) / method.budget
-        if "digests" not in state.buffers:  # nothing is chosen between two static sets
-            rate = int(state.static.updates.sum()) / count
-    if "kept" in state.buffers:  # chosen once a prompt
-        rate, lost = int(state.kept.updates.sum()) / count, int(state.kept.lost.max())
-    if "trigger" in state.buffers:  # a method that does not retrieve at every step counts those where it does
-        rate = int(state.trigger.retrievals.sum()) / count
+    counts = Counts(total["steps"], total["context"], total["in_ring"], total["selected"], fetched, row_bytes)
+    row = method.report_row(state, counts)
     return LayerReport(
         layer=layer,
         method=method.name,
         steps=steps,
-        context_per_step=total["context"] / count,
-        attended_per_step=attended / count,
-        blocks_selected=chosen,
+        context_per_step=counts.per_step(counts.context),
+        blocks_selected=selected,
         blocks_fetched=fetched,
         fetched_late=late,
-        pool_bytes_read=moved,
-        host_bytes_read=moved if state.pool_on_host else 0,
-        retrieval_rate=rate,
-        static_share=share,
-        lost=lost,
-        at_most=method.partial_blocks,
-        waited=waited,
+        host_bytes_read=row["pool_bytes_read"] if state.pool_on_host else 0,
+        at_most=method.traits.partial_blocks,
+        waited=None if waits is None else counts.per_step(waits),
         prompted=bool((state.lengths.length > 0).any()),
+        **row,
     )
-
-
-def _bytes_read(method, state: LayerState, total: dict[str, int], fetched: int) -> int:
-    """From the pool, by steps."""
-    row = stored_width(state.store.pool) * state.store.pool.dtype.itemsize
-    if method.dense:
-        return total["context"] * row
-    # A method that scans reads the keys, half of every row, of all that is not in the ring.
-    keys = (total["context"] - total["in_ring"]) * row // 2 if method.scans else 0
-    return fetched * method.block_size * row + keys
 
 
 def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ OF_THE_PATCH = ("skip_layers", "pool_dtype")  # of what is told, and no hyper-pa
 
 
 # All that leave something out. The dense model always runs beside them, and has no other answers than `full`.
-METHODS: tuple[str, ...] = tuple(name for name, cls in all_methods().items() if not cls.dense)
+METHODS: tuple[str, ...] = tuple(n for n in all_methods() if make_method(n).traits.attends != "everything")
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,19 @@ def defaults_since(patch: dict[str, Any], method: str, hyper: dict[str, Any]) ->
 
 def widened(method: str) -> bool:
     """Whether it gets the budget in its window, to attend to as many tokens as the others."""
-    cls = all_methods()[method]
-    return not cls.retrieves and not cls.dense
+    return make_method(method).traits.attends == "recent"
 
 
 def settings(o: Compared) -> list[Setting]:
     """The dense model, then every method at every budget; `full` has no budget, so it comes once."""
     out, hyper = [Setting(DENSE, None, None)], parse(o.hyper)
     for method in o.methods:
-        cls = all_methods()[method]
-        for budget in o.budgets[:1] if cls.dense else o.budgets:
+        dense = make_method(method).traits.attends == "everything"
+        for budget in o.budgets[:1] if dense else o.budgets:
             patch = {"budget": budget, "sink": o.sink, "window": o.window, **hyper.get(method, {})}
             if widened(method):
                 patch["window"] += budget
             means = make_method(method, **patch).effective()
             patch |= {"skip_layers": o.skip_layers, **pool_told(o.pool_dtype)}
-            out.append(Setting(method, None if cls.dense else budget, patch, means))
+            out.append(Setting(method, None if dense else budget, patch, means))
     return out

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from torchsparsekv.method import all_methods
+from torchsparsekv.method import make_method
 
 Z = 1.96  # of a two-sided interval of 95 %
 RESAMPLES = 2000
@@ -104,7 +104,7 @@ def warnings(rows: Iterable[dict], dense: str) -> list[str]:
             continue
         if r["density"] is None:
             out[where] = f"!! {where}: no decode step ran through the patch"
-        elif r["density"] > 0.999 and r["budget"] is not None and not all_methods()[r["method"]].partial_blocks:
+        elif r["density"] > 0.999 and r["budget"] is not None and not make_method(r["method"]).traits.partial_blocks:
             out[where] = f"!! {where}: density 1.00, nothing was left out: these are answers of dense attention"
     return list(out.values())
 

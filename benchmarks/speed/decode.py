@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import torchsparsekv
-from torchsparsekv.method import all_methods
+from torchsparsekv.method import make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
@@ -107,7 +107,7 @@ class Options(Setup):
 
     def near(self, name: str) -> dict[str, float]:
         """The locality of a method's queries where it is not the option; with the budget that it was measured at."""
-        if not self.locality_of_text or not all_methods()[name].retrieves:
+        if not self.locality_of_text or make_method(name).traits.attends != "selected":
             return {}
         rate, budget = nearest(name, self.method(name).budget)
         return {"locality": round(rate, 3), "of_text_at": budget}
@@ -157,7 +157,7 @@ def bank_of(topics: Topics, locality: float, device, turning: float | None = Non
 def steer(cache, bank: Tensor) -> None:
     torch._dynamo.mark_static_address(bank)
     for layer in cache.stored.values():
-        if layer.method.retrieves:
+        if layer.method.traits.attends == "selected":
             layer.state.override_query = Steering(bank)
 
 
@@ -271,7 +271,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         near = o.near(name)
         bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
-        others = o.localities if handle.planned.method.retrieves else ()
+        others = o.localities if handle.planned.method.traits.attends == "selected" else ()
         row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
         if others:
             row |= {"locality": o.locality}

@@ -10,7 +10,7 @@ from test_bench import watch as on_a_cpu
 from test_cli import refused
 
 from torchsparsekv.method import all_methods
-from torchsparsekv_benchmarks._options import said
+from torchsparsekv_benchmarks._options import parse, said
 from torchsparsekv_benchmarks.quality.options import METHODS
 from torchsparsekv_benchmarks.speed import _common, _text_rates, decode, kernels, prefill
 from torchsparsekv_benchmarks.speed._synthetic import SINKS, Topics
@@ -253,7 +253,8 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
 def test_the_committed_file_has_a_rate_of_every_method_that_retrieves():
     rates = _text_rates.measured()
     known = all_methods()
-    assert {m for m in METHODS if known[m].retrieves} - {"prkv", "prkv_static", "snapkv"} <= set(rates)
+    retrieving = {m for m in METHODS if known[m]().traits.attends == "selected"}
+    assert retrieving - {"prkv", "prkv_static", "snapkv"} <= set(rates)
     assert all(0 < x < 1 for by in rates.values() for x in by.values())
 
 
@@ -348,3 +349,10 @@ def test_a_file_is_said_without_its_folder():
     assert said({"selecting_layers": "a/b/found.json", "rank_from": "keys", "r": 0.5}) == {
         "hyper": "selecting_layers=found.json, rank_from=keys, r=0.5"
     }
+
+
+def test_old_names_of_hyper_parameters_are_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="choosers is now selecting_layers"):
+        assert parse(["icecache.choosers=found.json"]) == {"icecache": {"selecting_layers": "found.json"}}
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match=r"hyper sets quest\.prefetch_async twice"):
+        parse(["quest.fetch_late=0.5", "quest.prefetch_async=0.5"])

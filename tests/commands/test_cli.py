@@ -1,10 +1,12 @@
 """The command line, as a user starts it."""
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from torchsparsekv import methods
 from torchsparsekv.cli import main
 
 pytest.importorskip("typer")
@@ -36,8 +38,18 @@ def refused(*args: str) -> str:
 def test_methods_are_listed():
     done = cli("methods")
     assert done.returncode == 0, done.stderr
-    for word in ("quest", "streaming", "block_size=32", "budget=1024"):
-        assert word in done.stdout
+    for name, hyper in methods().items():
+        assert f"\n{name}: " in f"\n{done.stdout}"
+        for field, h in hyper.items():
+            words = (field, h.type_name, repr(h.default), h.meaning)
+            assert re.search("^    " + " +".join(map(re.escape, words)) + "$", done.stdout, re.MULTILINE)
+
+
+def test_named_methods_are_listed_alone():
+    said = answered("methods", "quest")
+    assert [line for line in said.splitlines() if line and not line.startswith(" ")] == [said.splitlines()[0]]
+    assert said.startswith("quest: ")
+    assert "unknown method qest; available: arkvale, " in refused("methods", "qest")
 
 
 WHAT_CAME = """
@@ -75,15 +87,15 @@ def test_every_file_holds_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
-        "again", "bench", "calibrate", "selecting_layers", "demo", "eval", "eval-text", "info", "methods", "models", "plan",
-        "report",
+        "again", "bench", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan", "report",
+        "selecting-layers",
     )  # fmt: skip
     speed = (
         "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
         "shapes", "throughput",
     )  # fmt: skip
     for app, load_one, wanted in ((load(), load, names), (bench.bench, bench.load, speed)):
-        assert (*commands_of(app),) == wanted
+        assert tuple(name for name, command in commands_of(app).items() if not command.hidden) == wanted
         for name in wanted:
             command = commands_of(load_one(name))[name]
             assert command.name == name

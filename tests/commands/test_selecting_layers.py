@@ -175,7 +175,7 @@ def test_the_command_writes_what_patch_takes(tmp_path):
 
     out = tmp_path / "found.json"
     few = ("--tasks", "multivalue", "--length", "512", "--samples", "1", "--budget", "32")
-    told = ("selecting_layers", *few, "--out", str(out))
+    told = ("selecting-layers", *few, "--out", str(out))
     said = answered(*told)
     rows = json.loads(out.read_text())["rows"]
     which = tuple(r["layer"] for r in rows if r["follows"] is None)
@@ -198,4 +198,11 @@ def test_the_command_writes_what_patch_takes(tmp_path):
     ],
 )
 def test_what_is_refused(tmp_path, args, said):
-    assert f"selecting_layers: {said}" in refused("selecting_layers", *args, "--out", str(tmp_path / "x.json"))
+    assert f"selecting-layers: {said}" in refused("selecting-layers", *args, "--out", str(tmp_path / "x.json"))
+
+
+def test_the_old_name_of_the_command_works_with_a_warning(tmp_path):
+    said = refused("choosers", "--every", "1", "--out", str(tmp_path / "x.json"))
+    assert "choosers is now selecting-layers" in said
+    assert "selecting-layers: every must be at least 2, got 1" in said
+    assert "choosers" not in answered("--help")

@@ -22,7 +22,7 @@ def step_of(past: Past, method):
     g = torch.Generator().manual_seed(past.seed + 1)
     k, v = (torch.randn(2, past.heads, 1, past.dim, generator=g) for _ in "kv")
     out = layer.feed(past.query, k, v)
-    chosen = layer.choose(past.query) if method.retrieves else None
+    chosen = layer.choose(past.query) if method.traits.attends == "selected" else None
     return p, chosen, torch.cat([past.k, k], 2), torch.cat([past.v, v], 2), out.cpu()
 
 

@@ -22,7 +22,7 @@ def test_the_page(name):
     text = (PAGES / f"{name}.md").read_text()
     assert f"(`{name}`)" in text.splitlines()[0]
     fields = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \| ", text, re.MULTILINE))
-    assert fields == {k: repr(v) for k, v in hyper_parameters(all_methods()[name]).items()}
+    assert fields == {k: repr(v.default) for k, v in hyper_parameters(all_methods()[name]).items()}
     host, device = total_bytes(
         make_method(name).buffers(Geometry(1, 8, 128, 131072, torch.bfloat16, 4)), pool_on_host=True
     )

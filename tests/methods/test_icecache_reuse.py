@@ -170,7 +170,7 @@ def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
         (dict(reuse_every=1, selecting_layers=()), ValueError, r"ascending order.*got \(\)"),
         (dict(reuse_every=1, selecting_layers=(1, True)), ValueError, r"ascending order.*got \(1, True\)"),
         (dict(reuse_every=1, selecting_layers=3), ValueError, r"ascending order.*got 3"),
-        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv selecting_layers`"),
+        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv selecting-layers`"),
         (dict(CHOOSERS, layers={4: dict(budget=32)}), ValueError, r"got \(1, 2, 6\) where \(1, 2, 4, 6\) would"),
     ],
 )

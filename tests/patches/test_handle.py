@@ -351,14 +351,68 @@ def test_cuda_without_triton_is_refused(monkeypatch):
 def test_methods_lists_every_hyper_parameter_and_default():
     found = torchsparsekv.methods()
     assert list(found) == sorted(METHODS)
+    defaults = {name: {field: h.default for field, h in hyper.items()} for name, hyper in found.items()}
     common = dict(budget=1024, sink=64, window=256, hot_budgets=2, prefetch_async=None)
-    assert found["quest"] == {**common, "block_size": 16, "digest": "float8"}
-    assert found["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
-    assert found["streaming"] == {**common, "block_size": 16}
-    assert found["oracle"] == {**common, "block_size": 1}
-    assert found["full"] == common
-    found["quest"]["budget"] = 0
-    assert torchsparsekv.methods()["quest"]["budget"] == 1024, "the caller was given our own table"
+    assert defaults["quest"] == {**common, "block_size": 16, "digest": "float8"}
+    assert defaults["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
+    assert defaults["streaming"] == {**common, "block_size": 16}
+    assert defaults["oracle"] == {**common, "block_size": 1}
+    assert defaults["full"] == common
+    del found["quest"]["budget"]
+    assert "budget" in torchsparsekv.methods()["quest"], "the caller was given our own table"
+
+
+def test_methods_say_the_type_and_meaning_of_every_hyper_parameter():
+    for name, hyper in torchsparsekv.methods().items():
+        for field, h in hyper.items():
+            assert h.meaning.endswith("."), f"{name}.{field}"
+            assert h.type_name in repr(h)
+            assert repr(h.default) in repr(h)
+    quest, pariskv = (torchsparsekv.methods()[name]["budget"] for name in ("quest", "pariskv"))
+    assert quest.type is int
+    assert (quest.default, pariskv.default) == (1024, 100)
+    assert quest.meaning == pariskv.meaning, "a default alone was overridden"
+    assert str(quest) == f"<int = 1024: {quest.meaning}>"
+    assert torchsparsekv.methods()["icecache"]["r"].type_name == "float | None"
+
+
+def test_help_of_patch_says_how_to_list_hyper_parameters():
+    assert "torchsparsekv.methods()" in torchsparsekv.patch.__doc__
+
+
+# ---------------------------------------------------------------- old names of hyper-parameters
+
+
+def test_an_old_name_is_taken_with_one_warning():
+    with pytest.warns(FutureWarning, match="fetch_late is now prefetch_async") as seen:
+        handle = patch(tiny(), "quest", fetch_late=0.5, block_size=4, budget=8, sink=4, window=8)
+    assert len([w for w in seen if "is now" in str(w.message)]) == 1
+    with handle:
+        assert handle.planned.method.prefetch_async == 0.5
+
+
+def test_an_old_name_is_taken_in_an_entry_of_layers():
+    small = dict(block_size=4, budget=8, sink=4, window=8)
+    with pytest.warns(FutureWarning, match="fetch_late is now prefetch_async") as seen:
+        handle = patch(tiny(), "quest", **small, prefetch_async=0.5, layers={1: {"fetch_late": 0.75}})
+    assert len([w for w in seen if "is now" in str(w.message)]) == 1
+    with handle:
+        assert handle.planned.methods[1].prefetch_async == 0.75
+        assert handle.planned.method.prefetch_async == 0.5
+
+
+def test_old_and_new_name_together_are_refused():
+    model = tiny()
+    with pytest.raises(TypeError, match="fetch_late is the old name of prefetch_async: give prefetch_async alone"):
+        patch(model, "quest", fetch_late=0.5, prefetch_async=0.5)
+    with pytest.raises(TypeError, match=r"layers\[1\]: fetch_late is the old name of prefetch_async"):
+        patch(model, "quest", layers={1: {"fetch_late": 0.5, "prefetch_async": 0.5}})
+    assert not hasattr(model, "_torchsparsekv")
+
+
+def test_an_old_name_that_the_method_does_not_have_is_refused():
+    with pytest.warns(FutureWarning), pytest.raises(TypeError, match="no hyper-parameter selecting_layers"):
+        patch(tiny(), "quest", choosers=(1,))
 
 
 def test_auto_keeps_the_pool_on_the_device_in_half_of_what_is_free(monkeypatch):

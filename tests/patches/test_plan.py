@@ -105,6 +105,14 @@ def test_the_command_says_what_a_patched_model_would_take(folder):
     assert "budget=16" in told
 
 
+def test_the_command_takes_an_old_name_with_a_warning(folder):
+    small = ("plan", folder, "--method", "quest", "--set", "budget=64")
+    with pytest.warns(FutureWarning, match="fetch_late is now prefetch_async"):
+        assert answered(*small, "--set", "fetch_late=0.5") == answered(*small, "--set", "prefetch_async=0.5")
+    both = refused(*small, "--set", "fetch_late=0.5", "--set", "prefetch_async=0.5")
+    assert "plan: fetch_late is the old name of prefetch_async" in both
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -108,7 +108,7 @@ MUTATIONS = (
              "(late.seen != n - 1) | ~(found", "~(found",
              "tests/ops/gather/test_prefetch_async.py -k second_prompt"),
     Mutation("pages that took new tokens count them beside the ring", "torchsparsekv/method.py",
-             "float(self.prefetch_async), self.partial_blocks)", "float(self.prefetch_async), False)",
+             "partial = self.traits.partial_blocks", "partial = False",
              "tests/ops/gather/test_prefetch_async.py -k dense"),
     Mutation("nobody waits for what is fetched late", "torchsparsekv/method.py",
              "prefetch_async(out, s.prefetch", "prefetch_async(q.clone(), s.prefetch",

@@ -1,10 +1,11 @@
 """What methods have in common that retrieve clusters of the prompt and segments of what was generated."""
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, option
 from torchsparsekv.ops.clusters._kmeans import SEEDS, WIDEST, Kmeans
 from torchsparsekv.ops.clusters._segments import unit_capacity
 from torchsparsekv.ops.clusters.close_segments import close_segments
@@ -14,6 +15,7 @@ from torchsparsekv.ops.clusters.pick_units import MOST_ROWS, pick_units
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
 from torchsparsekv.ops.store.rows import row_shape
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
@@ -23,25 +25,21 @@ CLUSTERS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMethod(Method):
-    """Prompts by k-means cluster, generated tokens by temporal segment, one mean key each; whole units are retrieved.
+    """Retrieves whole units: k-means clusters of a prompt and temporal segments of generated tokens, a mean key each.
 
-    cluster_size: tokens per cluster on average. None: 16, or fewer where the budget would not hold 16
-        clusters (64 tokens: 4 each; 128: 8). A prompt that has fewer beyond window and sinks is one cluster. Each
-        prompt, turn or chunk of one is clustered for itself.
-    stretch: tokens that are clustered together; a power of two. None: all of a prompt, from one draw of centroids
-        (ops/clusters/cluster_keys.py).
-    rounds: of k-means. 3 come within 2 % of convergence, where keys drift within 6; 4 within 1.5 and 4.
-    seed: of the first centroids.
-    cosine: keys are compared by their directions alone, not by their Euclidean distance.
+    Each prompt, turn or chunk of a prompt is clustered for itself. A prompt with fewer than 16 tokens beyond window and
+    sinks is one cluster.
     """
 
-    regroups = True
-
-    cluster_size: int | None = None
-    stretch: int | None = WIDEST
-    rounds: int = 3
-    seed: int = 0
-    cosine: bool = False
+    cluster_size: int | None = option(
+        None, f"Mean tokens of a cluster. None: 16, or fewer where the budget would not hold {CLUSTERS} clusters."
+    )
+    stretch: int | None = option(
+        WIDEST, "Tokens that are clustered together, a power of two. None: a prompt as a whole, from one draw."
+    )
+    rounds: int = option(3, "Rounds of k-means.")
+    seed: int = option(0, "Seed of the first centroids.")
+    cosine: bool = option(False, "Compare keys by direction alone. False: by Euclidean distance.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +88,11 @@ class ClusterMethod(Method):
         raise NotImplementedError
 
     # ---- what it declares
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        """Steps retrieve where the query drifts."""
+        rate = counts.per_step(int(s.trigger.retrievals.sum()))
+        return super().report_row(s, counts) | {"retrieval_rate": rate}
 
     @property
     def ring_plan(self) -> RingPlan:

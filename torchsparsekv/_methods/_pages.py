@@ -1,10 +1,11 @@
 """What methods that keep a volume around the keys of fixed-size pages have in common."""
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.index.block_bounds import VOLUMES, block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, Digests, Leaving, Selection
@@ -17,14 +18,21 @@ DIGESTS = {"float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32":
 class PageMethod(Method):
     """Keeps a volume per page and attends to the pages whose volume allows the largest q.k.
 
-    block_size: tokens of a page; a power of two.
-    digest: storage type of the volumes. Bounds are rounded outwards, so a smaller type makes them looser, never wrong;
-        at 512K tokens fp8 halves the 134 MB a layer that bf16 would read per step. Loose bounds choose worse: where key
-        channels carry constant biases in the hundreds (Qwen2), fp8 loses recall that bfloat16 keeps.
+    Bounds of a volume are rounded outwards, so a smaller `digest` makes bounds looser, never wrong. Looser bounds
+    select worse pages where key channels carry constant biases in the hundreds (Qwen2).
     """
 
-    block_size: int = 16
-    digest: str = "float8"
+    block_size: int = option(16, "Tokens of a page; a power of two.")
+    digest: str = option("float8", "Storage type of page volumes: float8, bfloat16 or float32; float8 is read fastest.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        fp8 = self.digest == "float8"
+        return Traits(
+            selects_every_step=True,
+            least_capability=(8, 9) if fp8 else (8, 0),
+            older_devices='digest="bfloat16"' if fp8 else "",
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,14 +42,6 @@ class PageMethod(Method):
     def shape(self) -> str:
         """The volume: one of ops/index/block_bounds.py."""
         raise NotImplementedError
-
-    @property
-    def selects_every_step(self) -> bool:
-        return True
-
-    @property
-    def least_capability(self) -> tuple[int, int]:
-        return (8, 9) if self.digest == "float8" else super().least_capability
 
     def buffers(self, g: Geometry) -> Buffers:
         lead, dtype = (*g.lead, g.rows // self.block_size), DIGESTS[self.digest]

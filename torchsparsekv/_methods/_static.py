@@ -1,32 +1,32 @@
 """What methods with a static set have in common: an observation window, and when the set is chosen anew."""
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.index.copy_keys import copy_keys
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.prkv.choose_static import MOST, NEVER, choose_static
 from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.store.views import I32, Attention, Leaving, Observed
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 SOURCES = ("keys", "codes")
+OBSERVED = 64  # tokens of the observation window by default, where the window holds as many
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservingMethod(Method):
-    """Keeps the queries of the latest tokens: tokens are chosen by them.
+    """Keeps the queries of the latest tokens, the observation window, and selects tokens by them.
 
-    observe: tokens of the observation window. They must be in the local window, so that all that can be retrieved came
-        before them. None: as many as the window, at most `papers_window`.
+    The observation window lies in the local window: all that can be retrieved came before its queries.
     """
 
-    papers_window: ClassVar[int] = 64
-
-    observe: int | None = None
+    observe: int | None = option(None, f"Tokens of the observation window. None: as `window`, at most {OBSERVED}.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class ObservingMethod(Method):
 
     @property
     def observed(self) -> int:
-        return min(self.papers_window, self.window) if self.observe is None else self.observe
+        return min(OBSERVED, self.window) if self.observe is None else self.observe
 
     def effective(self) -> dict[str, object]:
         return super().effective() | {"observe": self.observed}
@@ -54,16 +54,16 @@ class ObservingMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMethod(ObservingMethod):
-    """At the first step after a prompt chooses a set of tokens by the latest queries.
+    """At the first step after a prompt, selects a set of tokens by the latest queries.
 
-    update_every: tokens after which the set is chosen anew. None: not before the next prompt.
-    update_from: what it is chosen by. "keys": those of the pool, all of which cross the link, twice each time, where it
-        is in host memory. "codes": a copy of the keys in fp8 on the device, an extra quarter of the pool. None: codes
-        where the set is chosen anew while decoding.
+    "keys" are those of the pool: an update reads all of them twice, over the link where the pool is in host memory.
+    "codes" are a copy of the keys in fp8 on the device, a quarter of the size of the pool.
     """
 
-    update_every: int | None = None
-    update_from: str | None = None
+    update_every: int | None = option(None, "Tokens after which the set is selected anew. None: at the next prompt.")
+    update_from: str | None = option(
+        None, 'Keys that an update reads: "keys" of the pool or "codes" on the device. None: codes where steps update.'
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,9 +72,14 @@ class StaticMethod(ObservingMethod):
         if self.update_from is not None:
             self.check_one_of("update_from", SOURCES)
 
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(**self.capability)
+
     @property
-    def least_capability(self) -> tuple[int, int]:
-        return (8, 9) if self.copies else super().least_capability
+    def capability(self) -> dict[str, Any]:
+        """What the copy of the keys needs."""
+        return dict(least_capability=(8, 9), older_devices='update_from="keys"') if self.copies else {}
 
     @property
     def source(self) -> str:
@@ -91,6 +96,14 @@ class StaticMethod(ObservingMethod):
 
     def effective(self) -> dict[str, object]:
         return super().effective() | {"update_from": self.source}
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        """Between two updates nothing is selected."""
+        rate = counts.per_step(int(s.static.updates.sum()))
+        return super().report_row(s, counts) | self.static_share(s) | {"retrieval_rate": rate}
+
+    def static_share(self, s: LayerState) -> dict[str, float]:
+        return {"static_share": float(s.static.target.float().mean()) / self.budget}
 
     def static_buffers(self, g: Geometry, most: int, target: int, *, moves: bool = False) -> Buffers:
         """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""

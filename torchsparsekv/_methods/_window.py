@@ -1,28 +1,30 @@
 """What layers with a sliding window run: all of their window, exactly, and nothing else is kept."""
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits
 from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window(Method):
-    """Chosen by the model, not by users. `window` is the model's: a token attends to so many, itself among them."""
+class _Window(Method):
+    """The model assigns it, users cannot. `window` is the model's: a token attends to `window` tokens with itself."""
 
     name = "window"
-    retrieves = False
-    offered = False
-    forgets = True
 
     budget: int = 0
     sink: int = 0
 
     def __post_init__(self) -> None:
         self.check_int("window")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(attends="window")
 
     @property
     def ring_plan(self) -> RingPlan:

@@ -1,16 +1,20 @@
 """ClusterKV: clusters of keys by cosine, retrieved at every step (arXiv 2412.03213)."""
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchsparsekv._methods._clusters import ClusterMethod
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.clusters._kmeans import WIDEST, Kmeans
 from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
 from torchsparsekv.ops.clusters.cluster_ring import MOST_CLUSTERS, cluster_ring
 from torchsparsekv.ops.clusters.pick_units import pick_units
 from torchsparsekv.ops.clusters.views import Boundaries
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 RUNS = 8  # that leave the ring at a time
@@ -19,29 +23,24 @@ ALWAYS = 2.0  # no cosine reaches it: retrieves at every step
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterKV(ClusterMethod):
-    """Clusters of about 80 tokens, of a whole prompt and of every 320 tokens that are generated.
+    """Clusters of about 80 tokens, of a whole prompt and of every 320 generated tokens.
 
-    cluster_size: tokens per cluster on average; the paper's C0 = L / 80. Of a cluster that the budget does not hold the
-        first tokens are taken. None: as louiskv has it.
-    rounds: of k-means; the paper's code has up to 20.
-    every, new_clusters: generated tokens are attended to until there are `every` behind the window, and then become so
-        many clusters; the paper's m and C+.
-    run: not the paper's: generated tokens form a unit this many at a time, as they come, and those two say nothing. The
-        mean key of a long run hides its tokens: of what our model wrote itself, 0.94 is recalled with 4 and 0.31 with
-        16, at 64 tokens. The index is sized for units of this length. What was measured as `clusterkv` before this was
-        the paper's had cosine=False, cluster_size=None, stretch=4096, rounds=3, run=4, sink=64.
+    Of a cluster that the budget does not hold, the first tokens are taken. Generated tokens are attended to until
+    `every` of them are behind the window; then they become `new_clusters` clusters (the paper's m and C+). With `run`,
+    which the paper does not have, generated tokens form units of `run` tokens as they come, and `every` and
+    `new_clusters` have no effect; the mean key of a long run hides its tokens.
     """
 
     name = "clusterkv"
 
     sink: int = 16
-    cluster_size: int | None = 80
+    cluster_size: int | None = option(80, "Mean tokens of a cluster, the paper's C0 = L / 80. None: as louiskv.")
     stretch: int | None = None
     rounds: int = 20
     cosine: bool = True
-    every: int = 320
-    new_clusters: int = 4
-    run: int | None = None
+    every: int = option(320, "Generated tokens that are clustered together, the paper's m.")
+    new_clusters: int = option(4, "Clusters that `every` generated tokens become, the paper's C+.")
+    run: int | None = option(None, "Generated tokens of a unit, instead of `every` and `new_clusters`. None: clusters.")
 
     def __post_init__(self) -> None:
         if self.run is not None:
@@ -79,9 +78,12 @@ class ClusterKV(ClusterMethod):
             return super().buffers(g)
         return self.units(g, min(self.new_size, self.per_cluster)) | {"always": Buffer(g.lead, torch.int32, fill=1)}
 
-    @property
-    def selects_every_step(self) -> bool:
-        return self.run is None
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(selects_every_step=self.run is None)
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        return Method.report_row(self, s, counts) if self.run is None else super().report_row(s, counts)
 
     # ---- the index
 

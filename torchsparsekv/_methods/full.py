@@ -1,15 +1,20 @@
 """Dense attention over the same store: the reference for every other method, and what skipped layers run."""
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from torchsparsekv.method import Method
-from torchsparsekv.state import Buffers, Geometry, RingPlan, store_buffers
+from torchsparsekv.method import Method, Traits
+from torchsparsekv.report import Counts
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, store_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Method):
     name = "full"
-    retrieves = False
-    dense = True
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(attends="everything")
 
     @property
     def ring_plan(self) -> RingPlan:
@@ -17,3 +22,7 @@ class Full(Method):
 
     def buffers(self, g: Geometry) -> Buffers:
         return store_buffers(g, self.ring_plan)
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        read = {"pool_bytes_read": counts.context * counts.row_bytes}
+        return super().report_row(s, counts) | {"attended_per_step": counts.per_step(counts.context)} | read

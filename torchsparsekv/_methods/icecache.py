@@ -1,11 +1,14 @@
 """IceCache: pages of tokens with similar keys, found by descending a tree that grows while decoding (ICLR 2026)."""
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv._methods._file import read_file
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.icecache._residual import widths
 from torchsparsekv.ops.icecache._tree import NO_SPAN, SALTS, SEEDS
@@ -36,58 +39,56 @@ RANKS = ("codes", "keys")
 class IceCache(Method):
     """A tree of the keys of each kv head, whose nodes are pages; a query descends it for the pages of its best tokens.
 
-    r: share of the tokens of a level that are promoted to the next one. None: 1/16, or no more than there is room for:
-        one of 17 in a cache of a million tokens, one of 33 of two million.
-    levels: of the tree, with that of the leaves.
-    promotion: "quota", one token of every 1 / r, drawn; or "random", each token with chance r, as the paper's text has
-        it (its code has a quota).
-    page_size: tokens of a page; a power of two. None: 16 as in the paper, or fewer where the budget would not hold 32
-        pages (256 tokens: 8 each, which find more than 16 of 16), but 4 where it holds 16 of these (64 tokens).
-    field_of_view: share of the nodes of each level that a query expands, and `least_view` nodes at least; so many of
-        the first, the root among them, it expands anyway, since what came when there were few is under them. None: a
-        tenth, but no more than 640 or, if these are more, than have eight times the budget as children in the mean.
-        Of more than 1024 nodes it is met in the mean, told by a sample (ops/icecache/visit_nodes.py). At 1.0 the choice
-        is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as it takes to fill
-        the budget with their pages.
-    growth: pages for generated tokens, as a share of the pages that the cache has anyway. They go to the page of their
-        node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
-        counts as `page_size` tokens of the budget.
-    rank_from: what tokens are ranked by: "codes", of 4 bits a channel, or "keys", which take three times the memory and
-        find no more (benchmarks/quality/recall_icecache.py).
-    reuse_every: of so many layers that follow one another the first has a tree and queries it; the others put their
-        tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse". Answers are
-        lost where it happens to look for other tokens than they do (docs/methods/icecache.md).
-    match_heads: a kv head of a layer that reuses follows the head of the other layer which looks for most of the same
-        tokens, by the last queries of the prompt. False: that of the same number, as in the paper.
-    selecting_layers: the layers that choose, instead of every `reuse_every`th one; each other follows the last of them before
-        it. `torchsparsekv selecting_layers` finds those of a model, and the path of the file that it writes is taken too.
-    seed: of promotion and projection.
+    Without `field_of_view` a query expands a tenth of the nodes, but no more than 640; where eight budgets of children
+    have more parents than that, no more than those. A query expands the first `least_view` nodes in any case, because
+    early tokens hang under them. Above 1024 nodes the share is met in the mean (ops/icecache/visit_nodes.py). At 1.0
+    the selection is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as fill
+    the budget with their pages.
 
-    A prompt that has less than a page beyond window and sinks is attended to as a whole.
+    A generated token goes to the page of its node, which need not become full. When no page is left, tokens fill pages
+    in the order of generation. A page counts as `page_size` tokens of the budget, full or not.
+
+    Layers may share a selection: one layer has a tree and queries it; the layers that share put their tokens where that
+    layer puts its own, and attend to the pages that it selected (`reuse_every` or `selecting_layers`). The paper's
+    "reuse" has 3. Answers are lost where the selecting layer looks for other tokens (docs/methods/icecache.md).
+
+    A prompt with less than a page beyond window and sinks is attended to as a whole.
     """
 
     name = "icecache"
-    places = True
-    regroups = True
-    partial_blocks = True
 
-    r: float | None = None
-    levels: int = 2
-    promotion: str = "quota"
-    page_size: int | None = None
-    field_of_view: float | None = None
-    least_view: int = 32
-    growth: float = 0.25
-    rank_from: str = "codes"
-    reuse_every: int = 1
-    match_heads: bool = True
-    selecting_layers: tuple[int, ...] | str | None = None
-    seed: int = 0
+    r: float | None = option(
+        None, "Share of a level's tokens that are promoted to the next. None: 1/16, or less above a million tokens."
+    )
+    levels: int = option(2, "Levels of the tree, with that of the leaves.")
+    promotion: str = option("quota", "quota: one token of every 1 / r, drawn; random: each token with chance r.")
+    page_size: int | None = option(
+        None, "Tokens of a page, a power of two. None: 16, or fewer where the budget would hold few pages."
+    )
+    field_of_view: float | None = option(
+        None, "Share of the nodes of each level that a query expands. None: a tenth, within bounds."
+    )
+    least_view: int = option(32, "Least nodes of a level that a query expands.")
+    growth: float = option(0.25, "Pages for generated tokens, as a share of the other pages.")
+    rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
+    reuse_every: int = option(1, "Consecutive layers that share one selection, the first layer's.")
+    match_heads: bool = option(
+        True, "A kv head shares the selection of the head that looks for most of the same tokens. False: of its number."
+    )
+    selecting_layers: tuple[int, ...] | str | None = option(
+        None, "The layers that select, each for those behind it; or a file of `torchsparsekv selecting-layers`."
+    )
+    seed: int = option(0, "Seed of promotion and projection.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(reorders_pool=True, partial_blocks=True, selects_every_step=True)
 
     def __post_init__(self) -> None:
-        self.read_file("selecting_layers", "selecting_layers", lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None])
+        selecting = lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None]  # noqa: E731
+        read_file(self, "selecting_layers", "selecting-layers", selecting)
         if self.selecting_layers is not None:
-            object.__setattr__(self, "selecting_layers", self._choosers())
+            object.__setattr__(self, "selecting_layers", self._selecting())
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
         super().__post_init__()
@@ -108,13 +109,13 @@ class IceCache(Method):
             raise ValueError(f"{self.name}: match_heads must be True or False, got {self.match_heads!r}")
         self.check_int("seed", 0, SEEDS - 1)
 
-    def _choosers(self) -> tuple[int, ...]:
+    def _selecting(self) -> tuple[int, ...]:
         given = self.selecting_layers
         layers = tuple(given) if isinstance(given, (tuple, list)) else ()
         if not layers or any(type(i) is not int or i < 0 for i in layers) or list(layers) != sorted(set(layers)):
             raise ValueError(
-                f"{self.name}: selecting_layers must be layers in ascending order, or a file of `torchsparsekv selecting_layers`, got "
-                f"{given!r}"
+                f"{self.name}: selecting_layers must be layers in ascending order, or a file of `torchsparsekv "
+                f"selecting-layers`, got {given!r}"
             )
         if self.reuse_every != 1:
             raise ValueError(f"{self.name}: give selecting_layers or reuse_every, got {given!r} and {self.reuse_every}")
@@ -206,9 +207,35 @@ class IceCache(Method):
             ),
         }  # fmt: skip
 
-    @property
-    def selects_every_step(self) -> bool:
-        return True
+    @classmethod
+    def shares_selection(cls, layers: Mapping[int, tuple[Method, int, int]]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        latest: dict[tuple[Method, int, int], tuple[int, int]] = {}  # the layer that selects, layers with it
+        selecting: dict[tuple[int, ...], list[int]] = {}  # by what users want
+        for i, kind in layers.items():
+            method = kind[0]
+            assert isinstance(method, cls)
+            anchor, count = latest.get(kind, (i, 0))
+            if count and not method._selects(i, count):
+                found[i] = anchor
+            else:
+                anchor, count = i, 0
+                if isinstance(method.selecting_layers, tuple):
+                    selecting.setdefault(method.selecting_layers, []).append(i)
+            latest[kind] = anchor, count + 1
+        for wanted, which in selecting.items():
+            if list(wanted) != which:
+                raise ValueError(
+                    f"selecting_layers must be the layers that select, got {wanted} where {tuple(which)} would: the "
+                    "first layer that retrieves has to, and each layer that is like none before it"
+                )
+        return found
+
+    def _selects(self, layer: int, behind: int) -> bool:
+        """Whether this layer does, `behind` layers after the last one that did."""
+        if self.selecting_layers is not None:
+            return layer in self.selecting_layers
+        return behind >= self.reuse_every
 
     # ---- the index
 

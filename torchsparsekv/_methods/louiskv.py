@@ -1,7 +1,10 @@
 """LouisKV: clusters of the prompt and segments of the output, retrieved only where the query turns."""
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchsparsekv._methods._clusters import ClusterMethod
+from torchsparsekv._methods._file import read_file
+from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.clusters._kmeans import WIDEST
 from torchsparsekv.ops.clusters.views import Boundaries
 
@@ -10,29 +13,30 @@ from torchsparsekv.ops.clusters.views import Boundaries
 class LouisKV(ClusterMethod):
     """Of "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences" sections 4.1 and 4.2 and appendix B.
 
-    tau: retrieve where the cosine of the query heads with those of the step before, on average, is below it. It is a
-        property of the model; `torchsparsekv calibrate` finds it, and the path of the file that it writes is taken too.
-        The paper has 0.85 for long prompts and 0.7 for long answers of its models. The default is the least that costs
-        our recall model nothing, right before it is fast: at 0.9 answers from the prompt are as good, but of what the
-        model wrote itself 0.88 is recalled instead of 0.97 (at 64 tokens), as its segments are longer. On text it
-        hardly saves a step: docs/methods/louiskv.md has what lower ones and other rules lose there.
-    per_head: each kv head decides by the query heads of its own group, and cuts its own segments.
-    memory: what a query is compared with. 0: the query of the step before, as the paper has it. 1: that of the last
-        retrieval. Between: a mean of those since then, the newest of which has the weight 1 - memory.
-    segment_min, segment_max: tokens of a segment. A boundary cuts none that is shorter, one as long ends by itself. The
-        mean key of a long one hides its tokens. The index is sized for segments of the least length.
+    A step retrieves where the mean cosine of the query heads with an earlier query is below `tau`. The right `tau` is a
+    property of the model; `torchsparsekv calibrate` finds it. The paper has 0.85 for long prompts and 0.7 for long
+    answers of its models; docs/methods/louiskv.md has what lower thresholds lose.
+
+    With memory=0 the earlier query is that of the step before, as in the paper; with memory=1 that of the last
+    retrieval. Between the two it is a mean of the queries since then, the newest of which has the weight 1 - memory.
+    No boundary cuts a segment shorter than `segment_min`; a segment of `segment_max` tokens ends by itself. The mean
+    key of a long segment hides its tokens. The index is sized for segments of `segment_min` tokens.
     """
 
     name = "louiskv"
 
-    tau: float | str = 0.95
-    per_head: bool = False
-    memory: float = 0.0
-    segment_min: int = 4
-    segment_max: int = 32
+    tau: float | str = option(0.95, "Retrieve below this cosine with an earlier query. Or a file of `calibrate`.")
+    per_head: bool = option(False, "Each kv head decides by the query heads of its group and cuts its own segments.")
+    memory: float = option(0.0, "Weight of older queries in the earlier query. 0: the step before; 1: last retrieval.")
+    segment_min: int = option(4, "Least tokens of a segment.")
+    segment_max: int = option(32, "Most tokens of a segment.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(couples_heads=not self.per_head)
 
     def __post_init__(self) -> None:
-        self.read_file("tau", "calibrate", lambda found: found["tau"])
+        read_file(self, "tau", "calibrate", lambda found: found["tau"])
         if isinstance(self.tau, bool) or not isinstance(self.tau, (int, float)) or not -1 < self.tau <= 1:
             raise ValueError(f"{self.name}: tau must be in (-1, 1], or a file of `calibrate`, got {self.tau!r}")
         if not isinstance(self.per_head, bool):
@@ -42,10 +46,6 @@ class LouisKV(ClusterMethod):
         for field in ("segment_min", "segment_max"):
             self.check_int(field, most=WIDEST)
         super().__post_init__()
-
-    @property
-    def couples_heads(self) -> bool:
-        return not self.per_head
 
     @property
     def rule(self) -> Boundaries:

@@ -1,11 +1,12 @@
 """ParisKV: single tokens by collision counting, then by a 4-bit estimate of q.k; nothing learned, so nothing drifts."""
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.triton import next_power_of_2
 from torchsparsekv.ops.pariskv._code import WORDS
 from torchsparsekv.ops.pariskv._srht import SEEDS
@@ -28,34 +29,33 @@ BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None,
 
 @dataclass(frozen=True, kw_only=True)
 class ParisKV(Method):
-    """arXiv: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs", appendix B.
+    """Of "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs", appendix B.
 
-    budget: the paper's final top-k.
-    update_interval: tokens that leave the ring, and are encoded, at a time; until then they wait in the ring, where
-        every step attends to them, so it holds `window` to `window + update_interval - 1`. None: as many as the window,
-        at most 256. The paper has 256 and 512, with windows of 128 and 256 (table 1).
-    rho: share of the keys that can get votes in a subspace. None: by the length of the row (BY_LENGTH). It costs next
-        to no time here; on the synthetic keys of the benchmark 0.7 recalls up to 10 points more than the authors' 0.2.
-    beta: share of the keys that are reranked, never fewer than `budget`. None: by the length of the row, and at least
-        twice the budget.
-    full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
-        the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
-    group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
-        key counts as much as it does for the head that wants it most, in both stages. By
-        benchmarks/quality/recall_pariskv.py "max" finds more of the attention weight from 32K tokens on (128K: 86 %
-        against 83 % of what the exact top-100 holds, recall 0.58 against 0.56) and about as much below.
-    m: dimensions of a subspace. seed: of the rotation.
+    Tokens leave the ring and are encoded `update_interval` at a time. Until then they wait in the ring, where every
+    step attends to them: the ring holds `window` to `window + update_interval - 1` tokens. The paper has intervals of
+    256 and 512 with windows of 128 and 256 (table 1).
+
+    A step attends to all of a row that is shorter than `full_threshold`. The hot buffer must hold such a row, and every
+    step goes through as many places, however long its row is.
+
+    The query heads of a kv head select together. With group="mean" they vote by their mean query, as in the authors'
+    code; with "max" a key counts as for the head that wants it most, in both stages. docs/methods/pariskv.md compares
+    the two.
     """
 
     name = "pariskv"
     budget: int = 100
-    update_interval: int | None = None
-    rho: float | None = None
-    beta: float | None = None
-    full_threshold: int = 512
-    group: str = "max"
-    m: int = 8
-    seed: int = 0
+    update_interval: int | None = option(
+        None, "Tokens that leave the ring, and are encoded, together. None: as `window`, at most 256."
+    )
+    rho: float | None = option(None, "Share of the keys that can get votes in a subspace. None: by length (BY_LENGTH).")
+    beta: float | None = option(
+        None, "Share of the keys that are reranked, at least `budget`. None: by length, at least twice `budget`."
+    )
+    full_threshold: int = option(512, "Rows of fewer tokens attend to all of them; 0: none does.")
+    group: str = option("max", "How the query heads of a kv head vote together: mean or max.")
+    m: int = option(8, "Dimensions of a subspace.")
+    seed: int = option(0, "Seed of the rotation.")
 
     GROUPS: ClassVar = ("mean", "max")
 
@@ -161,9 +161,9 @@ class ParisKV(Method):
                 "a larger beta, or a smaller budget"
             )
 
-    @property
-    def selects_every_step(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(selects_every_step=True)
 
     # ---- the index
 

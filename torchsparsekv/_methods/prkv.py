@@ -1,16 +1,20 @@
 """PRKV: one budget of single tokens that stay and of pages that are chosen at every step."""
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from torchsparsekv._methods._pages import PageMethod
 from torchsparsekv._methods._static import StaticMethod
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.index.block_bounds import block_bounds
 from torchsparsekv.ops.index.observe import observe
 from torchsparsekv.ops.prkv.static_target import static_target
 from torchsparsekv.ops.prkv.update_static_set import update_static_set
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffers, Geometry, LayerState
 
 
@@ -18,20 +22,30 @@ from torchsparsekv.state import Buffers, Geometry, LayerState
 class PRKV(StaticMethod, PageMethod):
     """Of "PRKV: Page Restructured KV Cache for High Accuracy and Efficiency LLM Generation", algorithm 1.
 
-    static_ratio: share of the budget that is static, in whole pages (rounded down). The others are pages by their
-        digest, which is ArkVale's; 0 is ArkVale. The paper has 0.25. "auto": each layer decides at the first step after
-        a prompt, by the tokens that the first and the last query of the observation window agree on (appendix G); the
-        report says what it found.
-    per_head: with "auto", each kv head decides for itself.
+    The static set has `static_ratio` of the budget, in whole pages (rounded down). Steps select the other pages by
+    their digest, which is ArkVale's; a ratio of 0 is ArkVale. With "auto" each layer decides at the first step after a
+    prompt, by the tokens that the first and the last query of the observation window agree on (appendix G); the report
+    shows the share of each layer.
     """
 
     name = "prkv"
-    regroups = True
 
     block_size: int = 32
     update_every: int | None = 128
-    static_ratio: float | str = 0.25
-    per_head: bool = False
+    static_ratio: float | str = option(0.25, 'Static share of the budget. "auto": each layer decides.')
+    per_head: bool = option(False, 'With static_ratio="auto", each kv head decides for itself.')
+
+    @cached_property
+    def traits(self) -> Traits:
+        needs = [self.capability] if self.copies else []
+        if self.digest == "float8":
+            needs.append(dict(least_capability=(8, 9), older_devices='digest="bfloat16"'))
+        return Traits(
+            couples_heads=self.static_ratio == "auto" and not self.per_head,
+            selects_every_step=not self.static,
+            least_capability=max((n["least_capability"] for n in needs), default=(8, 0)),
+            older_devices=", ".join(n["older_devices"] for n in needs),
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,16 +65,12 @@ class PRKV(StaticMethod, PageMethod):
         share = 1 if self.static_ratio == "auto" else float(self.static_ratio)
         return int(round(self.budget * share, 6)) // self.block_size * self.block_size
 
-    @property
-    def couples_heads(self) -> bool:
-        return self.static_ratio == "auto" and not self.per_head
-
-    @property
-    def selects_every_step(self) -> bool:
-        return not self.static
-
     def effective(self) -> dict[str, object]:
         return super().effective() | {"static": "auto" if self.static_ratio == "auto" else self.static}
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        """Every step selects pages beside the static set."""
+        return Method.report_row(self, s, counts) | (self.static_share(s) if self.static else {})
 
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.static, g.rows)

@@ -12,15 +12,14 @@ from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 class PRKVStatic(StaticMethod):
     """PRKV with a static share of 1, of single tokens: what its paper compares itself with.
 
-    That paper calls it SnapKV, and SnapKV+ where it is updated (`update_every`: 128 there). It is not what SnapKV's own
-    paper and code are, which is _methods/snapkv.py: these sum the weights, of a softmax over all tokens, without a mean over
-    the query heads of a kv head, pool them over neighbouring tokens, evict what is not chosen, and keep every generated
-    token. Here nothing is evicted, so the set can be chosen anew. Generated tokens are attended to while they are in
-    the window, and afterwards as long as the budget holds all that can be retrieved, or if they are in the next set.
+    The paper calls this method SnapKV, and SnapKV+ with `update_every=128`. SnapKV's own paper and code differ; they
+    are in _methods/snapkv.py: weights of a softmax over all tokens are summed without a mean over the query heads of a
+    kv head, and pooled over neighbouring tokens; unselected tokens are evicted, and every generated token is kept.
+    Here nothing is evicted, so a later update can select any token. A generated token is attended to while it is in
+    the window; afterwards while the budget holds all that can be retrieved, or where the next set has it.
     """
 
     name = "prkv_static"
-    regroups = True
 
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)

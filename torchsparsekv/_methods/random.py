@@ -1,9 +1,10 @@
 """Blocks drawn uniformly at random, new ones at every step: the row that says what a budget is worth by itself."""
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.hash import LOW
 from torchsparsekv.ops.select.random_scores import random_scores
 from torchsparsekv.ops.store.views import Attention, Selection
@@ -12,22 +13,20 @@ from torchsparsekv.state import LayerState
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Method):
-    """block_size: consecutive tokens that are drawn together; a power of two.
-    seed: of the draw. Every layer draws the same blocks in a step, the kv heads each their own.
-    """
+    """Each kv head draws its own blocks. Every layer draws the same blocks in a step."""
 
     name = "random"
 
-    block_size: int = 16
-    seed: int = 0
+    block_size: int = option(16, "Consecutive tokens that are drawn together; a power of two.")
+    seed: int = option(0, "Seed of the draw.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(selects_every_step=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_int("seed", 0, LOW)
-
-    @property
-    def selects_every_step(self) -> bool:
-        return True
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         heads, rows = s.store.pool.shape[1:3]

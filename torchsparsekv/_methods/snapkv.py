@@ -1,48 +1,45 @@
 """SnapKV: at the end of a prompt its last queries choose what of it is attended to from then on."""
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from torchsparsekv._methods._static import ObservingMethod
+from torchsparsekv.method import option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling, snap_tokens
 from torchsparsekv.ops.snapkv.views import Kept
 from torchsparsekv.ops.store.views import I32, Attention, Leaving, Selection
+from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 
 POOLINGS = ("avgpool", "maxpool")
+OBSERVED = 32  # tokens of the observation window by default, where the window holds as many
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(ObservingMethod):
     """Of "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469) and its code.
 
-    Attended to are the `budget` best tokens of the prompt, its observation window, and all that was generated since.
-    One thing differs: the store is per kv head, so the votes of the query heads of a kv head are summed, and then
-    pooled. The paper's code repeats the keys and lets every query head choose for itself. With one query head a kv head
-    it is the paper's.
+    Steps attend to the `budget` best tokens of the prompt, to its observation window, and to all generated tokens. One
+    thing differs: the store is per kv head, so the votes of the query heads of a kv head are summed and then pooled.
+    The paper's code repeats the keys and lets every query head select for itself. With one query head per kv head the
+    two are equal.
 
-    What was generated is attended to while it is in the window, so to be SnapKV the window must be as large as the
-    observation window and all that is to be generated. A token that leaves it is kept while the budget has room, which
-    there is after short prompts only; then it is lost, and `report()` says so.
+    A generated token is attended to while it is in the window. To be SnapKV, the window must hold the observation
+    window and all tokens to be generated. A token that leaves the window is kept while the budget has room, which only
+    short prompts leave; then the token is lost, and `report()` says so.
 
-    Nothing is taken out of the pool: a second prompt attends to everything, and chooses anew from everything.
-
-    observe: None: as many as the window, at most 32.
-    kernel_size: votes are pooled over so many neighbouring tokens, an odd number; 1: not at all.
-    pooling: "avgpool", their mean, the default of the code; "maxpool", their largest, over 7 tokens in the experiments
-        on LongBench.
+    Nothing is taken out of the pool: a second prompt attends to everything, and selects anew from everything.
     """
 
     name = "snapkv"
-    regroups = True
-    papers_window: ClassVar[int] = 32
 
     sink: int = 0
-    kernel_size: int = 5
-    pooling: str = "avgpool"
+    observe: int | None = option(None, f"Tokens of the observation window. None: as `window`, at most {OBSERVED}.")
+    kernel_size: int = option(5, "Neighbouring tokens over which votes are pooled, an odd number; 1: no pooling.")
+    pooling: str = option("avgpool", "Pooling of votes: avgpool, as in the paper's code, or maxpool.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,9 +53,18 @@ class SnapKV(ObservingMethod):
         """Of longer prompts some is left out, though the window would hold it."""
         return self.sink + self.budget + self.observed
 
+    @property
+    def observed(self) -> int:
+        return min(OBSERVED, self.window) if self.observe is None else self.observe
+
     def effective(self) -> dict[str, object]:
         """`generates`: so many tokens can be generated before any of them, or of the observation window, leaves it."""
         return super().effective() | {"generates": self.window - self.observed}
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        """A prompt selects, a step does not."""
+        rate, lost = counts.per_step(int(s.kept.updates.sum())), int(s.kept.lost.max())
+        return super().report_row(s, counts) | {"retrieval_rate": rate, "lost": lost}
 
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)

@@ -1,21 +1,23 @@
 """StreamingLLM: the sinks and the window, nothing retrieved (arXiv 2309.17453). The baseline without an index."""
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Method):
-    """block_size: tokens leave the window so many at a time; a power of two."""
-
     name = "streaming"
-    retrieves = False
 
-    block_size: int = 16
+    block_size: int = option(16, "Tokens that leave the window together; a power of two.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(attends="recent")
 
     @property
     def dense_threshold(self) -> int:

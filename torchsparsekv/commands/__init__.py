@@ -19,8 +19,9 @@ def load(name: str = "") -> typer.Typer:
     return app
 
 
+RENAMED = {"choosers": "selecting_layers.py"}  # old names of commands, and their files
 app = typer.Typer(
-    cls=later(__path__[0], load), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=later(__path__[0], load, RENAMED), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
 

@@ -17,28 +17,37 @@ def about(path: Path) -> str:
 
 
 class Later(TyperCommand):
-    """The command of a file, by its name (with "-" for "_") and a line of help; `load` adds it to an application."""
+    """The command of a file, by its name (with "-" for "_") and a line of help; `load` adds it to an application.
 
-    def __init__(self, path: Path, load: Callable[[str], typer.Typer]):
-        super().__init__(path.stem.replace("_", "-"), help=about(path))
+    `old`: a name that the command had, which help does not list.
+    """
+
+    def __init__(self, path: Path, load: Callable[[str], typer.Typer], old: str = ""):
+        self.today = path.stem.replace("_", "-")
+        super().__init__(old or self.today, help=about(path), hidden=bool(old))
         self.load = load
 
     def real(self) -> Any:
-        name = str(self.name)
-        return typer.main.get_group(self.load(name)).commands[name]
+        return typer.main.get_group(self.load(self.today)).commands[self.today]
 
     def make_context(self, *given, **named) -> Any:
         """The first that a group asks of a command it calls; all else is then asked of the command of this context."""
+        if self.hidden:
+            typer.echo(f"{self.name} is now {self.today}; the next release refuses {self.name}", err=True)
         return self.real().make_context(*given, **named)
 
 
-def later(folder: str, load: Callable[[str], typer.Typer]) -> type[TyperGroup]:
-    """For typer.Typer(cls=...): a command for every file of a folder but those that start with `_`."""
+def later(folder: str, load: Callable[[str], typer.Typer], renamed: dict[str, str] | None = None) -> type[TyperGroup]:
+    """For typer.Typer(cls=...): a command for every file of a folder but those that start with `_`.
+
+    `renamed`: old names of commands and their files.
+    """
 
     class Folder(TyperGroup):
         def __init__(self, **given):
             super().__init__(**given)
-            found = (Later(p, load) for p in Path(folder).glob("[!_]*.py"))
+            found = [Later(p, load) for p in Path(folder).glob("[!_]*.py")]
+            found += [Later(Path(folder, file), load, old) for old, file in (renamed or {}).items()]
             here = {str(c.name): c for c in found}
             self.commands = dict(sorted({**here, **self.commands}.items()))
 

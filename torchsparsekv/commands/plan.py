@@ -11,7 +11,7 @@ import typer
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
 from torchsparsekv.commands._options import TOLD
-from torchsparsekv.method import as_int, make_method
+from torchsparsekv.method import as_int, make_method, renamed
 
 LONG = 32768
 MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its config is enough.")
@@ -53,6 +53,7 @@ def planned(
     if offload not in ("host", "device"):
         raise ValueError(f"offload must be host or device, got {offload!r}")
     check_name(name)
+    hyper = renamed(hyper)
     config = AutoConfig.from_pretrained(name)
     if max_length is None:
         max_length = min(LONG, getattr(config.get_text_config(decoder=True), "max_position_embeddings", LONG))

@@ -1,10 +1,10 @@
-"""`torchsparsekv selecting_layers`: the layers of a model that are to choose where others reuse what they chose."""
+"""`torchsparsekv selecting-layers`: find the layers whose selections the other layers can reuse."""
 from inspect import getdoc
 from pathlib import Path
 
 from torchsparsekv.commands import app
 from torchsparsekv.commands._options import add
-from torchsparsekv_benchmarks.quality import selecting_layers
+from torchsparsekv_benchmarks.quality import selecting_layers as module
 
 OUT = "For the result, a file that is not there yet; patch(..., selecting_layers=PATH) takes it."
-add(app, selecting_layers.BENCHMARK, selecting_layers.Options, selecting_layers.run, getdoc(selecting_layers), Path("selecting_layers.json"), OUT)
+add(app, "selecting-layers", module.Options, module.run, getdoc(module), Path("selecting_layers.json"), OUT)

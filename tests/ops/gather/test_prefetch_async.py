@@ -22,7 +22,7 @@ from torchsparsekv.report import layer_report
 from torchsparsekv.state import Buffer, Geometry, checked, hot_buffer
 
 ALWAYS, NEVER = 1.0, -1.0  # how often a step waits with such a `prefetch_async`; the first but where queries are the same
-NAMES = [name for name in METHODS if make_method(name).selects_every_step]
+NAMES = [name for name in METHODS if make_method(name).traits.selects_every_step]
 DYNAMIC = {"prkv": dict(static_ratio=0, update_every=None)}  # as it may come late
 WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pariskv"]  # methods whose blocks hold tokens in their order
 HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
@@ -179,25 +179,23 @@ def test_hits_are_a_share_from_the_first_step_on():
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seldom(Quest):
+class _Seldom(Quest):
     """A user's, as docs/extending.md has them."""
 
     name = "seldom_for_a_test"
-    offered = False
 
     def buffers(self, g):
         return super().buffers(g) | {"hot": hot_buffer(g, self.block_size, 8, 4)}
 
 
-class Plain(Method):
+class _Plain(Method):
     name = "plain_for_a_test"
-    offered = False
 
 
 def test_methods_of_others_say_that_they_can_be_late():
-    with pytest.raises(ValueError, match=r"plain_for_a_test: prefetch_async is for methods that choose at every step"):
-        Plain(prefetch_async=0.8)
-    for method, buffers in ((Seldom(prefetch_async=0.8), {}), (Seldom(), {"prefetch": Buffer((1,), torch.int32)})):
+    with pytest.raises(ValueError, match=r"plain_for_a_test: prefetch_async is for methods that select at every step"):
+        _Plain(prefetch_async=0.8)
+    for method, buffers in ((_Seldom(prefetch_async=0.8), {}), (_Seldom(), {"prefetch": Buffer((1,), torch.int32)})):
         g = Geometry(1, 2, 16, 256, torch.float32)
         made = {name: x for name, x in method.buffers(g).items() if name != "late"} | buffers
         with pytest.raises(TypeError, match=r"one with prefetch_async has `late`, which hot_buffers\(\) makes"):

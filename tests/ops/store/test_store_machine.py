@@ -100,7 +100,7 @@ class Life(RuleBasedStateMachine):
         """The original goes on for a step, which the fork must not see; then it is the fork that lives on."""
         twin = self.fresh(2)
         twin.row_lengths.copy_from(self.state.row_lengths)
-        twin.copy_from(self.state, None if self.m.places else int(self.state.lengths.length.max()))
+        twin.copy_from(self.state, None if self.m.traits.reorders_pool else int(self.state.lengths.length.max()))
         if self.tokens < CAPACITY:
             self.run(self.state, *self.new(1))
         self.state = twin
