@@ -1,32 +1,31 @@
-// The best pages of query heads by turns, as ops/icecache/best_pages.py specifies it: a program for each query head, which
-// ranks its own; those of a kv head are a cluster, and the first of them takes the turns.
+// Select the best pages of every query head and merge them round-robin; ops/icecache/best_pages.py is the specification.
+// A program has a query head and ranks its pages. The programs of a kv head are a cluster, and the first of them merges.
 //
-// Why not Triton: what search.cuh and turns.cuh say. In one launch the pages of a query head need not go through memory.
+// Why not Triton: search.cuh and round_robin.cuh say why. In one launch the pages of a query head stay in shared memory.
 //
-// Set by the compilation: THREADS, SCORES, PEAKS and GROUP as for top_blocks.cu; K pages of a query head; G query heads of a
-// kv head.
+// Defines: THREADS, SCORES, PEAKS and GROUP as in top_blocks.cu; K pages of a query head; G query heads of a kv head.
 
 #include "cluster.cuh"
 #include "search.cuh"
-#include "turns.cuh"
+#include "round_robin.cuh"
 
-constexpr int LEFT = 2 * K < THREADS ? 2 * K : THREADS;  // pages of a query head that are ranked at most
-constexpr int EACH = THREADS / LEFT > 3 ? 4 : THREADS / LEFT > 1 ? 2 : 1;  // threads for one of them
+constexpr int CANDIDATES = 2 * K < THREADS ? 2 * K : THREADS;  // pages of a query head that are ranked, at most
+constexpr int EACH = THREADS / CANDIDATES > 3 ? 4 : THREADS / CANDIDATES > 1 ? 2 : 1;  // threads that rank a candidate
 static_assert(G * K <= THREADS && G <= 8);
 
 struct Shared : Grouped<THREADS * SCORES / GROUP> {
-  Turns turns;
-  unsigned long long key[LEFT];
-  int left;
-  int order[THREADS];  // of all query heads, in the first program
-  Bell<G> bell;  // of this
+  RoundRobin merged;
+  unsigned long long key[CANDIDATES];
+  int count;  // of candidates
+  int order[THREADS];  // of the pages of all query heads; in the first program
+  Bell<G> bell;  // rings when `order` is complete
 };
 
-// Of equal scores that of the lower page is greater.
+// A larger key is a better page; of equal scores the lower page.
 __device__ unsigned long long key_of(unsigned score, int page) { return (unsigned long long)score << 32 | ~(unsigned)page; }
 
-// Of this query head's pages the best and a few others, in any order; how many.
-__device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
+// Collect the candidates of this query head, its best K pages and a few others, in any order. Returns their number.
+__device__ int collect(const float* scores, const float* peaks, int n, Shared& s) {
   const int groups = (n + GROUP - 1) / GROUP, lanes = lanes_of(K);
   int count = n;
   Range r;
@@ -42,23 +41,23 @@ __device__ int take(const float* scores, const float* peaks, int n, Shared& s) {
   int page[SCORES];
   look_at(key, page, scores, n, span, PEAKS > 0, s);
   if (PEAKS == 0) r = range_of(key, K, lanes, s);
-  const unsigned least = cut(key, span, count, r, LEFT - K, 0, s.bins + ROUNDS / 2, s);
+  const unsigned least = cut(key, span, count, r, CANDIDATES - K, 0, s.bins + ROUNDS / 2, s);
   for (int i = 0; i < SCORES; i++)
-    if (key[i] >= least) s.key[atomicAdd(&s.left, 1)] = key_of(key[i], page[i]);
+    if (key[i] >= least) s.key[atomicAdd(&s.count, 1)] = key_of(key[i], page[i]);
   __syncthreads();
-  return s.left;
+  return s.count;
 }
 
-// Tell the first program by rank which pages of this query head are the best; EMPTY where there are not so many.
-__device__ void send_ranked(int head, int left, Shared& s) {
-  const int one = threadIdx.x / EACH;
-  const unsigned long long own = one < left ? s.key[one] : 0;
+// Rank the candidates and send the best K to the first program; EMPTY where there are fewer.
+__device__ void send_ranked(int head, int count, Shared& s) {
+  const int candidate = threadIdx.x / EACH;
+  const unsigned long long own = candidate < count ? s.key[candidate] : 0;
   int rank = 0;
 #pragma unroll 8
-  for (int j = threadIdx.x % EACH; j < left; j += EACH) rank += s.key[j] > own;
+  for (int j = threadIdx.x % EACH; j < count; j += EACH) rank += s.key[j] > own;
   for (int d = 1; d < EACH; d *= 2) rank += __shfl_xor_sync(ALL, rank, d);
-  if (threadIdx.x % EACH == 0 && one < left && rank < K) s.bell.send(0, &s.order[rank * G + head], ~(unsigned)own);
-  if (left <= threadIdx.x && threadIdx.x < K) s.bell.send(0, &s.order[threadIdx.x * G + head], (unsigned)EMPTY);
+  if (threadIdx.x % EACH == 0 && candidate < count && rank < K) s.bell.send(0, &s.order[rank * G + head], ~(unsigned)own);
+  if (count <= threadIdx.x && threadIdx.x < K) s.bell.send(0, &s.order[threadIdx.x * G + head], (unsigned)EMPTY);
 }
 
 extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) best(
@@ -66,17 +65,17 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   __shared__ Shared s;
   const int head = blockIdx.x % G, i = threadIdx.x;
   prepare(s);
-  prepare(s.turns);
+  prepare(s.merged);
   s.order[i] = EMPTY;
-  if (i == 0) s.left = 0;
+  if (i == 0) s.count = 0;
   if (head == 0) s.bell.expect(G * K);
   arrive();
   chain();
-  const int left = take(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
+  const int count = collect(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
   wait();
-  send_ranked(head, left, s);
+  send_ranked(head, count, s);
   if (head > 0) return;
   s.bell.receive();
   const int page = s.order[i];
-  compact(s.turns, out + blockIdx.x / G * K, is_first(s.turns, page, i) ? page : EMPTY, K);
+  compact(s.merged, out + blockIdx.x / G * K, is_first(s.merged, page, i) ? page : EMPTY, K);
 }

@@ -1,36 +1,35 @@
-// The largest q.k of every page's tokens, as ops/icecache/page_peaks.py specifies it, for tokens in codes, pages of 4, 8 or
-// 16 of them, and up to 8 query heads of a kv head.
+// Score every page by the largest q.k of its tokens; ops/icecache/page_peaks.py is the specification. For tokens in codes,
+// pages of 4, 8 or 16 tokens, and up to 8 query heads of a kv head.
 //
-// Why not Triton: few pages are seen. Here the warps of a program find out first which ones may be, from the nodes between
-// the least and the greatest of each, and then share out these among themselves: the pages of a query lie side by side,
-// and a program that went through its own one after the other would often have many of them. Codes are unpacked in the
-// registers that the tensor cores read. Of pages whose tokens all are nodes the products are known: no codes are read.
+// Why not Triton: few pages are seen. Here the threads of a program first find the pages that may be seen, from the nodes
+// in the span of each page, and the warps share out these pages. The pages of a query lie side by side, so a program that
+// went through its own pages one after the other would often have many. Codes are unpacked in the registers that the
+// tensor cores read. Of pages whose tokens all are nodes the products are known, and no codes are read.
 //
-// Set by the compilation: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
-// share a scale, GROUP pages that share a peak, WARPS of a program, programs RESIDENT on a multiprocessor, TURN groups
-// that a program has at a time at most, and what the span of a page is that holds nothing (NO_SPAN) or only nodes
-// (OWN_SPAN).
+// Defines: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that share a scale,
+// GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, MOST_GROUPS of a round of a
+// program, and the spans of pages without a token (EMPTY_SPAN) or with nodes only (NODES_ONLY_SPAN).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
-constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // of a tile, and tiles of a group
-constexpr int LOOKERS = 2;  // threads that look at a page
-constexpr int LOOKS = (TURN * GROUP * LOOKERS + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread looks at
-constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; a scale is of two words
+constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // pages of a tile, tiles of a group
+constexpr int LOOKERS = 2;  // threads that check a page
+constexpr int LOOKS = (MOST_GROUPS * GROUP * LOOKERS + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread checks
+constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; two words share a scale
 struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
 __device__ unsigned twice(const Scales& x, int i) { return __byte_perm(x.at[i], 0, 0x1010); }
-constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 that follow one another
+constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 consecutive tokens
 static_assert(CHANNELS == 16 && GROUP == 16 && P % 4 == 0 && P <= TILE && G <= HEADS);
 
-// The products of a node with two query heads, or with the same one where there is no other.
+// The products of a node with a thread's two query heads; the same one twice if there is no other.
 __device__ Run<2> pair_at(const unsigned* x) {
   if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
   return load<4>(x);
 }
 
-// And to all.
+// The products of a node with all query heads.
 __device__ Run<G> all_at(const unsigned* x) {
   if constexpr (G == 2 || G == 4 || G == 8) {
     return load<2 * G>(x);
@@ -41,24 +40,25 @@ __device__ Run<G> all_at(const unsigned* x) {
   }
 }
 
-// Bits 4 to 7 of each half, as halves: 64 + x is exact, and so is that less 71.5. `these` are the bits, in a register:
-// of two constants an instruction takes one, and the compiler would rather have two instructions.
-__device__ unsigned levels(unsigned bits, unsigned these) {
+// Bits 4 to 7 of each half, as the halves x - 7.5. 64 + x is exact, and so is that less 71.5. `mask` selects the bits. It
+// is held in a register: an instruction takes one constant, and for two the compiler would use two instructions.
+__device__ unsigned levels(unsigned bits, unsigned mask) {
   unsigned x;
-  asm("lop3.b32 %0, %1, %2, 0x54005400, 0xEA;" : "=r"(x) : "r"(bits), "r"(these));  // bits & these | 64
+  asm("lop3.b32 %0, %1, %2, 0x54005400, 0xEA;" : "=r"(x) : "r"(bits), "r"(mask));  // bits & mask | 64
   asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x54785478));
   return x;
 }
 
-// What is behind a word of codes: of channels 0 and 2, 8 and 10, 1 and 3, 9 and 11, counted from that of its lowest bits.
-__device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale, unsigned these) {
+// The residuals of a word of codes: of channels 0 and 2, 8 and 10, 1 and 3, 9 and 11, counted from the channel of the
+// lowest bits.
+__device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned scale, unsigned mask) {
   const unsigned bits[4] = {word << 4, word, word >> 4, word >> 8};
-  for (int i = 0; i < 4; i++) pairs[i] = times(levels(bits[i], these), scale);
+  for (int i = 0; i < 4; i++) pairs[i] = times(levels(bits[i], mask), scale);
 }
 
-using Query = uint4[WORDS][32];  // as the second factor wants it: of each thread the pairs of its words in turn
+using Query = uint4[WORDS][32];  // the second factor of the tensor cores: for each thread the pairs of its words
 
-// Of query head number `lane / 4`, by the warps of a program for all.
+// Load query head lane / 4. The warps of a program share the work.
 __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
   const int g = lane() / 4, t = lane() % 4;
   for (int w = warp(); w < WORDS; w += WARPS) {
@@ -72,15 +72,15 @@ __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
   }
 }
 
-// What a thread has of a tile: the codes of tokens lane / 4 and 8 behind it, and for query heads 2 t and 2 t + 1 the
-// products with their nodes, or with the nodes that they are.
+// A thread's part of a tile: the codes of tokens lane / 4 and lane / 4 + 8, and the products of query heads 2 t and 2 t + 1
+// with the base nodes of these tokens (t = lane % 4).
 struct Tile {
   Run<WORDS> word[2];
   Scales scale[2];
   float node[2][2];
 };
 
-// What a kv head has. Products are as bits, those of its query heads side by side.
+// The leaves and products of a kv head. Products are float bits; those of the query heads lie side by side.
 struct Leaves {
   const unsigned char* codes;
   const unsigned short* scales;
@@ -89,31 +89,31 @@ struct Leaves {
   int rows, pages;
 };
 
-// What the warps of a program share: of the groups of a turn the peaks, and the tiles that some query head may see, from
-// the first place on, and from the last one back those of nodes alone.
+// Shared memory of a program, for the groups of a round: the scores of their pages, and a list of tiles. Tiles that some
+// query head may see are listed from the first place on, tiles with nodes only from the last place back.
 extern __shared__ __align__(16) float pool[];
 struct Pool {
   Query& query;
-  int (&count)[2];
-  int most;
+  int (&count)[2];  // tiles of either list
+  int groups;
 
-  __device__ float* peaks(int head) const { return pool + head * most * GROUP; }
-  __device__ unsigned short& tile(bool own, int i) const {
-    return reinterpret_cast<unsigned short*>(peaks(G))[own ? most * TILES - 1 - i : i];
+  __device__ float* scores(int head) const { return pool + head * groups * GROUP; }
+  __device__ unsigned short& tile(bool nodes_only, int i) const {
+    return reinterpret_cast<unsigned short*>(scores(G))[nodes_only ? groups * TILES - 1 - i : i];
   }
 };
 
-// And what a thread reads of it.
+// What a thread reads of the leaves.
 struct Source {
   const unsigned* products;  // of a thread's two query heads
-  float least[2];  // of these, of nodes that are expanded
-  int always;  // nodes below this number are expanded anyway
+  float threshold[2];  // of these
+  int min_nodes;  // nodes below this number are always expanded
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
-  long long last;
+  long long last;  // token
 
-  __device__ Source(const Leaves& x, int always) : always(always) {
+  __device__ Source(const Leaves& x, int min_nodes) : min_nodes(min_nodes) {
     const int g = lane() / 4, t = lane() % 4;
     products = x.products + (2 * t < G ? 2 * t : 0);
     codes = x.codes + g * (D / 2) + t * (D / 8);
@@ -121,15 +121,15 @@ struct Source {
     node = x.node + g;
     last = x.rows - 1 - g;
     hold(products), hold(codes);
-    __builtin_assume(__isGlobal(products) && __isGlobal(codes));  // what is held so, the compiler no longer knows
+    __builtin_assume(__isGlobal(products) && __isGlobal(codes));  // `hold` hides this from the compiler
   }
 
-  __device__ void load_least(const unsigned* from) {
+  __device__ void load_threshold(const unsigned* from) {
     const Run<2> two = pair_at(from + (lane() % 4 * 2 < G ? lane() % 4 * 2 : 0));
-    for (int c = 0; c < 2; c++) least[c] = __uint_as_float(two.at[c]);
+    for (int c = 0; c < 2; c++) threshold[c] = __uint_as_float(two.at[c]);
   }
 
-  // Behind the last token it comes again: nobody looks at the pages there.
+  // Token numbers beyond the last one are clamped; the scores of their pages are not used.
   __device__ long long token(long long first, int r) const {
     return P < TILE ? min(first + 8 * r, last) : first + 8 * r;
   }
@@ -146,29 +146,29 @@ struct Source {
     for (int r = 0; r < 2; r++) {
       const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0);
       const Run<2> product = pair_at(products + of * G);
-      for (int c = 0; c < 2; c++) {  // no branch: there is nothing to skip
-        const float value = __uint_as_float(product.at[c]), bar = u[r] >= always ? least[c] : none();
-        x.node[r][c] = value >= bar & u[r] != -1 ? value : none();
+      for (int c = 0; c < 2; c++) {  // without a branch: there is nothing to skip
+        const float value = __uint_as_float(product.at[c]), bound = u[r] >= min_nodes ? threshold[c] : none();
+        x.node[r][c] = value >= bound & u[r] != -1 ? value : none();
       }
     }
   }
 };
 
 __device__ void multiply(float (&sum)[4], const Tile& x, const Query& query) {
-  unsigned these = 0x00F000F0;
-  hold(these);
+  unsigned mask = 0x00F000F0;
+  hold(mask);
   for (int w = 0; w < WORDS; w++) {
     unsigned upper[4], lower[4];
     const uint4 own = query[w][lane()];
-    unpack(upper, x.word[0].at[w], twice(x.scale[0], w / 2), these);
-    unpack(lower, x.word[1].at[w], twice(x.scale[1], w / 2), these);
+    unpack(upper, x.word[0].at[w], twice(x.scale[0], w / 2), mask);
+    unpack(lower, x.word[1].at[w], twice(x.scale[1], w / 2), mask);
     multiply_add(sum, {upper[0], lower[0], upper[1], lower[1]}, own.x, own.y);
     multiply_add(sum, {upper[2], lower[2], upper[3], lower[3]}, own.z, own.w);
   }
 }
 
-// The best tokens of a tile's pages for query heads 2 t and 2 t + 1: of those of the first 8 tokens and of the others,
-// or of all 16.
+// The best tokens of a tile's pages for query heads 2 t and 2 t + 1: best[0] of the pages in the first 8 tokens, best[1] of
+// those in the others; with pages of 16 tokens best[0] of all.
 __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) {
   float sum[4] = {};
   multiply(sum, x, query);
@@ -180,90 +180,91 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
   }
 }
 
-// For a turn.
+// Made ready for a round.
 __device__ void clear(const Pool& s) {
-  for (int i = threadIdx.x; i < G * s.most * GROUP; i += 32 * WARPS) s.peaks(0)[i] = none();
+  for (int i = threadIdx.x; i < G * s.groups * GROUP; i += 32 * WARPS) s.scores(0)[i] = none();
   if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
 }
 
-// The nodes between the least and the greatest of a page, of which a thread looks at every LOOKERS-th.
+// The nodes in the span of a page. A thread checks every LOOKERS-th of them.
 struct Between {
   unsigned at, last;
   __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
   __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
-  // Whether some query head sees the children of one of them; `each` are the products of the first. All see those of
-  // nodes below number `always`.
-  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& least, unsigned always) {
-    bool found = at < always;
+  // Whether some query head expands one of them. `each` are the products of the first. Nodes below number `min_nodes` are
+  // always expanded.
+  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& threshold, unsigned min_nodes) {
+    bool found = at < min_nodes;
     for (; at <= last && !found; each = load(products)) {
-      for (int h = 0; h < G; h++) found |= __uint_as_float(each.at[h]) >= __uint_as_float(least.at[h]);
+      for (int h = 0; h < G; h++) found |= __uint_as_float(each.at[h]) >= __uint_as_float(threshold.at[h]);
       at += LOOKERS;
     }
     return found;
   }
 };
 
-// The groups of a turn: the first, how far they are apart, and how many.
+// The groups of a round: the first, their distance, and their number.
 struct Groups {
   int first, step, count;
   __device__ int at(int i) const { return first + i * step; }
   __device__ int page(int i) const { return at(i / GROUP) * GROUP + i % GROUP; }
 };
 
-// Of threads that look at pages, a bit each, the bits of those that are the first of their tile.
+// The bits of those threads that are the first of their tile, from a bit for each thread of a warp.
 __device__ unsigned tiles_of(unsigned threads) {
   for (int d = 1; d < LOOKERS * PAGES; d *= 2) threads |= threads >> d;
   return threads & ALL / ((1u << LOOKERS * PAGES) - 1);
 }
 
-__device__ void list(const Pool& s, bool own, unsigned found, int tile) {
+// Add the tiles of the threads with a bit in `found` to a list.
+__device__ void list(const Pool& s, bool nodes_only, unsigned found, int tile) {
   int place = 0;
-  if (lane() == 0 && found) place = atomicAdd(&s.count[own], __popc(found));
+  if (lane() == 0 && found) place = atomicAdd(&s.count[nodes_only], __popc(found));
   place = __shfl_sync(ALL, place, 0) + __popc(found & (1u << lane()) - 1);
-  if (found >> lane() & 1) s.tile(own, place) = tile;
+  if (found >> lane() & 1) s.tile(nodes_only, place) = tile;
 }
 
-// Of the pages of a turn, that a thread looks at, the spans.
+// The spans of the pages that a thread checks in a round.
 struct Spans {
   unsigned at[LOOKS];
   __device__ Spans(const Leaves& from, const Groups& groups) {
     for (int i = 0; i < LOOKS; i++) {
       const int place = (i * 32 * WARPS + threadIdx.x) / LOOKERS, page = groups.page(place);
-      at[i] = place < groups.count * GROUP && page < from.pages ? from.span[page] : NO_SPAN;
+      at[i] = place < groups.count * GROUP && page < from.pages ? from.span[page] : EMPTY_SPAN;
     }
   }
 };
 
-// Find the tiles. `next` are the products of the first node that a thread looks at.
+// List the tiles. `next` are the products of the first node that a thread checks.
 __device__ void look(
-    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& least, int always,
-    int pages) {
+    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& threshold,
+    int min_nodes, int pages) {
   for (int i = 0; i < LOOKS; i++) {
     const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / (LOOKERS * PAGES);
     if (first >= LOOKERS * pages) return;
     const Run<G> own = next;
     if (i + 1 < LOOKS) next = Between(spans.at[i + 1]).load(products);
-    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, least, always)));
+    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, threshold, min_nodes)));
     list(s, false, found, tile);
-    list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == OWN_SPAN)) & ~found, tile);
+    list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == NODES_ONLY_SPAN)) & ~found, tile);
   }
 }
 
-// The peaks of a tile's pages.
+// Store the scores of a tile's pages.
 __device__ void write(const Pool& s, int tile, const float (&best)[2][2]) {
   const int g = lane() / 4, t = lane() % 4;
   for (int c = 0; c < 2; c++) {
     if (g % SPAN || 2 * t + c >= G) continue;
-    float* page = s.peaks(2 * t + c) + tile * PAGES + g / SPAN;
+    float* page = s.scores(2 * t + c) + tile * PAGES + g / SPAN;
     page[0] = best[0][c];
     if (P < TILE) page[8 / SPAN] = best[1][c];
   }
 }
 
-// Of all tiles that were found, but for those of nodes alone.
+// Score the listed tiles that need their codes.
 __device__ void multiply_all(const Pool& s, const Source& from, const Groups& groups) {
   const auto first = [&](int i) { return groups.page(s.tile(false, i) * PAGES) * (long long)P; };
-  int2 nodes = {};  // of a tile, asked for while the one before it is multiplied
+  int2 nodes = {};  // of a tile; loaded while the tile before it is multiplied
   if (warp() < s.count[0]) nodes = from.nodes(first(warp()));
   for (int i = warp(); i < s.count[0]; i += WARPS) {
     Tile tile;
@@ -275,41 +276,42 @@ __device__ void multiply_all(const Pool& s, const Source& from, const Groups& gr
   }
 }
 
-// Of those: half a warp has two tiles, a thread a node of each with all query heads. Warps that multiply least are first.
+// Score the tiles with nodes only. Half a warp has two tiles, a thread a node of each with all query heads. The warps that
+// multiply fewest tiles come first.
 __device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& groups) {
   for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
     int tile[2], u[2];
     Run<G> product[2];
     for (int r = 0; r < 2; r++) {
-      tile[r] = s.tile(true, min(begin + 2 * r + lane() / TILE, s.count[1] - 1));  // the last one may come again
+      tile[r] = s.tile(true, min(begin + 2 * r + lane() / TILE, s.count[1] - 1));  // the last tile may repeat
       u[r] = from.node[min(groups.page(tile[r] * PAGES) * P + lane() % TILE, from.rows - 1)];
     }
     for (int r = 0; r < 2; r++) product[r] = all_at(from.products + (-2 - min(u[r], -2)) * G);
     for (int r = 0; r < 2; r++)
       for (int h = 0; h < G; h++) {
-        float most = u[r] < -1 ? __uint_as_float(product[r].at[h]) : none();
-        for (int d = 1; d < P; d *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, d));
-        if (lane() % P == 0) s.peaks(h)[tile[r] * PAGES + lane() % TILE / P] = most;
+        float best = u[r] < -1 ? __uint_as_float(product[r].at[h]) : none();
+        for (int d = 1; d < P; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
+        if (lane() % P == 0) s.scores(h)[tile[r] * PAGES + lane() % TILE / P] = best;
       }
   }
 }
 
-// Of all pages, four a thread, and of all groups.
+// Write the scores of all pages of a round, four a thread, and the peaks of its groups.
 __device__ void write_all(const Pool& s, const Groups& groups, float* out, float* peaks, int pages) {
   const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP / 4 + 31) / 32;
   for (int i = warp(); i < G * runs; i += WARPS) {
     const int head = i % G, at = 4 * (i / G * 32 + lane()), group = groups.at(at / GROUP);
-    const int page = group * GROUP + at % GROUP, there = at / GROUP < groups.count ? min(4, pages - page) : 0;
+    const int page = group * GROUP + at % GROUP, count = at / GROUP < groups.count ? min(4, pages - page) : 0;
     float* to = out + (long long)head * pages + page;
-    const float4 x = *reinterpret_cast<const float4*>(s.peaks(head) + (there > 0 ? at : 0));
+    const float4 x = *reinterpret_cast<const float4*>(s.scores(head) + (count > 0 ? at : 0));
     const float peak[4] = {x.x, x.y, x.z, x.w};
     float best = none();
-    for (int j = 0; j < 4; j++) best = j < there ? fmaxf(best, peak[j]) : best;
-    if (there == 4 && pages % 4 == 0) {
+    for (int j = 0; j < 4; j++) best = j < count ? fmaxf(best, peak[j]) : best;
+    if (count == 4 && pages % 4 == 0) {
       *reinterpret_cast<float4*>(to) = x;
     } else {
       for (int j = 0; j < 4; j++)
-        if (j < there) to[j] = peak[j];
+        if (j < count) to[j] = peak[j];
     }
     for (int d = 1; d < GROUP / 4; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
     if (at % GROUP == 0 && at / GROUP < groups.count) peaks[(long long)head * all + group] = best;
@@ -317,35 +319,35 @@ __device__ void write_all(const Pool& s, const Groups& groups, float* out, float
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
-    const unsigned short* q, const unsigned* products, const unsigned* least, const unsigned char* codes,
+    const unsigned short* q, const unsigned* products, const unsigned* threshold, const unsigned char* codes,
     const unsigned short* scales, const int* node, const unsigned* span, float* out, float* peaks, int q_b, int q_h,
-    int heads, int nodes, int rows, int pages, int most, int always) {
+    int heads, int nodes, int rows, int pages, int most_groups, int min_nodes) {
   __shared__ Query query;
   __shared__ int count[2];
   const int all = (pages + GROUP - 1) / GROUP, step = gridDim.y;
   const long long bh = blockIdx.x;
-  const Pool s = {query, count, most};
+  const Pool s = {query, count, most_groups};
   const Leaves leaves = {codes + bh * rows * (D / 2), scales + bh * rows * (D / CHANNELS), node + bh * rows,
                          span + bh * pages, products + bh * nodes * G, rows, pages};
-  Source source(leaves, always);
+  Source source(leaves, min_nodes);
   load_query(query, q + bh / heads * q_b + bh % heads * G * q_h, q_h);
   clear(s);
-  for (int first = blockIdx.y; first < all; first += most * step) {
-    const Groups groups = {first, step, min(most, (all - first + step - 1) / step)};
+  for (int first = blockIdx.y; first < all; first += most_groups * step) {
+    const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {  // queries and spans are older than products
+    if (first == blockIdx.y) {  // before `chain` only queries and spans are read, which are older than products
       chain();
-      source.load_least(least + bh * G);
+      source.load_threshold(threshold + bh * G);
     }
-    const Run<G> next = Between(spans.at[0]).load(leaves.products), all_least = all_at(least + bh * G);
+    const Run<G> next = Between(spans.at[0]).load(leaves.products), all_thresholds = all_at(threshold + bh * G);
     __syncthreads();
-    look(s, spans, next, leaves.products, all_least, always, groups.count * GROUP);
+    look(s, spans, next, leaves.products, all_thresholds, min_nodes, groups.count * GROUP);
     __syncthreads();
     multiply_all(s, source, groups);
     look_up_all(s, leaves, groups);
     __syncthreads();
     write_all(s, groups, out + bh * G * pages, peaks + bh * G * all, pages);
     __syncthreads();
-    if (first + most * step < all) clear(s);
+    if (first + most_groups * step < all) clear(s);
   }
 }

@@ -1,21 +1,21 @@
-// Pages by turns of the query heads, as ops/icecache/union_pages.py specifies it: a program for each kv head, a thread for
-// each page of each query head.
+// Merge the pages of the query heads of a kv head round-robin; ops/icecache/union_pages.py is the specification. A program
+// has a kv head, a thread has a page of a query head.
 //
-// Why not Triton: it has no atomics on shared memory, so that it tells what is there already by comparing every page with
-// every other; here a table tells (turns.cuh).
+// Why not Triton: without atomics on shared memory it compares every page with every other to find repeats. Here a hash
+// table finds them (round_robin.cuh).
 //
-// Set by the compilation: G query heads of a kv head; THREADS, a power of two.
+// Defines: G query heads of a kv head; THREADS, a power of two.
 
-#include "turns.cuh"
+#include "round_robin.cuh"
 
-struct Shared : Turns {
+struct Shared : RoundRobin {
   unsigned long long key[THREADS];
   int order[THREADS];
 };
 
-// Of equal scores that of the lower page is greater; all are greater than those of no page, which keep their order.
-__device__ unsigned long long key_of(float score, int id) {
-  return id < 0 ? THREADS - threadIdx.x : (unsigned long long)ordered(score) << 32 | ~(unsigned)id;
+// A larger key is a better page; of equal scores the lower page. Entries without a page keep their order behind all pages.
+__device__ unsigned long long key_of(float score, int page) {
+  return page < 0 ? THREADS - threadIdx.x : (unsigned long long)ordered(score) << 32 | ~(unsigned)page;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) union_pages(
@@ -28,14 +28,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_pages(
   s.order[i] = EMPTY;
   scores += bh * G * blocks, ids += bh * G * n;
   chain();
-  const int id = live ? ids[i] : EMPTY;
-  s.key[i] = key_of(id < 0 ? 0 : scores[(long long)head * blocks + id], id);
+  const int page = live ? ids[i] : EMPTY;
+  s.key[i] = key_of(page < 0 ? 0 : scores[(long long)head * blocks + page], page);
   __syncthreads();
   int rank = 0;
 #pragma unroll 8
   for (int j = 0; j < n && live; j++) rank += s.key[head * n + j] > s.key[i];
-  const int turn = rank * G + head;
-  if (is_first(s, id, turn)) s.order[turn] = id;
+  const int position = rank * G + head;
+  if (is_first(s, page, position)) s.order[position] = page;
   __syncthreads();
   compact(s, out + bh * n, s.order[i], n);
 }

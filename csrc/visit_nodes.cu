@@ -1,26 +1,26 @@
-// The products of queries with the nodes of a tree of two levels, and the least of those that are expanded, as
-// ops/icecache/visit_nodes.py specifies them. A warp has tiles of 16 nodes, each for all query heads of a kv head. The first
-// programs of a kv head, one for each query head, are a cluster that writes no products: beside the others each computes a
-// share of a sample, and then seeks the least of its query head in all of it.
+// Multiply queries with the nodes of a tree of two levels, and find the threshold of expanded nodes in a sample;
+// ops/icecache/visit_nodes.py is the specification. A warp multiplies tiles of 16 nodes with all query heads of a kv head.
+// The first programs of a kv head, one for each query head, are a cluster that writes no products: each computes a share
+// of the sample beside the other programs, and then searches the whole sample for the threshold of its query head.
 //
-// Why not Triton: it takes codes through shared memory to where the tensor cores want them. Which channels are next to
-// one another does not matter as long as queries and keys agree, so here a thread multiplies the very 16 bytes that it
-// loads. For the search search.cuh says why not.
+// Why not Triton: it takes codes through shared memory to the layout of the tensor cores. A product does not depend on the
+// order of channels, as long as queries and keys agree; so here a thread multiplies the very 16 bytes that it loads. For
+// the search, search.cuh says why not.
 //
-// Set by the compilation: D channels (a multiple of 64), G query heads of a kv head (up to 8), BF16 queries, THREADS of a
-// program, TILES of a warp, SAMPLE nodes of a sample, and MILLION, a share of 1.
+// Defines: D channels (a multiple of 64), G query heads of a kv head (up to 8), BF16 queries, THREADS of a program, TILES
+// of a warp, SAMPLE nodes of a sample, and MILLION, the share that is 1.
 
 #include "cluster.cuh"
 #include "search.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // nodes and query heads of a product
-constexpr int RUNS = D / 64;  // of a code that a thread loads: 16 channels each
-constexpr int SHARE = (SAMPLE + TILE * WARPS * G - 1) / (TILE * WARPS * G);  // of a warp in its tiles
-constexpr int KEYS = (SAMPLE + THREADS - 1) / THREADS;  // of a sample, that a thread looks at
+constexpr int RUNS = D / 64;  // runs of 16 channels of a code that a thread loads
+constexpr int SHARE = (SAMPLE + TILE * WARPS * G - 1) / (TILE * WARPS * G);  // tiles of the sample that a warp multiplies
+constexpr int KEYS = (SAMPLE + THREADS - 1) / THREADS;  // nodes of the sample that a thread searches
 static_assert(D % 64 == 0 && G <= HEADS && SAMPLE % TILE == 0);
 
-// What a kv head has, and what it is told.
+// The nodes of a kv head.
 struct Head {
   const unsigned char* code;
   const float* scale;
@@ -28,7 +28,7 @@ struct Head {
   int nodes;
 };
 
-// Nodes that are so far apart.
+// Evenly spaced nodes.
 struct Nodes {
   int first, apart;
   __device__ int at(int i) const { return first + i * apart; }
@@ -39,14 +39,14 @@ struct Shared : Search {
   Bell<G> bell;
 };
 
-// Bytes 0 and 2, or 1 and 3, as halves; they are signed, and 1024 + 128 + x is exact.
+// Bytes 0 and 2, or 1 and 3 (odd), as halves. The bytes are signed; 1024 + 128 + x is exact.
 __device__ unsigned pair_of(unsigned bytes, bool odd) {
   unsigned x = __byte_perm(bytes ^ 0x80808080, 0x64646464, odd ? 0x4341 : 0x4240);
   asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x64806480));
   return x;
 }
 
-// A query head as the second factor wants it, in the order of those bytes.
+// A query head as the second factor of the tensor cores, in the order of `pair_of`.
 struct Query {
   unsigned at[RUNS][4][2];
 
@@ -60,7 +60,7 @@ struct Query {
   }
 };
 
-// What a thread has of a tile: nodes lane / 4, and 8 behind it.
+// A thread's part of a tile: nodes lane / 4 and lane / 4 + 8.
 struct Tile {
   Words run[2][RUNS];
   float scale[2];
@@ -73,7 +73,7 @@ struct Tile {
     }
   }
 
-  // With query heads 2 t and 2 t + 1; -inf where nobody is, and for NaN.
+  // The products with query heads 2 t and 2 t + 1, where t = lane % 4; -inf for NaN and from node `known` on.
   __device__ void multiply(float (&product)[2][2], const Query& query, const Nodes& nodes, int known) const {
     float sum[4] = {};
     for (int i = 0; i < RUNS; i++)
@@ -89,7 +89,7 @@ struct Tile {
   }
 };
 
-// A node's products with two query heads, or with the one that there is.
+// Store the products of a node with two query heads, or with the first only.
 __device__ void put(float* to, float first, float second, bool both) {
   if (G % 2 == 0) {
     *reinterpret_cast<float2*>(to) = {first, second};
@@ -99,7 +99,7 @@ __device__ void put(float* to, float first, float second, bool both) {
   }
 }
 
-// The products of a tile.
+// Store the products of a tile.
 __device__ void write(const Head& x, const Nodes& nodes, const float (&product)[2][2]) {
   const int head = lane() % 4 * 2;
   for (int r = 0; r < 2; r++) {
@@ -110,8 +110,8 @@ __device__ void write(const Head& x, const Nodes& nodes, const float (&product)[
   }
 }
 
-// Of a warp, those of its tiles from this one on, a step apart. The first are asked for ahead of everything else: what has
-// to be waited for does not say where they are.
+// Multiply and store the tiles of a warp, from this tile on, `step` tiles apart. The first tiles are loaded before the
+// number of nodes is known, because their addresses do not depend on it.
 __device__ void write_all(const Head& x, const unsigned short* q, int q_h, const int* node_count, int tile, int step) {
   const auto nodes = [&](int i) { return Nodes{(tile + i) * TILE, 1}; };
   Tile tiles[TILES];
@@ -131,10 +131,10 @@ __device__ void write_all(const Head& x, const unsigned short* q, int q_h, const
   }
 }
 
-// How far the nodes of the sample are apart.
+// The distance between two nodes of the sample.
 __device__ int apart_of(int known) { return max(1, (known - 1 + SAMPLE - 1) / SAMPLE); }
 
-// For a program's share of the sample, ahead of time.
+// Prefetch the nodes of a program's share of the sample into the L2.
 __device__ void ask_sample(const Head& x, int apart) {
   for (int i = blockIdx.y * THREADS + threadIdx.x; i < SAMPLE; i += G * THREADS) {
     const long long u = min(1 + i * apart, x.nodes - 1);
@@ -143,14 +143,15 @@ __device__ void ask_sample(const Head& x, int apart) {
   }
 }
 
-// The keys of that share, to the programs of their query heads; and how many nodes there are. Where to look is told by how
-// many there were: should there be more now, that is done again.
-__device__ int sample(const Head& x, const unsigned short* q, int q_h, const int* node_count, int were, Shared& s) {
+// Multiply the program's share of the sample, and send the products as keys to the programs of their query heads. Returns
+// the number of nodes. `guess` is an earlier reading of that number, by which the first tiles are loaded; if the distance
+// has changed since, they are loaded again.
+__device__ int sample(const Head& x, const unsigned short* q, int q_h, const int* node_count, int guess, Shared& s) {
   const int head = lane() % 4 * 2;
   const auto first = [&](int tile) { return (int)((tile * G + blockIdx.y) * WARPS + warp()) * TILE; };
   const auto nodes = [&](int tile, int apart) { return Nodes{1 + first(tile) * apart, apart}; };
   Tile tiles[TILES];
-  int apart = apart_of(were);
+  int apart = apart_of(guess);
   for (int i = 0; i < TILES; i++) tiles[i].load(x, nodes(i, apart));
   __syncwarp();
   const int known = *node_count;
@@ -172,8 +173,8 @@ __device__ int sample(const Head& x, const unsigned short* q, int q_h, const int
   return known;
 }
 
-// The key of the least product that a query head expands, of whose sample so many keys are expanded, for the first thread.
-__device__ unsigned least_of(int rank, Shared& s) {
+// The key of this rank in the sample of the program's query head. Valid in the first thread.
+__device__ unsigned key_of_rank(int rank, Shared& s) {
   unsigned key[KEYS];
   for (int i = 0; i < KEYS; i++) key[i] = i * THREADS + threadIdx.x < SAMPLE ? s.key[i * THREADS + threadIdx.x] : 0;
   return key_at(key, rank, s);
@@ -181,18 +182,18 @@ __device__ unsigned least_of(int rank, Shared& s) {
 
 extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) score(
     const unsigned short* q, const unsigned char* code, const float* scale, const int* node_count, float* products,
-    float* least, int q_b, int q_h, int heads, int nodes, int share, int few, int most) {
+    float* threshold, int q_b, int q_h, int heads, int nodes, int share, int min_nodes, int max_nodes) {
   __shared__ Shared s;
   const long long bh = blockIdx.x;
   const Head head = {code + bh * nodes * D, scale + bh * nodes, products + bh * nodes * G, nodes};
   q += bh / heads * q_b + bh % heads * G * q_h, node_count += bh;
   if (threadIdx.x < G) ask(q + threadIdx.x * (long long)q_h);
-  int were = 0;
+  int guess = 0;
   if (blockIdx.y < G) {
     s.bell.expect(SAMPLE);
     arrive();
-    were = min(__ldcg(node_count), nodes);
-    ask_sample(head, apart_of(were));
+    guess = min(__ldcg(node_count), nodes);
+    ask_sample(head, apart_of(guess));
     prepare(s);
     wait();
   }
@@ -202,11 +203,11 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
     write_all(head, q, q_h, node_count, (blockIdx.y - G) * step + warp() * TILES, (gridDim.y - G) * step);
     return;
   }
-  const int known = sample(head, q, q_h, node_count, were, s), all = known - 1, apart = apart_of(known);
-  const int room = min(max((int)((all * (long long)share + MILLION - 1) / MILLION), few), most);
+  const int known = sample(head, q, q_h, node_count, guess, s), count = known - 1, apart = apart_of(known);
+  const int room = min(max((int)((count * (long long)share + MILLION - 1) / MILLION), min_nodes), max_nodes);
   const int rank = (room + apart - 1) / apart;
   now(rank);
   s.bell.receive();
-  const unsigned key = room < all ? least_of(rank, s) : LEAST;
-  if (threadIdx.x == 0) least[bh * G + blockIdx.y] = number_of(key);
+  const unsigned key = room < count ? key_of_rank(rank, s) : LEAST;
+  if (threadIdx.x == 0) threshold[bh * G + blockIdx.y] = number_of(key);
 }

@@ -223,13 +223,13 @@ class IceCacheStages:
         m = b.method
         visit = lambda i, s: visit_nodes(b.q[i], s.tree, m.view)  # noqa: E731
         visited = [visit(i, s) for i, s in enumerate(b.states)]
-        rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves, m.view.least)  # noqa: E731
+        rank = lambda i, s: page_peaks(b.q[i], visited[i], s.leaves, m.view.min_nodes)  # noqa: E731
         ranked = [rank(i, s) for i, s in enumerate(b.states)]
         rows = [
             b.index_update(),
             b.row("expanding nodes", visit, b.states[0].tree.code.nbytes + b.states[0].tree.scale.nbytes),
             b.row("ranking pages", rank),
-            b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.asked)),
+            b.row("best pages by turns", lambda i, s: best_pages(Scored(*ranked[i]), s.selected_pages)),
         ]
         b.leaving()
         rows.append(b.index_update("a page leaves"))

@@ -1,8 +1,13 @@
-"""The best pages of each query head, and of those of a group as many different ones by turns as there is room for.
+"""Select the best pages of every query head and merge them round-robin for the kv head.
 
-Each query head takes its best pages (top_blocks.py), as many as `union` holds, and then they take turns
-(union_pages.py), into `union`. csrc/best_pages.cu does both in one launch, where a page is a thread's and the programs
-of a kv head's query heads can see each other; all else is left to those two ops.
+    union = the first n different pages of round_robin(top_n(scores of each query head))
+
+This is top_blocks followed by union_pages (union_pages.py says how pages are merged).
+
+Launches: 1 by csrc/best_pages.cu: a program for each query head, those of a kv head in one cluster. Its threads have a
+page each. Otherwise the launches of top_blocks and union_pages.
+
+Paper: section 4.2, the union over the query heads of a group.
 """
 from typing import Annotated
 
@@ -13,28 +18,35 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
-from torchsparsekv.ops.icecache import union_pages as turns
+from torchsparsekv.ops.icecache import union_pages as merging
 from torchsparsekv.ops.select import top_blocks as top
 from torchsparsekv.ops.select._top import GROUP
 from torchsparsekv.ops.store.views import I32, Scored
 
 Union = Annotated[Tensor, Of("batch kv_heads chosen", I32)]
-CLUSTER = 8  # programs of one, at most
-# As top_blocks.NATIVE: 256 threads, each with 8 scores, would take 0.4 us more of 10240 pages.
+CLUSTER = 8  # programs of a cluster at most
+# (threads, scores of a thread), as in top_blocks.NATIVE. 256 threads of 8 scores take 0.4 us more at 10240 pages.
 NATIVE = ((512, 4), (1024, 16))
 
 
 def check(scored, union) -> None:
     top.check(scored, union.shape[2], None, None, 0, 0)
-    turns.check(scored.scores, scored.scores, union)
+    merging.check(scored.scores, scored.scores, union)
 
 
 def reference(scored: Scored, union: Changed[Union]) -> None:
-    turns.reference(scored.scores, top.reference(scored, union.shape[2]), union)
+    """Write the merged pages into `union`.
+
+    Args:
+        scored: scores [batch, q_heads, pages] with their peaks; -inf for pages that are never selected.
+        union: [batch, kv_heads, n], written: page numbers in round-robin order, -1 behind the last.
+    """
+    merging.reference(scored.scores, top.reference(scored, union.shape[2]), union)
 
 
 def native(n: int, k: int, group: int) -> dict[str, int] | str:
-    """How csrc/best_pages.cu is compiled for the best k of n pages of each of so many query heads, or why it is not."""
+    """The defines of csrc/best_pages.cu for the best k of n pages and `group` query heads a kv head, or why it does
+    not fit."""
     if group > CLUSTER:
         return f"{group} query heads a kv head"
     shape = top.native(n, k, True, group * k, NATIVE)
@@ -60,7 +72,7 @@ def _launch_cuda(fitting, scored, union) -> None:
 
 
 def _launch_both(scored, union) -> None:
-    turns.union_pages(scored.scores, top.top_blocks(scored, union.shape[2]), union)
+    merging.union_pages(scored.scores, top.top_blocks(scored, union.shape[2]), union)
 
 
 best_pages = register(

@@ -1,19 +1,22 @@
-"""Many tokens came: take those that leave the ring into the tree, and say in which order the pool should hold them.
+"""Add the tokens that leave the ring in a prompt to the tree, and return the order in which the pool stores them.
 
-Which of them rise is drawn (ops/icecache/_tree.py); every risen one becomes a node, as long as there is room for nodes,
-and every token is a child of the nearest node one level above its own, of those that were there and those that came
-with it. Whole pages of new tokens are laid out by (parent, projection): so the children of a node stand side by side,
-siblings share pages, and all pages are full. Many pages are then dealt out, so that neighbours are not ranked by the
-same program (ops/icecache/_tree.py: dealt_out). The tokens that were in the ring before, and those up to the next page
-behind them, stay where they are, in pages of their own.
+    level(t)   = 1 + how often t is promoted (_tree.py: levels_of)
+    a token of level > 1 becomes a node, as long as there is room for nodes
+    parent(t)  = the nearest node of level(t) + 1, old or new (_tree.py: nearest_node)
+    order      = tokens sorted by (parent, projection), in whole pages spread over the pool (_tree.py: pool_order)
 
-Returns that order as columns of `k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside
-the next layer unless told to `join` (ops/_machinery/side_stream.py); only the ring is read before, as the new tokens go there at once.
+So siblings share pages, and every page is full. Tokens that were in the ring before this call, and those up to the next
+page boundary behind them, keep their place, in pages of their own.
 
-The sort is torch's, on the device and without waiting for it. The kernels, each a program per (row, head, tile of
-tokens): one that reads every key once, for all that has to be known of it alone; the search for parents, which goes
-over all nodes by tensor cores (128K keys against 8K nodes are 0.27 TFLOP a kv head and no score is stored); and the
-copy into the index by page.
+Launches: they run beside the next layer, unless `join` is set (ops/_machinery/side_stream.py); only the copy of the
+ring runs before. Each kernel has a program for every (tile of tokens, row and kv head):
+    _ingest    reads every key once: norms, projections, new nodes
+    _parents   searches all nodes by tensor cores; no scores are stored
+    (torch)    sorts, on the device
+    _arrange   writes the leaves in the order of the pool
+128K keys against 8K nodes are 0.27 TFLOP a kv head.
+
+Paper: section 4.1, appendix B.1, algorithm 2.
 """
 from typing import NamedTuple
 
@@ -31,7 +34,7 @@ from torchsparsekv.ops.icecache.views import Leaves, Promotion, Tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row, ring_row_of
 from torchsparsekv.ops.store.views import Lengths, NewKeys, Ring
 
-NODES, STAGES = 2, 3  # tiles of nodes that a program compares tokens with at a time, and of loads of these
+NODES, STAGES = 2, 3  # of the search for nodes: tiles of nodes at a time, and loads of these in flight
 
 
 def check(k, ring, tree, leaves, lengths, promotion, join) -> None:
@@ -41,15 +44,15 @@ def check(k, ring, tree, leaves, lengths, promotion, join) -> None:
 
 
 def check_pages(leaves: Leaves, lengths: Lengths) -> int:
-    """How many rows a page has."""
+    """The rows of a page."""
     rows, pages = leaves.node.shape[2], leaves.fill.shape[2]
     return whole_pages(0 if rows % pages else rows // pages, lengths, f"{rows} rows in {pages} pages")
 
 
-def whole_pages(page: int, lengths: Lengths, said: str) -> int:
-    """That many rows, if sinks and what leaves the ring at a time are whole pages of them."""
+def whole_pages(page: int, lengths: Lengths, description: str) -> int:
+    """`page`, if sink and interval are whole pages of that many rows. `description` begins the message if not."""
     if page < 1 or lengths.sink % page or lengths.interval % page:
-        raise ValueError(f"{said}: sink {lengths.sink} and interval {lengths.interval} must be whole pages")
+        raise ValueError(f"{description}: sink {lengths.sink} and interval {lengths.interval} must be whole pages")
     return page
 
 
@@ -57,118 +60,130 @@ def reference(
     k: NewKeys, ring: Ring, tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths, promotion: Promotion,
     join: bool,
 ) -> Tensor:  # fmt: skip
+    """Add the tokens that leave the ring in a prompt to the tree.
+
+    Args:
+        k: [batch, kv_heads, tokens, dim], the keys of the prompt.
+        ring: the tokens that were in it before the prompt; not written.
+        tree, leaves: written.
+        promotion: which tokens become nodes.
+        join: wait for the result instead of computing it beside the next layer.
+
+    Returns: int32 [batch, kv_heads, tokens], for each column of `k` the column of the token that takes its pool row.
+        Columns whose tokens do not move map to themselves.
+    """
     batch, heads, tokens, _ = k.shape
     page = check_pages(leaves, lengths)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
             continue
-        before, column = torch.arange(old, max(old, min(n0, new)), device=k.device), tokens - n
-        held = keys_of(ring[b])[:, ring_row(before, lengths.sink, ring.shape[2])]
-        x = torch.cat([held, k[b, :, column + old + len(before) : column + new]], 1)
+        in_ring, column = torch.arange(old, max(old, min(n0, new)), device=k.device), tokens - n
+        ring_keys = keys_of(ring[b])[:, ring_row(in_ring, lengths.sink, ring.shape[2])]
+        x = torch.cat([ring_keys, k[b, :, column + old + len(in_ring) : column + new]], 1)  # [heads, new - old, dim]
         position = torch.arange(old, new, device=k.device)
         moves = position >= cdiv(max(n0, old), page) * page
         for h in range(heads):
-            own = Tree(*(t[b, h] for t in tree))
-            node, itself = _planted(x[h], position, own, promotion)
-            along = _tree.projections(x[h], own.radius2, promotion.seed)
-            takes = _tree.arrangement(node, along, moves, torch.ones_like(moves), page)
-            at = (b, h, slice(old, new))
-            of = torch.where(itself < 0, itself, node)[takes]
-            _residual.keep(leaves, at, x[h][takes], of, own)
+            head_tree = Tree(*(t[b, h] for t in tree))
+            node, node_mark = _add_nodes(x[h], position, head_tree, promotion)
+            projection = _tree.projections(x[h], head_tree.max_norm2, promotion.seed)
+            takes = _tree.pool_order(node, projection, moves, torch.ones_like(moves), page)
+            mark = torch.where(node_mark < 0, node_mark, node)[takes]
+            _residual.store_leaves(leaves, (b, h, slice(old, new)), x[h][takes], mark, head_tree)
             order[b, h, column + position[moves]] = (column + old + takes[moves]).int()
         leaves.fill[b, :, old // page : new // page] = page
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
     return order
 
 
-def _planted(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tuple[Tensor, Tensor]:
-    """New children of one head: the risen ones become nodes. Returns the parents of all, and of the risen ones what
-    Leaves.node has of them, 0 of the others."""
-    tree.radius2.copy_(torch.maximum(tree.radius2, x.float().square().sum(-1).amax()))
+def _add_nodes(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tuple[Tensor, Tensor]:
+    """Add the promoted ones of keys x [n, dim] to the tree of one head. Returns (the parent of every key, the self_mark
+    of keys that are nodes now and 0 for the others)."""
+    tree.max_norm2.copy_(torch.maximum(tree.max_norm2, x.float().square().sum(-1).amax()))
     level, count = _tree.levels_of(position, promotion), int(tree.node_count)
-    risen = (level > 1).nonzero()[:, 0]
-    level[risen[len(tree.level) - count :]] = 1  # no room
-    risen = risen[: len(tree.level) - count]
-    new = slice(count, count + len(risen))
-    tree.key[new], tree.level[new] = x[risen], level[risen].int()
-    tree.code[new], tree.scale[new] = _tree.coded(x[risen])
-    tree.norm2[new] = x[risen].float().square().sum(-1)
-    tree.node_count.add_(len(risen))
-    node = _tree.nearest(x, level, tree.key, tree.level, tree.radius2)
-    tree.parent[new] = node[risen]
-    itself = torch.zeros_like(node)
-    itself[risen] = _tree.own(torch.arange(count, new.stop, dtype=torch.int32, device=node.device))
-    return node, itself
+    promoted = (level > 1).nonzero()[:, 0]
+    level[promoted[len(tree.level) - count :]] = 1  # no room
+    promoted = promoted[: len(tree.level) - count]
+    new = slice(count, count + len(promoted))
+    tree.key[new], tree.level[new] = x[promoted], level[promoted].int()
+    tree.code[new], tree.scale[new] = _tree.encode_nodes(x[promoted])
+    tree.norm2[new] = x[promoted].float().square().sum(-1)
+    tree.node_count.add_(len(promoted))
+    node = _tree.nearest_node(x, level, tree.key, tree.level, tree.max_norm2)
+    tree.parent[new] = node[promoted]
+    node_mark = torch.zeros_like(node)
+    node_mark[promoted] = _tree.self_mark(torch.arange(count, new.stop, dtype=torch.int32, device=node.device))
+    return node, node_mark
 
 
 @triton.jit
-def _take_in(
-    k, ring, x, level, number, own_level, itself, norm2, along, sign, key, code, scale, node_norm2, key_level, before,
-    start, length, old_begin, ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes,
+def _ingest(
+    k, ring, x, level, number, new_level, node_mark, norm2, projection, sign, key, code, scale, node_norm2, key_level,
+    count, start, length, old_begin, ring_begin, k_b, k_h, k_s, heads, tokens, columns, ring_rows, sink, nodes,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The tokens from `old_begin` on into `x`, their squared norms and their products with `sign`. Those that rise go
-    into the tree too, behind the `before` nodes that there are, by their number; and all levels as they are then: 1
-    where there was no room, 0 where no token is."""
+    """Copy the keys of a tile of tokens to x, with their squared norms and their products with `sign`. Store the
+    promoted tokens as nodes: the token with promotion number `number` becomes node `count` + `number`.
+
+    `new_level` is 1 for promoted tokens without room, 0 where there is no token."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, old, new = tl.load(start + b), tl.load(length + b), tl.load(old_begin + b), tl.load(ring_begin + b)
     i, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
     position = old + i
     live = (i < tokens) & (position < tl.where(n > 0, new, 0))
-    came = (live & (position >= n0))[:, None] & (d < D)[None, :]
-    held = (live & (position < n0))[:, None] & (d < D)[None, :]
+    in_prompt = (live & (position >= n0))[:, None] & (d < D)[None, :]
+    in_ring = (live & (position < n0))[:, None] & (d < D)[None, :]
     row = ring_row_of(position, sink, ring_rows - sink).to(tl.int64)
     column = (columns - n + position).to(tl.int64)
-    of_k = tl.load(k + b * k_b + h * k_h + column[:, None] * k_s + d[None, :], mask=came, other=0.0)
-    of_ring = tl.load(ring + (bh * ring_rows + row)[:, None] * D + d[None, :], mask=held, other=0.0)
-    values = tl.where(came, of_k, of_ring)
-    tl.store(x + (bh * tokens + i)[:, None] * D + d[None, :], values, mask=came | held)
+    of_prompt = tl.load(k + b * k_b + h * k_h + column[:, None] * k_s + d[None, :], mask=in_prompt, other=0.0)
+    of_ring = tl.load(ring + (bh * ring_rows + row)[:, None] * D + d[None, :], mask=in_ring, other=0.0)
+    values = tl.where(in_prompt, of_prompt, of_ring)  # [TILE, DP]
+    tl.store(x + (bh * tokens + i)[:, None] * D + d[None, :], values, mask=in_prompt | in_ring)
     wide = values.to(tl.float32)
     signs = tl.load(sign + d, mask=d < D, other=0.0)
     tl.store(norm2 + bh * tokens + i, tl.sum(wide * wide, 1), mask=i < tokens)
-    tl.store(along + bh * tokens + i, tl.sum(wide * signs[None, :], 1), mask=i < tokens)
-    own = tl.load(level + b * tokens + i, mask=live, other=0)
-    node = tl.load(before + bh) + tl.load(number + b * tokens + i, mask=live, other=0)
-    fits = (own > 1) & (node < nodes)
-    own = tl.where(fits, own, tl.minimum(own, 1))
-    tl.store(own_level + bh * tokens + i, own, mask=i < tokens)
-    tl.store(itself + bh * tokens + i, tl.where(fits, _tree.own_in(node), 0), mask=i < tokens)
-    tl.store(key_level + bh * nodes + node, own, mask=fits)
-    _tree.keep_node(values, bh * nodes + node, fits, key, code, scale, node_norm2, D, DP)
+    tl.store(projection + bh * tokens + i, tl.sum(wide * signs[None, :], 1), mask=i < tokens)
+    token_level = tl.load(level + b * tokens + i, mask=live, other=0)  # [TILE]
+    node = tl.load(count + bh) + tl.load(number + b * tokens + i, mask=live, other=0)
+    fits = (token_level > 1) & (node < nodes)
+    token_level = tl.where(fits, token_level, tl.minimum(token_level, 1))
+    tl.store(new_level + bh * tokens + i, token_level, mask=i < tokens)
+    tl.store(node_mark + bh * tokens + i, tl.where(fits, _tree.self_mark_tl(node), 0), mask=i < tokens)
+    tl.store(key_level + bh * nodes + node, token_level, mask=fits)
+    _tree.store_nodes_tl(values, bh * nodes + node, fits, key, code, scale, node_norm2, D, DP)
 
 
 @triton.jit
 def _parents(
-    x, level, itself, key, norm2, key_level, parent, radius2, node_count, out, tokens, nodes,
+    x, level, node_mark, key, norm2, key_level, parent, max_norm2, node_count, out, tokens, nodes,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Of all tokens, and into the tree of those that are nodes now."""
+    """Write the parents of all tokens to `out`, and those of new nodes into the tree."""
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    own = tl.load(level + bh * tokens + i, mask=i < tokens, other=0)
+    token_level = tl.load(level + bh * tokens + i, mask=i < tokens, other=0)  # [TILE]
     node = tl.zeros((TILE,), tl.int32)
-    if tl.max(own, 0) > 0:
+    if tl.max(token_level, 0) > 0:
         d = tl.arange(0, DP)
-        m = (own > 0)[:, None] & (d < D)[None, :]
-        rows = tl.load(x + (bh * tokens + i)[:, None] * D + d[None, :], mask=m, other=0.0)
-        _, node = _tree.nearest_of(
-            rows, own, key + bh * nodes * D, norm2 + bh * nodes, key_level + bh * nodes, tl.load(radius2 + bh), 1,
-            tl.load(node_count + bh), D, DP, NODES,
+        m = (token_level > 0)[:, None] & (d < D)[None, :]
+        keys = tl.load(x + (bh * tokens + i)[:, None] * D + d[None, :], mask=m, other=0.0)  # [TILE, DP]
+        _, node = _tree.nearest_node_tl(
+            keys, token_level, key + bh * nodes * D, norm2 + bh * nodes, key_level + bh * nodes,
+            tl.load(max_norm2 + bh), 1, tl.load(node_count + bh), D, DP, NODES,
         )  # fmt: skip
-        place = _tree.own_in(tl.load(itself + bh * tokens + i, mask=own > 1, other=0))
-        tl.store(parent + bh * nodes + place, node, mask=own > 1)
+        u = _tree.self_mark_tl(tl.load(node_mark + bh * tokens + i, mask=token_level > 1, other=0))
+        tl.store(parent + bh * nodes + u, node, mask=token_level > 1)
     tl.store(out + bh * tokens + i, node, mask=i < tokens)
 
 
 @triton.jit
 def _arrange(
-    x, takes, node, itself, code, scale, row_key, row_scale, row_node, fill, order, start, length, old_begin,
+    x, takes, node, node_mark, code, scale, row_key, row_scale, row_node, fill, order, start, length, old_begin,
     ring_begin, heads, tokens, columns, rows, nodes, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `old_begin` on take their tokens."""
+    """Store the leaves of the rows from `old_begin` on: row old_begin + i takes token takes[i]."""
     bh = tl.program_id(1).to(tl.int64)
     b = bh // heads
     n0, n, old, new = tl.load(start + b), tl.load(length + b), tl.load(old_begin + b), tl.load(ring_begin + b)
@@ -179,12 +194,12 @@ def _arrange(
         d = tl.arange(0, DP)
         take = tl.load(takes + bh * tokens + i, mask=live, other=0)
         m = live[:, None] & (d < D)[None, :]
-        values = tl.load(x + (bh * tokens + take)[:, None] * D + d[None, :], mask=m, other=0.0)
-        own = tl.load(itself + bh * tokens + take, mask=live, other=0)
-        of = tl.where(own < 0, own, tl.load(node + bh * tokens + take, mask=live, other=0))
-        _residual.keep_of(
-            values, of, bh * rows + row, live, code + bh * nodes * D, scale + bh * nodes, row_key, row_scale, row_node,
-            D, DP, TILE, GROUPS,
+        values = tl.load(x + (bh * tokens + take)[:, None] * D + d[None, :], mask=m, other=0.0)  # [TILE, DP]
+        mark = tl.load(node_mark + bh * tokens + take, mask=live, other=0)
+        mark = tl.where(mark < 0, mark, tl.load(node + bh * tokens + take, mask=live, other=0))
+        _residual.store_leaves_tl(
+            values, mark, bh * rows + row, live, code + bh * nodes * D, scale + bh * nodes, row_key, row_scale,
+            row_node, D, DP, TILE, GROUPS,
         )  # fmt: skip
         tl.store(fill + bh * (rows // P) + row // P, tl.full((TILE,), P, tl.int32), mask=live & (row % P == 0))
         moves = live & (row >= tl.cdiv(tl.maximum(n0, old), P) * P)
@@ -193,83 +208,86 @@ def _arrange(
 
 
 def launch(k, ring, tree, leaves, lengths, promotion, join) -> Tensor:
-    held = keys_of(ring).clone()
-    with on_side_stream(join, k, held, *tree, *leaves, *lengths[:4]):
-        return _launch(k, held, tree, leaves, lengths, promotion)
+    ring_keys = keys_of(ring).clone()  # the new tokens go into the ring at once
+    with on_side_stream(join, k, ring_keys, *tree, *leaves, *lengths[:4]):
+        return _launch(k, ring_keys, tree, leaves, lengths, promotion)
 
 
-def _launch(k, held, tree, leaves, lengths, promotion) -> Tensor:
+def _launch(k, ring_keys, tree, leaves, lengths, promotion) -> Tensor:
     page, columns, nodes = check_pages(leaves, lengths), k.shape[2], tree.key.shape[2]
-    tokens = min(columns + held.shape[2] - lengths.sink, leaves.node.shape[2])
+    tokens = min(columns + ring_keys.shape[2] - lengths.sink, leaves.node.shape[2])
     start, length, old, new = (t[:, None].long() for t in lengths[:4])
     position = old + torch.arange(tokens, device=k.device)
     live = (position < new) & (length > 0)
-    taken = _take_in_all(k, held, torch.where(live, _tree.levels_of(position, promotion), 0), tree, lengths, promotion)
-    node = _find_parents(taken, tree)
+    level = torch.where(live, _tree.levels_of(position, promotion), 0)
+    new_tokens = _launch_ingest(k, ring_keys, level, tree, lengths, promotion)
+    node = _launch_parents(new_tokens, tree)
     moves = live & (position >= (torch.maximum(start, old) + page - 1) // page * page)
     moves, live = (t[:, None].expand_as(node) for t in (moves, live))
-    takes = _tree.arrangement(node, taken.along, moves, live, page).int()
+    takes = _tree.pool_order(node, new_tokens.projection, moves, live, page).int()
     order = torch.arange(columns, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
-    grid, heads, wide = _tiles(taken.x)
+    grid, heads, sizes = _tiles(new_tokens.x)
     _arrange[grid](
-        taken.x, takes, node, taken.itself, tree.code, tree.scale, *leaves[:4], order, *lengths[:4], heads, tokens,
-        columns, leaves.node.shape[2], nodes, P=page, GROUPS=leaves.scale.shape[3], **wide,
+        new_tokens.x, takes, node, new_tokens.node_mark, tree.code, tree.scale, *leaves[:4], order, *lengths[:4], heads,
+        tokens, columns, leaves.node.shape[2], nodes, P=page, GROUPS=leaves.scale.shape[3], **sizes,
         **_residual.UNFUSED,
     )  # fmt: skip
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
     return order
 
 
-class _Taken(NamedTuple):
-    """Tokens that leave the ring, level and projection each; and of those that rise, as far as there was room, what
-    Leaves.node has of them, 0 of the others."""
+class _NewTokens(NamedTuple):
+    """The tokens that leave the ring: x [batch, heads, tokens, dim], the others [batch, heads, tokens].
+
+    node_mark: the self_mark of tokens that are nodes now, 0 for the others.
+    """
 
     x: Tensor
     level: Tensor
-    along: Tensor
-    itself: Tensor
+    projection: Tensor
+    node_mark: Tensor
 
 
 def _tiles(x: Tensor) -> tuple[tuple[int, int], int, dict[str, int]]:
-    """The grid of a kernel over all tokens of x [batch, heads, tokens, dim], the heads, and what it is compiled for."""
+    """(grid, heads, constants) of a kernel over all tokens of x [batch, heads, tokens, dim]."""
     (batch, heads, tokens, d), tile = x.shape, tile_of(x)
     return (cdiv(tokens, tile), batch * heads), heads, dict(D=d, DP=next_power_of_2(d), TILE=tile)
 
 
-def _take_in_all(k, held, level, tree, lengths, promotion) -> _Taken:
-    """Of the levels [batch, tokens] that tokens have by their position, 0 where none is."""
-    lead, tokens, (rows, d) = k.shape[:2], level.shape[1], held.shape[2:]
+def _launch_ingest(k, ring_keys, level, tree, lengths, promotion) -> _NewTokens:
+    """`level` [batch, tokens] are the levels by position, 0 where there is no token."""
+    lead, tokens, (rows, d) = k.shape[:2], level.shape[1], ring_keys.shape[2:]
     x = k.new_empty(*lead, tokens, d)
-    own, itself = level.new_empty(2, *lead, tokens, dtype=torch.int32)
-    norm2, along = x.new_empty(2, *lead, tokens, dtype=torch.float32)
-    rises = (level > 1).int()
-    number = rises.cumsum(-1, dtype=torch.int32) - rises
-    before, sign = tree.node_count.clone(), _tree.signs(d, promotion.seed, k.device)
-    grid, heads, wide = _tiles(x)
-    _take_in[grid](
-        k, held, x, level.int(), number, own, itself, norm2, along, sign, tree.key, tree.code, tree.scale,
-        tree.norm2, tree.level, before, *lengths[:4], *k.stride()[:3], heads, tokens, k.shape[2], rows, lengths.sink,
-        tree.key.shape[2], **wide,
+    new_level, node_mark = level.new_empty(2, *lead, tokens, dtype=torch.int32)
+    norm2, projection = x.new_empty(2, *lead, tokens, dtype=torch.float32)
+    promoted = (level > 1).int()
+    number = promoted.cumsum(-1, dtype=torch.int32) - promoted
+    count, sign = tree.node_count.clone(), _tree.signs(d, promotion.seed, k.device)
+    grid, heads, sizes = _tiles(x)
+    _ingest[grid](
+        k, ring_keys, x, level.int(), number, new_level, node_mark, norm2, projection, sign, tree.key, tree.code,
+        tree.scale, tree.norm2, tree.level, count, *lengths[:4], *k.stride()[:3], heads, tokens, k.shape[2], rows,
+        lengths.sink, tree.key.shape[2], **sizes,
     )  # fmt: skip
-    tree.node_count.copy_((before + rises.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
-    tree.radius2.copy_(torch.maximum(tree.radius2, norm2.amax(-1)))
-    along += sign[-1] * _tree.lift_by(norm2, tree.radius2[..., None])
-    return _Taken(x, own, along, itself)
+    tree.node_count.copy_((count + promoted.sum(-1, keepdim=True)).clamp(max=tree.key.shape[2]))
+    tree.max_norm2.copy_(torch.maximum(tree.max_norm2, norm2.amax(-1)))
+    projection += sign[-1] * _tree.lift_of_norms(norm2, tree.max_norm2[..., None])
+    return _NewTokens(x, new_level, projection, node_mark)
 
 
-def _find_parents(t: _Taken, tree: Tree) -> Tensor:
-    node, (grid, _, wide) = torch.empty_like(t.level), _tiles(t.x)
+def _launch_parents(t: _NewTokens, tree: Tree) -> Tensor:
+    node, (grid, _, sizes) = torch.empty_like(t.level), _tiles(t.x)
     _parents[grid](
-        t.x, t.level, t.itself, tree.key, tree.norm2, tree.level, tree.parent, tree.radius2, tree.node_count,
-        node, t.x.shape[2], tree.key.shape[2], **going_over(t.x), **wide,
+        t.x, t.level, t.node_mark, tree.key, tree.norm2, tree.level, tree.parent, tree.max_norm2, tree.node_count,
+        node, t.x.shape[2], tree.key.shape[2], **search_options(t.x), **sizes,
     )  # fmt: skip
     return node
 
 
-def going_over(x: Tensor) -> dict[str, int]:
-    """How many nodes keys like `x` are compared with at a time, and how many loads of these are on their way."""
+def search_options(x: Tensor) -> dict[str, int]:
+    """Options of a kernel that calls `nearest_node_tl` for keys like `x`: nodes at a time, loads of these in flight."""
     tile = tile_of(x)
-    nbytes = tile * next_power_of_2(x.shape[-1]) * x.element_size()  # one is of tokens, and one is left for reductions
+    nbytes = tile * next_power_of_2(x.shape[-1]) * x.element_size()  # one tile is of tokens, one is for reductions
     stages = max(1, min(STAGES, (shared_bytes(x.device) - 2 * nbytes) // (NODES * nbytes)))
     return {"NODES": NODES * tile, "num_stages": stages}
 

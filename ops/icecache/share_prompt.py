@@ -1,12 +1,17 @@
-"""A layer that follows another takes in a prompt: each of its kv heads has the pages of one of that layer's heads.
+"""Take a prompt into a sharing layer: match its heads with those of the selecting layer, and copy the pool order.
 
-Heads of the same number need not look for the same tokens. So when tokens of a row first leave the ring with a prompt,
-each kv head is given the head of the layer that it follows whose tokens it shares most of (ops/icecache/top_tokens_of_last_queries.py,
-counted query by query; ties go to that of its own number, then to the lowest), for as long as the row lives. Without
-`sought`, and where tokens first leave while decoding, heads stay -1: that of its own number.
+    source(h) = argmax over heads s of the selecting layer of |top(h) and top(s)|, summed over the queries
+                ties go to s = h, then to the lowest s
+    out[h]    = order[source(h)]
 
-Returns the `order` in which the pool takes its tokens (ops/icecache/plant_tree.py), head by head the one that it follows.
-Pages that are full with this prompt are so in `followed.fill`. Runs beside the next layer, unless told to `join`.
+top are the results of top_tokens_of_last_queries. Heads of the same number need not look for the same tokens. Heads are
+matched when tokens of a row first leave the ring with a prompt, and keep their source for the life of the row. Without
+top tokens, and where tokens first leave in a decode step, a head keeps -1: its source is the head of its own number.
+
+Launches: torch kernels on the device, none by Triton. They run beside the next layer, unless `join` is set
+(ops/_machinery/side_stream.py).
+
+Paper: appendix C, "reuse", which always takes the head of the same number.
 """
 from typing import Annotated
 
@@ -18,51 +23,69 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops.icecache.plant_tree import whole_pages
-from torchsparsekv.ops.icecache.share_step import followed_by
-from torchsparsekv.ops.icecache.views import Followed
+from torchsparsekv.ops.icecache.share_step import head_numbers
+from torchsparsekv.ops.icecache.views import SharedSelection
 from torchsparsekv.ops.store.store_prompt import Order
 from torchsparsekv.ops.store.views import I32, Lengths
 
-Sought = Annotated[Tensor, Of("batch heads queries wanted", I32)]
+TopTokens = Annotated[Tensor, Of("batch heads queries wanted", I32)]
 
 
-def check(order, sought, its, followed, lengths, page, join) -> None:
-    if (sought is None) != (its is None):
-        raise ValueError("what this layer looks for, and what the one that it follows does, are given both or neither")
+def check(order, top_tokens, source_top_tokens, shared, lengths, page, join) -> None:
+    if (top_tokens is None) != (source_top_tokens is None):
+        raise ValueError("give the top tokens of this layer and of the selecting layer, both or neither")
     whole_pages(page, lengths, f"pages of {page}")
 
 
-def shared(sought: Tensor, its: Tensor) -> Tensor:
-    """How many tokens each kv head has in common with each head of the other layer, over the queries: [batch, heads,
-    heads]."""
-    count = [((s := sought[:, h, None, ..., None]) == its[..., None, :]) & (s >= 0) for h in range(sought.shape[1])]
-    return torch.stack([c.flatten(2).sum(-1) for c in count], 1)
+def common_tokens(top_tokens: Tensor, source_top_tokens: Tensor) -> Tensor:
+    """How many tokens each kv head has in common with each head of the selecting layer, summed over the queries:
+    [batch, heads, heads]."""
+    count = []
+    for h in range(top_tokens.shape[1]):
+        tokens = top_tokens[:, h, None, ..., None]  # [batch, 1, queries, wanted, 1]
+        same = (tokens == source_top_tokens[..., None, :]) & (tokens >= 0)
+        count.append(same.flatten(2).sum(-1))
+    return torch.stack(count, 1)
 
 
-def matched(sought: Tensor, its: Tensor) -> Tensor:
-    """The head of the other layer that each kv head shares most with."""
-    own = torch.eye(sought.shape[1], dtype=torch.int64, device=sought.device)
-    return (2 * shared(sought, its) + own).argmax(-1)
+def matched(top_tokens: Tensor, source_top_tokens: Tensor) -> Tensor:
+    """The head of the selecting layer that each kv head has most tokens in common with: [batch, heads]."""
+    same_number = torch.eye(top_tokens.shape[1], dtype=torch.int64, device=top_tokens.device)
+    return (2 * common_tokens(top_tokens, source_top_tokens) + same_number).argmax(-1)
 
 
 def reference(
-    order: Order, sought: Sought | None, its: Sought | None, followed: Changed[Followed], lengths: Lengths, page: int,
-    join: bool,
+    order: Order, top_tokens: TopTokens | None, source_top_tokens: TopTokens | None,
+    shared: Changed[SharedSelection], lengths: Lengths, page: int, join: bool,
 ) -> Tensor:  # fmt: skip
+    """The order in which the pool takes the tokens of a prompt.
+
+    Args:
+        order: [batch, heads, tokens], that of the selecting layer (plant_tree).
+        top_tokens, source_top_tokens: [batch, heads, queries, wanted], of this layer and of the selecting layer; both
+            or neither.
+        shared: written: source_heads, where heads are matched, and fill of the pages that this prompt fills.
+        page: tokens of a page.
+        join: wait for the result instead of computing it beside the next layer.
+
+    Returns: int32 [batch, heads, tokens].
+    """
     _, length, old, new = lengths[:4]
-    came = (length > 0) & (new > old)
-    if sought is not None and its is not None:
-        first = came & (old == lengths.sink)
-        followed.heads.copy_(torch.where(first[:, None], matched(sought, its), followed.heads))
-    at = torch.arange(followed.fill.shape[2], device=order.device)
-    full = came[:, None] & (at >= old[:, None] // page) & (at < new[:, None] // page)
-    followed.fill.masked_fill_(full[:, None], page)
-    return order.gather(1, followed_by(followed.heads)[..., None].expand_as(order))
+    some_leave = (length > 0) & (new > old)
+    if top_tokens is not None and source_top_tokens is not None:
+        first = some_leave & (old == lengths.sink)
+        matches = matched(top_tokens, source_top_tokens)
+        shared.source_heads.copy_(torch.where(first[:, None], matches, shared.source_heads))
+    pages = torch.arange(shared.fill.shape[2], device=order.device)
+    full = some_leave[:, None] & (pages >= old[:, None] // page) & (pages < new[:, None] // page)
+    shared.fill.masked_fill_(full[:, None], page)
+    return order.gather(1, head_numbers(shared.source_heads)[..., None].expand_as(order))
 
 
-def launch(order, sought, its, followed, lengths, page, join) -> Tensor:
-    with on_side_stream(join, *(t for t in (order, sought, its, *followed, *lengths[:4]) if t is not None)):
-        return reference(order, sought, its, followed, lengths, page, join)
+def launch(order, top_tokens, source_top_tokens, shared, lengths, page, join) -> Tensor:
+    tensors = (order, top_tokens, source_top_tokens, *shared, *lengths[:4])
+    with on_side_stream(join, *(t for t in tensors if t is not None)):
+        return reference(order, top_tokens, source_top_tokens, shared, lengths, page, join)
 
 
 def fake(order, *_) -> Tensor:

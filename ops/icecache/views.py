@@ -1,4 +1,4 @@
-"""The tree of IceCache, as its ops take it."""
+"""The tensors of IceCache, grouped as its ops take them."""
 from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
@@ -8,17 +8,26 @@ from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops.store.rows import PACKED
 from torchsparsekv.ops.store.views import I32, Fill, PerHead
 
-AskedPages: TypeAlias = Annotated[Tensor, Of("batch heads asked", I32)]
+SelectedPages: TypeAlias = Annotated[Tensor, Of("batch heads selected", I32)]
 
 
 class Tree(NamedTuple):
-    """The inner nodes of a tree of keys: node 0 is the root, every other one is a token that was promoted.
+    """The inner nodes of the tree of each kv head. Node 0 is the root; every other node is a promoted token.
 
-    A node of level l has as children tokens of level l - 1, and all tokens of the highest level are children of the
-    root. key: the promoted keys. code, scale: the same in 8 bits a channel, as queries are compared with them
-    (ops/icecache/_tree.py: coded). norm2: their squared norms. parent: the node above. level: from 2 on; 0 for the root.
-    open_page: the page that takes the node's next generated token, -1 for none. radius2: the largest squared norm of a
-    key so far, the c^2 of the lifted space. done_count: of the programs that share a head, how many are through.
+    Leaves are level 1. The children of a node of level l are tokens of level l - 1. Tokens of the highest level are
+    children of the root.
+
+    key: the key of each node.
+    code, scale: the key in 8 bits a channel, which queries are multiplied with (_tree.py: encode_nodes).
+    norm2: the squared norm of the key.
+    parent: the number of the node above.
+    level: 2 or more; 0 for the root.
+    open_page: the page that takes the next generated token of the node, -1 for none.
+    node_count: nodes in use, with the root.
+    page_count: pages in use behind the pages of prompts (insert_page.py).
+    max_norm2: the largest squared norm of any key so far: c^2 of the paper's lifted space.
+    done_count: how many of the programs that share a kv head have finished; 0 between launches.
+    inserted_rows: the pool rows that took the tokens of the last inserted page.
     """
 
     key: Annotated[Tensor, Of("batch heads nodes dim", "kv")]
@@ -30,19 +39,20 @@ class Tree(NamedTuple):
     open_page: Annotated[Tensor, Of("batch heads nodes", I32)]
     node_count: PerHead
     page_count: PerHead
-    radius2: Annotated[Tensor, Of("batch heads", torch.float32)]
+    max_norm2: Annotated[Tensor, Of("batch heads", torch.float32)]
     done_count: PerHead
-    placed: Annotated[Tensor, Of("batch heads page", I32)]
+    inserted_rows: Annotated[Tensor, Of("batch heads page", I32)]
 
 
 class Leaves(NamedTuple):
-    """By pool row: the key of the token there, and the node it is a child of; of a token that is a node itself -2 less
-    the number of that; -1 where no retrievable token is. `fill`: how many rows of a page hold one; they are its first.
-    span: of the nodes in a page the least in the lower 16 bits and the greatest in the upper ones (ops/icecache/_tree.py:
-    spans_of).
+    """What the index keeps of every pool row and of every page.
 
-    key: the key itself, and then there are no scales; or 4-bit codes of what it differs by from its node in 8 bits,
-    nothing where it is a node itself (ops/icecache/_residual.py).
+    key: of a row, 4-bit codes of the key minus its parent's 8-bit key (_residual.py); or the key itself.
+    scale: of a row, the scales of the codes; empty where `key` has keys.
+    node: of a row, the parent of its token: a node number. A token that is node u itself has -2 - u (_tree.py:
+        self_mark). A row without a retrievable token has -1.
+    fill: of a page, how many rows hold a token; these rows come first.
+    span: of a page, its smallest parent in the lower 16 bits and its largest in the upper 16 (_tree.py: spans_of).
     """
 
     key: Annotated[Tensor, Of("batch heads rows width", (*FLOATS, torch.uint8))]
@@ -52,18 +62,26 @@ class Leaves(NamedTuple):
     span: Annotated[Tensor, Of("batch heads blocks", I32)]
 
 
-class Followed(NamedTuple):
-    """Of a layer that follows another, by its own kv heads: the head of that one that each follows, -1 for that of the
-    same number; the pages which that one chose, and how many rows of each page hold a token."""
+class SharedSelection(NamedTuple):
+    """The selection of a sharing layer, which it copies from the selecting layer.
 
-    heads: PerHead
-    asked: AskedPages
+    source_heads: for each kv head, the kv head of the selecting layer that it copies; -1: the head of the same number.
+    pages: the selected pages.
+    fill: of a page, how many rows hold a token.
+    """
+
+    source_heads: PerHead
+    pages: SelectedPages
     fill: Fill
 
 
 class Promotion(NamedTuple):
-    """Which tokens rise in the tree, up to `levels`. every > 0: a seeded one of every so many. every = 0: each with
-    `chance` of 2^31. What is drawn is a function of seed, position and level."""
+    """Which tokens are promoted to the next level. The draw is a function of seed, position and level.
+
+    every: promote one token out of this many. 0: promote by `chance` instead.
+    chance: promote each token with probability chance / 2^31.
+    levels: the levels of the tree, with that of the leaves.
+    """
 
     every: int
     chance: int
@@ -71,20 +89,28 @@ class Promotion(NamedTuple):
     seed: int
 
 
-class View(NamedTuple):
-    """How many nodes of a level a query expands: `share` millionths of those there are, but `least` at least and `most`
-    at most; and nodes below number `least` anyway, the root among them."""
+class FieldOfView(NamedTuple):
+    """How many nodes of each level a query expands: a share of those in use, between a minimum and a maximum.
+
+    share: in millionths.
+    min_nodes: the minimum. Nodes below this number are always expanded, the root among them.
+    max_nodes: the maximum.
+    levels: the levels of the tree.
+    """
 
     share: int
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     levels: int
 
 
 class Visited(NamedTuple):
-    """The products of nodes with the query heads of their kv head: of those that one reaches, which are the children of
-    nodes that it expands, and -inf for the others. And the least product of nodes that it expands, of those that have
-    tokens as children; the first nodes are expanded whatever theirs are. What visit_nodes returns stands for one."""
+    """The result of visit_nodes.
+
+    products: the product of each query head of the group with each node that it reaches, the child of an expanded node;
+        -inf for the other nodes, 0 for the root.
+    threshold: a node of level 2 is expanded if its product is not below this.
+    """
 
     products: Annotated[Tensor, Of("batch heads nodes group", torch.float32)]
-    least: Annotated[Tensor, Of("batch heads group", torch.float32)]
+    threshold: Annotated[Tensor, Of("batch heads group", torch.float32)]

@@ -14,10 +14,10 @@ from world import DEVICE
 import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._machinery.chain import use_kernels
-from torchsparsekv.ops.icecache._residual import difference
-from torchsparsekv.ops.icecache._tree import NO_SPAN, OWN_SPAN, decoded, levels_of, own
+from torchsparsekv.ops.icecache._residual import decode
+from torchsparsekv.ops.icecache._tree import EMPTY_SPAN, NODES_ONLY_SPAN, decode_nodes, levels_of, self_mark
 from torchsparsekv.ops.icecache.insert_page import insert_page
-from torchsparsekv.ops.icecache.views import Promotion, View
+from torchsparsekv.ops.icecache.views import FieldOfView, Promotion
 from torchsparsekv.ops.icecache.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.rows import keys_of, ring_row, rows_of, values_of
 from torchsparsekv.ops.store.views import Leaving
@@ -96,7 +96,7 @@ class Life:
         for row, t in self.tokens_of_rows(h).items():
             if t in tokens:
                 node = int(s.leaves.node[0, h, row])
-                node = int(s.tree.parent[0, h, own(node)]) if node < -1 else node
+                node = int(s.tree.parent[0, h, self_mark(node)]) if node < -1 else node
                 same = (self.keys[h].to(DEVICE) == s.tree.key[0, h, node]).all(-1).nonzero()
                 found[t] = int(same[0, 0]) if node else ROOT
         return found
@@ -143,11 +143,11 @@ class Structure(RuleBasedStateMachine):
             return
         # Within half a level of the largest difference, and what fp16 rounds of that; a node itself differs by nothing.
         node = int(s.leaves.node[0, h, row])
-        base = own(node) if node < -1 else node
+        base = self_mark(node) if node < -1 else node
         assert base == node or torch.equal(s.tree.key[0, h, base].cpu(), key)
-        of = decoded(s.tree.code[0, h, base], s.tree.scale[0, h, base]).cpu()
+        of = decode_nodes(s.tree.code[0, h, base], s.tree.scale[0, h, base]).cpu()
         want = key if base == node else of
-        kept = of + difference(s.leaves.key[0, h, row], s.leaves.scale[0, h, row], DIM).cpu()
+        kept = of + decode(s.leaves.key[0, h, row], s.leaves.scale[0, h, row], DIM).cpu()
         assert (kept - want).abs().max() <= (want - of).abs().max() * (0.5 / 7.5 + 2e-3) + 1e-6
 
     @invariant()
@@ -163,7 +163,7 @@ class Structure(RuleBasedStateMachine):
         leaves = self.life.layer.state.leaves
         for nodes, span in zip(leaves.node.view(-1, PAGE).tolist(), leaves.span.flatten().tolist()):
             of = [u for u in nodes if u >= 0] + [0] * (min(nodes) < -1)
-            assert span == (min(of) | max(of) << 16 if max(nodes) >= 0 else OWN_SPAN if of else NO_SPAN)
+            assert span == (min(of) | max(of) << 16 if max(nodes) >= 0 else NODES_ONLY_SPAN if of else EMPTY_SPAN)
 
     @invariant()
     def copies_are_as_the_pool(self):
@@ -210,7 +210,7 @@ def test_no_token_is_lost_over_many_insertions():
     assert torch.equal(held.unflatten(0, (-1, page)).sum(-1).int(), s.leaves.fill[0, 0])
     got, want = keys_of(s.store.pool)[0, 0, held].cpu(), keys[0, 0, method.sink :]
     assert torch.equal(got[got[:, 0].argsort()], want[want[:, 0].argsort()])
-    assert float(s.tree.radius2) == pytest.approx(float(want.square().sum(-1).max()), rel=1e-5)
+    assert float(s.tree.max_norm2) == pytest.approx(float(want.square().sum(-1).max()), rel=1e-5)
 
 
 @pytest.mark.parametrize("promotion", ["quota", "random"])
@@ -367,12 +367,12 @@ def test_number_of_pages_follows_the_budget():
 def test_numbers_of_expanded_nodes_are_pinned():
     """A tenth of the nodes; where that is more than 640 these, or those with eight times the budget in children."""
     for budget, most in ((64, 640), (256, 640), (1024, 640), (4096, 2048)):
-        assert make_method("icecache", budget=budget).view == View(100_000, 32, most, 2)
+        assert make_method("icecache", budget=budget).view == FieldOfView(100_000, 32, most, 2)
     assert make_method("icecache", budget=1024, r=0.25).view.most == 2048
-    assert make_method("icecache", least_view=700).view == View(100_000, 700, 700, 2)
-    assert make_method("icecache", field_of_view=0.1).view == View(100_000, 32, MOST_NODES, 2), "as it was given"
-    assert make_method("icecache", field_of_view=1.0, least_view=1).view == View(1_000_000, 1, MOST_NODES, 2)
-    beyond = View(100_000, MOST_NODES, MOST_NODES, 2)
+    assert make_method("icecache", least_view=700).view == FieldOfView(100_000, 700, 700, 2)
+    assert make_method("icecache", field_of_view=0.1).view == FieldOfView(100_000, 32, MOST_NODES, 2), "as it was given"
+    assert make_method("icecache", field_of_view=1.0, least_view=1).view == FieldOfView(1_000_000, 1, MOST_NODES, 2)
+    beyond = FieldOfView(100_000, MOST_NODES, MOST_NODES, 2)
     assert make_method("icecache", field_of_view=0.1, least_view=2 * MOST_NODES).view == beyond
     assert make_method("icecache", budget=MOST_NODES * 16).view.most == MOST_NODES
 

@@ -10,7 +10,7 @@ from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv.method import make_method
-from torchsparsekv.ops.icecache.share_step import followed_by
+from torchsparsekv.ops.icecache.share_step import head_numbers
 from torchsparsekv.ops.store.rows import keys_of, values_of
 from torchsparsekv.probe import tapped
 from torchsparsekv.state import Geometry, LayerState
@@ -47,7 +47,7 @@ def numbered(g: torch.Generator, first: int, tokens: int) -> tuple[torch.Tensor,
 
 def heads_of(layer: Layer) -> torch.Tensor:
     """Of a follower, the head that each of its own follows."""
-    return followed_by(layer.state.followed.heads)[0]
+    return head_numbers(layer.state.shared.source_heads)[0]
 
 
 def test_pages_of_a_follower_hold_the_same_tokens():
@@ -77,15 +77,15 @@ def test_pages_of_a_follower_hold_the_same_tokens():
             page = int(hot.block_of[0, h, slot])
             n = int(fill[h, page])
             assert torch.equal(hot.rows[0, h, slot, :n], pages[h, page, :n])
-    assert torch.equal(layers[1].state.followed.fill[0], fill)
+    assert torch.equal(layers[1].state.shared.fill[0], fill)
 
 
 def test_a_follower_has_no_index():
     method = make_method("icecache", **{**OWN, "budget": 64})
     g = Geometry(1, 2, 64, 4096, torch.bfloat16)
     own, follows = method.buffers(g), method.buffers(dataclasses.replace(g, follows=True))
-    assert set(own) - set(follows) == {"tree", "leaves", "asked"}
-    assert set(follows) - set(own) == {"followed"}
+    assert set(own) - set(follows) == {"tree", "leaves", "selected_pages"}
+    assert set(follows) - set(own) == {"shared"}
 
 
 @pytest.mark.parametrize("matched", [True, False])
@@ -102,9 +102,9 @@ def test_head_follows_the_head_with_the_most_shared_tokens(matched):
         assert heads_of(follower).tolist() == ([1, 0] if matched else [0, 1])
     q, k, v = numbered(g, 140, 1)
     anchor.feed(q, k, v), follower.feed(q, k, v)
-    asked = anchor.state.asked[0]
-    assert not torch.equal(asked[0], asked[1])
-    assert torch.equal(follower.state.followed.asked[0], asked.flip(0) if matched else asked)
+    pages = anchor.state.selected_pages[0]
+    assert not torch.equal(pages[0], pages[1])
+    assert torch.equal(follower.state.shared.pages[0], pages.flip(0) if matched else pages)
 
 
 def test_heads_follow_their_own_number_without_a_prompt_in_the_pool():
@@ -115,7 +115,7 @@ def test_heads_follow_their_own_number_without_a_prompt_in_the_pool():
     for tokens in (12, *[1] * 20, 70):
         q, k, v = numbered(g, 0, tokens)
         anchor.feed(q, k, v), follower.feed(q.flip(1), k.flip(1), v)
-    assert follower.state.followed.heads.tolist() == [[-1, -1]]
+    assert follower.state.shared.source_heads.tolist() == [[-1, -1]]
 
 
 def test_follower_before_its_anchor_is_refused():
@@ -147,7 +147,7 @@ def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
         with tapped(cache, taps):
             greedy_logits(model, ids, mask, 12, cache)
         said = str(handle.report())
-        heads = {i: followed_by(cache.stored[i].state.followed.heads)[..., None] for i in anchors}
+        heads = {i: head_numbers(cache.stored[i].state.shared.source_heads)[..., None] for i in anchors}
     for i, anchor in anchors.items():
         wanted = [y.gather(1, heads[i].expand_as(y)) for y in chosen[anchor]]
         assert all(torch.equal(x, y) for x, y in zip(chosen[i], wanted, strict=True))

@@ -2,14 +2,14 @@
 import torch
 
 
-def by_turns(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
-    """Of the heads of one group, literally."""
-    ranked = [sorted((x for x in own.tolist() if x >= 0), key=lambda x: (-s[x], x)) for own, s in zip(ids, scores)]
+def round_robin(scores: torch.Tensor, ids: torch.Tensor, n: int) -> list[int]:
+    """The union of the pages of one group of query heads, by the definition."""
+    ranked = [sorted((x for x in head.tolist() if x >= 0), key=lambda x: (-s[x], x)) for head, s in zip(ids, scores)]
     taken: list[int] = []
-    for turn in range(n):
-        for own in ranked:
-            if turn < len(own) and own[turn] not in taken:
-                taken.append(own[turn])
+    for rank in range(n):
+        for head in ranked:
+            if rank < len(head) and head[rank] not in taken:
+                taken.append(head[rank])
     return taken[:n] + [-1] * (n - len(taken))
 
 

@@ -11,7 +11,7 @@ from torchsparsekv._methods._file import read_file
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.icecache._residual import widths
-from torchsparsekv.ops.icecache._tree import NO_SPAN, SALTS, SEEDS
+from torchsparsekv.ops.icecache._tree import EMPTY_SPAN, SALTS, SEEDS
 from torchsparsekv.ops.icecache.best_pages import best_pages
 from torchsparsekv.ops.icecache.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.icecache.page_peaks import page_peaks
@@ -19,7 +19,7 @@ from torchsparsekv.ops.icecache.plant_tree import plant_tree
 from torchsparsekv.ops.icecache.share_prompt import share_prompt
 from torchsparsekv.ops.icecache.share_step import share_step
 from torchsparsekv.ops.icecache.top_tokens_of_last_queries import top_tokens_of_last_queries
-from torchsparsekv.ops.icecache.views import Followed, Leaves, Promotion, Tree, View
+from torchsparsekv.ops.icecache.views import FieldOfView, Leaves, Promotion, SharedSelection, Tree
 from torchsparsekv.ops.icecache.visit_nodes import MILLION, MOST_NODES, visit_nodes
 from torchsparsekv.ops.store.views import Attention, Leaving, Scored, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
@@ -150,12 +150,12 @@ class IceCache(Method):
         return Promotion(every, 0, self.levels, self.seed)
 
     @property
-    def view(self) -> View:
+    def view(self) -> FieldOfView:
         least = min(self.least_view, MOST_NODES)
         if self.field_of_view is not None:
-            return View(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
+            return FieldOfView(round(self.field_of_view * MILLION), least, MOST_NODES, self.levels)
         most = max(MANY_NODES, min(ceil(BUDGETS * self.budget * self.share()), MOST_NODES), least)
-        return View(round(VIEWED * MILLION), least, most, self.levels)
+        return FieldOfView(round(VIEWED * MILLION), least, most, self.levels)
 
     # ---- what it declares
 
@@ -180,12 +180,12 @@ class IceCache(Method):
         slots = min(self.hot_budgets * chosen, grown.rows // page)
         store = super().buffers(grown) | self.hot_buffers(grown, slots, chosen)
         if g.follows:
-            own = Followed(
-                heads=Buffer(g.lead, i32, fill=-1), asked=Buffer((*g.lead, chosen), i32, fill=-1),
+            shared = SharedSelection(
+                source_heads=Buffer(g.lead, i32, fill=-1), pages=Buffer((*g.lead, chosen), i32, fill=-1),
                 fill=Buffer((*g.lead, grown.rows // page), i32),
             )  # fmt: skip
-            return store | {"followed": own}
-        return store | self._index(grown, nodes) | {"asked": Buffer((*g.lead, chosen), i32, fill=-1)}
+            return store | {"shared": shared}
+        return store | self._index(grown, nodes) | {"selected_pages": Buffer((*g.lead, chosen), i32, fill=-1)}
 
     def _index(self, g: Geometry, nodes: int) -> Buffers:
         lead, page, i32, codes = g.lead, self.block_size, torch.int32, self.rank_from == "codes"
@@ -197,13 +197,13 @@ class IceCache(Method):
                 code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=number, norm2=number,
                 parent=inner, level=inner, open_page=Buffer((*lead, nodes), i32, fill=-1),
                 node_count=Buffer(lead, i32, fill=1), page_count=none,
-                radius2=Buffer(lead, torch.float32), done_count=none, placed=Buffer((*lead, page), i32),
+                max_norm2=Buffer(lead, torch.float32), done_count=none, inserted_rows=Buffer((*lead, page), i32),
             ),
             "leaves": Leaves(
                 key=Buffer((*lead, g.rows, width), torch.uint8 if codes else g.dtype),
                 scale=Buffer((*lead, g.rows, scales), torch.float16),
                 node=Buffer((*lead, g.rows), i32, fill=-1), fill=Buffer((*lead, g.rows // page), i32),
-                span=Buffer((*lead, g.rows // page), i32, fill=NO_SPAN),
+                span=Buffer((*lead, g.rows // page), i32, fill=EMPTY_SPAN),
             ),
         }  # fmt: skip
 
@@ -241,17 +241,18 @@ class IceCache(Method):
 
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor:
         compares = self.match_heads and (s.anchor is not None or s.followers > 0)
-        sought = top_tokens_of_last_queries(q, leaving.new, s.lengths, join) if compares else None
+        top_tokens = top_tokens_of_last_queries(q, leaving.new, s.lengths, join) if compares else None
         if s.anchor is not None:
-            order, its = s.anchor.consume()
-            return share_prompt(order, sought, its, s.followed, s.lengths, self.block_size, join)
+            order, source_top_tokens = s.anchor.consume()
+            return share_prompt(order, top_tokens, source_top_tokens, s.shared, s.lengths, self.block_size, join)
         order = plant_tree(leaving.new, s.store.ring, s.tree, s.leaves, s.lengths, self.promoted(self._rows(s)), join)
-        s.publish((order, sought))
+        s.publish((order, top_tokens))
         return order
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         if s.anchor is not None:
-            return share_step(s.store, s.hot, s.followed, s.anchor.asked, s.anchor.tree.placed, s.lengths)
+            anchor = s.anchor
+            return share_step(s.store, s.hot, s.shared, anchor.selected_pages, anchor.tree.inserted_rows, s.lengths)
         region = self._rows(s)
         insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted(region), region)
 
@@ -261,9 +262,9 @@ class IceCache(Method):
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         if s.anchor is not None:
-            return Selection(s.followed.asked, fill=s.followed.fill)
+            return Selection(s.shared.pages, fill=s.shared.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
-        view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
-        scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves, view.least)
-        best_pages(Scored(scores, peaks), s.asked)
-        return Selection(s.asked, fill=s.leaves.fill)
+        view = FieldOfView(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
+        scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves, view.min_nodes)
+        best_pages(Scored(scores, peaks), s.selected_pages)
+        return Selection(s.selected_pages, fill=s.leaves.fill)

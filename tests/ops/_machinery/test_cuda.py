@@ -63,7 +63,7 @@ VARIANTS = {
                      (131072, 800), (262144, 800))
     ],
     "page_peaks": [
-        dict(D=d, G=g, P=p, BF16=bf16, TURN=PEAKS.most_groups(g), **PEAKS.NATIVE, RESIDENT=PEAKS.RESIDENT)
+        PEAKS.native(d, g, p, bf16)
         for d, g, p, bf16 in ((64, 1, 4, 0), (128, 4, 16, 1), (128, 3, 8, 1), (256, 8, 16, 0))
     ],
     "visit_nodes": [

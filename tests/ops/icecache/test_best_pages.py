@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from literal import by_turns
+from literal import round_robin
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -24,7 +24,7 @@ ENTRY = load_all()["best_pages"]
 )  # fmt: skip
 @example(group=4, k=64, n=40960, values=1 << 20, unseen=0.0, far=-1, seed=0)
 def test_best_pages_are_taken_round_robin_over_query_heads(kind, group, k, n, values, unseen, far, seed):
-    """Of two kv heads; scores of two values are ties mostly, or k and so many more of other groups are far above."""
+    """Two kv heads. Scores of two values are mostly ties. With `far`, k + far scores in different groups stand out."""
     if DEVICE.type == "cpu":
         n = min(n, 2048)
     g = torch.Generator().manual_seed(seed)
@@ -35,10 +35,10 @@ def test_best_pages_are_taken_round_robin_over_query_heads(kind, group, k, n, va
     union = torch.full((1, 2, k), -7, dtype=torch.int32, device=DEVICE)
     ENTRY.run(kind, Scored(scores.to(DEVICE), peaks_of(scores).to(DEVICE)), union)
     order = scores[0].argsort(dim=-1, descending=True, stable=True)[:, :k]
-    own = torch.where(scores[0].gather(1, order) > -torch.inf, order, -1)
+    ids = torch.where(scores[0].gather(1, order) > -torch.inf, order, -1)
     for h in range(2):
         heads = slice(h * group, (h + 1) * group)
-        assert union[0, h].tolist() == by_turns(scores[0, heads], own[heads], k)
+        assert union[0, h].tolist() == round_robin(scores[0, heads], ids[heads], k)
 
 
 def test_cuda_kernel_runs_at_the_usual_shapes():

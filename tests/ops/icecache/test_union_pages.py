@@ -1,11 +1,11 @@
-"""union_pages with more entries than in test_ops.py."""
+"""The round-robin union of pages, with more entries than the worlds of test_ops.py have."""
 import importlib
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from literal import by_turns
+from literal import round_robin
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -20,8 +20,8 @@ ENTRY = load_all()["union_pages"]
     values=st.sampled_from([2, 1 << 20]), missing=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_kernel_equals_reference_with_many_entries(kind, group, n, more, values, missing, seed):
-    """Of two kv heads, no more entries than the CUDA kernel takes. Heads have fewer than n pages where some are
-    missing; scores of two values are ties mostly."""
+    """Two kv heads, at most as many entries as the CUDA kernel takes. Heads have fewer than n pages where some are
+    missing. Scores of two values are mostly ties."""
     n = min(n, UNION.NATIVE_ENTRIES // group)
     g = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, values, (1, 2 * group, n + more), generator=g).float()
@@ -32,8 +32,8 @@ def test_kernel_equals_reference_with_many_entries(kind, group, n, more, values,
     ENTRY.run(kind, scores.to(DEVICE), ids.to(DEVICE), union)
     found = union[0].tolist()
     for h in range(2):
-        own = slice(h * group, (h + 1) * group)
-        assert found[h] == by_turns(scores[0, own], ids[0, own], n)
+        heads = slice(h * group, (h + 1) * group)
+        assert found[h] == round_robin(scores[0, heads], ids[0, heads], n)
 
 
 def test_cuda_kernel_runs_at_the_usual_shapes():

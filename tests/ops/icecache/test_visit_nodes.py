@@ -1,4 +1,4 @@
-"""visit_nodes expands the right nodes of large trees."""
+"""Which nodes are expanded, in trees larger than the worlds of test_ops.py: up to all that a program can hold."""
 import importlib
 import itertools
 import shutil
@@ -12,7 +12,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.icecache.views import Tree, View
+from torchsparsekv.ops.icecache.views import FieldOfView, Tree
 
 VISIT = importlib.import_module("torchsparsekv.ops.icecache.visit_nodes")
 ENTRY = load_all()["visit_nodes"]
@@ -22,8 +22,8 @@ KINDS = ["reference", "triton", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def tree_of(products: torch.Tensor, dtype=torch.float16) -> tuple[torch.Tensor, Tree]:
-    """Two queries a kv head, and a tree of two levels whose nodes have these products [batch, kv_heads, nodes] with the
-    first, and the opposite with the second; the root's counts nothing."""
+    """Two queries a kv head, and a tree of two levels. Its nodes have these products [batch, kv_heads, nodes] with the
+    first query, and the opposite with the second. The product of the root is ignored."""
     batch, heads, nodes = products.shape
     code = torch.zeros(batch, heads, nodes, DIM, dtype=torch.int8, device=DEVICE)
     code[..., 0] = 1
@@ -33,7 +33,7 @@ def tree_of(products: torch.Tensor, dtype=torch.float16) -> tuple[torch.Tensor, 
 
 
 def flat_tree(code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Tree:
-    """Of two levels; only codes are to be read."""
+    """A tree of two levels. Fields that visit_nodes must not read are NaN."""
     (batch, heads, nodes), i32 = scale.shape, dict(dtype=torch.int32, device=DEVICE)
     key = torch.full(code.shape, torch.nan, dtype=dtype, device=DEVICE)
     level = torch.full((batch, heads, nodes), 2, **i32)
@@ -44,28 +44,27 @@ def flat_tree(code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Tr
 
 
 def expanded_of(visited: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Which nodes each query head expands [batch, kv_heads, group, nodes]; the root it does anyway."""
-    products, least = (x.cpu() for x in visited)
-    expanded = products.movedim(2, 3) >= least[..., None]
+    """Which nodes each query head expands [batch, kv_heads, group, nodes], the root always."""
+    products, threshold = (x.cpu() for x in visited)
+    expanded = products.movedim(2, 3) >= threshold[..., None]
     expanded[..., 0] = True
     return expanded
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_that_differ_in_fp32_differ(kind):
-    """And what is equal to the last that is expanded is expanded too."""
     q, tree = tree_of(torch.tensor([[[0, 1.0, 1.0000001, 0.5, 1.0]]]))
     for room, best in ((1, ([2], [3])), (2, ([1, 2, 4], [1, 3, 4]))):
-        visited = ENTRY.run(kind, q, tree, View(0, room, room, 2))
+        visited = ENTRY.run(kind, q, tree, FieldOfView(0, room, room, 2))
         assert visited[0][0, 0, 0].tolist() == [0, 0], "the root"
         for head in (0, 1):
             assert expanded_of(visited)[0, 0, head].nonzero()[:, 0].tolist() == [0, *best[head]]
 
 
-def least_of(x: torch.Tensor, view: View, size: int) -> float:
-    """By the definition, of the products of a query head with its nodes."""
+def threshold_of(x: torch.Tensor, view: FieldOfView, size: int) -> float:
+    """The threshold by its definition, from the products of a query head with the nodes."""
     known = len(x) - 1
-    room = min(max(-(-known * view.share // MILLION), view.least), view.most)
+    room = min(max(-(-known * view.share // MILLION), view.min_nodes), view.max_nodes)
     apart = max(1, -(-known // size))
     best = sorted((v for v in x[1::apart].tolist() if v == v), reverse=True)
     rank = -(-room // apart)
@@ -80,8 +79,8 @@ def least_of(x: torch.Tensor, view: View, size: int) -> float:
     dtype=st.sampled_from([torch.float32, *HALVES]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_best_nodes_of_many_are_expanded(kind, nodes, known, room, values, broken, share, most, far, dtype, seed):
-    """Products of few values are ties mostly, or a few are far above the others; those of two rows and two kv heads
-    differ. NaN is nobody's best."""
+    """Products of few values are mostly ties; with `far` a few are far above the others. Rows and kv heads differ.
+    NaN is never the best."""
     if DEVICE.type == "cpu":
         nodes = min(nodes, 4097)
     g = torch.Generator().manual_seed(seed)
@@ -90,26 +89,29 @@ def test_best_nodes_of_many_are_expanded(kind, nodes, known, room, values, broke
         products[torch.rand(products.shape, generator=g) < 0.01] *= 1e4
     products[torch.rand(products.shape, generator=g) < broken] = torch.nan
     q, tree = tree_of(products, HALVES[-1] if kind == "cuda" and dtype is torch.float32 else dtype)
-    there = 1 + round(known * (nodes - 1))
-    tree.node_count[0], tree.node_count[1] = there, nodes
+    count = 1 + round(known * (nodes - 1))
+    tree.node_count[0], tree.node_count[1] = count, nodes
     part = room**4
-    view = View(round(part * MILLION), 1, most, 2) if share else View(0, max(1, round(part * nodes)), nodes, 2)
-    found, least = (x.cpu() for x in ENTRY.run(kind, q, tree, view))
+    if share:
+        view = FieldOfView(round(part * MILLION), 1, most, 2)
+    else:
+        view = FieldOfView(0, max(1, round(part * nodes)), nodes, 2)
+    found, threshold = (x.cpu() for x in ENTRY.run(kind, q, tree, view))
     for b, h in itertools.product(range(2), range(4)):
         count = int(tree.node_count[b, 0])
         x = products[b, h // 2] * (1 - 2 * (h % 2))
         want = torch.where((torch.arange(nodes) < count) & ~x.isnan(), x, -torch.inf)
         want[0] = 0
         assert torch.equal(found[b, h // 2, :, h % 2], want)
-        assert least[b, h // 2, h % 2] == least_of(x[:count], view, VISIT.sample_of(nodes, 2))
+        assert threshold[b, h // 2, h % 2] == threshold_of(x[:count], view, VISIT.sample_of(nodes, 2))
 
 
 def test_number_of_expanded_nodes_is_met_in_the_mean():
-    """Exactly where the sample is all nodes, and in the mean where it is not."""
+    """The number of expanded nodes is exact where the sample is all nodes, and met in the mean otherwise."""
     g = torch.Generator().manual_seed(0)
     for nodes, room in ((VISIT.SAMPLE + 1, 100), (8193, 512), (32769, 512)):
         q, tree = tree_of(torch.randn(4, 8, nodes, generator=g))
-        counts = expanded_of(ENTRY.reference(q, tree, View(0, room, room, 2))).sum(-1).float() - 1
+        counts = expanded_of(ENTRY.reference(q, tree, FieldOfView(0, room, room, 2))).sum(-1).float() - 1
         size = VISIT.sample_of(nodes, 2)
         if nodes <= size + 1:
             assert (counts == room).all()
@@ -121,25 +123,25 @@ def test_number_of_expanded_nodes_is_met_in_the_mean():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_root_takes_no_place_of_another_node(kind):
-    """Its product would be the second best."""
+    """The product of the root would be the second best."""
     products = -torch.arange(40).float()
     products[1] = 1
     q, tree = tree_of(products.expand(1, 1, 40))
-    visited = ENTRY.run(kind, q, tree, View(0, 3, 3, 2))
+    visited = ENTRY.run(kind, q, tree, FieldOfView(0, 3, 3, 2))
     assert visited[1][0, 0, 0] == -3
     assert expanded_of(visited)[0, 0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_children_of_expanded_nodes_are_scored(kind):
-    """Of nodes of the third level some are, the first always; of the second level the best of their children."""
+    """Of level 3 the best nodes are expanded and the first always; of level 2 the best of their children."""
     nodes, g = 160, torch.Generator().manual_seed(0)
     given = torch.randint(-99, 99, (2, 2, nodes), generator=g).float()
     q, tree = tree_of(given)
     above = torch.tensor([1, 40, 70, 71, 100, 159])
     parent = above[torch.randint(len(above), tree.parent.shape, generator=g)].int()
     parent[..., above], tree.level[..., above.to(DEVICE)] = 0, 3
-    products, least = ENTRY.run(kind, q, tree._replace(parent=parent.to(DEVICE)), View(0, 2, 9, 3))
+    products, threshold = ENTRY.run(kind, q, tree._replace(parent=parent.to(DEVICE)), FieldOfView(0, 2, 9, 3))
     for b, h, head in itertools.product(range(2), range(2), range(2)):
         x = given[b, h] * (1 - 2 * head)
         best = above[(x[above] >= x[above].sort(descending=True).values[1]) | (above < 2)]
@@ -149,7 +151,7 @@ def test_children_of_expanded_nodes_are_scored(kind):
         want[0] = 0
         assert torch.equal(products[b, h, :, head].cpu(), want)
         want[above], want[0] = -torch.inf, -torch.inf
-        assert least[b, h, head] == want.sort(descending=True).values[1]
+        assert threshold[b, h, head] == want.sort(descending=True).values[1]
 
 
 SCORERS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -161,19 +163,19 @@ SCORERS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
     group=st.integers(1, 8), half=st.sampled_from(HALVES), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_products_use_the_8_bit_codes(kind, nodes, known, d, group, half, seed):
-    """Those of a tree of two levels, for every shape that csrc/visit_nodes.cu takes; codes use all of their range."""
+    """Trees of two levels, in every shape that csrc/visit_nodes.cu takes. Codes use their whole range."""
     g = torch.Generator().manual_seed(seed)
     code = torch.randint(-127, 128, (2, 2, nodes, d), generator=g, dtype=torch.int8)
     scale = torch.rand(2, 2, nodes, generator=g)
     q = torch.randn(2, 2 * group, 1, d, generator=g).to(half)
-    there = 1 + round(known * (nodes - 1))
+    count = 1 + round(known * (nodes - 1))
     want = (q.double().unflatten(1, (2, group))[..., 0, :] @ code.double().mT) * scale.double()[:, :, None]
     tree = flat_tree(code.to(DEVICE), scale.to(DEVICE), half)
-    tree.node_count.fill_(there)
-    products, _ = ENTRY.run(kind, q.to(DEVICE), tree, View(0, 1, 1, 2))
+    tree.node_count.fill_(count)
+    products, _ = ENTRY.run(kind, q.to(DEVICE), tree, FieldOfView(0, 1, 1, 2))
     products = products.cpu().movedim(-1, 2).flatten(1, 2)
-    assert torch.isneginf(products[..., there:]).all()
-    torch.testing.assert_close(products[..., 1:there], want.flatten(1, 2)[..., 1:there].float(), atol=1e-2, rtol=1e-4)
+    assert torch.isneginf(products[..., count:]).all()
+    torch.testing.assert_close(products[..., 1:count], want.flatten(1, 2)[..., 1:count].float(), atol=1e-2, rtol=1e-4)
 
 
 ODD = {
@@ -189,39 +191,39 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
     tree = flat_tree(torch.zeros(1, 1, 9, dim, dtype=torch.int8, device=DEVICE), torch.ones(1, 1, 9).to(DEVICE), dtype)
     q = torch.zeros(1, group, 1, dim + (odd == "wider"), dtype=dtype, device=DEVICE)[..., int(odd == "wider") :]
     levels = 3 if odd == "levels" else 2
-    assert ENTRY.chain.chosen(q, tree, View(0, 3, 3, levels)) == ("triton", {"cuda": ODD[odd]})
+    assert ENTRY.chain.chosen(q, tree, FieldOfView(0, 3, 3, levels)) == ("triton", {"cuda": ODD[odd]})
 
 
 def test_cuda_kernel_runs_at_the_usual_shapes():
-    assert ENTRY.chain.chosen(*tree_of(torch.zeros(1, 1, 9), torch.float16), View(0, 3, 3, 2)) == NATIVE
+    assert ENTRY.chain.chosen(*tree_of(torch.zeros(1, 1, 9), torch.float16), FieldOfView(0, 3, 3, 2)) == NATIVE
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("were", [1, 500, 9999999])
-def test_stale_node_count_gives_the_same_result(were, tmp_path, monkeypatch):
-    """A program looks where the sample would be if no node had come; the number is read again later."""
+@pytest.mark.parametrize("guess", [1, 500, 9999999])
+def test_stale_node_count_gives_the_same_result(guess, tmp_path, monkeypatch):
+    """A program prefetches the sample by an early reading of the node count, which it reads again later."""
     shutil.copytree(_cuda.SOURCES, tmp_path / "csrc")
     file = tmp_path / "csrc" / "visit_nodes.cu"
     text = file.read_text()
     assert text.count("__ldcg(node_count)") == 1
-    file.write_text(text.replace("__ldcg(node_count)", str(were)))
+    file.write_text(text.replace("__ldcg(node_count)", str(guess)))
     monkeypatch.setattr(_cuda, "SOURCES", tmp_path / "csrc")
     monkeypatch.setattr(_cuda, "_loaded", {})
     for nodes in (100, 3000):
         q, tree = tree_of(torch.randn(2, 2, nodes), torch.bfloat16)
-        things = (q, tree, View(0, 60, 60, 2))
+        things = (q, tree, FieldOfView(0, 60, 60, 2))
         for x, y in zip(ENTRY.run("cuda", *things), ENTRY.run("reference", *things), strict=True):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("view", [View(0, 2, 1, 2), View(-1, 1, 1, 2), View(MILLION + 1, 1, 1, 2), View(0, 0, 1, 2)])
-def test_wrong_views_are_refused(view):
-    with pytest.raises(ValueError, match="need share from 0 to 1000000, 1 <= least <= most and levels from 2"):
-        VISIT.visit_nodes(*tree_of(torch.zeros(1, 1, 4)), view)
+@pytest.mark.parametrize(("share", "least", "most"), [(0, 2, 1), (-1, 1, 1), (MILLION + 1, 1, 1), (0, 0, 1)])
+def test_wrong_views_are_refused(share, least, most):
+    with pytest.raises(ValueError, match="need share from 0 to 1000000, 1 <= min_nodes <= max_nodes and levels from 2"):
+        VISIT.visit_nodes(*tree_of(torch.zeros(1, 1, 4)), FieldOfView(share, least, most, 2))
 
 
 def test_number_of_programs_fits_an_early_launch(monkeypatch):
-    """264 of this GPU: of 8 kv heads 33 each, of which as many as there are query heads have the sample."""
+    """132 multiprocessors launch 264 programs early: 33 for each of 8 kv heads, of which `group` have the sample."""
     monkeypatch.setattr(VISIT, "sm_count", lambda device: 132)
     for nodes, group, heads, clusters in ((8194, 4, 8, 7), (2050, 4, 8, 3), (32770, 4, 8, 33), (8194, 1, 8, 32)):
         assert VISIT._clusters(nodes, group, heads, DEVICE) == clusters
