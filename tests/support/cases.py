@@ -225,7 +225,7 @@ def _find_boundary(w: World):
     return (q, ring, units, segments, trigger, w.stats(), w.lengths_view, rule)
 
 
-def _settle_segments(w: World):
+def _close_segments(w: World):
     return (*_segments(w, w.start, w.previous_begin), w.lengths_view, w.ring_rows)
 
 
@@ -300,7 +300,7 @@ OPS = {
     "rerank": _rerank,
     "attention_mass": _attention_mass,
     "find_boundary": _find_boundary,
-    "close_segments": _settle_segments,
+    "close_segments": _close_segments,
     "cluster_keys": _cluster_keys,
     "cluster_ring": _cluster_ring,
     "pick_units": _pick_units,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.method import Method
-from torchsparsekv.ops.clusters._kmeans import SEEDS, WIDEST, Kmeans
+from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH, SEEDS, Kmeans
 from torchsparsekv.ops.clusters._segments import unit_capacity
 from torchsparsekv.ops.clusters.close_segments import close_segments
 from torchsparsekv.ops.clusters.cluster_keys import WHOLE, cluster_keys
@@ -38,7 +38,7 @@ class ClusterMethod(Method):
     regroups = True
 
     cluster_size: int | None = None
-    stretch: int | None = WIDEST
+    stretch: int | None = MAX_STRETCH
     rounds: int = 3
     seed: int = 0
     cosine: bool = False
@@ -46,13 +46,13 @@ class ClusterMethod(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cluster_size is not None:
-            self.check_int("cluster_size", 2, WIDEST)
+            self.check_int("cluster_size", 2, MAX_STRETCH)
         self.check_int("rounds", 1, 100)
         self.check_int("seed", 0, SEEDS - 1)
         if not isinstance(self.cosine, bool):
             raise TypeError(f"{self.name}: cosine must be a bool, got {self.cosine!r}")
         if self.stretch is not None:
-            self.check_int("stretch", 2, WIDEST, power=True)
+            self.check_int("stretch", 2, MAX_STRETCH, power=True)
             if self.stretch < self.per_cluster:
                 raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
         self.check_units()
