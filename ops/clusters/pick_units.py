@@ -192,8 +192,8 @@ def _cut(
     """Narrow the ranks [low, high): units at or above `low` fill the budget, units at or above `high` do not.
 
     Stops when the units in between have equal ranks, or there is one, or at most `enough` tokens lie at or above `low`.
-    Returns (low, high, weight at or above low, weight at or above high). Of `n_survivors` survivors the first N are passed as
-    rank and weight; MORE reads the others from memory in every round.
+    Returns (low, high, weight at or above low, weight at or above high). Of `n_survivors` survivors the first N are
+    passed as rank and weight; MORE reads the others from memory in every round.
     """
     above_high = tl.zeros((), tl.uint32)
     while (high - low > 1) & (_tokens(above_low) > enough) & ((above_low - above_high) >> 21 != 1):
@@ -218,8 +218,8 @@ def _keep(rank, begin, size, keys, begins, chunk_stats, budget, N: tl.constexpr)
     These are all units at or above a rank from which on the chunk alone fills the budget. The search may stop at 25 %
     more tokens than the budget, which saves rounds.
 
-    chunk_stats [5, chunks]: the number of kept units, their tokens, the lowest rank that can be in the result, and the lowest
-    and the highest kept rank.
+    chunk_stats [5, chunks]: the number of kept units, their tokens, the lowest rank that can be in the result, and the
+    lowest and the highest kept rank.
     """
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     rank = tl.where(size > 0, rank, -2147483648)
@@ -356,7 +356,8 @@ def launch(q, units, retrieve_now, done_count, budget, scale) -> Tensor:
         GP=max(16, next_power_of_2(group)), D=d, DP=wide_d, UNITS=tile, num_warps=4, num_stages=STAGES,
         **launch_early(q.device, rows * parts),
     )  # fmt: skip
-    keys, begins, chunk_stats, skips = new(chunks * chunk_size, torch.int64), new(chunks * chunk_size), new(chunks * 5), new(budget)
+    keys, begins = new(chunks * chunk_size, torch.int64), new(chunks * chunk_size)
+    chunk_stats, skips = new(chunks * 5), new(budget)
     out = new(budget).view(batch, heads, budget)
     _choose[(rows, chunks)](
         logits, *sums, first, unit_count, retrieve_now, done_count, out, keys, begins, chunk_stats, skips, capacity,

@@ -132,7 +132,7 @@ def _centroid_votes(w: World):
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 
 
-def _collide(w: World):
+def _rank_by_votes(w: World):
     m = max(w.pick(8, 4, 2), 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
     codes, packs = _encoded(w, m), w.pick(1, 2, 3)
     shape = (w.batch, w.heads, packs, 1 << m, codes.ids.shape[3], 4)
@@ -296,7 +296,7 @@ OPS = {
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
     "centroid_votes": _centroid_votes,
-    "rank_by_votes": _collide,
+    "rank_by_votes": _rank_by_votes,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
     "find_boundary": _find_boundary,
