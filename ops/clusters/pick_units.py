@@ -90,6 +90,7 @@ def reference(
 
 @triton.jit
 def _larger(a, b):
+    """The maximum of two, for a scan."""
     return tl.maximum(a, b)
 
 
@@ -107,7 +108,7 @@ def _logits(
     if (tl.load(retrieve_now + bh) != 0) & (count > 0):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
         x = q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None]
-        x = tl.load(x, mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
+        x = tl.load(x, mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)  # [DP, GP]
         centroid, logits = centroid + bh * capacity * D, logits + bh * capacity * G
         # One running sum per unit of a tile: warps meet only once, after the loop. -1e38 keeps empty sums finite.
         top, total = tl.full((UNITS, GP), -1e38, tl.float32), tl.zeros((UNITS, GP), tl.float32)
@@ -115,7 +116,7 @@ def _logits(
             u = tile * UNITS + tl.arange(0, UNITS)
             live = (u < count)[:, None]
             c = tl.load(centroid + u.to(tl.int64)[:, None] * D + d[None, :], mask=live & (d < D)[None, :], other=0.0)
-            z = tl.dot(c, x, input_precision="ieee") * scale
+            z = tl.dot(c, x, input_precision="ieee") * scale  # [UNITS, GP]
             tl.store(logits + u[:, None] * G + g[None, :], z, mask=live & (g < G)[None, :])
             z = tl.where(live, z, float("-inf"))
             peak = tl.maximum(top, z)
@@ -130,13 +131,13 @@ def _logits(
 def _ranks(logits, tops, totals, u, live, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr):
     """Integers in the order of the scores of units `u` [n]: the maxima and sums of all parts make the softmax."""
     g, p = tl.arange(0, GR), tl.arange(0, PARTS)
-    m = (p < parts)[:, None] & (g < G)[None, :]
-    top = tl.load(tops + p[:, None] * G + g[None, :], mask=m, other=float("-inf"))
-    total = tl.load(totals + p[:, None] * G + g[None, :], mask=m, other=0.0)
+    mask = (p < parts)[:, None] & (g < G)[None, :]
+    top = tl.load(tops + p[:, None] * G + g[None, :], mask=mask, other=float("-inf"))
+    total = tl.load(totals + p[:, None] * G + g[None, :], mask=mask, other=0.0)
     z = tl.load(logits + u[:, None] * G + g[None, :], mask=live[:, None] & (g < G)[None, :], other=0.0)
     peak = tl.where(g < G, tl.max(top, 0), 0.0)
-    whole = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
-    z = tl.where((g < G)[None, :], z - whole[None, :], float("-inf"))
+    log_sum = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
+    z = tl.where((g < G)[None, :], z - log_sum[None, :], float("-inf"))
     best = tl.max(z, 1)
     score = best + tl.log(tl.sum(tl.exp(z - best[:, None]), 1))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -316,6 +317,7 @@ def _choose(
     budget, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Keep the units of this chunk that may be chosen; the last chunk of a head to finish chooses."""
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)

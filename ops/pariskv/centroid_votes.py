@@ -132,11 +132,13 @@ def reference(
 
 @triton.jit
 def share_by_length(n, below0, below1, below2, at0, at1, at2, at3):
+    """beta, or rho, of a row of n keys, in millionths."""
     return tl.where(n < below0, at0, tl.where(n < below1, at1, tl.where(n < below2, at2, at3))).to(tl.int64)
 
 
 @triton.jit
 def _limit(n, rho, percent):
+    """ceil(percent % of rho * n), with rho in millionths."""
     return ((n.to(tl.int64) * rho * percent + 99999999) // 100000000).to(tl.int32)
 
 
@@ -168,8 +170,8 @@ def _votes(
 ):  # fmt: skip
     """One subspace of one query head: the votes of every centroid, one byte of its table entry.
 
-    Opposite patterns have opposite scores. So half as many absolute scores are compared, which is a quarter of the
-    comparisons. If the better halves of all pairs hold enough keys, the worse halves get no votes.
+    Opposite patterns have opposite scores, so the absolute scores of the pairs are compared: a quarter of the
+    comparisons. If the better patterns of all pairs hold enough keys, the worse patterns get no votes.
     """
     wait_for_previous(PDL)
     bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)

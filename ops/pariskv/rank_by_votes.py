@@ -149,8 +149,8 @@ def _score(
         for w in tl.static_range(W):
             if W > 1:
                 votes = _by_space(table + w * B * SIZE, B, SIZE)
-            votes_of = tl.gather(votes, entry, 0)  # from shared memory
-            total = tl.sum(tl.reshape(votes_of, (CHUNK, B)).to(tl.int32), 1)  # of up to 4 heads, a byte each
+            found = tl.gather(votes, entry, 0)  # from shared memory
+            total = tl.sum(tl.reshape(found, (CHUNK, B)).to(tl.int32), 1)  # of 4 query heads, a byte each
             best = tl.maximum(best, tl.maximum(total & 255, (total >> 8) & 255))
             best = tl.maximum(best, tl.maximum((total >> 16) & 255, (total >> 24) & 255))
         tl.store(scores + bh * stride + row, best.to(tl.uint8), mask=live)
@@ -158,19 +158,19 @@ def _score(
     if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
         count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(at_least + (bh * BINS + bins) * parts + part, count)  # in a row what is added up
+        tl.store(at_least + (bh * BINS + bins) * parts + part, count)  # counts of one score lie side by side: they are summed
 
 
 @triton.jit
 def _candidates(n, beta, least, dense):
-    """As `candidates_of`."""
+    """`candidates_of`, of one row."""
     share = ((n.to(tl.int64) * beta + 999999) // 1000000).to(tl.int32)
     return tl.where(n <= dense, n, tl.minimum(n, tl.maximum(share, least)))
 
 
 @triton.jit
 def _sums(a, b):
-    """Of both, in the halves of a word: what counts is not work but how many steps wait for one another."""
+    """The sums of a and of b, computed as one sum of 64-bit words: one reduction instead of two."""
     both = tl.sum((a.to(tl.int64) << 32) + b.to(tl.int64), 0)
     return (both >> 32).to(tl.int32), both.to(tl.int32)
 
@@ -278,7 +278,7 @@ def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity)
     below, beta, _ = split_ratios(ratios)
     kernels.launch(
         "scores", (all_heads, parts, 1), NATIVE_STEP, ids, votes, scores, at_least, times, heads, rows, scores.shape[2],
-        lengths.sink, shared=packs * 256 * 32 * _votes.PACKED,
+        lengths.sink, shared=packs * 256 * 32 * _votes.HEADS_PER_ENTRY,
     )  # fmt: skip
     kernels.launch(
         "compact", (all_heads, parts, 1), NATIVE_STEP, scores, at_least, out, times, heads, scores.shape[2],
