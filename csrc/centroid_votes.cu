@@ -1,21 +1,21 @@
-// The votes that each centroid gets from a query, and the rotated query, as ops/pariskv/centroid_votes.py specifies them,
-// for subspaces of 8 dimensions (256 centroids). A program has one subspace of up to four query heads.
+// The rotated query and the votes of every centroid, as ops/pariskv/centroid_votes.py specifies them, for subspaces of 8
+// dimensions (256 centroids). A program handles one subspace of up to four queries.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), F queries of a kv head, each the sum of G heads of D channels of a
-// type (KIND: 0 float, 1 half, 2 bfloat16).
+// Compile-time constants: B subspaces (8, 16 or 32); F queries of a kv head, each the sum of G query heads; D channels;
+// KIND, the type of the query (0 float, 1 half, 2 bfloat16).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int SIZE = 256, HALF = SIZE / 2, PACK = 4;
 constexpr int FIELDS = F < PACK ? F : PACK, THREADS = HALF * FIELDS;
-constexpr int LANES = 16;  // that add up a coordinate
-constexpr unsigned long long WALSH = 0x963C5AF066CCAA00;  // byte j: the signs of row j of the 8 x 8 Hadamard matrix
+constexpr int LANES = 16;  // threads that sum up one coordinate
+constexpr unsigned long long WALSH = 0x963C5AF066CCAA00;  // byte j: signs of row j of the 8 x 8 Hadamard matrix
 __constant__ int PERCENT[6] = {5, 15, 30, 50, 75, 100};
 
-struct Flips { unsigned at[8]; };  // the channels that change their sign, a bit each
+struct Flips { unsigned at[8]; };  // one bit per channel: whether its sign is flipped
 
-// Eight channels of a query from number `first` on; those that there are not are 0.
+// Add eight channels of a query to `x`, from channel `first` on; channels beyond D count as 0.
 __device__ void add(float (&x)[8], const void* q, int first) {
   if constexpr (KIND == 0) {
     for (int i = 0; i < 8; i++)
@@ -38,7 +38,7 @@ __device__ void add(float (&x)[8], const void* q, int first) {
   }
 }
 
-// A coordinate of the query, rotated but not scaled; by LANES threads, of which each gets it.
+// One coordinate of the rotated query, before scaling. LANES threads compute it together, and each gets it.
 __device__ float rotate(const char* q, int stride, int coordinate, const Flips& flips) {
   constexpr int BYTES = KIND ? 2 : 4;
   float y = 0;
@@ -53,10 +53,10 @@ __device__ float rotate(const char* q, int stride, int coordinate, const Flips& 
   return y;
 }
 
-// Sums of two numbers over the threads of a team up to this one, and over all of them; `warps` is of the team.
+// Prefix sums of two numbers over the HALF threads of a query (`upto`), and their totals (`all`); `warps` is scratch.
 __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % HALF / 32;
-  for (int d = 1; d < 32; d *= 2) {  // as `sum_upto`, both at a time
+  for (int d = 1; d < 32; d *= 2) {  // `sum_upto` of both numbers
     const int x = __shfl_up_sync(ALL, upto.x, d), y = __shfl_up_sync(ALL, upto.y, d);
     if (lane >= d) upto.x += x, upto.y += y;
   }
@@ -69,7 +69,7 @@ __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
   }
 }
 
-// How many of the scores of a query are above `s`.
+// The number of absolute scores of a query above `s`.
 __device__ int above(const float (&scores)[HALF], float s) {
   float count = 0;
   for (int i = 0; i < HALF; i += 4) {
@@ -82,17 +82,17 @@ __device__ int above(const float (&scores)[HALF], float s) {
   return count;
 }
 
-// Opposite patterns have opposite scores, so ranking the absolute scores of the pairs says all. A pair's rank is how many
-// are above it; equal ones share it, and so their numbers of keys add up at one place of `keys`.
+// Opposite patterns have opposite scores, so it suffices to rank the absolute scores of the pairs. The rank of a pair is
+// the number of pairs above it. Pairs of equal score share a rank, and `keys[rank]` sums their numbers of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) votes(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
-    int sink, float scale, Lengths rho, const __grid_constant__ Flips flips) {
+    int sink, float scale, ShareByLength rho, const __grid_constant__ Flips flips) {
   __shared__ __align__(16) float scores[FIELDS][HALF];
   __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
   __shared__ float x[FIELDS][8];
   __shared__ int limits[6];
   __shared__ __align__(4) unsigned char got[SIZE][PACK];
-  const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // divided in 32 bits
+  const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // a 32-bit division
   const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
   const int field = pack * PACK + f;
   for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(got)[i] = 0;
@@ -108,27 +108,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) votes(
   }
   if (threadIdx.x < 6) {
     const int n = max(ring_begin[b] - sink, 0);
-    limits[threadIdx.x] = (int)((n * by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
+    limits[threadIdx.x] = (int)((n * share_by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
   }
   __syncthreads();
   float s = 0;
   for (int j = 0; j < 8; j++) s += pair >> j & 1 ? x[f][j] : -x[f][j];
-  const bool turned = s < 0;
+  const bool negative = s < 0;
   s = fabsf(s), scores[f][pair] = s;
   __syncthreads();
   const int rank = above(scores[f], s);
-  atomicAdd(&keys[f][rank].x, turned ? down : up), atomicAdd(&keys[f][rank].y, turned ? up : down);
+  atomicAdd(&keys[f][rank].x, negative ? down : up), atomicAdd(&keys[f][rank].y, negative ? up : down);
   __syncthreads();
-  const int2 here = keys[f][pair];  // of the rank number `pair`: above zero, and below
+  const int2 here = keys[f][pair];  // keys of rank `pair`: of positive and of negative scores
   int2 upto = here, all;
   scan(upto, all, warps[f]);
-  keys[f][pair] = {upto.x - here.x, all.x + all.y - upto.y};  // keys of strictly better centroids
+  keys[f][pair] = {upto.x - here.x, all.x + all.y - upto.y};  // keys of centroids with strictly better scores
   __syncthreads();
   if (field < F) {
     const int2 before = keys[f][rank];
     int high = 0, low = 0;
     for (int i = 0; i < 6; i++) high += before.x < limits[i], low += before.y < limits[i];
-    const int c = turned ? SIZE - 1 - pair : pair;
+    const int c = negative ? SIZE - 1 - pair : pair;
     got[c][f] = high;
     got[SIZE - 1 - c][f] = s == 0 ? high : low;
   }

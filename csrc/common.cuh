@@ -71,8 +71,9 @@ __device__ inline void chain() {
 // so it does not matter who writes them.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-struct Lengths { int below[3], share[4]; };  // a share of a row, in millionths, by its number of keys
+// A share of a row, in millionths, by its number of keys: share[i] for the first i with n < below[i], else share[3].
+struct ShareByLength { int below[3], share[4]; };
 
-__device__ inline long long by_length(const Lengths& x, int n) {
+__device__ inline long long share_by_length(const ShareByLength& x, int n) {
   return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }

@@ -1,21 +1,21 @@
 // Stage I of ParisKV, as ops/pariskv/rank_by_votes.py specifies it, for subspaces of 8 dimensions (ids of 256 centroids).
 //
-// Why not Triton: it has neither atomics on shared memory, so that a histogram costs as much as the lookups, nor a
-// say in which thread asks which bank. Here a lookup never meets a bank conflict: row c of `lookup` holds what centroid
-// c gets in every subspace, B words, repeated to fill all 32 banks, and the threads of a warp begin at different
-// subspaces. Points are words of four bytes, one per query head, and sums of them stay below 256.
+// Why not Triton: it has no atomics on shared memory, so a histogram costs as much as the lookups, and it does not let a
+// kernel choose which thread reads which bank. Here lookups have no bank conflicts. Row c of `lookup` holds the votes of
+// centroid c in all B subspaces, repeated to fill the 32 banks, and the threads of a warp start at different subspaces.
+// Votes are words of four bytes, one byte per query head; sums of a byte stay below 256.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), PACKS of four query heads, BINS (a power of two above 6 B + 1),
+// Compile-time constants: B subspaces (8, 16 or 32); PACKS of four query heads; BINS, a power of two above 6 B + 1;
 // THREADS of a program.
 
 #include "common.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
-constexpr int BATCH = 2;  // keys of a thread on their way at a time
-constexpr int STEP = THREADS;  // keys at a time; spans are multiples of it
+constexpr int BATCH = 2;  // keys per thread that are loaded at a time
+constexpr int STEP = THREADS;  // keys that a program scores at a time; spans are multiples of it
 static_assert(THREADS % BINS == 0);
 
-// Keys per program: the rows in use, not the capacity, are dealt out.
+// Keys per program: the rows in use are divided among the programs.
 __device__ int span_of(int end) {
   int each = (end + gridDim.y - 1) / gridDim.y;
   return (each + STEP - 1) / STEP * STEP;
@@ -37,8 +37,8 @@ __device__ Ids load(const unsigned char* ids) {
   return x;
 }
 
-// The bytes from number `by` on, and then those before it.
-__device__ Ids turned(Ids x, int by) {
+// The bytes rotated by `by`: byte i of the result is byte (i + by) % B.
+__device__ Ids rotated_bytes(Ids x, int by) {
   constexpr int WORDS = B / 4;
   Ids y;
   for (int half = 1; half < WORDS; half *= 2) {
@@ -56,41 +56,42 @@ __device__ unsigned load_shared(unsigned at) {
   return x;
 }
 
-// The largest sum of votes that a query head gives a key: `row[i]` is where row 0 of the lookup has what byte i asks.
-__device__ int score(const Ids& names, const unsigned (&row)[B]) {
+// The score of a key: the largest sum of votes of a query head. `row[i]` is the address, in row 0 of the lookup, of the
+// subspace of byte i.
+__device__ int score(const Ids& ids, const unsigned (&row)[B]) {
   unsigned best = 0;
   for (int w = 0; w < PACKS; w++) {
     unsigned sum = 0;
     for (int i = 0; i < B; i++)
-      sum += load_shared(__dp4a(names.word[i / 4], 4u * BANKS << 8 * (i % 4), row[i]) + w * SIZE * 4 * BANKS);
+      sum += load_shared(__dp4a(ids.word[i / 4], 4u * BANKS << 8 * (i % 4), row[i]) + w * SIZE * 4 * BANKS);
     best = __vmaxu2(best, __vmaxu2(sum & 0x00FF00FF, sum >> 8 & 0x00FF00FF));
   }
   return max(best & 0xFFFF, best >> 16);
 }
 
-// The votes of the centroids, [PACKS, SIZE, B], as lookups want it: each row as often as the banks hold it.
-__device__ void lay_out(uint4* lookup, const uint4* table) {
+// Copy the table of votes [PACKS, SIZE, B] to shared memory, each row repeated to fill the banks.
+__device__ void fill_lookup(uint4* lookup, const uint4* table) {
   for (int i = threadIdx.x; i < PACKS * SIZE * B / 4; i += THREADS)
     for (int copy = 0; copy < BANKS / B; copy++)
       lookup[i / (B / 4) * (BANKS / 4) + copy * (B / 4) + i % (B / 4)] = table[i];
 }
 
-// How many keys of a span reach each score, from how many have it.
-__device__ void add_up(const int* tally, int* reach) {
+// Suffix sums: the number of keys with at least each score, from the number with exactly each score.
+__device__ void suffix_sums(const int* tally, int* at_least) {
   const int tid = threadIdx.x, lane = tid % 32;
   if (tid >= BINS) return;
-  int upto = tally[tid];  // in this warp's 32, and in those beyond
+  int upto = tally[tid];  // first over the 32 scores of this warp, then also over those above them
   for (int d = 1; d < 32; d *= 2) {
     const int beyond = __shfl_down_sync(ALL, upto, d);
     if (lane + d < 32) upto += beyond;
   }
   for (int i = (tid / 32 + 1) * 32 + lane; i < BINS; i += 32) upto += __reduce_add_sync(ALL, tally[i]);
-  reach[tid] = upto;
+  at_least[tid] = upto;
 }
 
-// Score a span of keys; count how many of them reach each score.
+// Score a span of keys, and count how many of them have at least each score.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(
-    const unsigned char* ids, const uint4* table, unsigned char* out, int* reach, const int* ring_begin, int heads,
+    const unsigned char* ids, const uint4* table, unsigned char* out, int* at_least, const int* ring_begin, int heads,
     int rows, int stride, int sink) {
   extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
   __shared__ int tally[BINS];
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   chain();
   const int end = ring_begin[blockIdx.x / heads];
-  lay_out(lookup, table + bh * PACKS * SIZE * B / 4);
+  fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
   if (first >= end) return;
   ids += (bh * rows + first + tid) * B, out += bh * stride + first + tid;
@@ -115,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
     for (int k = 0; k < BATCH; k++)
       if (at + (BATCH + k) * STEP < stop) ahead[k] = load(ids + (BATCH + k) * STEP * B);
     int best[BATCH];
-    for (int k = 0; k < BATCH; k++) best[k] = score(turned(now[k], lane % B), row);
-    const bool all = at - lane >= sink && at - lane + 31 + (BATCH - 1) * STEP < stop;  // of this warp's
+    for (int k = 0; k < BATCH; k++) best[k] = score(rotated_bytes(now[k], lane % B), row);
+    const bool all = at - lane >= sink && at - lane + 31 + (BATCH - 1) * STEP < stop;  // all keys of the warp are live
     for (int k = 0; k < BATCH; k++)
       if (all || at + k * STEP >= sink && at + k * STEP < stop) {
         atomicAdd(&tally[best[k]], 1);
@@ -124,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
       }
   }
   __syncthreads();
-  add_up(tally, reach + (bh * gridDim.y + blockIdx.y) * BINS);
+  suffix_sums(tally, at_least + (bh * gridDim.y + blockIdx.y) * BINS);
 }
 
-// Sums over the threads before this one, and over all.
+// The sum over the threads before this one, and in `all` the sum over all threads.
 __device__ int scan(int x, int* warps, int& all) {
   const int upto = sum_upto(x);
   __syncthreads();  // `warps` is free
@@ -138,7 +139,7 @@ __device__ int scan(int x, int* warps, int& all) {
   return __reduce_add_sync(ALL, lane() < warp() ? others : 0) + upto - x;
 }
 
-// Bit i: whether byte i of the 16 is above the threshold, or at it.
+// Bit i: whether byte i of the 16 is above the threshold, or with `at` equal to it.
 __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
   const unsigned four = threshold * 0x01010101, word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
   unsigned all = 0;
@@ -149,37 +150,37 @@ __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
   return all;
 }
 
-// The score at which `count` keys are reached, how many of those at it fit in, and those of the spans before `part` that
-// are above it, and at it.
-struct Meeting { int threshold, room, above, ties; };
+// The score at which `count` keys are reached; the number of keys of this score that still fit; and in the spans before
+// `part` the numbers of keys above the score and at the score.
+struct Threshold { int threshold, room, above, ties; };
 
-__device__ Meeting meeting(
-    const int* reach, int part, int parts, int count, int (&totals)[BINS], int (&before)[BINS]) {  // both 0
+__device__ Threshold find_threshold(
+    const int* at_least, int part, int parts, int count, int (&totals)[BINS], int (&before)[BINS]) {  // both start at 0
   const int tid = threadIdx.x;
-  int total = 0, ahead = 0;  // keys that reach a score: in all spans, and in those before this one
-#pragma unroll 8  // loads on their way at a time
+  int total = 0, ahead = 0;  // keys with at least this score: in all spans, and in the spans before this one
+#pragma unroll 8  // loads in flight
   for (int p = tid / BINS; p < parts; p += THREADS / BINS) {
-    const int keys = reach[p * BINS + tid % BINS];
+    const int keys = at_least[p * BINS + tid % BINS];
     total += keys, ahead += p < part ? keys : 0;
   }
   atomicAdd(&totals[tid % BINS], total), atomicAdd(&before[tid % BINS], ahead);
   __syncthreads();
-  // They fall, to 0 beyond the best score.
+  // Totals fall with the score, to 0 above the best score.
   const int reached = __syncthreads_count(tid < BINS && totals[tid % BINS] >= count), above = before[reached];
   return {reached - 1, count - totals[reached], above, before[reached - 1] - above};
 }
 
-// Write the candidates of a span to where those of the spans before it end.
+// Write the candidates of a span behind those of the spans before it.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
-    const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
-    int least, int dense, int capacity, Lengths beta) {
+    const unsigned char* scores, const int* at_least, int* out, const int* ring_begin, int heads, int stride, int sink,
+    int least, int dense, int capacity, ShareByLength beta) {
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;
   const int tid = threadIdx.x, part = blockIdx.y, end = ring_begin[blockIdx.x / heads], span = span_of(end);
-  const int n = max(end - sink, 0), share = (int)((n * by_length(beta, n) + 999999) / 1000000);
+  const int n = max(end - sink, 0), share = (int)((n * share_by_length(beta, n) + 999999) / 1000000);
   const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
-  out += bh * capacity, scores += bh * stride, reach += bh * gridDim.y * BINS;
+  out += bh * capacity, scores += bh * stride, at_least += bh * gridDim.y * BINS;
   if (tid < BINS) totals[tid] = before[tid] = 0;
   __syncthreads();
   chain();
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact(
       return row < stop ? *reinterpret_cast<const uint4*>(scores + row) : make_uint4(0, 0, 0, 0);
     };
     uint4 next = load(part * span + 16 * tid);
-    auto [threshold, room, above, ties] = meeting(reach, part, (end + span - 1) / span, count, totals, before);
+    auto [threshold, room, above, ties] = find_threshold(at_least, part, (end + span - 1) / span, count, totals, before);
     for (int first = part * span; first < stop; first += TILE) {
       const int row = first + 16 * tid;
       const uint4 s = next;

@@ -1,22 +1,21 @@
 // Stage II of ParisKV, as ops/pariskv/rerank.py specifies it, for subspaces of 8 dimensions and up to 8 query heads.
 //
-// Why not Triton: a dot product does not care in which order it takes the channels. So each thread of four takes a
-// quarter of a candidate's codes, 16 bytes of the usual 64, and they are unpacked right where the tensor cores want
-// them; Triton moves them there through shared memory, and its programs are too large to hide that the rows are
-// scattered all over memory.
+// Why not Triton: a dot product may take the channels in any order. So four threads each take a quarter of the codes of a
+// candidate, 16 of 64 bytes at dim 128, and unpack them in the registers that the tensor cores read. Triton moves them
+// through shared memory, and its programs are too large to hide the latency of scattered rows.
 //
-// Set by the compilation: B subspaces (8, 16 or 32), F query heads, WARPS of a program, programs RESIDENT on a
-// multiprocessor, GROUP scores that share a peak, and the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and
-// high bytes (HIGH0, HIGH1) apart.
+// Compile-time constants: B subspaces (8, 16 or 32); F query heads; WARPS of a program; programs RESIDENT on a
+// multiprocessor; GROUP scores that share a peak; the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high
+// bytes (HIGH0, HIGH1).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
-constexpr int PER_WARP = 32;
-constexpr int WORDS = B / 4;  // of codes, a subspace each, and of weights, that a thread has of a candidate
-constexpr int TILES = PER_WARP / 16, ROWS = 2 * TILES;  // a product is of 16 candidates; those a thread has codes of
+constexpr int PER_WARP = 32;  // candidates of a warp
+constexpr int WORDS = B / 4;  // subspaces of a candidate that a thread holds: words of codes, and weights
+constexpr int TILES = PER_WARP / 16, ROWS = 2 * TILES;  // a product takes 16 candidates; a thread holds codes of ROWS
 
-static_assert(GROUP == 16, "a product, a peak");
+static_assert(GROUP == 16, "a peak is of the candidates of one product");
 
 __device__ unsigned lookup(unsigned low, unsigned high, unsigned at) {
   unsigned x;
@@ -24,8 +23,8 @@ __device__ unsigned lookup(unsigned low, unsigned high, unsigned at) {
   return x;
 }
 
-// The 8 directions behind a word of codes, in pairs, times the weight of their subspace. A code is a sign (1: positive)
-// and a magnitude; `prmt` looks up four of these at a time, and spreads four signs.
+// The 8 directions of a word of codes, in pairs of fp16, times the weight of their subspace. A code is a sign bit (1:
+// positive) and a magnitude number. `prmt` looks up four magnitudes at a time, and spreads four sign bits.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
   const unsigned at = word & 0x77777777, signs = word << 4;
   for (int half = 0; half < 2; half++) {
@@ -37,17 +36,17 @@ __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
   }
 }
 
-// What a thread has of the candidates of its warp.
+// The codes and weights that a thread holds of the candidates of its warp.
 struct Rows {
   Run<WORDS> word[ROWS];
   Run<WORDS / 2> weight[ROWS];
 };
 
-// Those of the warp's 32 `names`, one a thread; 0 of empty ones.
-__device__ Rows load(const unsigned* codes, const unsigned short* weights, int names) {
+// Load them for the 32 candidates of the warp, whose pool rows are in `pool_rows`, one per thread; 0 for empty candidates.
+__device__ Rows load(const unsigned* codes, const unsigned short* weights, int pool_rows) {
   Rows x = {};
   for (int r = 0; r < ROWS; r++) {
-    const int at = __shfl_sync(ALL, names, threadIdx.x % 32 / 4 + 8 * r);
+    const int at = __shfl_sync(ALL, pool_rows, threadIdx.x % 32 / 4 + 8 * r);
     if (at >= 0) {
       x.word[r] = load<2 * WORDS>(codes + (long long)at * B);
       x.weight[r] = load<WORDS>(weights + (long long)at * B);
@@ -56,7 +55,7 @@ __device__ Rows load(const unsigned* codes, const unsigned short* weights, int n
   return x;
 }
 
-// The best estimate of a candidate over the query heads, for all four threads.
+// The best estimate of each candidate over the query heads; all four threads of a candidate get it.
 __device__ void estimate(float (&best)[ROWS], const Rows& x, const unsigned (&query)[B]) {
   const int quarter = threadIdx.x % 4;
   for (int tile = 0; tile < TILES; tile++) {
@@ -71,23 +70,23 @@ __device__ void estimate(float (&best)[ROWS], const Rows& x, const unsigned (&qu
                      query[4 * w + 2 * half], query[4 * w + 2 * half + 1]);
     }
     for (int r = 0; r < 2; r++) {
-      float most = 2 * quarter < F ? sum[2 * r] : none();
-      if (2 * quarter + 1 < F) most = fmaxf(most, sum[2 * r + 1]);
-      most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
-      best[2 * tile + r] = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
+      float best_of_heads = 2 * quarter < F ? sum[2 * r] : none();
+      if (2 * quarter + 1 < F) best_of_heads = fmaxf(best_of_heads, sum[2 * r + 1]);
+      best_of_heads = fmaxf(best_of_heads, __shfl_xor_sync(ALL, best_of_heads, 1));
+      best[2 * tile + r] = fmaxf(best_of_heads, __shfl_xor_sync(ALL, best_of_heads, 2));
     }
   }
 }
 
-// The scores of 32 candidates, and their peaks: `best` is of candidates `row`, `row` + 8 and so on of these.
+// Write the scores of 32 candidates and their peaks. best[r] belongs to candidate `row` + 8 r.
 __device__ void write(
-    float* out, float* peaks, const float (&best)[ROWS], int first, int names, int total, int groups) {
+    float* out, float* peaks, const float (&best)[ROWS], int first, int pool_rows, int total, int groups) {
   const int row = lane() / 4, quarter = lane() % 4, at = row + 8 * quarter;
-  float score = best[0];  // of candidate number `at`
+  float score = best[0];  // becomes that of candidate `at`
   for (int r = 1; r < ROWS; r++) score = quarter == r ? best[r] : score;
-  if (__shfl_sync(ALL, names, at) < 0) score = none();
+  if (__shfl_sync(ALL, pool_rows, at) < 0) score = none();
   if (first + at < total) out[first + at] = score;
-  float peak = fmaxf(score, none());  // NaN is nobody's best
+  float peak = fmaxf(score, none());  // a NaN is no peak
   for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
   peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
   const int group = first / GROUP + quarter / 2;
@@ -102,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
   int first = (blockIdx.y * WARPS + warp()) * PER_WARP;
   candidates += bh * total, out += bh * total, peaks += bh * groups;
   codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
-  auto name = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
+  auto pool_row = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
   chain();
-  int names = name(first), soon = name(first + step);
-  Rows here = load(codes, weights, names);
-  unsigned query[B] = {};  // of head number `row`, as the second factor wants it: a word's four pairs in turn
+  int pool_rows = pool_row(first), next_rows = pool_row(first + step);
+  Rows here = load(codes, weights, pool_rows);
+  unsigned query[B] = {};  // of head `row`, in the layout of the second factor: four pairs per word
   if (row < F) {
     const float4* from = reinterpret_cast<const float4*>(rotated + ((bh * F + row) * B + quarter * WORDS) * 8);
     for (int i = 0; i < 2 * WORDS; i++) {
@@ -115,11 +114,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     }
   }
   for (; first < total; first += step) {
-    const Rows ahead = load(codes, weights, soon);  // on their way during the products
-    const int later = name(first + 2 * step);
+    const Rows ahead = load(codes, weights, next_rows);  // in flight during the products
+    const int rows_after_next = pool_row(first + 2 * step);
     float best[ROWS];
     estimate(best, here, query);
-    write(out, peaks, best, first, names, total, groups);
-    here = ahead, names = soon, soon = later;
+    write(out, peaks, best, first, pool_rows, total, groups);
+    here = ahead, pool_rows = next_rows, next_rows = rows_after_next;
   }
 }

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from torchsparsekv._methods.pariskv import ParisKV
-from torchsparsekv.ops.pariskv._srht import turned
-from torchsparsekv.ops.pariskv.centroid_votes import centroid_votes, pair, votes_of
+from torchsparsekv.ops.pariskv import _srht
+from torchsparsekv.ops.pariskv.centroid_votes import beta_and_rho, centroid_votes, votes_of
 from torchsparsekv.ops.pariskv.encode_keys import encode_keys
 from torchsparsekv.ops.pariskv.rank_by_votes import candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
@@ -83,7 +83,7 @@ class Prompted:
     """The baselines: k-means centroids per subspace, learned once; or with `rounds` 0 the fixed ones of ParisKV.
 
     normalise: keys have length 1 (which is all that they are told apart by, not what they are ranked by). rotate: keys
-    and queries are turned as ParisKV turns them.
+    and queries are rotated as ParisKV rotates them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Prompted:
         rotate: bool = False,
     ):  # fmt: skip
         self.stream, self.m = stream, m
-        self.turn = (lambda x: turned(x, 0)) if rotate else (lambda x: x)
+        self.turn = (lambda x: _srht.rotate(x, 0)) if rotate else (lambda x: x)
         keys = torch.nn.functional.normalize(stream.keys, dim=-1) if normalise else stream.keys
         parts = self.turn(keys).unflatten(-1, (-1, m)).transpose(1, 2)  # [heads, spaces, tokens, m]
         seen = parts[:, :, :prefill]
@@ -121,7 +121,7 @@ class Prompted:
         """Candidates by collisions, ranked exactly."""
         mean, proxy, names = self.seen_by(q, end)
         count = torch.zeros(proxy.shape, dtype=torch.int64).scatter_add_(2, names, torch.ones_like(names))
-        score = votes_of(proxy, count, end, pair(end, ratios)[1]).gather(2, names).sum(1)
+        score = votes_of(proxy, count, end, beta_and_rho(end, ratios)[1]).gather(2, names).sum(1)
         some = score.topk(candidates_of(end, ratios, k, 0)).indices
         exact = (self.stream.keys[:, :end] @ mean[..., None])[..., 0].gather(1, some)
         return some, some.gather(1, exact.topk(k).indices)

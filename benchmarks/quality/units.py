@@ -21,7 +21,8 @@ from torch import Tensor
 from torchsparsekv._methods.louiskv import LouisKV
 from torchsparsekv.ops.clusters._kmeans import add_units
 from torchsparsekv.ops.clusters.close_segments import close_segments
-from torchsparsekv.ops.clusters.find_boundary import cosines, find_boundary
+from torchsparsekv.ops.clusters.find_boundary import find_boundary
+from torchsparsekv.ops.select._cosine import cosines
 from torchsparsekv.patches._install import install
 from torchsparsekv.state import LayerState, RingPlan
 from torchsparsekv_benchmarks._results import save

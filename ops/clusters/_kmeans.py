@@ -1,4 +1,13 @@
-"""K-means of a stretch of keys: the plain definition, which ops/clusters/_kmeans_kernels.py follows."""
+"""K-means in torch: the definition that the kernels of _kmeans_kernels.py, _kmeans_whole.py and cluster_ring.py follow.
+
+    centroids start at keys that `draw_centroids` picks; then, `rounds` times:
+    cluster of a key = argmax_c  <k, c> - |c|^2 / 2        the nearest centroid, ties to the lower
+    centroid = mean of its keys, rounded to the type of the keys; unchanged where a cluster has no key
+    at the end every empty cluster takes one key, of the keys farthest from their centroids
+
+With `cosine` keys and centroids have length 1 while they are compared. The centroids returned are the means of the keys
+as they are.
+"""
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -7,13 +16,20 @@ from torch import Tensor
 
 from torchsparsekv.ops.clusters.views import Units
 
-WIDEST = 4096  # keys of a stretch: what one program can rank at once
+MAX_STRETCH = 4096  # keys of a stretch: one program ranks them in registers
 SEEDS = 1 << 16
-DRAWS = 16  # of the first centroids. Inertia against k-means++, rare keys: 1.20 with 1, 1.024 with 8, 1.011 with 16
+DRAWS = 16  # of the first centroids; inertia relative to k-means++ on keys with rare ones: 1.011 (1.20 with 1 draw)
 
 
 class Kmeans(NamedTuple):
-    """Keys per cluster, keys that are clustered together, rounds, the seed of the first centroids, and the distance."""
+    """How keys are clustered.
+
+    size: keys per cluster, on average.
+    stretch: keys that are clustered together.
+    rounds: how often keys are assigned and means computed.
+    seed: of the first centroids.
+    cosine: compare keys by direction alone, instead of by Euclidean distance.
+    """
 
     size: int
     stretch: int
@@ -28,107 +44,116 @@ def check_seed(seed: int) -> None:
 
 
 def seeded_hash(i: Tensor, seed: int) -> Tensor:
-    """An integer hash below 2^31 of each of the integers and the seed."""
+    """A hash below 2^31 of each integer and the seed."""
     x = ((i + 1) * 2654435761 + seed * 9973) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 73244475) & 0xFFFFFFFF
     return (x ^ (x >> 16)) & 0x7FFFFFFF
 
 
-def reached(clusters: int, draws: int) -> list[int]:
-    """How many centroids there are after each draw."""
+def centroids_after(clusters: int, draws: int) -> list[int]:
+    """The number of centroids after each draw."""
     return [max(1, clusters * (i + 1) // draws) for i in range(draws)]
 
 
-def drawn(keys: int, count: int, seed: int) -> Tensor:
-    """The keys of the first draw: one of each of as many parts of the stretch."""
+def first_draw(keys: int, count: int, seed: int) -> Tensor:
+    """The first draw: the stretch is cut into `count` equal parts, and one key of each part is drawn."""
     c = torch.arange(count)
     begin, end = c * keys // count, (c + 1) * keys // count
     return begin + seeded_hash(c, seed) % (end - begin)
 
 
-def spread(far: Tensor, count: int, draw: int, seed: int) -> Tensor:
-    """The keys of a later draw, in order of position, from squared distances to the centroids so far [heads, keys].
+def later_draw(distance2: Tensor, count: int, draw: int, seed: int) -> Tensor:
+    """A later draw: `count` keys in order of position, from squared distances to the nearest centroid [heads, keys].
 
-    Those with the largest ratios of distance and a number from (0, 1], which is a hash: drawn without replacement, with
-    chances close to proportional to the distance.
+    The keys with the largest distance2 / u, with u in (0, 1] a hash of the key. This draws without replacement, with
+    chances close to proportional to the squared distance.
     """
-    hashes = seeded_hash(draw * WIDEST + torch.arange(far.shape[1]), seed)
-    chance = ((hashes >> 15) + 1).to(far.device) / 65536
-    return (far / chance).argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
+    hashes = seeded_hash(draw * MAX_STRETCH + torch.arange(distance2.shape[1]), seed)
+    u = ((hashes >> 15) + 1).to(distance2.device) / 65536
+    return (distance2 / u).argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
 
 
-def chosen(x: Tensor, clusters: int, draws: int, seed: int) -> Tensor:
-    """The keys at which the centroids begin [heads, clusters, head_dim]."""
-    after = reached(clusters, draws)
-    centres = newest = x[:, drawn(x.shape[1], after[0], seed).to(x.device)]
-    far = x.new_full(x.shape[:2], float("inf"), dtype=torch.float32)
-    for draw, more in enumerate((j - i for i, j in pairwise(after)), 1):
-        if more > 0:
-            far = torch.minimum(far, nearest(x, newest)[1])
-            at = spread(far, more, draw, seed)
-            newest = x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+def draw_centroids(x: Tensor, clusters: int, draws: int, seed: int) -> Tensor:
+    """The keys at which the centroids start: x [heads, keys, dim] -> [heads, clusters, dim]."""
+    after = centroids_after(clusters, draws)
+    centres = newest = x[:, first_draw(x.shape[1], after[0], seed).to(x.device)]
+    distance2 = x.new_full(x.shape[:2], float("inf"), dtype=torch.float32)
+    for draw, count in enumerate((j - i for i, j in pairwise(after)), 1):
+        if count > 0:
+            distance2 = torch.minimum(distance2, nearest(x, newest)[1])
+            picked = later_draw(distance2, count, draw, seed)
+            newest = x.gather(1, picked[..., None].expand(-1, -1, x.shape[2]))
             centres = torch.cat([centres, newest], 1)
     return centres
 
 
 def nearest(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every key the nearest centroid, ties to the lower, and its squared distance."""
+    """The nearest centroid of every key, ties to the lower one, and the squared distance to it: both [heads, keys]."""
     c = centres.float()
-    score, name = (x.float() @ c.transpose(-1, -2) - c.square().sum(-1)[:, None] / 2).max(-1)
-    return name, (x.float().square().sum(-1) - 2 * score).clamp(min=0)
+    score, cluster = (x.float() @ c.transpose(-1, -2) - c.square().sum(-1)[:, None] / 2).max(-1)
+    return cluster, (x.float().square().sum(-1) - 2 * score).clamp(min=0)
 
 
-def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 in the type that they have; those of length 0 stay."""
+def normalized(x: Tensor) -> Tensor:
+    """Vectors scaled to length 1, in their own type; zero vectors stay zero."""
     wide = x.float()
     size = wide.square().sum(-1, keepdim=True).sqrt()
     return torch.where(size > 0, wide / size, wide).to(x.dtype)
 
 
-def means(x: Tensor, name: Tensor, centres: Tensor, cosine: bool = False) -> Tensor:
-    """The mean of every cluster in the type of the keys, with `cosine` made as long as 1; of an empty one what it
-    was."""
-    member = name[:, None] == torch.arange(centres.shape[1], device=x.device)[:, None]
+def means(x: Tensor, cluster: Tensor, centres: Tensor, cosine: bool = False) -> Tensor:
+    """The mean of every cluster, in the type of the keys; with `cosine` scaled to length 1.
+
+    An empty cluster keeps its centroid.
+    """
+    member = cluster[:, None] == torch.arange(centres.shape[1], device=x.device)[:, None]
     count = member.sum(-1, keepdim=True)
     total = member.float() @ x.float()
     mean = (total / count.clamp(min=1)).to(x.dtype)
-    return torch.where(count > 0, unit(mean) if cosine else mean, centres)
+    return torch.where(count > 0, normalized(mean) if cosine else mean, centres)
 
 
-def repaired(name: Tensor, far: Tensor, clusters: int) -> Tensor:
-    """`name` of one head with no cluster empty: the empty ones in turn take the farthest keys in order of position."""
-    count = torch.bincount(name, minlength=clusters)
+def fill_empty_clusters(cluster: Tensor, distance2: Tensor, clusters: int) -> Tensor:
+    """Clusters of the keys of one head, with no cluster empty.
+
+    With n empty clusters, the n keys farthest from their centroids are taken, but never the first key of a cluster. The
+    empty clusters get these keys in order of position.
+    """
+    count = torch.bincount(cluster, minlength=clusters)
     empty = (count == 0).nonzero()[:, 0]
     if len(empty) == 0:
-        return name
-    leads = torch.zeros_like(name, dtype=torch.bool)
+        return cluster
+    is_first = torch.zeros_like(cluster, dtype=torch.bool)
     for c in range(clusters):
-        leads[(name == c).nonzero()[:1, 0]] = True
-    taken = far.masked_fill(leads, -1).argsort(descending=True, stable=True)[: len(empty)].sort().values
-    return name.index_put((taken,), empty)
+        is_first[(cluster == c).nonzero()[:1, 0]] = True
+    moved = distance2.masked_fill(is_first, -1).argsort(descending=True, stable=True)[: len(empty)].sort().values
+    return cluster.index_put((moved,), empty)
 
 
 def kmeans(
     x: Tensor, clusters: int, draws: int, rounds: int, seed: int, cosine: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Centroids [heads, clusters, head_dim] and the cluster of every key of x [heads, keys, head_dim]."""
-    seen = unit(x) if cosine else x
-    centres = chosen(seen, clusters, draws, seed)
+    """Centroids [heads, clusters, dim] and the cluster of every key of x [heads, keys, dim]."""
+    compared = normalized(x) if cosine else x
+    centres = draw_centroids(compared, clusters, draws, seed)
     for _ in range(rounds):
-        name, far = nearest(seen, centres)
-        before, centres = centres, means(x, name, centres, cosine)
-        if torch.equal(before, centres):  # so it would go on
+        cluster, distance2 = nearest(compared, centres)
+        before, centres = centres, means(x, cluster, centres, cosine)
+        if torch.equal(before, centres):  # no further round would change anything
             break
-    name = torch.stack([repaired(n, f, clusters) for n, f in zip(name, far)])
-    return means(x, name, centres), name
+    cluster = torch.stack([fill_empty_clusters(n, f, clusters) for n, f in zip(cluster, distance2)])
+    return means(x, cluster, centres), cluster
 
 
-def add_units(units: Units, b: int, begin: int, centres: Tensor, name: Tensor) -> Tensor:
-    """The clusters of all heads of a row become units, of pool rows from `begin` on. Returns the order of the keys."""
+def add_units(units: Units, b: int, begin: int, centres: Tensor, cluster: Tensor) -> Tensor:
+    """Append the clusters of all heads of row `b` to its units, for the pool rows from `begin` on.
+
+    Returns the order in which these rows hold the keys [heads, keys]: by cluster, then by position.
+    """
     first, centroid, unit_count = units
     count = centres.shape[1]
-    ends = begin + (name[..., None] == torch.arange(count, device=name.device)).sum(1).cumsum(-1)
-    for h, u in enumerate(unit_count[b].tolist()):
-        centroid[b, h, u : u + count], first[b, h, u + 1 : u + 1 + count] = centres[h], ends[h]
+    ends = begin + (cluster[..., None] == torch.arange(count, device=cluster.device)).sum(1).cumsum(-1)
+    for h, unit in enumerate(unit_count[b].tolist()):
+        centroid[b, h, unit : unit + count], first[b, h, unit + 1 : unit + 1 + count] = centres[h], ends[h]
     unit_count[b] += count
-    return name.argsort(dim=-1, stable=True)
+    return cluster.argsort(dim=-1, stable=True)

@@ -1,8 +1,15 @@
-"""K-means of all keys of a prompt at once, however many (defined: ops/clusters/_kmeans.py).
+"""K-means of all keys of a prompt as one stretch, however long (definition: ops/clusters/_kmeans.py).
 
-Assignment and means are the kernels of ops/clusters/_kmeans_kernels.py, over one stretch as long as the prompt. What a
-program does there with a whole stretch in its registers is done by sorting here: which clusters are empty, which keys
-they take, and the order of the keys. Shapes follow from the number of tokens alone, so nothing waits for the device.
+A prompt does not fit the registers of one program. So the steps that _kmeans_kernels.py does with a whole stretch in
+registers are done here by sorting, in torch: to find the empty clusters and the keys that they take, and to order the
+keys. All shapes follow from the number of tokens, so the host never waits for the device.
+
+Launches, in order:
+    _draw_centroids   one program per tile of clusters: the first centroids, in one draw
+    _assign, _means   of _kmeans_kernels.py, rounds times
+    torch             sort by cluster; empty clusters take a key
+    _means            once more
+    torch             where units begin, and the order of the tokens in the pool
 """
 from typing import NamedTuple
 
@@ -11,13 +18,13 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.clusters._kmeans import Kmeans
-from torchsparsekv.ops.clusters._kmeans_kernels import Run, halve, seeded_hash, slot_and_part, span_of
+from torchsparsekv.ops.clusters._kmeans_kernels import Launches, seeded_hash, slot_and_part, store_half_norm, stretch_of
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.store.views import Lengths
 
 
-class _Keys(NamedTuple):
-    """Of every (row, head): the column of the first key, its position, how many keys and clusters there are [n, 1]."""
+class _Extent(NamedTuple):
+    """The keys to cluster of every (row, head), each [rows * heads, 1]: first column of `k`, first position, counts."""
 
     column: Tensor
     begin: Tensor
@@ -26,77 +33,80 @@ class _Keys(NamedTuple):
 
 
 @triton.jit
-def _sow(
-    k, units, centroid, half, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, most, sink, size, seed,
+def _draw_centroids(
+    k, unit_count, centroid, half, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, capacity, sink, size, seed,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """The first centroids: a key of each of as many parts."""
+    """`first_draw` of _kmeans.py: one key of each of as many equal parts as there are clusters."""
     slot, part = slot_and_part(tl.cdiv(S // size, CENTRES))
-    bh, column, keys, _, unit, clusters = span_of(
-        start, length, ring_begin, units, heads, tokens, sink, size, slot, S
+    bh, column, keys, _, unit, clusters = stretch_of(
+        start, length, ring_begin, unit_count, heads, tokens, sink, size, slot, S
     )
     if (keys > 0) & (part * CENTRES < clusters):
         c, d = part * CENTRES + tl.arange(0, CENTRES), tl.arange(0, DP)
         live = c < clusters
         low, high = c.to(tl.int64) * keys // clusters, (c.to(tl.int64) + 1) * keys // clusters
-        at = column + low + seeded_hash(c, seed) % tl.maximum(high - low, 1)
-        m = live[:, None] & (d < D)[None, :]
+        row = column + low + seeded_hash(c, seed) % tl.maximum(high - low, 1)
+        mask = live[:, None] & (d < D)[None, :]
         k += bh // heads * k_b + bh % heads * k_h
-        x = tl.load(k + at[:, None] * k_s + d[None, :], mask=m, other=0.0)
-        tl.store(centroid + (bh * most + unit + c[:, None]) * D + d[None, :], x, mask=m)
-        halve(half, slot, c, live, x, S // size)
+        x = tl.load(k + row[:, None] * k_s + d[None, :], mask=mask, other=0.0)
+        tl.store(centroid + (bh * capacity + unit + c[:, None]) * D + d[None, :], x, mask=mask)
+        store_half_norm(half, slot, c, live, x, S // size)
 
 
-def _sorted(name: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Clusters in ascending order, the keys in that order, and where every cluster ends [n, clusters + 1], after 0.
-    Keys of no cluster are last."""
-    names, order = name.sort(dim=1, stable=True)
-    each = torch.arange(clusters + 1, dtype=name.dtype, device=name.device)
-    return names, order, torch.searchsorted(names, each.expand(len(name), -1).contiguous())
+def _sort_by_cluster(cluster: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort keys by cluster: (sorted clusters, key numbers in that order, where each cluster begins [n, clusters + 1]).
+
+    Keys whose cluster is `clusters` belong to none, and come last.
+    """
+    sorted_clusters, order = cluster.sort(dim=1, stable=True)
+    each = torch.arange(clusters + 1, dtype=cluster.dtype, device=cluster.device)
+    return sorted_clusters, order, torch.searchsorted(sorted_clusters, each.expand(len(cluster), -1).contiguous())
 
 
-def _repaired(name: Tensor, far: Tensor, of: _Keys, clusters: int) -> Tensor:
-    """`repaired`, of all heads."""
-    names, order, ends = _sorted(name, clusters)
-    leads = torch.ones_like(names, dtype=torch.bool)
-    leads[:, 1:] = names[:, 1:] != names[:, :-1]
-    leads = torch.zeros_like(leads).scatter_(1, order, leads)
-    each = torch.arange(clusters, device=name.device)
-    empty = (ends.diff(dim=1) == 0) & (each < of.clusters)
-    best = far.masked_fill(leads | (name == clusters), -1).argsort(dim=1, descending=True, stable=True)
-    rank = torch.arange(name.shape[1], device=name.device)
-    taken = torch.zeros_like(leads).scatter_(1, best, rank < empty.sum(1, keepdim=True))
-    turn = (taken.cumsum(1) - 1).clamp(0, clusters - 1)
-    listed = (~empty).to(torch.int32).argsort(dim=1, stable=True)
-    return torch.where(taken, listed.gather(1, turn).to(name.dtype), name)
+def _fill_empty_clusters(cluster: Tensor, distance2: Tensor, extent: _Extent, clusters: int) -> Tensor:
+    """`fill_empty_clusters` of _kmeans.py, of all heads at once."""
+    sorted_clusters, order, ends = _sort_by_cluster(cluster, clusters)
+    is_first = torch.ones_like(sorted_clusters, dtype=torch.bool)
+    is_first[:, 1:] = sorted_clusters[:, 1:] != sorted_clusters[:, :-1]
+    is_first = torch.zeros_like(is_first).scatter_(1, order, is_first)
+    each = torch.arange(clusters, device=cluster.device)
+    empty = (ends.diff(dim=1) == 0) & (each < extent.clusters)
+    farthest = distance2.masked_fill(is_first | (cluster == clusters), -1).argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(cluster.shape[1], device=cluster.device)
+    moved = torch.zeros_like(is_first).scatter_(1, farthest, rank < empty.sum(1, keepdim=True))
+    index = (moved.cumsum(1) - 1).clamp(0, clusters - 1)
+    empty_first = (~empty).to(torch.int32).argsort(dim=1, stable=True)
+    return torch.where(moved, empty_first.gather(1, index).to(cluster.dtype), cluster)
 
 
-def _inside(positions: int, before: Tensor, many: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of so many positions which are the `many` behind the `before` first, and their number among them."""
-    at = torch.arange(positions, device=device) - before
-    return (at >= 0) & (at < many), at.clamp(min=0)
+def _in_range(positions: int, before: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of so many positions are in [before, before + count), and their number from `before` on."""
+    number = torch.arange(positions, device=device) - before
+    return (number >= 0) & (number < count), number.clamp(min=0)
 
 
-def _settle(name: Tensor, of: _Keys, units: Units, tokens: int, clusters: int) -> Tensor:
-    """Where the units begin, how many there are, and the columns in the order of the pool."""
+def _append_units(cluster: Tensor, extent: _Extent, units: Units, tokens: int, clusters: int) -> Tensor:
+    """Append the clusters to the units, and return the columns of `k` in the order of the pool."""
     first, _, unit_count = units
-    _, order, ends = _sorted(name, clusters)
-    mine, at = _inside(first.shape[2], unit_count.flatten()[:, None] + 1, of.clusters, name.device)
-    edges = of.begin + ends[:, 1:].gather(1, at.clamp(max=clusters - 1))
-    first.copy_(torch.where(mine, edges.to(first.dtype), first.flatten(0, 1)).view_as(first))
-    unit_count.add_(of.clusters.view_as(unit_count))
-    mine, at = _inside(tokens, of.column, of.keys, name.device)
-    column = torch.arange(tokens, device=name.device)
-    return torch.where(mine, of.column + order.gather(1, at.clamp(max=name.shape[1] - 1)), column).to(torch.int32)
+    _, order, ends = _sort_by_cluster(cluster, clusters)
+    inside, number = _in_range(first.shape[2], unit_count.flatten()[:, None] + 1, extent.clusters, cluster.device)
+    edges = extent.begin + ends[:, 1:].gather(1, number.clamp(max=clusters - 1))
+    first.copy_(torch.where(inside, edges.to(first.dtype), first.flatten(0, 1)).view_as(first))
+    unit_count.add_(extent.clusters.view_as(unit_count))
+    inside, number = _in_range(tokens, extent.column, extent.keys, cluster.device)
+    column = torch.arange(tokens, device=cluster.device)
+    ordered = extent.column + order.gather(1, number.clamp(max=cluster.shape[1] - 1))
+    return torch.where(inside, ordered, column).to(torch.int32)
 
 
 def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
     batch, heads, tokens, _ = k.shape
     size, _, rounds, seed, cosine = kmeans
     times, sink = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink
-    run = Run(k, units, times, sink, size, next_power_of_2(max(tokens, size)), cosine)
-    _sow[(run.slots * cdiv(run.clusters, run.centres),)](
-        *run.seen, *run.now_seen, seed, CENTRES=run.centres, **run.shape
+    run = Launches(k, units, times, sink, size, next_power_of_2(max(tokens, size)), cosine)
+    _draw_centroids[(run.slots * cdiv(run.clusters, run.centres),)](
+        *run.compared, *run.compared_times, seed, CENTRES=run.centres, **run.shape
     )
     for i in range(rounds):
         run.assign(i == rounds - 1)
@@ -104,11 +114,11 @@ def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
     begin = lengths.start.clamp(min=sink)
     keys = torch.where(lengths.length > 0, (lengths.ring_begin - begin).clamp(min=0), 0)
     clusters = torch.where(keys > 0, (keys // size).clamp(min=1), 0)
-    at = (tokens - lengths.length + begin, begin, keys, clusters)
-    of = _Keys(*(t[:, None].expand(-1, heads).reshape(-1, 1) for t in at))
-    name = run.name.view(run.slots, -1)
-    away = torch.arange(name.shape[1], device=k.device) >= of.keys
-    name.masked_fill_(away, run.clusters)
-    name.copy_(_repaired(name, run.far.view_as(name), of, run.clusters))
+    counts = (tokens - lengths.length + begin, begin, keys, clusters)
+    extent = _Extent(*(t[:, None].expand(-1, heads).reshape(-1, 1) for t in counts))
+    cluster = run.cluster.view(run.slots, -1)
+    no_key = torch.arange(cluster.shape[1], device=k.device) >= extent.keys
+    cluster.masked_fill_(no_key, run.clusters)
+    cluster.copy_(_fill_empty_clusters(cluster, run.distance2.view_as(cluster), extent, run.clusters))
     run.update(False, last=True)
-    return _settle(name, of, units, tokens, run.clusters).view(batch, heads, tokens)
+    return _append_units(cluster, extent, units, tokens, run.clusters).view(batch, heads, tokens)

@@ -1,28 +1,25 @@
-"""Group the keys of a prompt by k-means, and say in which order the pool should hold its tokens.
+"""Cluster the keys of a prompt by k-means, and return the order in which the pool holds its tokens.
 
-The new tokens that do not stay in the ring, `[max(start, sink), ring_begin)`, are taken a stretch at a time (so the
-cost grows linearly), each with one cluster per `size` tokens, at least one. Every cluster becomes a unit
-(ops/store/views.py): its tokens stand side by side in the pool, in order of position. Returns that order as columns of
-`k`, int32 [batch, kv_heads, tokens]; other columns stay where they are. Runs beside the next layer unless told to
-`join` (ops/_machinery/side_stream.py).
+The keys are those of the new tokens that leave the ring, [max(start, sink), ring_begin), cut into stretches of
+`stretch` tokens. The cost grows linearly with the number of tokens.
 
-K-means is Lloyd's, deterministic. It begins at keys that `seed` draws, in up to 16 draws of as many: first one from
-each of as many equal parts of the stretch, then each time by the squared distance to those that are drawn already,
-which is k-means++ some at a time. (What is searched for is often a key far from most others. A
-start by position alone leaves it in a cluster of many, and their mean does not show it.) Then `rounds` times every key
-goes to the nearest centroid (ties to the lower one) and the centroids to the mean of their keys, rounded to the type of
-the keys. A cluster without keys keeps its centroid; those left empty at the end each take one key, of the farthest from
-their centroids, leaving every cluster its first.
+    clusters of a stretch = max(1, tokens // size)
+    every cluster becomes a unit: its tokens lie side by side in the pool, in order of position
 
-With a `stretch` of 0 all of them are taken at once, as ClusterKV has it, which costs as much as attention to a centroid
-per `size` tokens, and k-means begins at one draw alone: a key of each of as many equal parts.
+K-means is Lloyd's (ops/clusters/_kmeans.py) and deterministic. The first centroids are keys that `seed` draws, in up to
+16 draws. The first draw takes one key of each of as many equal parts of the stretch. Later draws take keys by their
+squared distance to the centroids drawn before: k-means++, several keys at a time. A start by position alone leaves a
+rare key in a cluster of many other keys, whose mean does not show it.
 
-With `cosine` keys and centroids are compared by their directions alone, as ClusterKV has it: both have length 1 where
-one is assigned to the other or drawn by its distance. What a unit is known by is the mean of its keys as they are.
+stretch = 0 clusters the whole prompt as one stretch, from the first draw alone, as ClusterKV does. The cost is that of
+attention to one centroid per `size` tokens.
 
-Inertia is within 2 % of that of k-means++ with as many rounds, on keys with topics, keys that drift, keys of which many
-are like no other and keys of no structure (tests/ops/clusters/test_kmeans.py). A start by position alone ends 4 % lower where they
-drift, and 20 % higher where many are like no other.
+Inertia is within 2 % of k-means++ with as many rounds, on four kinds of keys (tests/ops/clusters/test_kmeans.py).
+
+Launches: those of _kmeans_kernels.py, or with stretch = 0 of _kmeans_whole.py. They run on the side stream, beside the
+next layer, unless `join` (ops/_machinery/side_stream.py). Stretches without keys cost programs that return at once.
+
+LouisKV, section 4.2 (prefill stage); ClusterKV, arXiv 2412.03213.
 """
 import torch
 from torch import Tensor
@@ -37,21 +34,33 @@ from torchsparsekv.ops.clusters._kmeans_kernels import launch as launch_kmeans
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.store.views import Lengths, NewKeys
 
-WHOLE = 0  # as a stretch
+WHOLE = 0  # a `stretch` of this value is the whole prompt
 
 
 def check(k, units, lengths, kmeans, join) -> None:
     size, stretch, rounds, seed, _ = kmeans
-    cut = stretch & (stretch - 1) == 0 and size <= stretch <= _kmeans.WIDEST
+    cut = stretch & (stretch - 1) == 0 and size <= stretch <= _kmeans.MAX_STRETCH
     if size < 1 or rounds < 1 or not (cut or stretch == WHOLE):
         raise ValueError(
-            f"need size, rounds >= 1 and stretch a power of two, from size to {_kmeans.WIDEST}, or 0 for all; got size "
-            f"{size}, stretch {stretch}, rounds {rounds}"
+            f"need size, rounds >= 1 and stretch a power of two, from size to {_kmeans.MAX_STRETCH}, or 0 for all; "
+            f"got size {size}, stretch {stretch}, rounds {rounds}"
         )
     _kmeans.check_seed(seed)
 
 
 def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmeans, join: bool) -> Tensor:
+    """Cluster the keys of a prompt.
+
+    Args:
+        k: [batch, heads, tokens, dim], the keys of the new tokens.
+        units: the index; gets the clusters.
+        lengths: positions per row.
+        kmeans: size, stretch, rounds, seed, cosine. `cosine` compares keys by direction alone, as ClusterKV does.
+        join: whether the calling stream waits for the result.
+
+    Returns:
+        [batch, heads, tokens], int32: the columns of `k` in the order of the pool; the identity for other columns.
+    """
     batch, heads, tokens, _ = k.shape
     size, stretch, rounds, seed, cosine = kmeans
     draws = 1 if stretch == WHOLE else min(_kmeans.DRAWS, stretch // size)
@@ -62,9 +71,9 @@ def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmean
             stop = min(begin + (stretch or tokens), end)
             column = tokens - n + begin
             x = k[b, :, column : column + stop - begin]
-            parts = x.split(1 if stretch == WHOLE else heads)  # else memory would be heads x clusters x tokens
-            of = [_kmeans.kmeans(p, max(1, (stop - begin) // size), draws, rounds, seed, cosine) for p in parts]
-            found = map(torch.cat, zip(*of))
+            parts = x.split(1 if stretch == WHOLE else heads)  # of a whole prompt one head at a time, for memory
+            clustered = [_kmeans.kmeans(p, max(1, (stop - begin) // size), draws, rounds, seed, cosine) for p in parts]
+            found = map(torch.cat, zip(*clustered))
             order[b, :, column : column + stop - begin] = column + _kmeans.add_units(units, b, begin, *found)
     return order
 

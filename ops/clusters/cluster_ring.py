@@ -1,15 +1,20 @@
-"""Tokens leave the ring for good: group them by k-means, as ClusterKV does with what a model writes.
+"""Cluster the tokens that leave the ring by k-means, and write them to the pool by cluster.
 
-Of every row these are the tokens `[previous_ring_begin, min(ring_begin, start))`: all that leave while decoding, and
-before a prompt is stored those that were in the ring already and leave with it. They are taken `stretch` at a time, so
-that while decoding, where the ring's interval is as long, all that leave are taken together; a stretch has one cluster
-per `size` tokens, at least one. K-means is that of ops/clusters/cluster_keys.py, from one draw: a key of each of as many
-equal parts.
+The tokens are [previous_ring_begin, min(ring_begin, start)) of every row: at a decode step all tokens that leave the
+ring; with a prompt the tokens that were in the ring before it and leave with it. They are cut into stretches of
+`stretch` tokens. While decoding `stretch` is the ring's interval, so they are one stretch.
 
-Every cluster becomes a unit (ops/store/views.py), and its tokens stand side by side in the pool, in order of position,
-where `append` or `flush_ring` had put them as they came. No hot buffer holds one of them: they could not be retrieved
-before. On most steps nothing leaves and the kernel returns at once. A program does all of a head, once in `stretch`
-steps; it stops at the round after which no centroid is another, as all that follow would do the same again.
+    clusters of a stretch = max(1, tokens // size)
+    every cluster becomes a unit: its tokens lie side by side in the pool, in order of position
+
+`append` or `flush_ring` has written these tokens to the pool in order of position; this op writes them again. No hot
+buffer holds one of them, since none could be retrieved before. K-means is that of ops/clusters/_kmeans.py, from the
+first draw alone.
+
+Launches: `_cluster`, one program per (row, kv head), which does all stretches of its head. It stops at the round that
+leaves all centroids as they were. At steps where nothing leaves the ring a program returns at once.
+
+ClusterKV, arXiv 2412.03213 (clustering of generated tokens).
 """
 import torch
 
@@ -25,21 +30,29 @@ from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, keys_of, ring_row, row_at, row_width, turn_of
 from torchsparsekv.ops.store.views import KVStore, Lengths
 
-MOST_CLUSTERS = 64  # of a stretch: a program keeps their centroids in registers
+MOST_CLUSTERS = 64  # of a stretch: a program keeps the centroids in registers
 TILE = 32  # keys at a time
 
 
 def check(store, units, lengths, kmeans) -> None:
     size, stretch, rounds, seed, _ = kmeans
-    if size < 1 or rounds < 1 or not 1 <= stretch <= _kmeans.WIDEST or stretch // size > MOST_CLUSTERS:
+    if size < 1 or rounds < 1 or not 1 <= stretch <= _kmeans.MAX_STRETCH or stretch // size > MOST_CLUSTERS:
         raise ValueError(
-            f"need size, rounds >= 1 and stretch from 1 to {_kmeans.WIDEST}, at most {MOST_CLUSTERS} sizes; got size "
-            f"{size}, stretch {stretch}, rounds {rounds}"
+            f"need size, rounds >= 1 and stretch from 1 to {_kmeans.MAX_STRETCH}, at most {MOST_CLUSTERS} sizes; "
+            f"got size {size}, stretch {stretch}, rounds {rounds}"
         )
     _kmeans.check_seed(seed)
 
 
 def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, kmeans: Kmeans) -> None:
+    """Cluster the tokens that leave the ring.
+
+    Args:
+        store: ring and pool; the pool rows of these tokens are written.
+        units: the index; gets the clusters.
+        lengths: positions per row.
+        kmeans: size, stretch, rounds, seed, cosine.
+    """
     size, stretch, rounds, seed, cosine = kmeans
     (ring, pool), sink = store, lengths.sink
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -54,118 +67,121 @@ def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, 
 
 
 @triton.jit
-def _keys(ring, pos, live, sink, span, D: tl.constexpr, DP: tl.constexpr):
+def _load_keys(ring, pos, live, sink, span, D: tl.constexpr, DP: tl.constexpr):
+    """Keys of the tokens at positions `pos` [n] in the ring: [n, DP]."""
     d = tl.arange(0, DP)
-    at = row_at(ring, 0, (sink + turn_of(pos, sink, span))[:, None], 0, D) + d[None, :]
-    return tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    key_at = row_at(ring, 0, (sink + turn_of(pos, sink, span))[:, None], 0, D) + d[None, :]
+    return tl.load(key_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def _unit(x):
-    """`unit`."""
+def _normalized(x):
+    """`normalized` of _kmeans.py."""
     wide = x.to(tl.float32)
-    long = tl.sqrt_rn(tl.sum(wide * wide, 1))
-    long = tl.where(long > 0, long, 1.0)[:, None]
-    return tl.div_rn(wide, tl.broadcast_to(long, wide.shape)).to(x.dtype)
+    norm = tl.sqrt_rn(tl.sum(wide * wide, 1))
+    norm = tl.where(norm > 0, norm, 1.0)[:, None]
+    return tl.div_rn(wide, tl.broadcast_to(norm, wide.shape)).to(x.dtype)
 
 
 @triton.jit
 def _mean(total, members, TYPE: tl.constexpr):
-    """`means`, where a cluster has keys."""
+    """`means` of _kmeans.py, of clusters with keys: total [clusters, DP], members [clusters]."""
     size = tl.maximum(members, 1).to(tl.float32)[:, None]
     return tl.div_rn(total, tl.broadcast_to(size, total.shape)).to(TYPE)
 
 
 @triton.jit
 def _lloyd(
-    ring, name, far, begin, keys, clusters, sink, span, rounds, seed, COSINE: tl.constexpr, C: tl.constexpr,
+    ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE: tl.constexpr, C: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The cluster of every key of a stretch after so many rounds, and how far it is from the centroid before."""
+    """The cluster of every key of a stretch after `rounds` rounds, and its squared distance to the last centroid."""
     j, t = tl.arange(0, C), tl.arange(0, TILE)
     low, high = j * keys // clusters, (j + 1) * keys // clusters
-    c = _keys(ring, begin + low + seeded_hash(j, seed) % tl.maximum(high - low, 1), j < clusters, sink, span, D, DP)
+    drawn = begin + low + seeded_hash(j, seed) % tl.maximum(high - low, 1)
+    c = _load_keys(ring, drawn, j < clusters, sink, span, D, DP)  # [C, DP]
     if COSINE:
-        c = _unit(c)
+        c = _normalized(c)
     left = rounds
     while left > 0:
-        long = c.to(tl.float32)
-        half = tl.where(j < clusters, tl.sum(long * long, 1) * 0.5, float("inf"))
+        wide_c = c.to(tl.float32)
+        half = tl.where(j < clusters, tl.sum(wide_c * wide_c, 1) * 0.5, float("inf"))
         total, members = tl.zeros((C, DP), tl.float32), tl.zeros((C,), tl.int32)
-        for at in range(0, keys, TILE):
-            live = at + t < keys
-            x = _keys(ring, begin + at + t, live, sink, span, D, DP)
-            seen = _unit(x) if COSINE else x
-            score = tl.dot(seen, tl.trans(c), input_precision="ieee") - half[None, :]
-            best, of = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
-            wide = seen.to(tl.float32)
-            tl.store(name + at + t, of, mask=live)
-            tl.store(far + at + t, tl.maximum(tl.sum(wide * wide, 1) - 2 * best, 0.0), mask=live)
-            member = (of[:, None] == j[None, :]) & live[:, None]
+        for tile in range(0, keys, TILE):
+            live = tile + t < keys
+            x = _load_keys(ring, begin + tile + t, live, sink, span, D, DP)  # [TILE, DP]
+            compared = _normalized(x) if COSINE else x
+            score = tl.dot(compared, tl.trans(c), input_precision="ieee") - half[None, :]
+            best, nearest = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+            wide = compared.to(tl.float32)
+            tl.store(cluster + tile + t, nearest, mask=live)
+            tl.store(distance2 + tile + t, tl.maximum(tl.sum(wide * wide, 1) - 2 * best, 0.0), mask=live)
+            member = (nearest[:, None] == j[None, :]) & live[:, None]
             total += tl.dot(tl.trans(member.to(x.dtype)), x, input_precision="ieee")
             members += tl.sum(member.to(tl.int32), 0)
         mean = _mean(total, members, c.dtype)
         if COSINE:
-            mean = _unit(mean)
+            mean = _normalized(mean)
         mean = tl.where((members > 0)[:, None], mean, c)
-        moved = tl.max(tl.max((mean != c).to(tl.int32), 1), 0)
-        left = tl.where(moved != 0, left - 1, 0)
+        changed = tl.max(tl.max((mean != c).to(tl.int32), 1), 0)
+        left = tl.where(changed != 0, left - 1, 0)
         c = mean
 
 
 @triton.jit
-def _repaired(of, away, clusters, live):
-    """`repaired`."""
-    first, lacking = live & (of < 0), tl.zeros((), tl.int32)
+def _fill_empty_clusters(cluster, distance2, clusters, live):
+    """`fill_empty_clusters` of _kmeans.py, of one head."""
+    is_first, n_empty = live & (cluster < 0), tl.zeros((), tl.int32)
     for c in range(clusters):
-        mine = of == c
-        first = first | (mine & (tl.cumsum(mine.to(tl.int32), 0) == 1))
-        lacking += tl.where(tl.max(mine.to(tl.int32), 0) == 0, 1, 0)
-    fixed = of
-    if lacking > 0:
-        taken = take_top(tl.where(live & ~first, away.to(tl.uint32, bitcast=True) + 1, 0).to(tl.uint32), lacking)
-        turn, empty = tl.cumsum(taken.to(tl.int32), 0) - 1, tl.zeros((), tl.int32)
+        inside = cluster == c
+        is_first = is_first | (inside & (tl.cumsum(inside.to(tl.int32), 0) == 1))
+        n_empty += tl.where(tl.max(inside.to(tl.int32), 0) == 0, 1, 0)
+    filled = cluster
+    if n_empty > 0:
+        key = tl.where(live & ~is_first, distance2.to(tl.uint32, bitcast=True) + 1, 0)
+        taken = take_top(key.to(tl.uint32), n_empty)
+        index, number = tl.cumsum(taken.to(tl.int32), 0) - 1, tl.zeros((), tl.int32)
         for c in range(clusters):
-            none = tl.max((of == c).to(tl.int32), 0) == 0
-            fixed = tl.where(taken & none & (turn == empty), c, fixed)
-            empty += tl.where(none, 1, 0)
-    return fixed
+            is_empty = tl.max((cluster == c).to(tl.int32), 0) == 0
+            filled = tl.where(taken & is_empty & (index == number), c, filled)
+            number += tl.where(is_empty, 1, 0)
+    return filled
 
 
 @triton.jit
-def _place(name, far, place, first, begin, keys, clusters, S: tl.constexpr):
-    """Of every key its cluster in the end, and its row among those of the stretch; and where the units end."""
+def _arrange(cluster, distance2, place, first, begin, keys, clusters, S: tl.constexpr):
+    """The final cluster of every key, its pool row counted from the stretch, and where the units end."""
     i = tl.arange(0, S)
     live = i < keys
-    of = tl.load(name + i, mask=live, other=S)
-    of = _repaired(of, tl.load(far + i, mask=live, other=0.0), clusters, live)
+    cluster_of = tl.load(cluster + i, mask=live, other=S)
+    cluster_of = _fill_empty_clusters(cluster_of, tl.load(distance2 + i, mask=live, other=0.0), clusters, live)
     row, upto = tl.zeros((S,), tl.int32), tl.zeros((), tl.int32)
     for c in range(clusters):
-        mine = (of == c).to(tl.int32)
-        row = tl.where(mine != 0, upto + tl.cumsum(mine, 0) - 1, row)
-        upto += tl.sum(mine, 0)
+        inside = (cluster_of == c).to(tl.int32)
+        row = tl.where(inside != 0, upto + tl.cumsum(inside, 0) - 1, row)
+        upto += tl.sum(inside, 0)
         tl.store(first + c, begin + upto)
     tl.debug_barrier()
-    tl.store(name + i, of, mask=live)
+    tl.store(cluster + i, cluster_of, mask=live)
     tl.store(place + i, row, mask=live)
 
 
 @triton.jit
 def _move(
-    ring, pool, centroid, name, place, begin, keys, clusters, sink, span, C: tl.constexpr, TILE: tl.constexpr,
+    ring, pool, centroid, cluster, place, begin, keys, clusters, sink, span, C: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a stretch into the pool, and the mean key of every cluster."""
+    """Write the tokens of a stretch to the pool, and the mean key of every cluster."""
     j, t, d = tl.arange(0, C), tl.arange(0, TILE), tl.arange(0, DP)
     total, members = tl.zeros((C, DP), tl.float32), tl.zeros((C,), tl.int32)
-    for at in range(0, keys, TILE):
-        live = at + t < keys
-        x = _keys(ring, begin + at + t, live, sink, span, D, DP)
-        member = tl.load(name + at + t, mask=live, other=-1)[:, None] == j[None, :]
+    for tile in range(0, keys, TILE):
+        live = tile + t < keys
+        x = _load_keys(ring, begin + tile + t, live, sink, span, D, DP)
+        member = tl.load(cluster + tile + t, mask=live, other=-1)[:, None] == j[None, :]
         total += tl.dot(tl.trans(member.to(x.dtype)), x, input_precision="ieee")
         members += tl.sum(member.to(tl.int32), 0)
-        row = (begin + tl.load(place + at + t, mask=live, other=0)).to(tl.int64)
-        source = row_at(ring, 0, sink + turn_of(begin + at + t, sink, span), 0, D)
+        row = (begin + tl.load(place + tile + t, mask=live, other=0)).to(tl.int64)
+        source = row_at(ring, 0, sink + turn_of(begin + tile + t, sink, span), 0, D)
         copy_rows(source, row_at(pool, 0, row, 0, D), live, D, ROW)
     mean = _mean(total, members, centroid.dtype.element_ty)
     tl.store(centroid + j[:, None] * D + d[None, :], mean, mask=(j < clusters)[:, None] & (d < D)[None, :])
@@ -173,9 +189,9 @@ def _move(
 
 @triton.jit
 def _cluster(
-    ring, pool, first, centroid, unit_count, name, far, place, start, length, old_begin, ring_begin, heads, ring_rows,
-    pool_rows, most, sink, stretch, size, rounds, seed, COSINE: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
-    TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
+    ring, pool, first, centroid, unit_count, cluster, distance2, place, start, length, old_begin, ring_begin, heads,
+    ring_rows, pool_rows, capacity, sink, stretch, size, rounds, seed, COSINE: tl.constexpr, S: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -183,18 +199,18 @@ def _cluster(
     old, stop = tl.load(old_begin + b), tl.minimum(tl.load(ring_begin + b), tl.load(start + b))
     if (tl.load(length + b) > 0) & (old < stop):
         ring, pool = row_at(ring, bh, 0, ring_rows, D), row_at(pool, bh, 0, pool_rows, D)
-        first, centroid = first + bh * (most + 1) + 1, centroid + bh * most * D
-        name, far, place = name + bh * S, far + bh * S, place + bh * S
+        first, centroid = first + bh * (capacity + 1) + 1, centroid + bh * capacity * D
+        cluster, distance2, place = cluster + bh * S, distance2 + bh * S, place + bh * S
         unit, span = tl.load(unit_count + bh), ring_rows - sink
         for begin in range(old, stop, stretch):
             keys = tl.minimum(stop - begin, stretch)
             clusters = tl.maximum(keys // size, 1)
-            _lloyd(ring, name, far, begin, keys, clusters, sink, span, rounds, seed, COSINE, C, TILE, D, DP)
+            _lloyd(ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE, C, TILE, D, DP)
             tl.debug_barrier()
-            _place(name, far, place, first + unit, begin, keys, clusters, S)
+            _arrange(cluster, distance2, place, first + unit, begin, keys, clusters, S)
             tl.debug_barrier()
-            own = centroid + unit.to(tl.int64) * D
-            _move(ring, pool, own, name, place, begin, keys, clusters, sink, span, C, TILE, D, DP, ROW)
+            new_centroid = centroid + unit.to(tl.int64) * D
+            _move(ring, pool, new_centroid, cluster, place, begin, keys, clusters, sink, span, C, TILE, D, DP, ROW)
             tl.debug_barrier()
             unit += clusters
         tl.store(unit_count + bh, unit)
@@ -204,10 +220,10 @@ def launch(store, units, lengths, kmeans) -> None:
     batch, heads, ring_rows, _, d = store.ring.shape
     size, stretch, rounds, seed, cosine = kmeans
     wide, device = next_power_of_2(stretch), store.ring.device
-    name, place = (torch.empty(batch * heads * wide, dtype=torch.int32, device=device) for _ in range(2))
-    away = torch.empty(batch * heads * wide, dtype=torch.float32, device=device)
+    cluster, place = (torch.empty(batch * heads * wide, dtype=torch.int32, device=device) for _ in range(2))
+    distance2 = torch.empty(batch * heads * wide, dtype=torch.float32, device=device)
     _cluster[(batch * heads,)](
-        *store, *units, name, away, place, lengths.start, lengths.length, lengths.previous_ring_begin,
+        *store, *units, cluster, distance2, place, lengths.start, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, heads, ring_rows, store.pool.shape[2], units.centroid.shape[2], lengths.sink, stretch, size,
         rounds, seed, COSINE=cosine, S=wide, C=max(16, next_power_of_2(stretch // size)), TILE=TILE, D=d,
         DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)), num_warps=8, **launch_early(device, batch * heads),

@@ -1,17 +1,21 @@
-"""Decide, per (row, kv head), whether this decode step retrieves, and let finished segments into the index if so.
+"""Decide, per (row, kv head), whether this decode step retrieves; if it does, move finished segments into the index.
 
-It retrieves at a boundary: where the cosine between each query head and the same head of the step before, averaged over
-all heads of the row (or with `per_head` over those of the kv head), is below `tau`; at the first step after a prompt;
-and where the ring could not hold the token of the next step. `retrieve_now` is what the predicated stages of this step
-read. With `memory` the query is held against more than the last one: what it is compared with moves to it by
-1 - memory at every step and all the way where it retrieves, so with 1 it is the query of the last retrieval.
+    r = mean over query heads of cos(q, previous)        over all query heads of the row, or per kv head
+    boundary = r < tau, or the first step after a prompt, or the ring cannot hold the token of the next step
+    retrieve_now = boundary
+    previous = q at a boundary, else memory * previous + (1 - memory) * q
 
-A boundary also cuts the generated tokens: the newest one begins a segment, unless the current one is shorter than
-`shortest`; a segment of `longest` tokens ends in any case. Segments leave the ring for the index only when something is
-retrieved, all that lie whole before where the rings begin: until then they stay in sight, so nothing is ever out of
-reach of both attention and the last choice. On all other steps a program reads two queries and returns.
+With memory = 0 a query is compared with the query of the last step, with memory = 1 with that of the last retrieval.
+
+Cuts: at a boundary the newest token begins a segment, unless the current segment has fewer than `shortest` tokens. A
+segment of `longest` tokens always ends. A head that retrieves moves every segment that ends before `ring_begin` into
+the index. Until then the segments stay in the ring, so every token can be attended to at every step.
+
+Launches: `_boundary`, one program per (row, kv head). Without a boundary a program reads two queries, writes one and
+the cut, and returns.
+
+LouisKV, section 4.1 (semantic-aware adaptive retrieval) and section 4.2 (decode stage).
 """
-import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
@@ -21,6 +25,7 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.clusters._segments import check_bounds, close, close_head
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
+from torchsparsekv.ops.select._cosine import cosines, mean_cosine
 from torchsparsekv.ops.store.rows import IN_RING, add_count, count, row_at, turn_of
 from torchsparsekv.ops.store.views import Lengths, Query, Ring, Stats
 
@@ -32,66 +37,62 @@ def check(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
         raise ValueError(f"memory must be from 0 to 1, got {rule.memory}")
 
 
-def cosines(x: Tensor, y: Tensor) -> Tensor:
-    """Along the last dimension, in fp32; 0 where a vector is zero."""
-    x, y = x.float(), y.float()
-    size = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
-    return torch.where(size > 0, (x * y).sum(-1) / torch.where(size > 0, size, 1.0), 0.0)
-
-
 def reference(
     q: Query, ring: Ring, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
     stats: Changed[Stats], lengths: Lengths, rule: Boundaries,
 ) -> None:  # fmt: skip
+    """Find boundaries and close segments, for one decode step.
+
+    Args:
+        q: [batch, q_heads, 1, dim], the queries of this step.
+        ring: [batch, heads, ring_rows, 2, dim], with the token of this step.
+        units: the index; gets the segments that leave the ring.
+        segments: cuts, newest segment and frontier.
+        trigger: the query to compare with, and the decision of this step.
+        stats: counters; `append` counted the ring from `ring_begin` on, this op adds the tokens from the frontier on.
+        lengths: positions per row.
+        rule: tau, per_head, shortest, longest, memory.
+    """
     heads, span, previous = ring.shape[1], segments.cuts.shape[2], trigger.previous
     for b, (n, end) in enumerate(zip(lengths.length.tolist(), lengths.ring_begin.tolist())):
         if n <= 0:
             trigger.retrieve_now[b] = 0
             continue
-        # Two places, used in turn: what one head writes here, the programs of other heads may still be reading there.
+        # The step reads one half of `previous` and writes the other: programs of other heads may still be reading.
         new, old = q[b, :, 0].unflatten(0, (heads, -1)), previous[b, (n - 1) % 2].unflatten(0, (heads, -1))
-        alike = cosines(new, old)
-        alike = alike.mean(1) if rule.per_head else alike.mean().expand(heads)
+        cosine = cosines(new, old)
+        cosine = cosine.mean(1) if rule.per_head else cosine.mean().expand(heads)
         for h in range(heads):
             full = n + 1 - int(segments.frontier[b, h]) > span
-            found = int(trigger.seen[b, h]) != n - 1 or bool(alike[h] < rule.tau) or full
-            previous[b, n % 2].unflatten(0, (heads, -1))[h] = new[h] if found else _moved(old[h], new[h], rule.memory)
-            _cut(segments, (b, h), n, lengths.sink, found, rule)
-            if found:
+            boundary = int(trigger.seen[b, h]) != n - 1 or bool(cosine[h] < rule.tau) or full
+            compared = new[h] if boundary else _blend(old[h], new[h], rule.memory)
+            previous[b, n % 2].unflatten(0, (heads, -1))[h] = compared
+            _cut(segments, (b, h), n, lengths.sink, boundary, rule)
+            if boundary:
                 segments.frontier[b, h] = close_head(ring, units, segments, (b, h), end, lengths.sink, False)
-            trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
-            trigger.retrievals[b, h] += found
-            count(stats.counts[b, h], in_ring=end - int(segments.frontier[b, h]))  # append counted from where rings begin
+            trigger.seen[b, h], trigger.retrieve_now[b, h] = n, boundary
+            trigger.retrievals[b, h] += boundary
+            count(stats.counts[b, h], in_ring=end - int(segments.frontier[b, h]))
 
 
-def _moved(old: Tensor, new: Tensor, memory: float) -> Tensor:
+def _blend(old: Tensor, new: Tensor, memory: float) -> Tensor:
     return memory * old.float() + (1 - memory) * new.float()
 
 
-def _cut(segments: Segments, at: tuple[int, int], n: int, sink: int, found: bool, rule: Boundaries) -> None:
-    """Whether the newest token begins a segment."""
-    size = n - 1 - int(segments.segment_begin[at])
-    cut = (found and size >= rule.shortest) or size >= rule.longest
+def _cut(segments: Segments, head: tuple[int, int], n: int, sink: int, boundary: bool, rule: Boundaries) -> None:
+    """Mark in `cuts` whether the newest token begins a segment, and set `segment_begin` if it does."""
+    size = n - 1 - int(segments.segment_begin[head])
+    cut = (boundary and size >= rule.shortest) or size >= rule.longest
     if n - 1 >= sink:
-        segments.cuts[at][(n - 1 - sink) % segments.cuts.shape[2]] = cut
+        segments.cuts[head][(n - 1 - sink) % segments.cuts.shape[2]] = cut
     if cut:
-        segments.segment_begin[at] = n - 1
-
-
-@triton.jit
-def likeness(new, old, mine, PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr):
-    """The mean cosine of the query heads with what they are compared with; with PER_HEAD of those that are `mine`."""
-    size = tl.sqrt(tl.sum(new * new, 1) * tl.sum(old * old, 1))
-    cosine = tl.where(size > 0, tl.sum(new * old, 1) / tl.where(size > 0, size, 1.0), 0.0)
-    if PER_HEAD:
-        return tl.sum(tl.where(mine, cosine, 0.0), 0) / G
-    return tl.sum(cosine, 0) / Q
+        segments.segment_begin[head] = n - 1
 
 
 @triton.jit
 def _boundary(
     q, ring, first, centroid, unit_count, cuts, segment_begin, frontier, previous, seen, retrieve_now, retrievals,
-    counts, length, ring_begin, q_b, q_h, heads, span, most, sink, tau, shortest, longest, memory,
+    counts, length, ring_begin, q_b, q_h, heads, span, capacity, sink, tau, shortest, longest, memory,
     PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr,
     LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -99,42 +100,40 @@ def _boundary(
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
-    found = tl.full((), False, tl.int1)
+    boundary = tl.full((), False, tl.int1)
     if n > 0:
         i, d = tl.arange(0, QP), tl.arange(0, DP)
-        m, mine = (i < Q)[:, None] & (d < D)[None, :], (i >= h * G) & (i < (h + 1) * G)
-        new = tl.load(q + b * q_b + i[:, None] * q_h + d[None, :], mask=m, other=0.0).to(tl.float32)
-        at = previous + b * 2 * Q * D + i[:, None] * D + d[None, :]
-        past = tl.load(at + (n + 1) % 2 * Q * D, mask=m, other=0.0).to(tl.float32)
-        alike = likeness(new, past, mine, PER_HEAD, G, Q)
-        old, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
-        found = (tl.load(seen + bh) != n - 1) | (alike < tau) | (n + 1 - old > span)
-        tl.debug_barrier()  # all warps have read what is written below
-        # The programs of a row's heads write rows of their own here, each those of its group, into the half that no
-        # program of this step reads. What `compute-sanitizer --tool racecheck` reports of the sums above, at shapes
-        # with few query heads, is none of this: it watches shared memory alone. There are fewer query heads than the
-        # warps cover, so several warps hold the same rows and leave the same partial sum at the same place of the
-        # reduction.
-        past = tl.where(found, new, memory * past + (1 - memory) * new)
-        tl.store(at + n % 2 * Q * D, past.to(previous.dtype.element_ty), mask=m & mine[:, None])
+        mask, in_group = (i < Q)[:, None] & (d < D)[None, :], (i >= h * G) & (i < (h + 1) * G)
+        new = tl.load(q + b * q_b + i[:, None] * q_h + d[None, :], mask=mask, other=0.0).to(tl.float32)  # [QP, DP]
+        previous_at = previous + b * 2 * Q * D + i[:, None] * D + d[None, :]
+        compared = tl.load(previous_at + (n + 1) % 2 * Q * D, mask=mask, other=0.0).to(tl.float32)
+        cosine = mean_cosine(new, compared, in_group, PER_HEAD, G, Q)
+        begin, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
+        boundary = (tl.load(seen + bh) != n - 1) | (cosine < tau) | (n + 1 - begin > span)
+        tl.debug_barrier()  # all warps have read `seen`, `frontier` and `segment_begin`, which are written below
+        # Each program writes the query heads of its own group, into the half that no program of this step reads.
+        # `compute-sanitizer --tool racecheck` reports a race in the sums of `mean_cosine`, at shapes with few query
+        # heads. It is benign: several warps hold the same rows, and store the same partial sum at the same place.
+        compared = tl.where(boundary, new, memory * compared + (1 - memory) * new)
+        tl.store(previous_at + n % 2 * Q * D, compared.to(previous.dtype.element_ty), mask=mask & in_group[:, None])
         size = n - 1 - start
-        cut = (found & (size >= shortest)) | (size >= longest)
+        cut = (boundary & (size >= shortest)) | (size >= longest)
         cuts += bh * span
         tl.store(cuts + turn_of(n - 1, sink, span), cut.to(tl.int32), mask=n - 1 >= sink)
         tl.store(segment_begin + bh, tl.where(cut, n - 1, start))
         tl.store(seen + bh, n)
         tl.debug_barrier()
-        if found:
-            old, unit = close(
-                row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (most + 1), centroid + bh * most * D, old, end,
-                tl.load(unit_count + bh), sink, span, False, P, LONGEST, D, DP,
+        if boundary:
+            begin, unit = close(
+                row_at(ring, bh, 0, span + sink, D), cuts, first + bh * (capacity + 1), centroid + bh * capacity * D,
+                begin, end, tl.load(unit_count + bh), sink, span, False, P, LONGEST, D, DP,
             )  # fmt: skip
-            tl.debug_barrier()  # and how many units there were
+            tl.debug_barrier()  # all warps have read `unit_count`
             tl.store(unit_count + bh, unit)
-            tl.store(frontier + bh, old)
+            tl.store(frontier + bh, begin)
             tl.store(retrievals + bh, tl.load(retrievals + bh) + 1)
-        add_count(counts, bh, IN_RING, end - old)
-    tl.store(retrieve_now + bh, found.to(tl.int32))
+        add_count(counts, bh, IN_RING, end - begin)
+    tl.store(retrieve_now + bh, boundary.to(tl.int32))
 
 
 def launch(q, ring, units, segments, trigger, stats, lengths, rule) -> None:

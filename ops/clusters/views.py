@@ -1,4 +1,4 @@
-"""What clusters and segments keep, as their ops take it."""
+"""The tensors of ClusterKV and LouisKV: units of the index, segments in the ring, and what triggers a retrieval."""
 from typing import Annotated, NamedTuple
 
 from torch import Tensor
@@ -8,8 +8,12 @@ from torchsparsekv.ops.store.views import I32, PerHead
 
 
 class Units(NamedTuple):
-    """Runs of pool rows that are chosen as one: unit u has the rows from first[u] up to first[u + 1], and the mean of
-    their keys as its centroid. `unit_count` says how many there are."""
+    """Runs of pool rows that are retrieved together: clusters of a prompt, and segments of generated tokens.
+
+    first: unit u has the pool rows from first[u] up to first[u + 1].
+    centroid: the mean key of each unit.
+    unit_count: the number of units of each head.
+    """
 
     first: Annotated[Tensor, Of("batch heads units+1", I32)]
     centroid: Annotated[Tensor, Of("batch heads units dim", "kv")]
@@ -17,8 +21,12 @@ class Units(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Where the tokens in the ring are cut: `cuts`, one entry for each row of the ring behind the sinks, marks where a
-    segment begins, `segment_begin` is where the newest does. Those below `frontier` are in the index already."""
+    """Where the tokens in the ring are cut into segments, which are not yet units.
+
+    cuts: one entry per ring row behind the sinks: 1 if the token in that row begins a segment.
+    segment_begin: the position at which the newest segment begins.
+    frontier: tokens below this position are in the index, as units; tokens from this position on are in the ring.
+    """
 
     cuts: Annotated[Tensor, Of("batch heads ring_rows-sink", I32)]
     segment_begin: PerHead
@@ -26,8 +34,14 @@ class Segments(NamedTuple):
 
 
 class Trigger(NamedTuple):
-    """What decides about a step: the queries of the last two, used in turn; the length at which a head was last looked
-    at; whether it is to retrieve now; how often it has."""
+    """What decides whether a decode step retrieves.
+
+    previous: the query that the next one is compared with, in two halves. A step at length n reads half (n - 1) % 2 and
+        writes half n % 2, so programs of other heads may still read while one writes.
+    seen: the row length at the last check. A value other than `length - 1` means that a prompt came in between.
+    retrieve_now: 1 if the head retrieves at this step.
+    retrievals: how often the head has retrieved.
+    """
 
     previous: Annotated[Tensor, Of("batch 2 q_heads dim", "kv")]
     seen: PerHead
@@ -36,7 +50,13 @@ class Trigger(NamedTuple):
 
 
 class Boundaries(NamedTuple):
-    """The rule of find_boundary: see there."""
+    """The rule by which ops/clusters/find_boundary.py finds boundaries between segments.
+
+    tau: a mean cosine below this value is a boundary.
+    per_head: average the cosines over the query heads of each kv head, instead of over all query heads.
+    shortest, longest: the least and the most tokens of a segment.
+    memory: the weight of the past in the query that a new query is compared with. 0 compares with the last step alone.
+    """
 
     tau: float
     per_head: bool

@@ -16,7 +16,7 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
-from torchsparsekv.ops.clusters.find_boundary import cosines, likeness
+from torchsparsekv.ops.select._cosine import cosines, mean_cosine
 from torchsparsekv.ops.store.rows import IN_RING, add_count, count
 from torchsparsekv.ops.store.views import Candidates, Lengths, Prefetch, Query, Stats
 
@@ -61,7 +61,7 @@ def _turned(
     n, was = tl.load(length + b), tl.load(seen + bh)
     before, end, waited = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(waits + bh)
     tl.store(kept + bh * n_ids + j, tl.load(ids + bh * n_ids + j, mask=j < n_ids), mask=j < n_ids)
-    late = (was == n - 1) & (likeness(x.to(tl.float32), old, i < G, False, G, G) >= alike)
+    late = (was == n - 1) & (mean_cosine(x.to(tl.float32), old, i < G, False, G, G) >= alike)
     if AT_ONCE:
         late &= before == end
     late &= n > 0

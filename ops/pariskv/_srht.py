@@ -1,6 +1,8 @@
-"""The rotation that makes keys isotropic, SRHT: seeded sign flips, then a Hadamard transform, padded to a power of two.
+"""The rotation of keys and queries (SRHT): seeded sign flips, then a Hadamard transform padded to a power of two.
 
-Both are functions of indices, in torch and in Triton alike, so no table of them exists anywhere.
+    rotate(x) = H diag(signs) x        H has entries +-1; H / sqrt(size) is orthogonal
+
+Signs and entries are functions of indices, in torch and in Triton alike, so kernels need no table.
 """
 import functools
 
@@ -14,14 +16,14 @@ SEEDS = 1 << 20
 
 
 @functools.cache
-def flips(seed: int, size: int) -> Tensor:
-    """+-1 per channel from the low bit of a hash of (seed, channel)."""
+def signs(seed: int, size: int) -> Tensor:
+    """+1 or -1 per channel, by the low bit of a hash of (seed, channel)."""
     return (1 - 2 * (mixed(torch.arange(size) + seed * 256 + 1) & 1)).float()
 
 
 @functools.cache
 def hadamard(size: int) -> Tensor:
-    """The symmetric +-1 matrix; orthogonal after division by sqrt(size)."""
+    """The symmetric Hadamard matrix of entries +-1; orthogonal after division by sqrt(size)."""
     i = torch.arange(size)
     x = i[:, None] & i
     for shift in (4, 2, 1):
@@ -29,16 +31,16 @@ def hadamard(size: int) -> Tensor:
     return (1 - 2 * (x & 1)).float()
 
 
-def turned(x: Tensor, seed: int) -> Tensor:
-    """sqrt(size) times the rotated vectors: sums of +-x, so exact where the entries are small integers."""
+def rotate(x: Tensor, seed: int) -> Tensor:
+    """sqrt(size) times the orthogonally rotated vectors: sums of +-x, so exact for small integers."""
     size = next_power_of_2(x.shape[-1])
     x = torch.nn.functional.pad(x.float(), (0, size - x.shape[-1]))
-    return (x * flips(seed, size)) @ hadamard(size)
+    return (x * signs(seed, size)) @ hadamard(size)
 
 
 @triton.jit
-def flipped(i, seed):
-    """Whether channel `i` changes its sign."""
+def is_flipped(i, seed):
+    """Whether the sign of channel `i` is flipped."""
     return (mix((i + seed * 256 + 1).to(tl.uint32)) & 1) != 0
 
 

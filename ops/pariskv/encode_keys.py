@@ -1,12 +1,18 @@
-"""Encode every key that leaves the ring for token-level retrieval: centroid ids, 4-bit direction codes, weights.
+"""Encode every key that leaves the ring: a centroid id and a weight per subspace, a 4-bit code per coordinate.
 
-The key is rotated (ops/pariskv/_srht.py) and split into subspaces of m dimensions. Per subspace, with part x and length |x|:
-- id: the nearest of the 2^m sign patterns, one byte; bit j is set where x_j >= 0. `counts` tallies the ids of the row.
-- code: per coordinate a sign bit (8) and the number of the Lloyd-Max cell of |x_j| / |x|, packed low nibble first.
-- weight: |k| r / alpha of the paper, with v the quantised direction: |x|^2 / <v, x>.
+    y = rotate(key) / sqrt(size)                      size is dim rounded up to a power of two; y is cut into parts y_s
+    id_s = sum over j of 2^j * (y_sj >= 0)            the nearest of 2^m sign patterns
+    code_sj = 8 * (y_sj >= 0) + magnitude number of |y_sj| / |y_s|        (ops/pariskv/_lloyd_max.py)
+    weight_s = |y_s|^2 / <v_s, y_s>                   v_s: the direction that the codes stand for
+    counts[s, id_s] += 1
 
-Keys need no normalisation: ids and codes do not depend on the length, and in the weight the norm cancels (|k| times the
-radius of the normalised part is |x|). One pass: a key is read once and 112 bytes are written at head_dim 128.
+weight_s * <v_s, q_s>, summed over s, estimates <key, q>. The weight is |k| r / alpha of the paper. Keys need not be
+normalized: ids and codes do not depend on the length of a key, and in the weight the norm cancels.
+
+Launches: `_encode`, (tiles of keys, row * kv head). A key is read once, and 112 bytes are written at dim 128, m = 8.
+Tiles without keys return at once; on most decode steps these are all.
+
+ParisKV, section 4.1 and appendix B.
 """
 import torch
 from torch import Tensor
@@ -18,13 +24,13 @@ from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_o
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
-from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, hadamard_odd, turned
+from torchsparsekv.ops.pariskv._srht import SEEDS, hadamard_odd, is_flipped, rotate
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.store.views import Leaving, Lengths
 
-TILE = 32  # keys a program encodes: one tensor-core tile, and little waste when an update is short
-COLUMNS = 64  # of the rotation at a time
-LARGEST = 65504.0  # fp16
+TILE = 32  # keys per program: one tensor-core tile, and little waste where few keys leave the ring
+COLUMNS = 64  # rotated coordinates that a program computes at a time
+LARGEST = 65504.0  # of fp16
 
 
 def check(leaving, codes, lengths, m, seed) -> None:
@@ -39,13 +45,13 @@ def check(leaving, codes, lengths, m, seed) -> None:
 
 
 def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, codes, weights) of keys [..., head_dim]."""
-    x = turned(keys, seed)
+    """(ids [..., spaces], codes [..., size / 2], weights [..., spaces]) of keys [..., dim]."""
+    x = rotate(keys, seed)
     size = x.shape[-1]
     x = x.unflatten(-1, (-1, m))
     thresholds, levels = (torch.tensor(t, dtype=torch.float64) for t in quantiser(m))
     square = x.square().sum(-1)
-    # |x_j| / |x| > threshold, squared: no root and no quotient, so the kernel decides alike to the last bit.
+    # |x_j| / |x| > threshold, squared: without root and quotient the kernel decides alike to the last bit.
     cell = (x.square()[..., None] > thresholds.square().float() * square[..., None, None]).sum(-1)
     positive = x >= 0
     ids = (positive << torch.arange(m)).sum(-1).to(torch.uint8)
@@ -57,11 +63,20 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
+    """Encode the keys that leave the ring.
+
+    Args:
+        leaving: the keys that leave the ring, in new tokens and in the pool.
+        codes: the index; the rows of these keys and `counts` are written.
+        lengths: positions per row.
+        m: dimensions of a subspace, 2, 4 or 8.
+        seed: of the rotation.
+    """
     for b, old, new, keys in leaving_keys(leaving, lengths):
         ids, packed, weights, counts = (t[b] for t in codes)
         ids[:, old:new], packed[:, old:new], weights[:, old:new] = encode(keys, m, seed)
-        names = ids[:, old:new].transpose(1, 2).long()
-        counts.scatter_add_(2, names, torch.ones_like(names, dtype=torch.int32))
+        ids_by_space = ids[:, old:new].transpose(1, 2).long()
+        counts.scatter_add_(2, ids_by_space, torch.ones_like(ids_by_space, dtype=torch.int32))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -74,18 +89,19 @@ def _encode(
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
-    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
+    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # the one grid dimension that may exceed 65,535
     if (n > 0) & (first < new):
         pos = first + tl.arange(0, TILE)
         d = tl.arange(0, DP)
         live = (pos < new)[:, None]
-        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)
-        x = tl.where(flipped(d, seed)[None, :], -x, x)
+        x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)  # [TILE, DP]
+        x = tl.where(is_flipped(d, seed)[None, :], -x, x)
         j = tl.arange(0, M)[None, None, :]
         spaces: tl.constexpr = COLUMNS // M
         for part in range(0, DP, COLUMNS):
             minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
-            y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")  # exact products
+            # [TILE, COLUMNS]; the products are exact
+            y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
             y = tl.reshape(y, (TILE, spaces, M))
             square = tl.sum(y * y, 2)
             s, y2 = tl.reshape(square, (TILE, spaces, 1)), y * y
@@ -93,17 +109,17 @@ def _encode(
             cell += (y2 > t4 * s).to(tl.int32) + (y2 > t5 * s).to(tl.int32)
             cell += (y2 > t6 * s).to(tl.int32) + (y2 > t7 * s).to(tl.int32)
             positive = (y >= 0).to(tl.int32)
-            name = tl.sum(positive << j, 2)
+            id_of = tl.sum(positive << j, 2)
             word = tl.sum((positive * 8 + cell).to(tl.uint32) << (4 * j).to(tl.uint32), 2)
             aligned = tl.sum(magnitude(cell, c0, c1, c2, c3, c4, c5, c6, c7) * tl.abs(y), 2)
             w = tl.where(aligned > 0, square / tl.where(aligned > 0, aligned, 1.0) * scale, 0.0)
             space = part // M + tl.arange(0, spaces)[None, :]
-            at = (bh * rows + pos[:, None]) * (DP // M) + space
-            tl.store(ids + at, name.to(tl.uint8), mask=live)
-            tl.store(codes + at, word.to(codes.dtype.element_ty), mask=live)
-            tl.store(weights + at, tl.minimum(w, LARGEST).to(tl.float16), mask=live)
-            tally = counts + (bh * (DP // M) + space) * (1 << M) + name
-            tl.atomic_add(tally, tl.full((TILE, spaces), 1, tl.int32), mask=live)
+            space_at = (bh * rows + pos[:, None]) * (DP // M) + space
+            tl.store(ids + space_at, id_of.to(tl.uint8), mask=live)
+            tl.store(codes + space_at, word.to(codes.dtype.element_ty), mask=live)
+            tl.store(weights + space_at, tl.minimum(w, LARGEST).to(tl.float16), mask=live)
+            count_at = counts + (bh * (DP // M) + space) * (1 << M) + id_of
+            tl.atomic_add(count_at, tl.full((TILE, spaces), 1, tl.int32), mask=live)
 
 
 def launch(leaving, codes, lengths, m, seed) -> None:

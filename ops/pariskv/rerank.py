@@ -1,10 +1,16 @@
-"""Estimate <k, q> of the candidates from their 4-bit codes: the sum of weight * <direction, q part> over the subspaces.
+"""Estimate <k, q> of the candidates from their 4-bit codes.
 
-`rotated` holds one query per kv head, or several of which the largest estimate counts. Empty candidates (-1) get -inf.
-The second result are the peaks of the estimates (ops/select/_top.py).
-Fused: a word of codes per subspace is loaded, unpacked in registers and multiplied with the query; 96 bytes a
-candidate at head_dim 128, nothing in between is stored. Unpacked directions, weights and queries are fp16, so that the
-products are the tensor cores'; sums are fp32. The rounding is far below the error of 4-bit codes.
+    estimate[key] = max over queries of  sum over subspaces s of  weight_s * <direction_s, q_s>
+    peaks = the largest estimate of every group of candidates        (ops/select/_top.py)
+
+Directions, weights and queries are rounded to fp16, so that tensor cores multiply them; sums are in fp32. This rounding
+is far below the error of 4-bit codes.
+
+Launches: one, (row * kv head, tiles of candidates), in CUDA C++ for subspaces of 8 dimensions and up to 8 queries, in
+Triton for other shapes. It reads 96 bytes a candidate at dim 128, unpacks them in registers, and stores nothing in
+between. Tiles without candidates store -inf.
+
+ParisKV, stage II of retrieval, appendix B.
 """
 from typing import Annotated
 
@@ -25,16 +31,17 @@ from torchsparsekv.ops._machinery.triton import (
     triton,
     wait_for_previous,
 )
-from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpacked, unpacked_by, unpacking, words
+from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpack, unpack_ptx, unpack_weighted, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Candidates
 
-Rotated = Annotated[Tensor, Of("batch heads fields padded_dim", torch.float32)]
-TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs
-# What csrc/rerank.cu is for; other shapes are left to Triton. By the number of subspaces, how many programs a
-# multiprocessor has registers for: all are there at once, and at a time take as many candidates as they have threads.
+RotatedQueries = Annotated[Tensor, Of("batch heads queries padded_dim", torch.float32)]
+TILE = 64  # candidates per program: 820 programs at 128K keys, 8 kv heads and beta 0.05
+# What csrc/rerank.cu supports; other shapes run on Triton. NATIVE_SPACES: the number of subspaces, and for how many
+# programs a multiprocessor then has registers. All programs run at once; NATIVE_TILE is both the threads of a program
+# and the candidates that it takes at a time.
 NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = {8: 4, 16: 4, 32: 2}, 8, 128
 
 
@@ -45,12 +52,23 @@ def check(rotated, codes, candidates) -> None:
         )
 
 
-def reference(rotated: Rotated, codes: Codes, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def reference(rotated: RotatedQueries, codes: Codes, candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """Estimate the candidates.
+
+    Args:
+        rotated: [batch, heads, queries, padded dim], of centroid_votes; the largest estimate of the queries counts.
+        codes: the index; `codes` and `weights` are read.
+        candidates: [batch, heads, candidates], pool rows, -1 for none.
+
+    Returns:
+        estimates: [batch, heads, candidates] in fp32, -inf for empty candidates.
+        peaks: [batch, heads, groups] in fp32.
+    """
     spaces, dim = codes.weights.shape[3], rotated.shape[3]
-    at = candidates.clamp(min=0).long()[..., None]
-    v = directions(codes.codes.gather(2, at.expand(-1, -1, -1, codes.codes.shape[3])), dim // spaces).half()
-    v = v * codes.weights.gather(2, at.expand(-1, -1, -1, spaces))[..., None]
-    estimate = v.flatten(-2).float() @ rotated.half().float().transpose(-1, -2)
+    row = candidates.clamp(min=0).long()[..., None]
+    direction = directions(codes.codes.gather(2, row.expand(-1, -1, -1, codes.codes.shape[3])), dim // spaces).half()
+    direction = direction * codes.weights.gather(2, row.expand(-1, -1, -1, spaces))[..., None]
+    estimate = direction.flatten(-2).float() @ rotated.half().float().transpose(-1, -2)
     estimate = estimate.amax(-1).masked_fill(candidates < 0, -torch.inf)
     return estimate, peaks_of(estimate)
 
@@ -68,16 +86,17 @@ def _rerank(
     best = tl.full((TILE,), float("-inf"), tl.float32)
     if tl.max(row, 0) >= 0:
         live = (row >= 0)[:, None]
-        at = tl.maximum(row, 0)[:, None] * B + tl.arange(0, B)[None, :]
-        word = tl.load(codes + bh * rows * B + at, mask=live, other=0)
-        w = tl.load(weights + bh * rows * B + at, mask=live, other=0.0)
+        space_at = tl.maximum(row, 0)[:, None] * B + tl.arange(0, B)[None, :]
+        word = tl.load(codes + bh * rows * B + space_at, mask=live, other=0)  # [TILE, B]
+        w = tl.load(weights + bh * rows * B + space_at, mask=live, other=0.0)  # [TILE, B]
         if UNPACK == "":
-            v = unpacked(word, c0, c1, c2, c3, c4, c5, c6, c7, M) * w[:, :, None]
+            direction = unpack(word, c0, c1, c2, c3, c4, c5, c6, c7, M) * w[:, :, None]
         else:
-            v = unpacked_by(UNPACK, word, w)
+            direction = unpack_weighted(UNPACK, word, w)
         d, f = tl.arange(0, B * M), tl.arange(0, FP)
-        x = tl.load(rotated + (bh * F + f[None, :]) * (B * M) + d[:, None], mask=(f < F)[None, :], other=0.0)
-        estimate = tl.dot(tl.reshape(v, (TILE, B * M)), x.to(tl.float16))
+        query_at = rotated + (bh * F + f[None, :]) * (B * M) + d[:, None]
+        x = tl.load(query_at, mask=(f < F)[None, :], other=0.0)  # [B * M, FP]
+        estimate = tl.dot(tl.reshape(direction, (TILE, B * M)), x.to(tl.float16))
         best = tl.max(tl.where((f < F)[None, :], estimate, float("-inf")), 1)
         best = tl.where(row >= 0, best, float("-inf"))
     tl.store(out + bh * total + i, best, mask=i < total)
@@ -85,13 +104,13 @@ def _rerank(
 
 
 def _fits(rotated, codes, candidates) -> _cuda.Module | str:
-    spaces, fields = codes.weights.shape[3], rotated.shape[2]
-    if rotated.shape[3] != 8 * spaces or spaces not in NATIVE_SPACES or fields > NATIVE_FIELDS:
-        return f"{spaces} subspaces of {rotated.shape[3]} dimensions and {fields} queries a kv head"
+    spaces, queries = codes.weights.shape[3], rotated.shape[2]
+    if rotated.shape[3] != 8 * spaces or spaces not in NATIVE_SPACES or queries > NATIVE_FIELDS:
+        return f"{spaces} subspaces of {rotated.shape[3]} dimensions and {queries} queries a kv head"
     if not _cuda.aligned(rotated, codes.codes, codes.weights):
         return "tensors are not aligned to 16 bytes"
     levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
-    sizes = dict(B=spaces, F=fields, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
+    sizes = dict(B=spaces, F=queries, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
     return _cuda.load("rerank", candidates.device, **sizes, **levels)
 
 
@@ -112,13 +131,14 @@ def _launch_cuda(kernels, rotated, codes, candidates) -> tuple[Tensor, Tensor]:
 def _launch_triton(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
     out, peaks = fake(rotated, codes, candidates)
     batch, heads, rows, spaces = codes.weights.shape
-    total, fields = candidates.shape[2], rotated.shape[2]
+    total, queries = candidates.shape[2], rotated.shape[2]
     m = rotated.shape[3] // spaces
     device = candidates.device
     _rerank[(batch * heads, cdiv(total, TILE))](
         rotated, words(codes.codes, m), codes.weights, candidates, out, peaks, rows, total, peaks.shape[2],
-        *polynomial(m), F=fields, FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE,
-        UNPACK=unpacking(m, device), GROUP=GROUP, num_warps=4, **launch_early(device, batch * heads * cdiv(total, TILE)),
+        *polynomial(m), F=queries, FP=max(16, next_power_of_2(queries)), B=spaces, M=m, TILE=TILE,
+        UNPACK=unpack_ptx(m, device), GROUP=GROUP, num_warps=4,
+        **launch_early(device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
     return out, peaks
 

@@ -1,4 +1,4 @@
-"""The index of ParisKV, as its ops take it."""
+"""The index of ParisKV."""
 from typing import Annotated, NamedTuple
 
 import torch
@@ -9,7 +9,13 @@ from torchsparsekv.ops.store.views import I32
 
 
 class Codes(NamedTuple):
-    """Keys as ParisKV keeps them: centroid ids, 4-bit codes of directions, weights; and how often each id occurs."""
+    """The compressed keys of ParisKV.
+
+    ids: per key and subspace, the number of the nearest sign pattern (the centroid).
+    codes: per key, a 4-bit code per rotated coordinate, two to a byte: a sign, and one of 8 magnitudes.
+    weights: per key and subspace, the factor that makes <direction, q> an estimate of <key, q>.
+    counts: how many keys of a row have each id.
+    """
 
     ids: Annotated[Tensor, Of("batch heads rows spaces", torch.uint8)]
     codes: Annotated[Tensor, Of("batch heads rows code_bytes", torch.uint8)]

@@ -11,8 +11,8 @@ import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.pariskv._code import directions
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
-from torchsparsekv.ops.pariskv._srht import turned
-from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes, scale_of, summed
+from torchsparsekv.ops.pariskv._srht import rotate
+from torchsparsekv.ops.pariskv.centroid_votes import MILLION, centroid_votes, rotated_query, scale_of
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
@@ -22,7 +22,7 @@ from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks.quality import recall_pariskv
 
 CPU = torch.device("cpu")
-as_reranked = lambda q, heads, mean: summed(q, heads, mean, 0) * scale_of(q, heads, mean)  # noqa: E731
+as_reranked = lambda q, heads, mean: rotated_query(q, heads, mean, 0) * scale_of(q, heads, mean)  # noqa: E731
 SMALL = dict(budget=8, sink=4, window=6, update_interval=5, full_threshold=0)
 
 
@@ -43,11 +43,11 @@ def clustered(n: int, d: int, g: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_rotation_is_orthogonal(dim, seed):
-    rotation = turned(torch.eye(dim), seed)
+    rotation = rotate(torch.eye(dim), seed)
     size = rotation.shape[1]
     assert size == 1 << (dim - 1).bit_length()
     torch.testing.assert_close(rotation @ rotation.T / size, torch.eye(dim), atol=1e-5, rtol=0)
-    assert not torch.equal(rotation, turned(torch.eye(dim), seed + 1))
+    assert not torch.equal(rotation, rotate(torch.eye(dim), seed + 1))
 
 
 @pytest.mark.parametrize("m", [2, 4, 8, 16])
@@ -170,19 +170,19 @@ def brute_force(rotated, ids, sink, end, beta, rho, least, dense):
             for i in range(n):
                 before = sum(p > proxy[i] for p in proxy)
                 for weight, percent in zip((6, 5, 4, 3, 2, 1), (5, 15, 30, 50, 75, 100)):
-                    if before < math.ceil(n * rho * percent / (100 * ONE)):
+                    if before < math.ceil(n * rho * percent / (100 * MILLION)):
                         total[i] += weight
                         break
         totals.append(total)
     score = [max(t) for t in zip(*totals)]
-    count = n if n <= dense else min(n, max(math.ceil(n * beta / ONE), least))
+    count = n if n <= dense else min(n, max(math.ceil(n * beta / MILLION), least))
     best = sorted(range(n), key=lambda i: (-score[i], i))[:count]
     return sorted(sink + i for i in best)
 
 
 @pytest.mark.parametrize("m", [8, 4])
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("beta", "rho"), [(100_000, 200_000), (250_000, 300_000), (ONE, ONE)])
+@pytest.mark.parametrize(("beta", "rho"), [(100_000, 200_000), (250_000, 300_000), (MILLION, MILLION)])
 def test_stage_one_equals_equation_15(beta, rho, queries, m):
     g = torch.Generator().manual_seed(queries + m)
     heads, rows, dim, sink = 2, 200, 32, 3
@@ -193,7 +193,7 @@ def test_stage_one_equals_equation_15(beta, rho, queries, m):
     codes.counts.zero_()
     for b, h, i in ((b, h, i) for b, end in enumerate(ends) for h in range(heads) for i in range(sink, end)):
         codes.counts[b, h, torch.arange(dim // m), codes.ids[b, h, i].long()] += 1
-    ratios = [10, ONE, ONE, 20, ONE, ONE, 70, 500_000, 500_000, beta, rho]
+    ratios = [10, MILLION, MILLION, 20, MILLION, MILLION, 70, 500_000, 500_000, beta, rho]
     for least, dense in ((0, 0), (20, 0), (5, 64)):
         capacity = candidate_capacity(rows, ratios, least, dense)
         rotated, votes = centroid_votes(q, codes, lengths, ratios, False, 0)
@@ -201,7 +201,7 @@ def test_stage_one_equals_equation_15(beta, rho, queries, m):
         rotated = (rotated * dim**0.5).round()  # sums of integers, scaled
         for b, end in enumerate(ends):
             n = end - sink
-            share = (beta, rho) if n >= 70 else (500_000, 500_000) if n >= 20 else (ONE, ONE)
+            share = (beta, rho) if n >= 70 else (500_000, 500_000) if n >= 20 else (MILLION, MILLION)
             for h in range(heads):
                 want = brute_force(rotated[b, h], codes.ids[b, h], sink, end, *share, least, dense)
                 assert len(want) == candidates_of(n, ratios, least, dense)
@@ -272,7 +272,7 @@ def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
             end = int(s.lengths.ring_begin[b])
             for h in range(2):
                 ids, codes, weights, _ = (t[b, h] for t in s.codes)
-                some = brute_force(rotated[b, h], ids, 4, end, ONE // 2, 6 * ONE // 10, 8, 0)
+                some = brute_force(rotated[b, h], ids, 4, end, MILLION // 2, 6 * MILLION // 10, 8, 0)
                 v = directions(codes[some], 8) * weights[some].float()[..., None]
                 estimate = (v.flatten(-2) @ rotated[b, h].T).amax(-1)
                 best = estimate.topk(8).indices.sort().values

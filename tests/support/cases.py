@@ -132,7 +132,7 @@ def _centroid_votes(w: World):
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 
 
-def _collide(w: World):
+def _rank_by_votes(w: World):
     m = max(w.pick(8, 4, 2), 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
     codes, packs = _encoded(w, m), w.pick(1, 2, 3)
     shape = (w.batch, w.heads, packs, 1 << m, codes.ids.shape[3], 4)
@@ -225,7 +225,7 @@ def _find_boundary(w: World):
     return (q, ring, units, segments, trigger, w.stats(), w.lengths_view, rule)
 
 
-def _settle_segments(w: World):
+def _close_segments(w: World):
     return (*_segments(w, w.start, w.previous_begin), w.lengths_view, w.ring_rows)
 
 
@@ -296,11 +296,11 @@ OPS = {
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
     "centroid_votes": _centroid_votes,
-    "rank_by_votes": _collide,
+    "rank_by_votes": _rank_by_votes,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
     "find_boundary": _find_boundary,
-    "close_segments": _settle_segments,
+    "close_segments": _close_segments,
     "cluster_keys": _cluster_keys,
     "cluster_ring": _cluster_ring,
     "pick_units": _pick_units,

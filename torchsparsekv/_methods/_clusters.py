@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.method import Method, option
-from torchsparsekv.ops.clusters._kmeans import SEEDS, WIDEST, Kmeans
+from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH, SEEDS, Kmeans
 from torchsparsekv.ops.clusters._segments import unit_capacity
 from torchsparsekv.ops.clusters.close_segments import close_segments
 from torchsparsekv.ops.clusters.cluster_keys import WHOLE, cluster_keys
@@ -35,7 +35,7 @@ class ClusterMethod(Method):
         None, f"Mean tokens of a cluster. None: 16, or fewer where the budget would not hold {CLUSTERS} clusters."
     )
     stretch: int | None = option(
-        WIDEST, "Tokens that are clustered together, a power of two. None: a prompt as a whole, from one draw."
+        MAX_STRETCH, "Tokens that are clustered together, a power of two. None: a prompt as a whole, from one draw."
     )
     rounds: int = option(3, "Rounds of k-means.")
     seed: int = option(0, "Seed of the first centroids.")
@@ -44,13 +44,13 @@ class ClusterMethod(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cluster_size is not None:
-            self.check_int("cluster_size", 2, WIDEST)
+            self.check_int("cluster_size", 2, MAX_STRETCH)
         self.check_int("rounds", 1, 100)
         self.check_int("seed", 0, SEEDS - 1)
         if not isinstance(self.cosine, bool):
             raise TypeError(f"{self.name}: cosine must be a bool, got {self.cosine!r}")
         if self.stretch is not None:
-            self.check_int("stretch", 2, WIDEST, power=True)
+            self.check_int("stretch", 2, MAX_STRETCH, power=True)
             if self.stretch < self.per_cluster:
                 raise ValueError(f"{self.name}: stretch {self.stretch} is below cluster_size {self.per_cluster}")
         self.check_units()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchsparsekv._methods._clusters import ClusterMethod
 from torchsparsekv.method import Method, Traits, option
-from torchsparsekv.ops.clusters._kmeans import WIDEST, Kmeans
+from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH, Kmeans
 from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
 from torchsparsekv.ops.clusters.cluster_ring import MOST_CLUSTERS, cluster_ring
 from torchsparsekv.ops.clusters.pick_units import pick_units
@@ -44,8 +44,8 @@ class ClusterKV(ClusterMethod):
 
     def __post_init__(self) -> None:
         if self.run is not None:
-            self.check_int("run", most=WIDEST)
-        self.check_int("every", most=WIDEST)
+            self.check_int("run", most=MAX_STRETCH)
+        self.check_int("every", most=MAX_STRETCH)
         self.check_int("new_clusters", most=MOST_CLUSTERS)
         if self.every % self.new_clusters:
             raise ValueError(

@@ -5,7 +5,7 @@ from functools import cached_property
 from torchsparsekv._methods._clusters import ClusterMethod
 from torchsparsekv._methods._file import read_file
 from torchsparsekv.method import Traits, option
-from torchsparsekv.ops.clusters._kmeans import WIDEST
+from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH
 from torchsparsekv.ops.clusters.views import Boundaries
 
 
@@ -44,7 +44,7 @@ class LouisKV(ClusterMethod):
         if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)) or not 0 <= self.memory <= 1:
             raise ValueError(f"{self.name}: memory must be from 0 to 1, got {self.memory!r}")
         for field in ("segment_min", "segment_max"):
-            self.check_int(field, most=WIDEST)
+            self.check_int(field, most=MAX_STRETCH)
         super().__post_init__()
 
     @property

@@ -10,7 +10,7 @@ from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.triton import next_power_of_2
 from torchsparsekv.ops.pariskv._code import WORDS
 from torchsparsekv.ops.pariskv._srht import SEEDS
-from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes
+from torchsparsekv.ops.pariskv.centroid_votes import MILLION, centroid_votes
 from torchsparsekv.ops.pariskv.encode_keys import encode_keys
 from torchsparsekv.ops.pariskv.rank_by_votes import MOST_SPACES, candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
@@ -94,7 +94,7 @@ class ParisKV(Method):
     @property
     def ratios(self) -> list[int]:
         """`_by_length` as the op wants it: in millionths."""
-        flat = [(below, round(beta * ONE), round(rho * ONE)) for below, beta, rho in self._by_length()]
+        flat = [(below, round(beta * MILLION), round(rho * MILLION)) for below, beta, rho in self._by_length()]
         return [x for row in flat for x in row if x is not None]
 
     def effective(self) -> dict[str, object]:

@@ -129,7 +129,7 @@ def test_grids_of_clusters_fit_a_huge_prompt(monkeypatch):
         monkeypatch.setattr(kernels, name, recorded.setdefault(name, Recorded()))
     f32, i32 = torch.float32, torch.int32
     units = Units(like(i32, 1, 1, 9), like(f32, 1, 1, 8, 256), like(i32, 1, 1))
-    run = kernels.Run(like(f32, 1, 1, TOKENS, 256), units, times()[:3], 0, 2, TOKENS, False)
+    run = kernels.Launches(like(f32, 1, 1, TOKENS, 256), units, times()[:3], 0, 2, TOKENS, False)
     run.assign(False)
     run.update(False)
     assert [x.grid for x in recorded.values()] == [(65_536,), (65_536,)]

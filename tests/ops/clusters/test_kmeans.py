@@ -101,7 +101,7 @@ def test_the_start_follows_the_seed():
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
     for seed in range(5):
-        assert (_kmeans.drawn(200, 10, seed) // 20).tolist() == list(range(10)), "one of each part"
+        assert (_kmeans.first_draw(200, 10, seed) // 20).tolist() == list(range(10)), "one of each part"
 
 
 @given(keys=st.integers(1, 70), clusters=st.integers(1, 40), draws=st.integers(1, 16), seed=st.integers(0, 99))
@@ -109,10 +109,10 @@ def test_number_of_first_centroids_is_the_number_of_clusters(keys, clusters, dra
     """All different, where keys are."""
     clusters = min(keys, clusters)
     x = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(seed))
-    begin = _kmeans.chosen(x, clusters, draws, seed)[0]
+    begin = _kmeans.draw_centroids(x, clusters, draws, seed)[0]
     assert begin.shape == (clusters, 8)
     assert len(begin.unique(dim=0)) == clusters
-    assert _kmeans.reached(clusters, draws)[-1] == clusters
+    assert _kmeans.centroids_after(clusters, draws)[-1] == clusters
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -120,7 +120,7 @@ def test_keys_become_first_centroids_in_proportion_to_distance(seed):
     """Of 1000 keys, 100 ten times as far as the others: of 60 that are drawn, half are of those."""
     far = torch.ones(1, 1000)
     far[0, 3::10] = 10
-    taken = [_kmeans.spread(far, 60, draw, seed)[0].tolist() for draw in (1, 2)]
+    taken = [_kmeans.later_draw(far, 60, draw, seed)[0].tolist() for draw in (1, 2)]
     assert taken[0] != taken[1], "every draw has hashes of its own"
     for some in taken:
         assert some == sorted(set(some))

@@ -12,11 +12,11 @@ from world import DEVICE
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.pariskv.views import Codes
 
-COLLIDE = importlib.import_module("torchsparsekv.ops.pariskv.rank_by_votes")
+RANK = importlib.import_module("torchsparsekv.ops.pariskv.rank_by_votes")
 ENTRY = load_all()["rank_by_votes"]
 
 
-def names_alone(ids: torch.Tensor) -> Codes:
+def ids_alone(ids: torch.Tensor) -> Codes:
     """Of keys of which the centroids are known; the rest is not looked at."""
     none = torch.empty(*ids.shape[:3], 0)
     return Codes(ids, none.to(torch.uint8), none.half(), none.int())
@@ -32,18 +32,18 @@ def arguments(rows: int, ends: list[int], packs: int, alike: bool, seed: int, sp
         ids = ids[:, :, torch.randint(0, 3, (rows,), generator=g)].contiguous()
     ratios = [50, 500_000, 500_000, 200, 250_000, 300_000, 300, 200_000, 250_000, 100_000, 700_000]
     least, dense = 7, 20
-    capacity = COLLIDE.candidate_capacity(rows, ratios, least, dense)
-    return votes, names_alone(ids), until(ends, sink), ratios, least, dense, capacity
+    capacity = RANK.candidate_capacity(rows, ratios, least, dense)
+    return votes, ids_alone(ids), until(ends, sink), ratios, least, dense, capacity
 
 
 @contextlib.contextmanager
 def patched(**values):
     """The module with other sizes, and with buffers that held something before."""
-    empty = COLLIDE._empty
+    empty = RANK._buffers
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(COLLIDE, "_empty", lambda *args: tuple(t.fill_(90) for t in empty(*args)))
+        m.setattr(RANK, "_buffers", lambda *args: tuple(t.fill_(90) for t in empty(*args)))
         for name, value in values.items():
-            m.setattr(COLLIDE, name, value)
+            m.setattr(RANK, name, value)
         yield
 
 
@@ -72,9 +72,9 @@ def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alik
     things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed, spaces)
     there = on(DEVICE, things)
     kind, reasons = ENTRY.chain.chosen(*there)
-    assert (kind, list(reasons)) == (("cuda", []) if packs <= COLLIDE.NATIVE_PACKS else ("triton", ["cuda"]))
+    assert (kind, list(reasons)) == (("cuda", []) if packs <= RANK.NATIVE_PACKS else ("triton", ["cuda"]))
     expected = ENTRY.reference(*things)
-    native_parts = lambda *_: min(resident, -(-rows // COLLIDE.NATIVE_STEP))  # noqa: E731
+    native_parts = lambda *_: min(resident, -(-rows // RANK.NATIVE_STEP))  # noqa: E731
     with patched(RESIDENT=resident, native_parts=native_parts):
         for one in {kind, "triton"}:
             assert torch.equal(ENTRY.run(one, *there).cpu(), expected), one
@@ -85,19 +85,19 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(spaces, packs):
     reason = f"{spaces} subspaces of 256 centroids, {packs} entries of query heads"
     shape = lambda packs, spaces: on(DEVICE, arguments(64, [64, 9], packs, False, 0, spaces))  # noqa: E731
     assert ENTRY.chain.chosen(*shape(packs, spaces)) == ("triton", {"cuda": reason})
-    assert ENTRY.chain.chosen(*shape(COLLIDE.NATIVE_PACKS, 16)) == NATIVE
+    assert ENTRY.chain.chosen(*shape(RANK.NATIVE_PACKS, 16)) == NATIVE
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 60, 132])
 @pytest.mark.parametrize("heads", [1, 2, 8, 24, 40, 72, 128, 136, 1000])
 @pytest.mark.parametrize("rows", [1000, 8192, 131_072, 524_288])
 def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
-    parts = COLLIDE.native_parts(heads, rows, multiprocessors)
+    parts = RANK.native_parts(heads, rows, multiprocessors)
     rounds = -(-heads * parts // multiprocessors)
-    assert 1 <= parts <= max(1, min(-(-rows // COLLIDE.NATIVE_STEP), multiprocessors))
+    assert 1 <= parts <= max(1, min(-(-rows // RANK.NATIVE_STEP), multiprocessors))
     if rows >= 131_072:
         assert heads * parts > 0.85 * multiprocessors * rounds
 
 
 def test_number_of_cuda_programs_at_the_usual_shape():
-    assert [COLLIDE.native_parts(8, rows, 132) for rows in (1000, 4096, 131_072, 524_288)] == [1, 4, 16, 16]
+    assert [RANK.native_parts(8, rows, 132) for rows in (1000, 4096, 131_072, 524_288)] == [1, 4, 16, 16]
