@@ -1,5 +1,5 @@
-// The k best of each row of scores, as ops/select/top_blocks.py specifies it. A program takes a row. There are few rows,
-// so the time is that of the steps that wait for one another (search.cuh says why this is not in Triton).
+// The k best of each row of scores, as ops/select/top_blocks.py specifies it. A program takes a row. There are few
+// rows, so the time is that of the steps that wait for one another (search.cuh says why this is not in Triton).
 //
 // Constants of the compilation: THREADS of the program; SCORES per thread; PEAKS per thread, which lead to the groups
 // of the best scores (0: the program can read all scores of the row); GROUP, the number of scores that share a peak.
