@@ -1,28 +1,30 @@
 #pragma once
 
-// Programs of a cluster: each can write to the shared memory of the others. Nothing but a Bell, or to `arrive` and to
-// `wait`, says that what was written before is there.
+// Programs of a cluster: each can write to the shared memory of the others. Two things order these writes: a Bell, and the
+// barrier of all programs (`arrive`, then `wait`).
 
+// The address in shared memory of this program.
 __device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
 
+// The same address in the shared memory of the program of that rank.
 __device__ inline unsigned there(int rank, const void* at) {
   unsigned x;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(here(at)), "r"(rank));
   return x;
 }
 
-// Wait for the other programs, in two steps.
+// The barrier of all programs of the cluster, in two steps.
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// In the shared memory of a program: it rings when as many numbers have come as it expects. That is quicker than to wait
-// for all programs, until all that was written anywhere is seen by all. One program alone waits for its threads: it is no
-// cluster, and memcheck of compute-sanitizer does not let it write as if it were.
+// A bell in the shared memory of a program rings when the number of 32-bit words that it expects has come. That is faster
+// than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster: the
+// bell is a __syncthreads, as memcheck of compute-sanitizer refuses cluster writes there.
 template <int PROGRAMS> struct Bell {
   unsigned long long barrier;
 
-  // Once only; called by all threads of the first warp at least, before the programs meet. One thread makes the bell and
-  // tells it what to expect; without the __syncwarp between, racecheck of compute-sanitizer warns of the two.
+  // Set up the bell for so many words, once, before the barrier. At least all threads of the first warp call it. One
+  // thread does it; without the __syncwarp, racecheck of compute-sanitizer warns of the two writes.
   __device__ void expect(int numbers) {
     if (PROGRAMS == 1) return;
     if (threadIdx.x == 0) {
@@ -35,7 +37,7 @@ template <int PROGRAMS> struct Bell {
                    ::"r"(here(&barrier)), "r"(4 * numbers) : "memory");
   }
 
-  // To the program of this rank, whose bell it is that rings. `to` is where the number would be here.
+  // Send x to the program of this rank, at the address that `to` has in this program. The bell of that program rings.
   __device__ void send(int rank, void* to, unsigned x) {
     if (PROGRAMS == 1)
       *static_cast<unsigned*>(to) = x;
@@ -44,7 +46,7 @@ template <int PROGRAMS> struct Bell {
                    ::"r"(there(rank, to)), "r"(x), "r"(there(rank, &barrier)) : "memory");
   }
 
-  // By all threads.
+  // Wait until the bell of this program rings. All threads call it.
   __device__ void receive() {
     if (PROGRAMS == 1) return __syncthreads();
     asm volatile("{ .reg .pred there; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], 0;"

@@ -1,23 +1,23 @@
 #pragma once
 
-// The k largest of a row of keys that the threads of a program hold in registers.
+// The k largest keys of a row that the threads of a program hold in registers.
 //
-// Why not Triton: it has no atomics on shared memory, so that its search for the k-th best goes by counts of two
-// thresholds, a dozen of them. Here a round is a histogram of the range in which the k-th must lie, and mostly the first
-// leaves so few that they are compared with one another.
+// Why this is not in Triton: Triton has no atomics on shared memory, so its search takes about a dozen rounds of two
+// counts. Here a round is a histogram of the range of the k-th largest key. After the first round mostly few keys are
+// left, and the program compares these with one another.
 //
-// Set by the compilation: THREADS of the program.
+// Constant of the compilation: THREADS of the program.
 
 #include "common.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // 5 for keys, 3 for places among equals; of two searches
-constexpr int FEW = 64;
+constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // two searches, each with 5 rounds for keys and 3 for equal keys
+constexpr int FEW = 64;  // so few keys are compared with one another
 
 struct Pair { unsigned key, place; };
-struct Last : Pair { bool shared; };  // and whether others are equal to it
+struct Last : Pair { bool shared; };  // shared: whether other keys are equal to it
 
-using Bins = int[BINS + 32];  // and one that is not looked at for each lane
+using Bins = int[BINS + 32];  // the last 32, one per lane, take the keys outside the range; nobody reads them
 
 struct __align__(16) Search {
   Bins bins[ROUNDS];
@@ -29,18 +29,17 @@ struct __align__(16) Search {
   int listed;
 };
 
-// Made ready ahead of `chain`.
+// Clear the scratch; ahead of `chain` this costs no time.
 __device__ void prepare(Search& s) {
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i / BINS][i % BINS] = 0;
   for (int i = threadIdx.x; i < FEW; i += THREADS) s.few[i] = {0, 0};
   if (threadIdx.x == 0) s.listed = 0;
 }
 
-// Groups of so many threads: of these there are twice as many as `k`, if possible.
+// Threads per group, such that there are at least 2 k groups if possible.
 __device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
 
-// The places that a warp has of `count`, whole units but for the last: one after the other, so that the order of places is
-// that of warps, steps, lanes.
+// The places of a warp among `count`, in whole units but for the last. The order of places is that of (warp, step, lane).
 struct Span {
   int first, stop;
   __device__ explicit Span(int count, int unit = 1) {
@@ -50,11 +49,12 @@ struct Span {
   __device__ int place(int step) const { return first + step * 32 + lane(); }
 };
 
-// Where the k-th largest key lies: above `to` are those that are taken, and from `from` to there are `inside` keys, of
-// which the `wanted` largest are.
+// The range of the k-th largest key. Keys above `to` are taken; of the `inside` keys between `from` and `to` the `wanted`
+// largest are taken.
 struct Range { unsigned from, to; int wanted, inside; };
 
-// A range for a start: from the best of that many threads, of which at least k have one, to the best of all.
+// The first range: from the least of the maxima of groups of `lanes` threads, if at least k groups have one, to the
+// largest key.
 template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int lanes, Search& s) {
   unsigned best = 0;
   for (int i = 0; i < N; i++) best = max(best, key[i]);
@@ -68,8 +68,8 @@ template <int N> __device__ Range range_of(const unsigned (&key)[N], int k, int 
   return {groups < k ? LEAST : from, max(to, LEAST), k, 0};
 }
 
-// Narrow the range until no more than `spare` keys too many are inside, or no more than `few` keys, or all are equal.
-// Where there are fewer keys than wanted, all are, and fewer inside.
+// Narrow the range until it holds at most `spare` keys more than wanted, or at most `few` keys, or equal keys only.
+// If there are fewer keys than wanted, all keys are inside.
 template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int spare, int few, Bins*& bins, Search& s) {
   while (true) {
     const unsigned width = r.to - r.from;
@@ -79,7 +79,7 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
       atomicAdd(&(*bins)[below <= width ? below >> shift : BINS + lane()], 1);  // cheaper than a branch
     }
     __syncthreads();
-    if (warp() == 0) {  // quicker than if all did, whose shuffles wait for one another
+    if (warp() == 0) {  // one warp is faster than all warps, whose shuffles would wait for one another
       const Reached found = find<BINS / 32>(*bins, r.wanted);
       if (lane() == 0) s.found = found;
     }
@@ -97,7 +97,7 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
   }
 }
 
-// The last that is taken of the few that are left, each of which a warp compares with all; `few` is 0 behind them.
+// The last key that is taken of the few keys in the range: a warp compares each with all. `s.few` is 0 behind them.
 template <int N> __device__ Last last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
   for (int i = 0; i < N; i++)
     if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};
@@ -116,7 +116,7 @@ template <int N> __device__ Last last_of(const unsigned (&key)[N], const Span& s
   return s.last;
 }
 
-// The same of equal keys: the lower the place, the better.
+// The last key that is taken of equal keys: those at lower places go first.
 template <int N> __device__ Last last_of_equals(
     const unsigned (&key)[N], const Span& span, int count, const Range& r, int spare, Bins* bins, Search& s) {
   unsigned early[N];
@@ -124,8 +124,8 @@ template <int N> __device__ Last last_of_equals(
   return {{r.from, ~narrow(early, {(unsigned)-count, ALL, r.wanted, 0}, spare, 0, bins, s).from}, true};
 }
 
-// The least key that is taken, of the k largest keys or of up to `spare` more. Ties go to the lower place: keys that are
-// equal to it and not taken are made 0.
+// The least of the k largest keys, or of up to `spare` more. Ties go to the lower place: equal keys that are not taken
+// become 0.
 template <int N> __device__ unsigned cut(
     unsigned (&key)[N], const Span& span, int count, Range r, int spare, int few, Bins* bins, Search& s) {
   r = narrow(key, r, spare, few, bins, s);
@@ -137,7 +137,7 @@ template <int N> __device__ unsigned cut(
   return last.key;
 }
 
-// The key of rank k of up to 32 that are listed, for the first warp.
+// The k-th largest of up to 32 keys in `s.few`. The first warp calls it.
 __device__ unsigned key_in(int k, const Search& s) {
   const unsigned own = s.few[lane()].key;
   int better = 0, equal = 0;
@@ -149,8 +149,8 @@ __device__ unsigned key_in(int k, const Search& s) {
   return __reduce_max_sync(ALL, better < k & k <= better + equal ? own : 0);
 }
 
-// The key of rank k, for the first thread; LEAST where there are fewer. The first bins are as wide in numbers, not in keys:
-// of scores of which a few are far above the others these leave fewer inside.
+// The k-th largest key, for the first thread; LEAST if there are fewer keys. The first bins have equal widths in scores
+// instead of keys: that leaves fewer keys inside if a few scores are far above the others.
 template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Search& s) {
   Range r = range_of(key, k, lanes_of(k), s);
   const float high = number_of(r.to), bins = BINS / (high - number_of(r.from));
@@ -169,7 +169,7 @@ template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Sea
   Bins* rest = s.bins + 1;
   r = narrow(key, r, 0, FEW, rest, s);
   if (r.inside <= FEW) return last_of(key, Span(N * THREADS), r, s).key;
-  unsigned least = ALL;  // all of them are wanted, or equal
+  unsigned least = ALL;  // all keys inside are wanted, or equal
   for (int i = 0; i < N; i++) least = key[i] >= r.from ? min(least, key[i]) : least;
   least = __reduce_min_sync(ALL, least);
   if (lane() == 0) s.low[warp()] = least;
@@ -177,7 +177,7 @@ template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Sea
   return __reduce_min_sync(ALL, lane() < WARPS ? s.low[lane()] : ALL);
 }
 
-// put(step, number) for the keys that are not below `least`, numbered by their places; how many these are.
+// Call put(step, number) for each key that is not below `least`, numbered in the order of places. Returns how many.
 template <int N, class Put> __device__ int compact(const unsigned (&key)[N], unsigned least, int* totals, Put put) {
   unsigned taken[N];
   int mine = 0;
@@ -198,14 +198,14 @@ template <int N> __device__ void keys_of(unsigned (&key)[N], const float (&x)[N]
 }
 
 template <int MOST> struct Grouped : Search {
-  unsigned short group[MOST];  // that are looked into
-  // The number of the score at a place among those of these groups; warps begin with a whole group.
+  unsigned short group[MOST];  // the groups whose scores the program reads
+  // The number in the row of the score at a place among these groups; a warp begins with a whole group.
   __device__ int number(const Span& span, int step) const {
     return group[span.place(0) / GROUP + step * (32 / GROUP)] * GROUP + lane() % GROUP;
   }
 };
 
-// The groups of the highest peaks, at least k; how many they are. Leaves the range in which the k-th best score lies.
+// Choose the groups of the highest peaks, k or more, and the range `r` of the k-th best score. Returns how many groups.
 template <int N, int MOST> __device__ int choose(
     const float (&peak)[N], const Span& span, int groups, int k, int lanes, Range& r, Grouped<MOST>& s) {
   unsigned key[N];
@@ -215,7 +215,7 @@ template <int N, int MOST> __device__ int choose(
   return compact(key, r.from, s.totals[0], [&](int i, int at) { s.group[at] = span.place(i); });
 }
 
-// Of a row of n scores those in these groups, or all: their names and keys. Warps have whole steps.
+// Read the scores of the chosen groups, or of the whole row of n scores: their numbers (`name`) and keys.
 template <int N, int MOST> __device__ void look_at(
     unsigned (&key)[N], int (&name)[N], const float* scores, int n, const Span& span, bool grouped,
     const Grouped<MOST>& s) {

@@ -1,17 +1,17 @@
 #pragma once
 
-// How a token lies in memory, as ops/store/rows.py says it: a row is a key and a value side by side, of halves here;
-// the rows of a head follow one another; the ring has the sinks in front and uses the rows behind them in turn.
+// How a token lies in memory, as ops/store/rows.py says it. A row is a key and a value side by side, here in fp16 or bf16;
+// the rows of a head follow one another. The ring holds the sinks in its first rows and uses the others round-robin.
 
-namespace counter {  // of a (row, kv head)
-enum { STEPS, CONTEXT, NEAR, SELECTED, MISSED, ALL_OF_THEM };
+namespace counter {  // the columns of the counters of a (row, kv head)
+enum { STEPS, CONTEXT, IN_RING, SELECTED, MISSED, COLUMNS };
 }
 
 __device__ inline unsigned long long* counters_of(unsigned long long* counts, long long head) {
-  return counts + head * counter::ALL_OF_THEM;
+  return counts + head * counter::COLUMNS;
 }
 
-// Of stores of halves with `rows` rows a head and so many CHANNELS.
+// Pointers into a store with `rows` rows per head, of CHANNELS numbers of 2 bytes.
 template <int CHANNELS> __device__ inline const char* head_of(const char* store, long long head, int rows) {
   return store + head * (4ll * CHANNELS) * rows;
 }
@@ -21,25 +21,25 @@ template <int CHANNELS> __device__ inline const char* row_at(const char* rows, i
 template <int CHANNELS> constexpr int row_bytes = 4 * CHANNELS;
 template <int CHANNELS> __device__ inline const char* value_of(const char* row) { return row + 2 * CHANNELS; }
 
-// Packed rows of a pool, of so many CHANNELS, in words of 16 bytes: the 8-bit numbers of the key, those of the value, and
-// the scales of their groups of 64 channels.
+// A packed row of a pool, in words of 16 bytes: the 8-bit numbers of the key (CHANNELS), those of the value, and the fp32
+// scales of their groups of 64 channels.
 template <int CHANNELS> struct Packed {
   static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
 
-  // Of the 16 numbers in word `at` of a row, from the scales behind its numbers.
+  // The scale of the 16 numbers in word `at` of a row; `scales` points behind its numbers.
   __device__ static float scale(const uint4* scales, int at) {
     const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;
     return reinterpret_cast<const float*>(scales)[half * GROUPS + group];
   }
 
-  // Of the four numbers in 32 bits of such a word, one, without its scale.
+  // Number i of the four in 32 bits of such a word, without its scale.
   __device__ static float number(unsigned four, int i) { return (signed char)(four >> 8 * i); }
 };
 
 struct Ring {
-  int rows, sink, begin;  // the token at `begin` is the oldest of those behind the sinks
+  int rows, sink, begin;  // begin: the position of the oldest token behind the sinks
 
-  // The position of the token in a row, if it holds one.
+  // The position of the token in a ring row; the caller compares it with the length of the row of the batch.
   __device__ int position(int row) const {
     const int span = rows - sink, oldest = sink + (begin - sink) % span;
     return row < sink ? row : begin + row - oldest + (row < oldest ? span : 0);

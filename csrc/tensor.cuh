@@ -1,12 +1,13 @@
 #pragma once
 
-// PTX that C++ has no name for: the tensor cores, the types that they take, and loads that pass the caches by.
+// PTX without a name in C++: products on tensor cores, conversions between their types, and loads that bypass the L1.
 struct __align__(16) Words { unsigned at[4]; };
 
 template <int N>
 struct Run { unsigned at[N]; };
 
-template <int N>  // of 2-byte values, all in one load where that can be
+// N values of 2 bytes, in one load up to N = 8.
+template <int N>
 __device__ inline Run<N / 2> load(const void* from) {
   Run<N / 2> x;
   if constexpr (N == 2) {
@@ -23,7 +24,7 @@ __device__ inline Run<N / 2> load(const void* from) {
   return x;
 }
 
-// Of what no other thread asks for.
+// 16 bytes that no other thread reads: they take no room in the L1.
 __device__ inline Words load_once(const void* from) {
   Words x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -31,7 +32,7 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
-// Two halves, or bfloat16 numbers, the first in the lower bits.
+// Two numbers as fp16, or as bf16 with BRAIN; the first in the lower bits.
 template <bool BRAIN = false>
 __device__ inline unsigned halves(float first, float second) {
   unsigned x;
@@ -42,7 +43,7 @@ __device__ inline unsigned halves(float first, float second) {
   return x;
 }
 
-// The same of e4m3 in the lower or in the upper two bytes; exact.
+// Two fp8 (e4m3) numbers, the lower or the UPPER two bytes, as fp16. The conversion is exact.
 template <bool UPPER>
 __device__ inline unsigned halves_of(unsigned bytes) {
   unsigned x;
@@ -53,13 +54,14 @@ __device__ inline unsigned halves_of(unsigned bytes) {
   return x;
 }
 
-// Of two pairs of halves the products.
+// The products of two pairs of fp16 numbers.
 __device__ inline unsigned times(unsigned x, unsigned y) {
   unsigned z;
   asm("mul.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 
+// An fp16 number, or with BRAIN a bf16 number, as fp32.
 template <bool BRAIN = false>
 __device__ inline float number(unsigned short half) {
   if (BRAIN) return __uint_as_float(half << 16);
@@ -68,16 +70,17 @@ __device__ inline float number(unsigned short half) {
   return x;
 }
 
-// Of four halves, or bfloat16 numbers, the first and the third, or the second and the fourth, as halves.
+// Numbers 0 and 2, or with `odd` 1 and 3, of four fp16 (or with BRAIN bf16) numbers, as fp16.
 template <bool BRAIN>
 __device__ inline unsigned every_other(uint2 x, bool odd) {
   const unsigned two = __byte_perm(x.x, x.y, odd ? 0x7632 : 0x5410);
   return BRAIN ? halves(number<true>(two & 0xFFFF), number<true>(two >> 16)) : two;
 }
 
-// sum += a b of halves, or of bfloat16 numbers, 16 rows by 8 columns, over 16 places. Of thread 4 g + t, a has rows g, g + 8, g, g + 8 at
-// places 2 t and 2 t + 1, and from the third on 8 further; b column g at the same places; sum rows g, g, g + 8, g + 8
-// of columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+// sum [16 rows, 8 columns] += a [16 rows, 16] b [16, 8 columns] in fp16, or with BRAIN in bf16. Thread 4 g + t holds
+//   a[0..3]  rows g, g + 8, g, g + 8 at inner indices 2 t and 2 t + 1; the last two 8 inner indices further
+//   b, b_8   column g at inner indices 2 t and 2 t + 1, and 8 further
+//   sum      rows g, g, g + 8, g + 8 of columns 2 t, 2 t + 1, 2 t, 2 t + 1
 template <bool BRAIN = false>
 __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b, unsigned b_8) {
 #define MULTIPLY_ADD(type)                                                                                         \

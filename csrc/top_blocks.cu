@@ -1,36 +1,36 @@
-// The k best of a row of scores, as ops/select/top_blocks.py specifies it. There are few rows, a program each, so what
-// counts is how many steps wait for one another (search.cuh says why not Triton).
+// The k best of each row of scores, as ops/select/top_blocks.py specifies it. A program takes a row. There are few
+// rows, so the time is that of the steps that wait for one another (search.cuh says why this is not in Triton).
 //
-// Set by the compilation: THREADS; SCORES that each can look at; PEAKS that each looks at before, to find the groups
-// that have them (0: the row has no more scores than can be looked at); GROUP scores that share a peak.
+// Constants of the compilation: THREADS of the program; SCORES per thread; PEAKS per thread, which lead to the groups
+// of the best scores (0: the program can read all scores of the row); GROUP, the number of scores that share a peak.
 
 #include "search.cuh"
 
-constexpr int MOST = THREADS * SCORES / GROUP;  // groups that can be looked into
+constexpr int MOST = THREADS * SCORES / GROUP;  // groups whose scores a program can read
 using Shared = Grouped<MOST>;
 
-// What a program reads and writes of its row.
+// The row of a program: its inputs and its output.
 struct Row {
   const float *scores, *peaks;
   const int* ids;
   int *out, n, width;
 };
 
-// Rows that are returned whole: the first of all ids.
-__device__ bool whole(const Row& row, const int* counter, int counted, int few) {
-  if (counter == nullptr || counted > few) return false;
+// If the row takes all its ids, write the first `width` of them. Returns whether it does.
+__device__ bool take_all(const Row& row, const int* row_sizes, int size, int take_all_up_to) {
+  if (row_sizes == nullptr || size > take_all_up_to) return false;
   for (int i = threadIdx.x; i < row.width; i += THREADS) row.out[i] = i < row.n ? row.ids[i] : -1;
   return true;
 }
 
-// The k best of the first `count` places, which are scores of the groups chosen, or of the row.
+// Write the k best of `count` scores: those of the chosen groups, or of the whole row.
 __device__ void take(const Row& row, int count, int k, int lanes, Range r, Shared& s) {
   const Span span(count, 32);
   unsigned key[SCORES];
   int name[SCORES];
   look_at(key, name, row.scores, row.n, span, PEAKS > 0, s);
   if (!PEAKS) r = range_of(key, k, lanes, s);
-  if (row.ids)  // on their way while it is found whose are needed
+  if (row.ids)  // these loads are in flight while the search finds which of them are needed
     for (int i = 0; i < SCORES; i++)
       if (key[i] >= r.from) name[i] = row.ids[name[i]];
   const unsigned least = cut(key, span, count, r, 0, FEW, s.bins + ROUNDS / 2, s);
@@ -39,29 +39,29 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) top(
-    const float* scores, const float* peaks, const int* ids, int* out, const int* counter, int per, int n, int k,
-    int few, int width) {
+    const float* scores, const float* peaks, const int* ids, int* out, const int* row_sizes, int heads, int n,
+    int k, int take_all_up_to, int width) {
   __shared__ Shared s;
   const long long at = blockIdx.x;
   const int groups = (n + GROUP - 1) / GROUP;
   const int lanes = lanes_of(k);
   Row row = {scores + at * n, peaks + at * groups, ids ? ids + at * n : nullptr, out + at * width, n, width};
-  if (counter) counter += blockIdx.x / per;
+  if (row_sizes) row_sizes += blockIdx.x / heads;
   prepare(s);
   const Span span(groups);
   const float* mine = row.peaks + span.place(0);
-  now(mine), now(span.stop), now(counter), now(row.scores);
+  now(mine), now(span.stop), now(row_sizes), now(row.scores);
   Range r;
   int count = n;
   chain();
-  const int counted = counter ? *counter : 0;
+  const int size = row_sizes ? *row_sizes : 0;
   if constexpr (PEAKS > 0) {
     float peak[PEAKS ? PEAKS : 1];
     for (int i = 0; i < PEAKS; i++) peak[i] = span.place(i) < span.stop ? mine[32 * i] : none();
-    if (whole(row, counter, counted, few)) return;
+    if (take_all(row, row_sizes, size, take_all_up_to)) return;
     count = GROUP * choose(peak, span, groups, k, lanes, r, s);
     __syncthreads();
-  } else if (whole(row, counter, counted, few)) {
+  } else if (take_all(row, row_sizes, size, take_all_up_to)) {
     return;
   }
   take(row, count, k, lanes, r, s);

@@ -71,12 +71,12 @@ class _Run:
         state = LayerState(method.buffers(g), lengths, q.device, pool_on_host=False)
         state.on_step, at = watch, 0
         for tokens in (self.prompt - cut, *[1] * STEPS, TURN, *[1] * STEPS):
-            part = [t[:, :, at : at + tokens] for t in (q, k, v)]
+            x, keys, values = (t[:, :, at : at + tokens] for t in (q, k, v))
             lengths.advance(tokens)
             if tokens == 1:
-                yield method.decode(state, *part, self.attention)
+                yield method.decode(state, x, keys, values, self.attention)
             else:
-                yield method.prefill(state, *part, self.attention, last=True)
+                yield method.prefill(state, x, keys, values, self.attention, last=True)
             at += tokens
 
 

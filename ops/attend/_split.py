@@ -1,4 +1,9 @@
-"""Attention split over the sequence: each program keeps a running softmax over its tiles, one launch combines them."""
+"""Attention split over the sequence: a program keeps a running softmax over its tiles, a second launch combines them.
+
+Over a tile with logits z and values v, the running softmax (peak m, sum l, weighted values a) becomes
+
+    m' = max(m, max z);   l' = l exp(m - m') + sum exp(z - m');   a' = a exp(m - m') + exp(z - m') v
+"""
 import torch
 from torch import Tensor
 
@@ -14,12 +19,12 @@ from torchsparsekv.ops._machinery.triton import (
 from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 
-QUERIES = 256  # of a prompt, at once where scores are written out: bounds their matrix
+QUERIES = 256  # queries of a prompt per step of the plain definitions: bounds the memory of their scores
 
 
 @triton.jit
 def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The query heads of one kv head, [GP, DP], zero where padded."""
+    """The query heads of kv head `h`, [GP, DP], zero where padded."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     m = (g < G)[:, None] & (d < D)[None, :]
     return tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=m, other=0.0)
@@ -27,20 +32,20 @@ def load_query(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.const
 
 @triton.jit
 def over_nothing(N: tl.constexpr, DP: tl.constexpr):
-    """The running softmax of N queries before any token: peaks, sums and weighted values."""
+    """The running softmax of N queries before any token: peaks [N], sums [N] and weighted values [N, DP]."""
     return tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32), tl.zeros((N, DP), tl.float32)
 
 
 @triton.jit
 def begun(q, q_b, q_h, b, h, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The query heads of one kv head, and their softmax over nothing."""
+    """The query heads of kv head `h`, and their running softmax before any token."""
     top, total, acc = over_nothing(GP, DP)
     return load_query(q, q_b, q_h, b, h, G, GP, D, DP), top, total, acc
 
 
 @triton.jit
 def capped(z, softcap):
-    """Logits behind the soft cap of the model, if it has one."""
+    """softcap * tanh(z / softcap), or z if the model has no soft cap (0)."""
     if softcap > 0:
         z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
     return z
@@ -48,7 +53,7 @@ def capped(z, softcap):
 
 @triton.jit
 def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr):
-    """Fold the tokens at pointers `rows` where `live` into the running softmax."""
+    """Add the tokens at the row pointers `rows` [n] where `live` [n] to the running softmax of queries x [N, DP]."""
     d = tl.arange(0, DP)[None, :]
     k = load_key(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
     v = load_value(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
@@ -57,7 +62,7 @@ def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl
 
 @triton.jit
 def fold(x, k, v, live, top, total, acc, scale, softcap):
-    """The same with keys and values at hand; `live` is [queries or 1, tokens]."""
+    """Add tokens with keys k and values v [n, DP] where `live` [N or 1, n] to the running softmax."""
     z = capped(tl.dot(x, tl.trans(k), input_precision="ieee") * scale, softcap)
     z = tl.where(live, z, float("-inf"))
     peak = tl.maximum(top, tl.max(z, 1))
@@ -71,6 +76,7 @@ def fold(x, k, v, live, top, total, acc, scale, softcap):
 
 @triton.jit
 def store_part(parts, tops, totals, at, acc, top, total, GP: tl.constexpr, DP: tl.constexpr):
+    """Store the running softmax of one program as part number `at`."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     tl.store(parts + (at * GP + g[:, None]) * DP + d[None, :], acc)
     tl.store(tops + at * GP + g, top)
@@ -100,13 +106,13 @@ def _combine(
         total += tl.exp(logit - safe)
     part = tl.load(parts + at[:, None] * DP + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
     acc = tl.sum(weight[:, None] * part, 0) / tl.where(total > 0, total, 1.0)
-    # No token: zero. A row past its capacity: NaN, so that it cannot be mistaken for an answer.
+    # A row without tokens gets 0, a row that has overrun its capacity NaN.
     acc = tl.where(tl.load(length + b) < 0, float("nan"), acc)
     tl.store(out + b * o_b + (h * G + g) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
 
 
 def tile_of(q: Tensor) -> int:
-    """Tokens per tile: 64 is the fastest where three stages of K and V fit in shared memory, on small GPUs too."""
+    """Tokens per tile: 64 is the fastest if three stages of K and V fit in the shared memory of small GPUs."""
     row = next_power_of_2(q.shape[-1]) * q.element_size()
     return 64 if row <= 256 else 32 if q.element_size() < 4 else 16
 
@@ -114,7 +120,7 @@ def tile_of(q: Tensor) -> int:
 class Parts:
     """Scratch for `splits` partial results per (row, kv head), and the launch that combines them.
 
-    Two programs for each multiprocessor in all, at most one for each of the `tiles` of a kv head.
+    The splits of all heads are about two programs per multiprocessor, and at most one per tile of a kv head.
     """
 
     def __init__(self, q: Tensor, heads: int, tiles: int):
@@ -142,22 +148,22 @@ class Parts:
 
 
 def result_like(q: Tensor, *_: object) -> Tensor:
-    """For the answers to one query of each row; the fake of all ops that give these."""
+    """An empty output of one query per row, [batch, q_heads, 1, dim]. It is the fake of the ops that return this."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def empty_result(q: Tensor, *_: object) -> Tensor:
-    """For the answers to many queries: [batch, heads, tokens, head_dim], tokens before heads in memory."""
+    """An empty output of many queries, [batch, q_heads, tokens, dim], with tokens before heads in memory."""
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
 
 
 def soft_capped(z: Tensor, softcap: float) -> Tensor:
-    """Logits behind the soft cap of the model, if it has one."""
+    """softcap * tanh(z / softcap), or z if the model has no soft cap (0)."""
     return torch.tanh(z / softcap) * softcap if softcap else z
 
 
 def softmax_attention(q: Tensor, rows: Tensor, live: Tensor, attention: Attention) -> Tensor:
-    """The plain definition, in fp32: q [B, Hq, S, D], rows [B, Hkv, N, 2, D], live broadcastable to [B, Hq, S, N]."""
+    """Attention by definition, in fp32. q [B, Hq, S, D], rows [B, Hkv, N, 2, D]; live broadcasts to [B, Hq, S, N]."""
     group = q.shape[1] // rows.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (keys_of(rows), values_of(rows)))
     z = soft_capped(q.float() @ k.transpose(-1, -2) * attention.scale, attention.softcap)
@@ -174,7 +180,7 @@ def softmax_attention(q: Tensor, rows: Tensor, live: Tensor, attention: Attentio
 
 
 def causal_attention(q: Tensor, rows: Tensor, attention: Attention) -> Tensor:
-    """The same where the tokens of `q` are the last of `rows` and see themselves and what is before them."""
+    """Causal attention by its definition. The queries are those of the last tokens of `rows`."""
     out, past = empty_result(q), rows.shape[2] - q.shape[2]
     for first in range(0, q.shape[2], QUERIES):
         some = slice(first, min(first + QUERIES, q.shape[2]))

@@ -1,10 +1,21 @@
-"""Exact causal attention of a run of new tokens over everything before them.
+"""Exact causal attention of the new tokens of a prompt, a chunk of a prompt or a later turn.
 
-Used for prompts, chunks of prompts and later turns: the past is the pool (streamed in pieces when it is host memory and
-merged by log-sum-exp), the rest is `k` and `v` themselves. Ragged: the new tokens of a row are the last
-`length - start` columns; the padding before them gets zeros. `spans` is start and length as host integers, where the
-caller has them: without it every layer waits for the device to learn them. The result is laid out [batch, tokens,
-heads, head_dim] in memory, as models want it next.
+    out of position p = softmax(scale * q.k, with soft cap and sink logit) v    over positions 0 .. p
+
+The past (positions below `start`) comes from the pool, in pieces if it is in host memory; the new tokens come from `k`
+and `v`. The parts are merged by their log-sum-exp. Rows are ragged: the new tokens of a row are the last
+`length - start` columns; the padding before them gets zeros.
+
+Args:
+    q [batch, q_heads, tokens, dim]; k, v [batch, heads, tokens, dim]
+    pool [batch, heads, rows, 2, dim], or packed.
+    spans: start of every row, then length of every row, as host integers. None: every layer waits for the device to
+        learn them.
+
+Returns: out [batch, q_heads, tokens, dim], with tokens before heads in memory, as models read it next; NaN for a row
+with length -1.
+Launches: torch's kernels. For a soft cap, and for a past or sink logits in fp32 on a GPU, torch has none: the reference
+runs.
 """
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +30,7 @@ from torchsparsekv.ops.attend._split import causal_attention, empty_result
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
 from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Pool, Queries
 
-PIECE = 16384  # past tokens brought to the device at a time: 64 MiB at 8 heads x 128 in bf16
+PIECE = 16384  # tokens of the past that are copied to the device at a time: 64 MiB at 8 heads x 128 in bf16
 
 
 def check(q, k, v, pool, lengths, attention, spans) -> None:
@@ -33,7 +44,7 @@ def check_spans(spans: list[int] | None, batch: int) -> None:
 
 
 def bounds_of(lengths: Lengths, spans: list[int] | None) -> list[tuple[int, int]]:
-    """Start and length of every row on the host: it waits for the device where the caller has not got them."""
+    """(start, length) of every row on the host. Without `spans` this waits for the device."""
     host = torch.tensor(spans).view(2, -1) if spans is not None else torch.stack(lengths[:2]).cpu()
     return list(zip(*host.tolist()))
 
@@ -63,34 +74,34 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def over_past(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor], attention: Attention) -> Tensor:
-    """One row of the batch: q, k, v [1, heads, S, D], and its past [heads, rows, 2, D] in pieces on the device."""
+    """Attention of one row of the batch: q, k, v [1, heads, S, D], and its past in pieces [heads, rows, 2, D]."""
     scale = attention.scale
     out, lse = _flash(q, k, v, True, scale)
     for piece in pieces:
         rows = as_numbers(piece, q.dtype)[None]
-        more, more_lse = _flash(q, keys_of(rows), values_of(rows), False, scale)
-        both = torch.logaddexp(lse, more_lse)
-        out = out * (lse - both).exp().unsqueeze(-1) + more * (more_lse - both).exp().unsqueeze(-1)
+        piece_out, piece_lse = _flash(q, keys_of(rows), values_of(rows), False, scale)
+        both = torch.logaddexp(lse, piece_lse)
+        out = out * (lse - both).exp().unsqueeze(-1) + piece_out * (piece_lse - both).exp().unsqueeze(-1)
         lse = both
-    if attention.sink_logits is not None:  # one more logit under the softmax, with no value
+    if attention.sink_logits is not None:  # one more logit in the softmax, without a value
         out = out * torch.sigmoid(lse - attention.sink_logits.float().view(1, -1, 1)).unsqueeze(-1)
     return out
 
 
 def brought(past: Tensor) -> Iterator[Tensor]:
-    """What lies in the pool, [heads, rows, ...], a piece at a time on the device."""
+    """Copy the past [heads, rows, ...] from the pool to the device, one piece at a time."""
     for piece in past.split(PIECE, 1) if past.shape[1] else ():
         yield torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece)
 
 
 def beyond_torch(q: Tensor, past: bool, attention: Attention) -> bool:
-    """Soft caps, and a past or sinks in fp32 on a GPU: what torch has no kernel for."""
+    """Whether torch has no kernel for this: for a soft cap, and for a past or sink logits in fp32 on a GPU."""
     more = past or attention.sink_logits is not None
     return bool(attention.softcap) or (q.is_cuda and q.dtype == torch.float32 and more)
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, attention: Attention) -> Tensor:
-    """One row of the batch with its past, or rows without one, [batch, heads, tokens, head_dim]."""
+    """Attention by torch: of one row with its past in `pieces`, or of all rows without a past (None)."""
     if pieces is None and attention.sink_logits is None:
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scale, enable_gqa=gqa)
@@ -98,7 +109,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, a
 
 
 def launch(q, k, v, pool, lengths, attention, spans) -> Tensor:
-    """What torch has for it, with the past in pieces."""
+    """By torch's kernels, or by the reference where torch has none."""
     bounds = bounds_of(lengths, spans)
     if beyond_torch(q, any(n0 for n0, _ in bounds), attention):
         return reference(q, k, v, pool, lengths, attention, spans)

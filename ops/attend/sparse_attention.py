@@ -1,7 +1,18 @@
-"""Attention of one query token over the ring (sinks, window) and the blocks that were chosen, in the hot buffer.
+"""Attention of one query token over the ring (sinks and window) and the selected blocks in the hot buffer.
 
-Of the ring the sinks count and what stands from `frontier` on, per (row, kv head); without one, from where the rings
-begin. With `fill` a block counts with so many of its first rows.
+    out = softmax(scale * q.k, with the soft cap and the sink logit) v
+          over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block
+
+Args:
+    q [batch, q_heads, 1, dim]
+    ring [batch, heads, ring_rows, 2, dim]
+    hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
+    selection: frontier [batch, heads] (None: lengths.ring_begin) and fill [batch, heads, blocks] (None: all rows).
+        `ids` is not read: fetch has turned it into hot.chosen.
+
+Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
+Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
+programs per multiprocessor, then one launch that combines their parts.
 """
 import torch
 from torch import Tensor
@@ -16,13 +27,12 @@ from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_a
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Query, Ring, Selection
 
-# What csrc/sparse_attention.cu is for; other shapes and types are left to Triton.
-NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
-# Programs of a kv head, and warps of each: as many as have a tile of tokens each, up to MOST_WARPS. 16 would fill a
-# multiprocessor, and such a program cannot be launched before fetch is done: 10.6 us for both where 8 took 10.4, of
-# which some had two tiles of 1360 tokens. With clusters of 16, which not every GPU has, they took 17.
+# The shapes of csrc/sparse_attention.cu; Triton takes the others.
+NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
+# Programs per kv head (a cluster), and warps per program: as many as have a tile each, up to MOST_WARPS. A program of
+# 16 warps fills a multiprocessor, so it cannot start before fetch ends: both take 10.6 us, not 10.4, at 1360 tokens.
 NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
-NATIVE_TILE = 16  # tokens of a warp at a time
+NATIVE_TILE = 16  # tokens that a warp takes at a time
 
 
 def check(q, ring, hot, lengths, selection, attention) -> None:
@@ -48,7 +58,7 @@ def reference(
 
 
 def _filled(hot: Hot, fill: Tensor | None) -> Tensor:
-    """How many rows of each chosen block count."""
+    """The rows of each chosen block that attention reads, [batch, heads, n]."""
     if fill is None:
         return torch.full_like(hot.chosen, hot.rows.shape[3])
     blocks = hot.block_of.gather(2, hot.chosen.clamp(min=0).long())
@@ -67,14 +77,14 @@ def _attend(
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
     i = tl.arange(0, TILE)
     end, begin = tl.load(length + b), tl.load(begins + (bh if PER_HEAD else b))
-    near_tiles = tl.cdiv(ring_rows, TILE)
-    for tile in range(split, near_tiles, splits):
+    ring_tiles = tl.cdiv(ring_rows, TILE)
+    for tile in range(split, ring_tiles, splits):
         row = tile * TILE + i
         pos = ring_position_of(row, begin, sink, ring_rows - sink)
         live = (row < ring_rows) & (pos < tl.where(row < sink, tl.minimum(end, sink), end))
         rows = row_at(ring, bh, row, ring_rows, D)
         top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
-    first = (split - near_tiles % splits + splits) % splits  # go on dealing tiles where the ring stopped
+    first = (split - ring_tiles % splits + splits) % splits  # go on dealing out tiles where the ring ended
     for tile in range(first, tl.cdiv(n * P, TILE), splits):
         token = tile * TILE + i
         slot = tl.load(chosen + bh * n + token // P, mask=token < n * P, other=-1)
@@ -88,15 +98,18 @@ def _attend(
 
 
 def _cluster(q: Tensor, heads: int) -> int:
-    """Programs per kv head: a power of two, for at most one program a multiprocessor; 8 of them find their places
-    together only where half are free (128 programs: 11.0 us, in clusters of 4 10.2 with 64)."""
+    """Programs per kv head, a power of two, with at most one program per multiprocessor.
+
+    A cluster of 8 starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters
+    of 8 and 10.2 in clusters of 4.
+    """
     room = max(1, sm_count(q.device) // (q.shape[0] * heads))
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
 def _warps(q: Tensor, ring: Ring, hot: Hot, cluster: int) -> int:
-    """Of a program: as few as need no more rounds. Registers are too few for more than 8 where heads are wide, or a
-    multiprocessor has several programs."""
+    """Warps per program: the fewest that need no additional round of tiles. 8 if heads are wide or a multiprocessor
+    runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
     tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
@@ -121,7 +134,7 @@ def _fits(q, ring, hot, lengths, selection, attention) -> tuple[_cuda.Module, in
 
 
 def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int) -> dict[str, int]:
-    """How csrc/sparse_attention.cu is compiled, for either type."""
+    """The constants with which csrc/sparse_attention.cu is compiled, but for the type."""
     resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
     return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
 
@@ -130,12 +143,12 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor
     """csrc/sparse_attention.cu"""
     (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, ring.shape
     out, p = result_like(q), hot.rows.shape[3]
-    begins, per = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
+    begins, heads_per_begin = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen,
-        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
-        per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p, lengths.sink,
-        float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
+        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1),
+        heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p,
+        lengths.sink, float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
     )  # fmt: skip
     return out
 
@@ -143,7 +156,7 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor
 def _launch_triton(q, ring, hot, lengths, selection, attention) -> Tensor:
     (batch, heads, ring_rows), (frontier, fill) = ring.shape[:3], selection[2:]
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
-    tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch
+    tile = tile_of(q)  # one tile per program at batch 1; two stages, as a program seldom has a third tile
     parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile))
     _attend[(batch * heads, parts.splits)](
         q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill, lengths.length,

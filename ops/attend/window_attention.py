@@ -1,9 +1,18 @@
-"""Exact attention of a run of new tokens in a layer that sees no further than a window.
+"""Exact attention of the new tokens of a prompt in a layer with a sliding window.
 
-A token attends to the `window` tokens up to and with itself. What came before the new tokens is in the ring, and there
-alone: so this runs before the new ones are stored. Ragged as prompt_attention is: the new tokens of a row are the last
-`length - start` columns, the padding before them gets zeros. The result is laid out [batch, tokens, heads, head_dim] in
-memory, as models want it next.
+    out of position p = softmax(scale * q.k, with soft cap and sink logit) v    over positions p - window + 1 .. p
+
+Keys and values before the new tokens are in the ring alone, so this op runs before the new tokens are stored. Rows are
+ragged: the new tokens of a row are the last `length - start` columns; the padding before them gets zeros.
+
+Args:
+    q [batch, q_heads, tokens, dim]; k, v [batch, heads, tokens, dim]
+    ring [batch, heads, ring_rows, 2, dim]; the layer keeps no sinks.
+    window: the tokens that a query sees, itself included.
+
+Returns: out [batch, q_heads, tokens, dim], with tokens before heads in memory, as models read it next; NaN for a row
+with length -1.
+Launches: one program per (row, query head, 64 or 32 columns).
 """
 import torch
 from torch import Tensor
@@ -51,7 +60,7 @@ def _over_ring(
     x, at, real, ring, head, low, n0, ring_rows, window, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Over the tokens from `low` up to `n0`, which are in the ring."""
+    """The running softmax of the queries x over the tokens from `low` up to `n0`, which are in the ring."""
     d, i = tl.arange(0, DP), tl.arange(0, TILE)
     top, total, acc = over_nothing(COLUMNS, DP)
     for tile in range(low, n0, TILE):
@@ -70,7 +79,7 @@ def _attend(
     o_b, o_h, o_s, q_heads, tokens, ring_rows, window, scale, softcap,
     SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a query head: first the part of the window that is in the ring, then the new tokens."""
+    """COLUMNS queries of a query head: first over the part of their window in the ring, then over the new tokens."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // q_heads, bh % q_heads
     head = b * (q_heads // G) + h // G

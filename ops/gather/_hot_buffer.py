@@ -1,11 +1,11 @@
-"""What ops share that read or change the hot buffer."""
+"""Helpers of the ops that read or change the hot buffer."""
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import tl, triton
 
 
 def check_blocks(pool: Tensor, rows: Tensor, slot_of: Tensor) -> None:
-    """The pool consists of the blocks that the hot buffer knows."""
+    """Refuse a hot buffer that does not cover exactly the blocks of this pool."""
     blocks, block_size = slot_of.shape[2], rows.shape[3]
     if pool.shape[2] != blocks * block_size:
         raise ValueError(f"{pool.shape[2]} pool rows are not {blocks} blocks of {block_size}")
@@ -13,6 +13,6 @@ def check_blocks(pool: Tensor, rows: Tensor, slot_of: Tensor) -> None:
 
 @triton.jit
 def empty_slot(slot_of, block_of, block, slot):
-    """Take the block out of its slot; the pointers are those of one head."""
+    """Take a block out of its slot. `slot_of` and `block_of` point to the tables of one head."""
     tl.store(slot_of + block, -1)
     tl.store(block_of + slot, -1)

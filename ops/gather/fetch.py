@@ -1,16 +1,22 @@
-"""Find the chosen blocks in the hot buffer; bring in the missing ones over the least recently used.
+"""Bring the selected blocks into the hot buffer: find those that are there, and copy the missing ones from the pool.
 
-The hot buffer has a number of slots per (row, kv head); ops/store/views.py says what is known of each. Hits cost
-nothing. m misses take the m oldest slots that are not hits (empty ones first; ties: the lower slot), in order of slot,
-and their rows are read straight from the pool, which may be host memory. `hot.chosen` are the slots of the blocks
-afterwards, -1 where no block was asked for. The ids must be distinct within a head.
+    hits    selected blocks that are in a slot: nothing is copied
+    misses  the m missing blocks take m slots that are no hits: empty slots first, then those with the largest age
+            (ties: the lower slot). The misses take them in order of slot.
+    age     0 for slots of selected blocks, else + 1
 
-Heads whose `retrieve_now` is 0 keep what they chose last, and nothing moves: on such a head one program counts it as
-selected (it is attended to) and all return; the hot buffer does not age.
+A head with `retrieve_now` 0 keeps its previous selection: its slots and ages do not change, and its blocks count as
+selected. The pool may be in host memory: the kernel reads it in place.
 
-One kernel: several programs share the misses of a head, each derives the same plan from the state, and the last one to
-finish (`hot.done_count` counts them) commits it. csrc/fetch.cu does the same with the plan in shared memory, where
-Triton has to take it through global memory.
+Args:
+    selection: ids [batch, heads, n], distinct within a head, -1 for none; retrieve_now [batch, heads] or None.
+    pool [batch, heads, rows, 2, dim], or packed rows, which are unpacked on the way.
+    hot: changed. `hot.chosen` becomes the slots of `ids`, -1 where an id is -1.
+    stats: adds to the counters selected and missed.
+
+Launches: one kernel, csrc/fetch.cu or Triton. Several programs share the misses of a head: each derives the same plan
+from the state, copies its part, and the last one to finish (`hot.done_count` counts them) writes the new state. Triton
+passes the plan through global memory, csrc/fetch.cu through shared memory. Without misses nothing is copied.
 """
 import math
 
@@ -47,12 +53,12 @@ from torchsparsekv.ops.store.rows import (
 )  # fmt: skip
 from torchsparsekv.ops.store.views import Hot, Pool, Selection, Stats
 
-OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
-ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
-# What csrc/fetch.cu is for; the rest is left to Triton. A program has the plan of a head in registers, at most 8 slots
-# a thread, and in 30 KiB of shared memory. It moves 16 bytes at a time.
+OLDEST = (1 << 16) - 1  # ages saturate here; the rank of an empty slot, above that of all others
+ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
+# The shapes of csrc/fetch.cu; Triton takes the others. A program keeps the plan of a head in registers (at most 8 slots
+# per thread) and in 30 KiB of shared memory. It moves 16 bytes at a time.
 NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
-HALVES = (torch.float16, torch.bfloat16)  # what it unpacks packed rows into
+HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows
 
 
 def check(selection, pool, hot, stats) -> None:
@@ -66,7 +72,7 @@ def check(selection, pool, hot, stats) -> None:
 
 
 def check_slots(slots: int) -> None:
-    if slots > LANES:  # a program plans for all of a head
+    if slots > LANES:  # a program plans for all slots of a head
         raise ValueError(f"a hot buffer has at most {LANES} slots a kv head, got {slots}")
 
 
@@ -86,7 +92,7 @@ def reference(selection: Selection, pool: Pool, hot: Changed[Hot], stats: Change
 
 
 def bring(wanted: list[int], pages: Tensor, rows: Tensor, slot_of: Tensor, block_of: Tensor, age: Tensor) -> int:
-    """Of one head; how many blocks were missing."""
+    """Bring the wanted blocks of one head into its hot buffer. Returns the number of misses."""
     missing = [x for x in wanted if slot_of[x] < 0]
     hits = {int(slot_of[x]) for x in wanted} - {-1}
     rank = [OLDEST if x < 0 else min(int(since), OLDEST - 2) for x, since in zip(block_of.tolist(), age)]
@@ -106,11 +112,11 @@ def bring(wanted: list[int], pages: Tensor, rows: Tensor, slot_of: Tensor, block
 def _plan(
     ids, slot_of, block_of, age, flags, n, slots, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Hits mark their slots, and the misses take the oldest of the others: what every program of a head finds alike.
+    """Plan the fetch of a head: hits mark their slots, and misses take the oldest other slots. All programs plan alike.
 
-    Of the ids their slot and whether it is new; of the slots what is in them, how old it is, whether it is hit, and
-    whether it is taken; how many are missing. Behind the `flags`, which are this program's own, the slots that are
-    taken and the blocks that take them, both in order.
+    Returns, per id [N]: the id, its slot, whether it is a miss; per slot [C]: its block, its age, whether it is a hit,
+    whether a miss takes it; and the number of misses. `flags` [C + 2 N] is scratch of this program. Behind its first C
+    numbers the plan writes the slots that are taken and the blocks that take them, both in order.
     """
     j, s = tl.arange(0, N), tl.arange(0, C)
     victims, missing = flags + C, flags + C + N
@@ -141,7 +147,7 @@ def move(
     pool, hot, victims, missing, misses, part, parts, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of this program's misses, ROWS at a time; `pool` and `hot` are those of the head."""
+    """Copy this program's share of the missing rows, ROWS at a time. `pool` and `hot` point to the rows of the head."""
     r = tl.arange(0, ROWS)
     for tile in range(part, tl.cdiv(misses * P, ROWS), parts):
         flat = tile * ROWS + r
@@ -156,7 +162,7 @@ def _commit(
     slot_of, block_of, age, done_count, counts, bh, chosen, n, slots, want, slot, miss, have, old, used, taken, misses,
     OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What the head has from now on."""
+    """Write the new state of the head, and its counters."""
     j, s = tl.arange(0, N), tl.arange(0, C)
     tl.store(chosen + j, slot, mask=j < n)
     tl.store(slot_of + have, tl.full((C,), -1, tl.int32), mask=taken & (have >= 0))
@@ -184,7 +190,7 @@ def _fetch(
     chosen += bh * n
     if now:
         ids, slot_of, block_of, age = ids + bh * n, slot_of + bh * blocks, block_of + bh * slots, age + bh * slots
-        flags = scratch + (bh * parts + part) * (C + 2 * N)  # private to this program
+        flags = scratch + (bh * parts + part) * (C + 2 * N)  # of this program alone
         want, slot, miss, have, old, used, taken, misses = _plan(
             ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
         )
@@ -214,7 +220,7 @@ def fits(selection, pool, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | s
 
 
 def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
-    """How csrc/fetch.cu is compiled for `n` ids, the rows of such a hot buffer and such a pool, or why it is not."""
+    """The constants with which csrc/fetch.cu is compiled for `n` ids, these slots and this pool, or why it is not."""
     packed = pool.dtype is PACKED
     if packed and (rows.dtype not in HALVES or rows.shape[5] % NATIVE_BYTES):
         return f"packed rows become halves of multiples of {NATIVE_BYTES} channels, not {rows.shape[5]} of {rows.dtype}"
@@ -224,7 +230,7 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
     if block % NATIVE_BYTES:
         return f"blocks of {block} bytes are not multiples of {NATIVE_BYTES}"
     least, most = NATIVE_THREADS
-    threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # up to 4 slots each, rather than more warps
+    threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # 4 slots per thread before more warps
     each = max(1, cdiv(n, threads))
     return dict(
         THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST,
@@ -233,7 +239,7 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
 
 
 def _grid(ids: Tensor, hot: Hot, programs: int | None) -> tuple[int, int, int]:
-    """Programs per head: no more than there can be tiles of misses, `programs` in all, or enough to cover the chip."""
+    """The grid: programs per head, at most one per tile of misses. `programs` bounds their sum; None: one per SM."""
     batch, heads, n = ids.shape
     tiles = cdiv(n * hot.rows.shape[3], ROWS)
     return batch * heads, max(1, min(tiles, (programs or sm_count(ids.device)) // (batch * heads))), 1

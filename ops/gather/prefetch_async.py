@@ -1,10 +1,17 @@
-"""Fetch behind a step what its heads did not wait for (query_drift_gate.py), beside the layers that follow.
+"""Fetch, after attention and beside the next layers, the blocks of the heads that did not wait for them.
 
-The kernel of fetch, on a stream of its own, which the layer that is told to `join` waits for (ops/_machinery/side_stream.py). What is
-attended to at the next step is then what this one chose.
+query_drift_gate marks these heads (`prefetch.later`). They attend to the blocks of the previous step; this op brings
+the blocks that they selected now, which the next step attends to.
 
-It says that it changes `out`, the answer of attention, and does not: what computes with that must come after it.
-Inductor would move an op that nobody waits for to the end of the graph, and copy the hot buffer before.
+Args:
+    out [batch, q_heads, 1, dim]: the output of attention. Declared as changed although it is not. Without this false
+        dependency Inductor moves the op, whose result nobody reads, to the end of the graph and copies the hot buffer.
+    prefetch: ids and later are read, counts changed.
+    pool, hot: as in fetch; `hot` is changed.
+    join: whether the current stream waits for this fetch and for those of the layers before: at the last layer, since a
+        CUDA graph must not end before work that it started.
+
+Launches: the kernel of fetch, on a stream beside the current one (ops/_machinery/side_stream.py).
 """
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
@@ -14,9 +21,8 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.gather import fetch
 from torchsparsekv.ops.store.views import Hot, Pool, Prefetch, Query, Selection, Stats
 
-# Programs beside the next layers, which have the rest of the chip; at least one a kv head. They are enough for the
-# link: at 128K tokens where all blocks are new, 10 layers take 2.94 ms with 16 of them (8: 2.90, 32: 2.91), and 3.03
-# where they cover the chip.
+# Programs of a fetch beside the next layers, at least one per kv head. 16 saturate the host link: at 128K tokens, all
+# blocks missing, 10 layers take 2.94 ms, and 3.03 ms with one program per multiprocessor.
 BESIDE = 16
 
 

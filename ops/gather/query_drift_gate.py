@@ -1,13 +1,24 @@
-"""Find, per (row, kv head), whether a step waits for what it chose, or that comes late, for the next step.
+"""Decide, per kv head, whether the step waits for the blocks that it selected, or fetches them for the next step.
 
-What comes late crosses the link while later layers compute, and the step attends to what the one before chose (FreeKV,
-arXiv 2505.13109). So a head is late where its query hardly moved: where the cosine between each query head and the same
-head of the step before, averaged over those of the kv head, is at least `alike`. For all others the step waits, as it
-does without any of this, and at the first step after anything but a step for all.
+    cosine = mean over the query heads of the group of cos(query now, query of the previous step)
+    late   = cosine >= alike, and the previous step was the step before, and (not at_once or no token leaves the ring)
 
-Tokens that leave the ring at this step are in no choice of the step before: late heads see them in the ring, which has
-them until the next step. With `at_once` no head is late on such a step: of an index that puts them into blocks which
-were chosen before.
+A late head attends to the selection of the previous step, and prefetch_async brings the new one while later layers
+compute (FreeKV, arXiv 2505.13109). All other heads wait, as without this op. So the first step after a prompt waits.
+
+Tokens that leave the ring at this step are in no selection of the previous step. Late heads still see them in the ring,
+which keeps them until the next step: their `frontier` is previous_ring_begin.
+
+Args:
+    q [batch, q_heads, 1, dim]
+    ids [batch, heads, n]: the selection of this step.
+    prefetch: changed: query, seen, now, later, frontier, waits and ids (ops/store/views.py).
+    stats: in_ring grows by the tokens that late heads see in the ring beyond ring_begin.
+    alike: the least cosine of a late head.
+    at_once: no head is late at a step at which tokens leave the ring. For an index that puts such tokens into blocks
+        that were selected before.
+
+Launches: one program per (row, kv head).
 """
 import torch
 
@@ -26,8 +37,9 @@ def check(q, ids, prefetch, stats, lengths, alike, at_once) -> None:
 
 
 def reference(
-    q: Query, ids: Candidates, prefetch: Changed[Prefetch], stats: Changed[Stats], lengths: Lengths, alike: float, at_once: bool
-) -> None:
+    q: Query, ids: Candidates, prefetch: Changed[Prefetch], stats: Changed[Stats], lengths: Lengths, alike: float,
+    at_once: bool,
+) -> None:  # fmt: skip
     batch, heads, _ = ids.shape
     new = q[:, :, 0].unflatten(1, (heads, -1))
     found = cosines(new, prefetch.query.unflatten(1, (heads, -1))).mean(2)
@@ -38,14 +50,14 @@ def reference(
     prefetch.later.copy_(~now & live)
     prefetch.waits.add_(prefetch.now)
     prefetch.frontier.copy_(torch.where(prefetch.later > 0, before, end))
-    count(stats.counts, in_ring=prefetch.later * (end - before))  # append counted from where rings begin
+    count(stats.counts, in_ring=prefetch.later * (end - before))  # append counted the tokens from ring_begin on
     prefetch.seen.copy_(n.expand(batch, heads))
     prefetch.query.copy_(q[:, :, 0])
     prefetch.ids.copy_(ids)
 
 
 @triton.jit
-def _turned(
+def _gate(
     q, ids, query, seen, now, later, frontier, waits, kept, counts, length, previous_ring_begin, ring_begin, q_b, q_h,
     heads, n_ids, alike, AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
@@ -54,24 +66,24 @@ def _turned(
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     i, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
-    mine = (i < G)[:, None] & (d < D)[None, :]
-    x = tl.load(q + b * q_b + (h * G + i)[:, None] * q_h + d[None, :], mask=mine, other=0.0)
+    live = (i < G)[:, None] & (d < D)[None, :]  # [GP, DP]
+    x = tl.load(q + b * q_b + (h * G + i)[:, None] * q_h + d[None, :], mask=live, other=0.0)
     at = query + (bh * G + i)[:, None] * D + d[None, :]
-    old = tl.load(at, mask=mine, other=0.0).to(tl.float32)
-    n, was = tl.load(length + b), tl.load(seen + bh)
+    old = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    n, last_length = tl.load(length + b), tl.load(seen + bh)
     before, end, waited = tl.load(previous_ring_begin + b), tl.load(ring_begin + b), tl.load(waits + bh)
     tl.store(kept + bh * n_ids + j, tl.load(ids + bh * n_ids + j, mask=j < n_ids), mask=j < n_ids)
-    late = (was == n - 1) & (mean_cosine(x.to(tl.float32), old, i < G, False, G, G) >= alike)
+    late = (last_length == n - 1) & (mean_cosine(x.to(tl.float32), old, i < G, False, G, G) >= alike)
     if AT_ONCE:
         late &= before == end
     late &= n > 0
-    turned = (n > 0) & ~late
-    tl.debug_barrier()  # all warps have read what is written below
-    tl.store(at, x, mask=mine)
+    waiting = (n > 0) & ~late
+    tl.debug_barrier()  # all warps have read the state that is written below
+    tl.store(at, x, mask=live)
     tl.store(seen + bh, n)
-    tl.store(now + bh, turned.to(tl.int32))
+    tl.store(now + bh, waiting.to(tl.int32))
     tl.store(later + bh, late.to(tl.int32))
-    tl.store(waits + bh, waited + turned.to(tl.int32))
+    tl.store(waits + bh, waited + waiting.to(tl.int32))
     tl.store(frontier + bh, tl.where(late, before, end))
     add_count(counts, bh, IN_RING, tl.where(late, end - before, 0))
 
@@ -79,10 +91,10 @@ def _turned(
 def launch(q, ids, prefetch, stats, lengths, alike, at_once) -> None:
     batch, heads, n = ids.shape
     group, d = q.shape[1] // heads, q.shape[3]
-    _turned[(batch * heads,)](
-        q, ids, *prefetch[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, q.stride(0),
-        q.stride(1), heads, n, alike, AT_ONCE=at_once, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
-        N=next_power_of_2(max(n, 1)), **launch_early(q.device, batch * heads),
+    _gate[(batch * heads,)](
+        q, ids, *prefetch[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin,
+        q.stride(0), q.stride(1), heads, n, alike, AT_ONCE=at_once, G=group, GP=next_power_of_2(group), D=d,
+        DP=next_power_of_2(d), N=next_power_of_2(max(n, 1)), **launch_early(q.device, batch * heads),
     )  # fmt: skip
 
 

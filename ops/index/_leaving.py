@@ -1,4 +1,4 @@
-"""The keys that leave the ring in this call: what every index takes in."""
+"""The keys that leave the ring in a call, read from the new tokens and from the pool, in torch and in Triton."""
 from collections.abc import Iterator
 
 import torch
@@ -10,10 +10,10 @@ from torchsparsekv.ops.store.views import Leaving, Lengths
 
 
 def leaving_keys(leaving: Leaving, lengths: Lengths) -> Iterator[tuple[int, int, int, Tensor]]:
-    """(row, first position, end, keys [kv_heads, tokens, head_dim]) of every row where some leave.
+    """Yield (row, first position, end, keys [kv_heads, tokens, head_dim]) for every row from which tokens leave.
 
-    Positions from `start` on are new: their keys come from the last columns of `leaving.new`, the others from the pool. Without
-    columns none do: a single token is not among those that leave.
+    Keys of positions from `start` on come from the last columns of `leaving.new`, all others from the pool; all of them
+    from the pool if `new` has no columns.
     """
     k, pool = leaving
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -29,7 +29,7 @@ def leaving_keys(leaving: Leaving, lengths: Lengths) -> Iterator[tuple[int, int,
 def load_keys(
     k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, live, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The keys of these positions where `live`, else 0: new ones from `k`, the others from the pool."""
+    """Keys [n, DP] of the positions `pos` [n] where `live`, else 0: new positions from `k`, others from the pool."""
     col = (tokens - n + pos).to(tl.int64)[:, None]
     stored = row_at(pool, bh, pos[:, None], pool_rows, D)
     return load_fresh(k + b * k_b + h * k_h + col * k_s, stored, (pos >= n0)[:, None], live[:, None], D, DP)
@@ -37,8 +37,8 @@ def load_keys(
 
 @triton.jit
 def load_fresh(new, stored, fresh, live, D: tl.constexpr, DP: tl.constexpr):
-    """Keys [n, DP] where `live`, else 0: from `new` where they are `fresh`, else as they are `stored` in the pool. All
-    four are [n, 1]."""
+    """Keys [n, DP] where `live`, else 0: from the pointers `new` where `fresh`, else from the pool rows at the pointers
+    `stored`. All four arguments are [n, 1]."""
     d = tl.arange(0, DP)[None, :]
     there = d < D
     x = tl.load(new + d, mask=fresh & live & there, other=0.0)

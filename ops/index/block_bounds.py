@@ -1,12 +1,20 @@
 """Summarise the keys of every block that leaves the ring by a volume: a centre and a spread.
 
-`box`: the middle of the per-channel range and half that range (Quest's minimum and maximum, in another form).
-`ball`: the mean key and the largest distance to it. Both contain every key: the centre is rounded to its storage type
-first, the spread is taken around the rounded centre and rounded up.
-`mean-box`: the middle of the per-channel range and the mean distance to it per channel (ArkVale's cuboid-mean). It says
-where most keys are, and is no bound: spreads are rounded to the nearest.
+    box       centre = (max + min) / 2 per channel;  spread = max |key - centre| per channel
+    ball      centre = mean key;                     spread = max |key - centre|_2, one number
+    mean-box  centre = (max + min) / 2 per channel;  spread = mean |key - centre| per channel
 
-Where there is a `coarse` copy of the keys, that of these keys is made on the way, as copy_keys would.
+Box (arXiv 2406.10774) and ball contain every key: the centre is rounded to its storage type first, and the
+spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of a NeurIPS 2024 paper) describes
+where most keys are. It is no bound: its spread is rounded to the nearest.
+
+Args:
+    leaving: the keys of the tokens that leave the ring.
+    digests: centre [batch, heads, blocks, dim] and spread [batch, heads, blocks, dim or 1], changed for the blocks that
+        leave.
+    coarse [batch, heads, rows, dim]: if given, the same launch writes the fp8 copy of these keys (copy_keys.py).
+
+Launches: one program per (row, head, block that can leave in one call); it returns at once if its block does not leave.
 """
 import torch
 from torch import Tensor
@@ -20,7 +28,7 @@ from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
 
-UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
+UNBOUNDED = 65504.0  # how a spread of FP8_MAX is read, as fp8 has no infinity: the largest number of fp16
 VOLUMES = ("box", "ball", "mean-box")
 
 
@@ -38,7 +46,7 @@ def check(leaving, digests, lengths, coarse=None) -> None:
 
 
 def check_digests(pool: Tensor, digests: Digests) -> None:
-    """The digests are those of a known volume, and of the blocks of this pool."""
+    """Refuse digests of an unknown volume, or of other blocks than those of this pool."""
     check_spread(digests)
     rows, (centre, spread, block_size, volume) = pool.shape[2], digests
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
@@ -87,7 +95,7 @@ def reference(
 
 @triton.jit
 def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
-    """Store `x` rounded to what `to` holds, to the nearest or up (then x >= 0); returns the value that is stored."""
+    """Store `x` [DP], rounded to the type of `to`: to the nearest, or up with UP (x >= 0). Returns what is stored."""
     dtype: tl.constexpr = to.dtype.element_ty
     if FP8:
         byte, value = to_e4m3(x, UP)
@@ -107,8 +115,8 @@ def store_digest(
     x, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """The volume around those of the keys `x` [P, DP] that are `live` as number `at` of all. Division is exact: a mean
-    of keys in fp8 may lie half-way between two such numbers, and half a bit less leads to the other one."""
+    """Store the volume around the `live` keys of `x` [P, DP] as block number `at`. Divisions round correctly: a
+    mean may lie half-way between two fp8 numbers, and an error of half a bit would round it to the other one."""
     d = tl.arange(0, DP)
     live, n = live[:, None], tl.sum(live.to(tl.float32), 0)
     if BALL:
@@ -138,7 +146,7 @@ def digest_block(
     BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr, MAX: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """One block that leaves: its volume, and the copy of its keys."""
+    """Store the volume of one block that leaves and, with COPY, the fp8 copy of its keys."""
     pos = block * P + tl.arange(0, P)
     every = tl.full((P,), True, tl.int1)
     x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
@@ -157,7 +165,7 @@ def _bounds(
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
-    block = tl.load(previous_ring_begin + b) // P + tl.program_id(0)  # in the dimension that may exceed 65,535
+    block = tl.load(previous_ring_begin + b) // P + tl.program_id(0)  # the only grid dimension that may exceed 65,535
     if (n > 0) & (block * P < tl.load(ring_begin + b)):
         digest_block(
             k, pool, centre, spread, coarse, block, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks, BALL,
@@ -166,7 +174,7 @@ def _bounds(
 
 
 def volume_of(digests: Digests) -> dict[str, object]:
-    """What a kernel is compiled for, so that `store_digest` makes their volume."""
+    """The constants with which `store_digest` makes the volume of these digests."""
     name, limit = VOLUMES[digests.volume], FP8_MAX if digests.centre.dtype == FP8 else 0.0
     return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit)
 

@@ -1,7 +1,15 @@
-"""Keep a copy of every key that leaves the ring, in fp8 and on the device: what static sets are chosen by anew.
+"""Copy every key that leaves the ring to the device, in fp8 (e4m3).
 
-The keys of the pool would have to come over the link, all of them; the copy is a quarter of a row. Keys beyond the
-range of fp8 are stored as its largest number.
+    coarse[p] = e4m3(clamp(key of p, -448, 448))     for p in previous_ring_begin .. ring_begin
+
+Ops that read all keys of a row read this copy: the pool may be in host memory, and the copy is a quarter of a row of
+the pool in bf16.
+
+Args:
+    leaving: the keys of the tokens that leave the ring.
+    coarse [batch, heads, rows, dim]: the copy, fp8 as bytes, changed.
+
+Launches: one program per (row, head, TILE of positions); it returns at once if no position of its tile leaves.
 """
 from typing import Annotated, TypeAlias
 
@@ -17,23 +25,23 @@ from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
 from torchsparsekv.ops.store.views import Leaving, Lengths
 
-Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
+Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # the bytes of fp8 numbers
 TILE = 32
 
 
 def copied(pool: Tensor, coarse: Tensor | None) -> Tensor:
-    """Where keys are read: the copy, if there is one, or the pool."""
+    """The tensor to read keys from: the copy if there is one, else the pool."""
     return pool if coarse is None else coarse.view(FP8)
 
 
 def keys_in(pool: Tensor, coarse: Tensor | None, *at: int | slice | list[int]) -> Tensor:
-    """The keys that are there, [..., dim], or those at these indices: of packed rows no others are unpacked."""
+    """The keys [..., dim] at the indices `at`, from the copy or the pool. Of packed rows only these are unpacked."""
     return keys_of(pool[at]) if coarse is None else copied(pool, coarse)[at]
 
 
 @triton.jit
 def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constexpr):
-    """Channels `d` of the keys in these rows where `live`; `source` is what `copied` says."""
+    """Channels `d` of the keys of these rows where `live`, else 0. `source` is the tensor that `copied` returns."""
     if COARSE:
         return tl.load(source + (head * rows + row) * D + d, mask=live & (d < D), other=0.0)
     else:
@@ -42,13 +50,14 @@ def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constex
 
 @triton.jit
 def keep_copy(x, coarse, row, live, MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The keys `x` [n, DP] as rows of the copy where `live`, both [n]."""
+    """Store the keys `x` [n, DP] as the rows `row` [n] of the copy where `live` [n]."""
     d = tl.arange(0, DP)[None, :]
     byte, _ = to_e4m3(tl.minimum(tl.maximum(x, -MAX), MAX), False)
     tl.store(coarse + row[:, None] * D + d, byte, mask=live[:, None] & (d < D))
 
 
 def as_copied(keys: Tensor) -> Tensor:
+    """Keys as the bytes of the copy."""
     return keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
@@ -66,7 +75,7 @@ def _copy(
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
-    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # in the dimension that may exceed 65,535
+    first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # the only grid dimension that may exceed 65,535
     if (n > 0) & (first < new):
         pos = first + tl.arange(0, TILE)
         live = pos < new

@@ -1,7 +1,16 @@
-"""Keep the queries of the last tokens of a prompt: they are the observation window of what is chosen by it, anew.
+"""Keep the queries of the last tokens of a prompt in the observation window, and mark every head as not yet selected.
 
-`at`, the length at which something was last chosen by them, becomes NOT_YET: not since this prompt. Of a single token
-`append` keeps the query.
+    observed[p % window] = q of p     for the last `window` new positions p
+    at = NOT_YET                      for rows with new tokens
+
+Methods that select by the last queries of a prompt read this window. At a decode step `append` keeps the query.
+
+Args:
+    q [batch, q_heads, tokens, dim]: the queries of the prompt; those of a row are in its last columns.
+    observed [batch, window, q_heads, dim], changed.
+    at [batch, heads], changed: the length at which a head was selected last.
+
+Launches: batch * q_heads * window programs, one per query that may be kept.
 """
 import torch
 
@@ -11,7 +20,7 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store.views import Lengths, Observed, PerHead, Queries
 
-NOT_YET = -(1 << 31)  # below every length, and every length less what a layer's turn comes earlier
+NOT_YET = -(1 << 31)  # below every length, also after a layer subtracts its own offset from the length
 NOT_SINCE = tl.constexpr(NOT_YET)  # the same in kernels
 
 

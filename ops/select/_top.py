@@ -1,8 +1,9 @@
-"""The k largest of a row of keys held in registers: shared by selection, cache replacement and k-means.
+"""The k largest of a row of keys in registers, in Triton. Selection, the hot buffer and k-means use it.
 
-Rows too long for that have peaks, written along with their scores: the best of every GROUP of them. The k best scores
-lie in the k groups of the highest peaks, of equal ones the lower: were one in another group, each of those k would
-hold a score above it, or an equal one at a lower place, and it would not be among the k best.
+Rows that are too long for one program come with peaks: the maximum of every GROUP scores, written by the scoring op.
+The k best scores lie in the k groups of the highest peaks (of equal peaks the lower groups). Proof: suppose one of the
+k best scores lies in another group. Then each of those k groups holds a score above it, or an equal score at a lower
+place, so it is not among the k best.
 """
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ GROUP = 16  # scores that share a peak; a power of two
 
 
 def peaks_of(scores: Tensor) -> Tensor:
-    """The best of every GROUP scores [..., n] as [..., n / GROUP rounded up]; NaN is nobody's best."""
+    """The maximum of every GROUP scores: [..., n] to [..., cdiv(n, GROUP)]. NaN counts as -inf."""
     best = torch.where(scores.isnan(), -torch.inf, scores)
     missing = cdiv(scores.shape[-1], GROUP) * GROUP - scores.shape[-1]
     return torch.nn.functional.pad(best, (0, missing), value=-torch.inf).unflatten(-1, (-1, GROUP)).amax(-1)
@@ -21,9 +22,9 @@ def peaks_of(scores: Tensor) -> Tensor:
 
 @triton.jit
 def store_peaks(peaks, best, first, end, N: tl.constexpr, GROUP: tl.constexpr):
-    """Into a row of `peaks` those of the scores number `first` to `first + N`, of `end` that there are.
+    """Store the peaks of the scores `best` [N], which are numbers `first` to `first + N` of the `end` scores of a row.
 
-    Scores past the end are -inf; `first` and N are multiples of GROUP.
+    The caller passes -inf for numbers past the end; `first` and N are multiples of GROUP.
     """
     best = tl.where(best == best, best, float("-inf"))
     group = first // GROUP + tl.arange(0, N // GROUP)
@@ -32,7 +33,7 @@ def store_peaks(peaks, best, first, end, N: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """Floats as keys for `take_top`, in the same order: NaN and -inf are 0, and -0 ties with +0."""
+    """Floats as uint32 keys in the same order. NaN and -inf become 0, and -0 ties with +0."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
@@ -48,7 +49,7 @@ def take_top(key, k):
 
 @triton.jit
 def least_of_top(key, k):
-    """What has the least of the `k` largest keys; where fewer are above zero it is the lowest number."""
+    """The score of the least of the `k` largest keys; the lowest finite float if fewer than `k` keys are above 0."""
     last = tl.min(tl.where(take_top(key, k), key, 0xFFFFFFFF).to(tl.uint32), 0)
     LOWEST: tl.constexpr = 0x00800000
     last = tl.where(tl.sum((key > 0).to(tl.int32), 0) < k, LOWEST, last).to(tl.uint32)
@@ -57,18 +58,18 @@ def least_of_top(key, k):
 
 @triton.jit
 def range_of(key):
-    """The least key but zero, and the largest."""
+    """The least key above zero, and the largest key."""
     return tl.min(tl.where(key > 0, key, 0xFFFFFFFF).to(tl.uint32), 0), tl.max(key, 0)
 
 
 @triton.jit
 def take_within(key, k, most, low, top):
-    """Mask of the `k` largest keys, or of as many up to `most` as are quicker to tell apart; how many these are; and a
-    key that none of them is below. Keys are zero, or from `low` to `top`.
+    """(mask, number taken, threshold) of the `k` largest keys, or of up to `most` if a threshold separates these first.
 
-    No sort: a round cuts the range in which the k-th largest key must lie to a third. The two counts that it needs are
-    one sum, of 32 bits where they fit: that a warp adds up in one instruction. It ends as soon as a threshold separates
-    k to `most`.
+    Keys are zero, or from `low` to `top`. No taken key is below the threshold.
+    This does not sort. Each round cuts the range of the k-th largest key to a third. Its two counts share one sum, of
+    32 bits if they fit: a warp adds those up in one instruction. The search ends when `k` to `most` keys are not below
+    a threshold.
     """
     HALF: tl.constexpr = 16 if key.shape[0] < 65536 else 32
     TWO: tl.constexpr = tl.uint32 if HALF == 16 else tl.uint64
@@ -84,7 +85,7 @@ def take_within(key, k, most, low, top):
         threshold = tl.where(n2 >= k, t2, tl.where(n1 >= k, t1, threshold)).to(tl.uint32)
         count = tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, count))
     take = (key >= threshold) & (key > 0)
-    if count > most:  # ties at the threshold: the first of them fill the room that the larger keys leave
+    if count > most:  # keys tie at the threshold: the first of them fill the places that larger keys leave
         above = key > threshold
         room = k - tl.sum(above.to(tl.int32), 0)
         take = above | (take & (tl.cumsum((take & ~above).to(tl.int32), 0) <= room))

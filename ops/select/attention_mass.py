@@ -1,7 +1,17 @@
-"""The true attention weight of every block: what the oracle selects by. Reads all keys, so it is for evaluation only.
+"""Compute the true attention weight of every block. It reads all keys, so it serves evaluation and ablations.
 
-Weights are softmax(q.k) over everything the row holds (pool and ring), summed over the block, averaged over the query
-heads of the group. Blocks that hold no retrievable token score -inf.
+    w       = softmax(scale * q.k, with the soft cap) over all tokens of the row, in pool and ring
+    mass[b] = mean over the query heads of the group of sum_{p in block b} w[p]
+
+Blocks without a retrievable token (the sinks, and blocks that have not left the ring) score -inf.
+
+Args:
+    q [batch, q_heads, 1, dim]
+    store: ring and pool.
+    block_size: tokens per block.
+
+Returns: mass [batch, heads, rows / block_size], fp32.
+Launches: batch * heads * cdiv(rows, TILE) programs for q.k over the pool; torch ops do the rest.
 """
 import torch
 from torch import Tensor
@@ -24,7 +34,7 @@ def check(q, store, lengths, block_size, attention) -> None:
 
 
 def grouped(q: Tensor, heads: int) -> Tensor:
-    """The one query token in fp32, [batch, kv_heads, group, head_dim]."""
+    """The query of the one token in fp32, [batch, kv_heads, group, head_dim]."""
     return q[:, :, 0].unflatten(1, (heads, -1)).float()
 
 
@@ -34,7 +44,7 @@ def reference(q: Query, store: KVStore, lengths: Lengths, block_size: int, atten
 
 
 def _mass(raw, q, ring, lengths, block_size, attention) -> Tensor:
-    """From raw products q.k over the pool to block weights; plain torch, free of host syncs."""
+    """Block weights from the products `raw` = q.k over the pool, in torch without host syncs."""
     sink, end = lengths.sink, lengths.ring_begin[:, None]
 
     def logits(products: Tensor, live: Tensor) -> Tensor:
@@ -43,9 +53,9 @@ def _mass(raw, q, ring, lengths, block_size, attention) -> Tensor:
 
     pos = torch.arange(raw.shape[-1], device=q.device)
     in_pool = logits(raw, (pos >= sink) & (pos < end))
-    held = ring_positions(ring.shape[2], lengths.length, lengths.ring_begin, sink)
+    in_row = ring_positions(ring.shape[2], lengths.length, lengths.ring_begin, sink)
     x = grouped(q, ring.shape[1])
-    in_ring = logits(x @ keys_of(ring).float().transpose(-1, -2), held >= 0)
+    in_ring = logits(x @ keys_of(ring).float().transpose(-1, -2), in_row >= 0)
     lse = torch.logaddexp(in_pool.logsumexp(-1), in_ring.logsumexp(-1))
     mass = (in_pool - lse[..., None]).exp().mean(2).unflatten(-1, (-1, block_size)).sum(-1)
     block = torch.arange(mass.shape[-1], device=q.device)

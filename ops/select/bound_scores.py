@@ -1,11 +1,20 @@
-"""Score every block by the largest q.k its bounding volume allows: q.centre + |q|.spread, the best query head counts.
+"""Score every block by the largest q.k that its volume allows (its digest, ops/index/block_bounds.py).
 
-For a box (spread per channel) |q| is taken per channel, for a ball (one spread) it is the norm of q. Written this way
-both are matrix products, which the tensor cores do while the digests stream by. Blocks that hold no retrievable token
-(the sinks, and what has not left the ring) score -inf. The second result are the peaks of the scores (ops/select/_top.py).
+    box    score = max over the query heads of the group of  q.centre + |q|.spread      (|q| per channel)
+    ball   score = max over the query heads of the group of  q.centre + |q|_2 * spread
 
-The first retrievable blocks, those of `pinned` tokens of a (row, kv head), score +inf: they are chosen whatever their
-digests say (a static set stands there: ops/prkv/relocate.py).
+Both are matrix products, so tensor cores compute them while the digests stream in. Blocks without a retrievable token
+(the sinks, and blocks that have not left the ring) score -inf.
+
+Args:
+    q [batch, q_heads, 1, dim]
+    digests: centre [batch, heads, blocks, dim], spread [batch, heads, blocks, dim or 1].
+    pinned [batch, heads]: if given, the blocks of the first `pinned` tokens behind the sinks score +inf, so that every
+        selection takes them, whatever their digests.
+
+Returns: scores [batch, heads, blocks] and their peaks [batch, heads, cdiv(blocks, GROUP)] (ops/select/_top.py), fp32.
+Launches: csrc/bound_scores.cu for fp8 digests and 16-bit queries, with at most RESIDENT programs per multiprocessor;
+else Triton with one program per (row, head, BLOCKS blocks).
 """
 from typing import Annotated
 
@@ -33,13 +42,13 @@ from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
-BLOCKS = 64  # per program: 16 KiB of fp8 digests, enough programs to fill the chip from 8 heads x 2K blocks on
-# What csrc/bound_scores.cu is for; other shapes are left to Triton.
+BLOCKS = 64  # per program: 16 KiB of fp8 digests; 8 heads with 2K blocks make enough programs for the whole GPU
+# The shapes that csrc/bound_scores.cu takes; Triton takes the others.
 NATIVE_DIMS = (64, 128, 256)
-NATIVE_QUERIES = 2048  # channels of all query heads of a kv head, what registers have room for, and ...
-NATIVE_GROUP = 16  # ... query heads
-NATIVE_WARPS = 8  # per program, each with 16 blocks (a GROUP) at a time
-RESIDENT = 2  # programs per multiprocessor: with more of them they could not be launched early
+NATIVE_QUERIES = 2048  # group * dim at most: the registers hold the query heads of a kv head
+NATIVE_GROUP = 16  # query heads of a kv head at most
+NATIVE_WARPS = 8  # per program; a warp takes 16 blocks (a GROUP) at a time
+RESIDENT = 2  # programs per multiprocessor: larger grids are not launched early
 
 
 def check(q, digests, lengths, pinned=None) -> None:
@@ -48,13 +57,13 @@ def check(q, digests, lengths, pinned=None) -> None:
 
 
 def _widths(spread: Tensor) -> Tensor:
-    """Spreads in fp32; one that saturated says nothing, so that the bound stays a bound."""
+    """Spreads in fp32. A saturated fp8 spread becomes UNBOUNDED, so that the score stays a bound."""
     x = spread.float()
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
 def bound(q: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
-    """What each digest allows the best of its query heads, [batch, heads, digests]."""
+    """The largest q.k that each digest allows, over the query heads of its kv head: [batch, heads, digests]."""
     x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
     return (x @ centre.float().transpose(-1, -2) + size @ _widths(spread).transpose(-1, -2)).amax(2)
@@ -79,8 +88,10 @@ def bounds_of(
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """What the G query heads of kv head `h` can make of the digests of some of the `blocks` of a `head`, [n, GP]; -inf
-    where the `place` of a block in row `b` is not from `first` to `end`."""
+    """Scores [n, GP] of the digests `block` [n] of a `head` with `blocks` digests, by the G query heads of kv head `h`.
+
+    -inf where `place` [n], the number of a block within row `b`, is not from `first` up to `end`.
+    """
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     m = (g < G)[None, :] & (d < D)[:, None]
     x = tl.load(q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None], mask=m, other=0.0)
@@ -120,14 +131,14 @@ def _scores(
         )  # fmt: skip
         best = tl.max(s, 1)
         if PINNED:
-            stay = tl.minimum(first + tl.load(pinned + bh) // P, end)
-            best = tl.where((block >= first) & (block < stay), float("inf"), best)
+            pinned_end = tl.minimum(first + tl.load(pinned + bh) // P, end)
+            best = tl.where((block >= first) & (block < pinned_end), float("inf"), best)
     tl.store(out + bh * blocks + block, best, mask=block < blocks)
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, blocks, BLOCKS, GROUP)
 
 
 def dot_type(q: Tensor, centre: Tensor):
-    """What the products are taken in: fp8 is exact in fp16, and so is a bf16 query of ordinary size."""
+    """The type of the products. fp8 is exact in fp16, and so is a bf16 query of ordinary magnitude."""
     if q.dtype == torch.float32 or centre.dtype not in (q.dtype, FP8):
         return tl.float32
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16

@@ -1,8 +1,17 @@
-"""A random score for every block that can be retrieved: what a choice without any knowledge selects by.
+"""Give a random score to every block that can be retrieved: the baseline that selects without knowledge.
 
-Scores are the upper 24 bits of a hash of (seed, tokens in the row, kv head, block), so they are new at every step, the
-same again wherever the same step runs, and do not depend on the other rows of the batch. Blocks that hold no
-retrievable token score -inf.
+    score = upper 24 bits of hash(seed, length, kv head, block) / 2^24
+
+Scores change at every step, repeat where the same step runs again, and do not depend on the other rows of the batch.
+Blocks without a retrievable token score -inf.
+
+Args:
+    lengths: length and ring_begin of each row.
+    heads, blocks: kv heads, and blocks per head.
+    seed: 0 to 2^32 - 1.
+
+Returns: scores [batch, heads, blocks], fp32.
+Launches: one program per (row, head, TILE blocks).
 """
 import torch
 from torch import Tensor
@@ -14,7 +23,7 @@ from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 from torchsparsekv.ops.store.views import Lengths
 
 TILE = 1024
-# Odd multipliers, so that no two inputs of one kind meet before the hash mixes them.
+# Odd multipliers: no two values of one input coincide before the hash mixes them.
 STEP, HEAD, SEED = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 
 
@@ -44,7 +53,7 @@ def _scores(out, length, ring_begin, heads, blocks, sink, block_size, seed, TILE
     b, h = bh // heads, bh % heads
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(length + b).to(tl.uint32) * 0x9E3779B1 + h.to(tl.uint32) * 0x85EBCA77
-    x += tl.full((), seed, tl.uint32)  # from 2^31 on it comes as 64 bits
+    x += tl.full((), seed, tl.uint32)  # Triton passes a seed from 2^31 on as a 64-bit number
     x = mix(mix(x) + block)
     start = block * block_size
     live = (start >= sink) & (start < tl.load(ring_begin + b))

@@ -1,10 +1,20 @@
-"""Take more tokens into the lengths of the rows, and say which of them leave the ring.
+"""Add new tokens to the lengths of all rows, and move the begin of their rings.
 
-`seq_len` counts padded positions (what transformers sees); `lengths.length` counts real tokens per row. Tokens leave
-the ring for the pool `interval` at a time: the ring holds the last `window` to `window + interval - 1` of those behind
-the sinks. `pad` is the left padding that a mask tells of, per row; it counts only for rows that have no token yet, for
-later masks may be of the new tokens alone. A row that would overrun `capacity` gets length -1: nothing is written for
-it any more and attention over it is NaN, which no one can mistake for an answer.
+    length     = seq_len - left_pad                    (seq_len after the new tokens)
+    ring_begin = sink + interval * floor((length - sink - window) / interval),   at least sink
+
+So the ring holds the sinks and the last `window` to `window + interval - 1` tokens behind them. A row whose length
+exceeds `capacity` gets length -1 for good: later ops write nothing for the row, and attention over it is NaN.
+
+Args:
+    seq_len []: tokens of the longest row, padding included: what transformers sees.
+    left_pad [batch]: padding in front of each row.
+    lengths: start and previous_ring_begin take the values of before the call.
+    pad [batch]: left padding that the mask of this call shows. It counts only for rows without tokens, because later
+        masks may cover the new tokens alone.
+    tokens: new columns of this call.
+
+Launches: one program for all rows.
 """
 from typing import Annotated
 
@@ -69,7 +79,7 @@ def _advance(
 
 def launch(seq_len, left_pad, lengths, pad, tokens, capacity, window) -> None:
     *times, sink, interval = lengths
-    batch, pad = left_pad.numel(), left_pad if pad is None else pad  # without one too: one kernel serves both
+    batch, pad = left_pad.numel(), left_pad if pad is None else pad  # one kernel serves calls with and without `pad`
     _advance[(1,)](
         seq_len, *times, left_pad, pad, tokens, capacity, sink, window, interval, batch,
         ROWS=next_power_of_2(batch), num_warps=1,

@@ -1,8 +1,20 @@
-"""Write the newest token of every row into the ring, and move the tokens that leave the ring into the pool.
+"""Write the newest token of every row into the ring, and copy the tokens that leave the ring into the pool.
 
-On most steps nothing leaves and the copy returns at once; on the others it writes `interval` rows to the pool, which
-may be host memory. A layer whose pool has no rows forgets them. Where there is an observation window (observe.py), the
-query of the token becomes its newest.
+    ring[ring_row(length - 1)] = (k, v)
+    pool[previous_ring_begin : ring_begin] = the ring rows of these positions
+    observed[(length - 1) % window] = q         if the method keeps the latest queries
+
+A pool without rows takes nothing. Rows with length -1 or 0 change nothing.
+
+Args:
+    token: k, v [batch, heads, 1, dim]; q [batch, q_heads, 1, dim] if `observed` is given.
+    store: ring and pool, both changed.
+    stats: adds 1 to steps, length to context, and the tokens that attention reads in the ring to in_ring.
+    observed [batch, window, q_heads, dim]: the latest queries (ops/index/observe.py).
+
+Launches: batch * heads * cdiv(interval, TILE) programs. At most steps no token leaves, and only the first program of
+each head has work; every `interval` steps each program copies up to TILE rows, straight into host memory if the pool is
+there.
 """
 import torch
 
@@ -29,7 +41,7 @@ from torchsparsekv.ops.store.rows import (
 )  # fmt: skip
 from torchsparsekv.ops.store.views import KVStore, Lengths, ObservedQueries, Stats, Token
 
-TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
+TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128 in bf16, which saturates writes to the host
 
 
 def check(token, store, stats, lengths, observed=None) -> None:
@@ -67,8 +79,8 @@ def reference(
 def _keep(
     q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):
-    """Of a single token, by a program of its head: the queries of the group. They are read before it is known that the
-    row has a token, to wait for both at once."""
+    """Store the queries of the group of kv head `h` in the observation window. The program loads them before it knows
+    that the row has a token: so it waits for memory once."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     there = (d < D)[None, :]
     x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & there, other=0.0)
@@ -88,7 +100,7 @@ def _append(
     b, h = bh // heads, bh % heads
     n = tl.load(length + b)
     old, new = tl.load(previous_ring_begin + b), tl.load(ring_begin + b)
-    if KEEP:  # noqa: SIM102 (one is known when it is compiled)
+    if KEEP:  # noqa: SIM102 (KEEP is a constant of the compilation)
         if part == 0:
             _keep(q, queries, b, h, n, q_b, q_h, heads, window, G, GP, D, DP)
     if n > 0:
@@ -107,7 +119,7 @@ def _append(
             m = (pos < new)[:, None] & live[None, :]
             at = ring_row_of(pos, sink, span)
             rows = tl.load(row_at(ring, 0, at[:, None], ring_rows, D) + c[None, :], mask=m, other=0.0)
-            # With window 0 the newest token leaves in the same step; another program may still be writing it.
+            # With window 0 the newest token leaves in the same step, and another program may still write its ring row.
             rows = tl.where((pos == n - 1)[:, None], newest[None, :], rows)
             to = row_at(pool, bh, pos[:, None], pool_rows, D)
             store_row(to, c[None, :], rows, (pos < new)[:, None], live[None, :], D)
@@ -117,7 +129,7 @@ def launch(token, store, stats, lengths, observed=None) -> None:
     (k, v, q), (ring, pool) = token, store
     batch, heads, ring_rows, _, d = ring.shape
     parts, keep = cdiv(lengths.interval, TILE), q is not None
-    q, queries = (q, observed) if keep else (k, k)  # which are not looked at
+    q, queries = (q, observed) if keep else (k, k)  # without KEEP the kernel reads neither
     group = q.shape[1] // heads
     _append[(batch * heads, parts)](
         k, v, q, ring, pool, stats.counts, queries, lengths.length, lengths.previous_ring_begin, lengths.ring_begin,

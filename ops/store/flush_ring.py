@@ -1,7 +1,14 @@
-"""Before a prompt is stored: the ring's tokens go to the pool too, so that the pool alone is the whole past.
+"""Copy the ring into the pool before a prompt is stored, so that the pool alone holds the whole past of each row.
 
-They stay in the ring. Those that were not to leave it yet are written to the pool again, with the same values, when
-they do. Of a layer whose pool has no rows the ring is all there is.
+    pool[p] = ring[ring_row(p)]   for p in 0 .. sink and previous_ring_begin .. start
+
+The tokens stay in the ring too. A token that leaves the ring later is written to the pool again, with the same values.
+
+Args:
+    store: the ring is read, the pool is changed.
+    lengths: `start` is the end of the past.
+
+Launches: cdiv(ring_rows, TILE) * batch * heads programs. None if the pool has no rows: the ring is the whole past then.
 """
 import torch
 
@@ -32,8 +39,8 @@ def _flush(
     bh = tl.program_id(1).to(tl.int64)
     b = bh // heads
     old = tl.load(previous_ring_begin + b)
-    kept = tl.where(tl.load(length + b) > 0, tl.load(start + b), 0)  # nothing of a row past its capacity
-    r = tl.program_id(0) * TILE + tl.arange(0, TILE)  # in the dimension that may exceed 65,535
+    kept = tl.where(tl.load(length + b) > 0, tl.load(start + b), 0)  # 0 for a row past its capacity
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)  # program_id(0): the only grid dimension that may exceed 65,535
     pos = ring_position_of(r, old, sink, ring_rows - sink)
     source, target = row_at(ring, bh, r, ring_rows, D), row_at(pool, bh, pos, pool_rows, D)
     copy_rows(source, target, (pos < kept) & (r < ring_rows), D, ROW)

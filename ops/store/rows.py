@@ -1,15 +1,21 @@
 """How a token lies in memory, in torch and in Triton; csrc/store.cuh says the same in CUDA C++.
 
-A row is a key and, side by side with it, a value. Rows of a head follow one another. The ring has the sinks in front
-and uses the rows behind them in turn. tests/ops/store/test_store_law.py sees to it that nobody else spells any of this.
+A row is a key and, side by side with it, a value. The rows of a head follow one another. The ring holds the sinks in
+its first rows and uses the other rows round-robin. tests/ops/store/test_store_law.py forbids any other file to spell
+this layout.
 
-Rows of the pool are of the model's type, or packed: of int8, one scale for every GROUP channels of a key or a value. A
-packed row has the numbers of the key, those of the value, the scales of both, and fills up to whole 16 bytes, so that
-one contiguous read of aligned words brings any block, single tokens too. The largest magnitude of a group is 127, and
-numbers are rounded to the nearest, ties to even. Scales are fp32: fp16 would clamp at 65,504 and bf16 be off by up to
-1/256 of a number, and with whole 16 bytes either would save nothing at head_dim 64 and 128, and 3 % at 256. A group of
-magnitudes below LEAST has scale 0, so that no scale is subnormal (kernels may flush these). A group with a number that
-is not finite comes back as NaN. The type of the tensor says which of the two it is.
+A pool holds rows of the model's type, or packed rows: int8 numbers, with one fp32 scale for every GROUP channels of a
+key or a value. The dtype of the tensor says which. Layout of a packed row::
+
+    numbers of the key | numbers of the value | scales of the key | scales of the value | padding to whole 16 bytes
+
+So one contiguous, aligned read brings any block, single tokens too.
+
+    scale  = max |x| of the group / 127;   0 if max |x| < LEAST, so that no scale is subnormal (kernels may flush those)
+    number = round(x / scale), ties to even;   x = number * scale
+
+A group with a number that is not finite comes back as NaN. Scales are fp32: fp16 would overflow at 65,504, bf16 would
+be off by up to 1/256, and either would save 0 % at head_dim 64 and 128 because of the padding, 3 % at 256.
 """
 import math
 
@@ -31,7 +37,7 @@ GROUP, LEAST = tl.constexpr(CHANNELS), tl.constexpr(SMALLEST)
 
 
 def packed_half(head_dim: int) -> int:
-    """Bytes of half a packed row."""
+    """Bytes of half a packed row: a packed row has the shape [2, packed_half]."""
     return head_dim + 8 * cdiv(head_dim, 2 * CHANNELS)
 
 
@@ -40,22 +46,22 @@ def row_shape(head_dim: int, dtype: torch.dtype | None = None) -> tuple[int, int
 
 
 def row_width(head_dim: int) -> int:
-    """Numbers in a row."""
+    """Numbers in a row: those of a key and a value."""
     return 2 * head_dim
 
 
 def stored_width(rows: Tensor) -> int:
-    """Elements of a row as it is stored, with its scales."""
+    """Elements of a stored row; a packed row counts its scales and padding too."""
     return math.prod(rows.shape[-2:])
 
 
 def keys_of(rows: Tensor) -> Tensor:
-    """As they are stored; of packed rows in fp32."""
+    """The keys [..., head_dim] of stored rows; packed rows are unpacked to fp32."""
     return as_numbers(rows, torch.float32)[..., 0, :] if rows.dtype is PACKED else rows[..., 0, :]
 
 
 def only_keys(rows: Tensor) -> Tensor:
-    """The least of stored rows that `keys_of` reads, to be copied: packed ones whole, for their scales."""
+    """The smallest slice of stored rows that `keys_of` can read. Packed rows stay whole, for their scales."""
     return rows if rows.dtype is PACKED else rows[..., :1, :]
 
 
@@ -68,7 +74,7 @@ def rows_of(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def scales_of(groups: Tensor) -> Tensor:
-    """Of groups [..., channels] in fp32; inf where a number is not finite."""
+    """The scale of each group [..., channels] of fp32 numbers; inf if a number is not finite."""
     most = torch.where(groups.isnan(), torch.inf, groups.abs()).amax(-1)
     return torch.where(most < SMALLEST, 0.0, most / 127)
 
@@ -79,7 +85,7 @@ def in_8_bits(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_stored(rows: Tensor, store: Tensor) -> Tensor:
-    """Rows [..., 2, head_dim] in the format of `store`."""
+    """Rows [..., 2, head_dim] in the format of the tensor `store`: packed, or as they are."""
     if store.dtype is not PACKED:
         return rows
     x, d = rows.float(), rows.shape[-1]
@@ -91,7 +97,7 @@ def as_stored(rows: Tensor, store: Tensor) -> Tensor:
 
 
 def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored rows as [..., 2, head_dim] in the model's type."""
+    """Stored rows as [..., 2, head_dim] of type `dtype`: unpacked if they are packed."""
     if rows.dtype is not PACKED:
         return rows
     half = rows.shape[-1]
@@ -100,8 +106,8 @@ def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
     numbers, scale, _ = whole.split([2 * d, 8 * groups, whole.shape[-1] - 2 * d - 8 * groups], -1)
     scale = scale.contiguous().view(torch.float32).unflatten(-1, (2, groups))
     x = numbers.unflatten(-1, (2, d)).to(torch.float32)
-    for its, of in zip(x.split(CHANNELS, -1), scale.unsqueeze(-1).unbind(-2)):
-        its *= of  # in place: of a long past the scales of all channels would take as much again
+    for group, group_scale in zip(x.split(CHANNELS, -1), scale.unsqueeze(-1).unbind(-2)):
+        group *= group_scale  # in place: a scale for every channel of a long pool would double the memory
     return x.to(dtype)
 
 
@@ -119,7 +125,7 @@ def ring_positions(ring_rows: int, length: Tensor, begin: Tensor, sink: int) -> 
 
 
 def count(counts: Tensor, **amounts: Tensor | int) -> None:
-    """Add to the counters of these names; `counts` is all of them, or those of some rows and heads."""
+    """Add amounts to the counters of these names. `counts` is [..., len(STATS)]."""
     for name, amount in amounts.items():
         counts[..., STATS.index(name)] += amount
 
@@ -133,7 +139,7 @@ def counted(counts: Tensor, name: str) -> Tensor:
 
 @triton.jit
 def row_at(store, head, row, rows, D: tl.constexpr):
-    """Pointer to a row of a head (its key), of stores with `rows` rows a head."""
+    """Pointer to a row of a head, which begins with its key. The store has `rows` rows per head."""
     if store.dtype.element_ty == tl.int8:
         return store + (head * rows + row) * (2 * D + 16 * ((D + 2 * GROUP - 1) // (2 * GROUP)))
     else:
@@ -142,38 +148,39 @@ def row_at(store, head, row, rows, D: tl.constexpr):
 
 @triton.jit
 def value_at(row, D: tl.constexpr):
-    """Pointer to the value of a row, or to the same channel of the value as of the key."""
+    """Pointer to the value of the row at `row`; from a channel of the key, to the same channel of the value."""
     return row + D
 
 
 @triton.jit
 def in_row(c, D: tl.constexpr):
-    """Whether a row has a number `c`."""
+    """Whether `c` is the index of a number of a row."""
     return c < 2 * D
 
 
 @triton.jit
 def load_row(row, c, live, there, D: tl.constexpr):
-    """Numbers `c` of rows at the pointers `row`, 0 where not both live (of the row) and there (of the number); of
-    packed rows in fp32. `row` and `live` broadcast with `c` and `there`."""
+    """Numbers `c` of the rows at the pointers `row`; packed rows come in fp32. 0 where the row is not `live` or the
+    number is not `there`. `row` and `live` broadcast with `c` and `there`."""
     return _load(row, c, live, there, D, 0, 2 * ((D + GROUP - 1) // GROUP))
 
 
 @triton.jit
 def load_key(row, d, live, there, D: tl.constexpr):
-    """Channels `d` of the keys of rows, in the same way."""
+    """Channels `d` of the keys of rows, with the arguments of `load_row`."""
     return _load(row, d, live, there, D, 0, (D + GROUP - 1) // GROUP)
 
 
 @triton.jit
 def load_value(row, d, live, there, D: tl.constexpr):
+    """Channels `d` of the values of rows, with the arguments of `load_row`."""
     return _load(row, D + d, live, there, D, (D + GROUP - 1) // GROUP, 2 * ((D + GROUP - 1) // GROUP))
 
 
 @triton.jit
 def store_row(row, c, x, live, there, D: tl.constexpr):
-    """Numbers `c` [1, n] of rows at the pointers `row` [rows, 1]: all of a key and a value. Returns what they are from
-    now on, to be read."""
+    """Store `x` [rows, n] as the numbers `c` [1, n] of the rows at the pointers `row` [rows, 1]: whole keys and values.
+    Returns the numbers as a later load reads them."""
     return _store(row, c, x, live, there, D, 0, 2 * ((D + GROUP - 1) // GROUP))
 
 
@@ -189,12 +196,13 @@ def store_value(row, d, x, live, there, D: tl.constexpr):
 
 @triton.jit
 def _scale_at(row, g, D: tl.constexpr):
-    """Pointer to the scale of group `g` of a packed row; those of the key come first."""
+    """Pointer to the scale of group `g` of a packed row; the groups of the key come first."""
     return (row + 2 * D).to(tl.pointer_type(tl.float32)) + g
 
 
 @triton.jit
 def _group_of(c, D: tl.constexpr):
+    """The group of number `c` of a row."""
     return c // D * ((D + GROUP - 1) // GROUP) + c % D // GROUP
 
 
@@ -204,8 +212,8 @@ def _load(row, c, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.co
         x = tl.load(row + c, mask=live & there, other=0).to(tl.float32)
         scale = tl.zeros_like(x)
         for g in tl.static_range(FIRST, LAST):
-            its = tl.load(_scale_at(row, g, D), mask=live, other=0.0)
-            scale = tl.where(_group_of(c, D) == g, its, scale)
+            group_scale = tl.load(_scale_at(row, g, D), mask=live, other=0.0)
+            scale = tl.where(_group_of(c, D) == g, group_scale, scale)
         return x * scale
     else:
         return tl.load(row + c, mask=live & there, other=0.0)
@@ -213,24 +221,25 @@ def _load(row, c, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: tl.co
 
 @triton.jit
 def size_of(x):
+    """|x|, or inf for NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_of(most):
-    """`scales_of` a group whose largest size is known."""
+    """The scale of a group (see `scales_of`) from its largest magnitude `most`."""
     return tl.where(most < LEAST, 0.0, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)))
 
 
 @triton.jit
 def packed_number(x, scale):
-    """`in_8_bits`"""
+    """`in_8_bits` in Triton."""
     return number_of(x, scale).to(tl.int8)
 
 
 @triton.jit
 def number_of(x, scale):
-    """The same, not yet converted."""
+    """`packed_number` as fp32."""
     known = (scale > 0) & (scale < float("inf"))
     number = tl.div_rn(tl.where(known, x, 0.0), tl.where(known, scale, 1.0))
     return (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
@@ -244,9 +253,9 @@ def _store(row, c, x, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: t
         scale = tl.zeros_like(wide)
         for g in tl.static_range(FIRST, LAST):
             most = tl.max(tl.where(_group_of(c, D) == g, size, 0.0), 1)[:, None]
-            its = scale_of(most)
-            tl.store(_scale_at(row, g, D), its, mask=live)
-            scale = tl.where(_group_of(c, D) == g, its, scale)
+            group_scale = scale_of(most)
+            tl.store(_scale_at(row, g, D), group_scale, mask=live)
+            scale = tl.where(_group_of(c, D) == g, group_scale, scale)
         number = number_of(wide, scale)
         tl.store(row + c, number.to(tl.int8), mask=live & there)
         return (number * scale).to(x.dtype)
@@ -257,7 +266,7 @@ def _store(row, c, x, live, there, D: tl.constexpr, FIRST: tl.constexpr, LAST: t
 
 @triton.jit
 def copy_rows(source, target, live, D: tl.constexpr, ROW: tl.constexpr):
-    """Rows at pointers to rows at pointers [rows], which may be of the other format; where `live`."""
+    """Copy the rows at pointers `source` [rows] to the pointers `target` [rows] where `live`. Either may be packed."""
     c = tl.arange(0, ROW)[None, :]
     rows = load_row(source[:, None], c, live[:, None], in_row(c, D), D)
     store_row(target[:, None], c, rows, live[:, None], in_row(c, D), D)
@@ -265,7 +274,7 @@ def copy_rows(source, target, live, D: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def new_row(k, v, c, D: tl.constexpr):
-    """Numbers `c` of the row made of a key and a value."""
+    """Numbers `c` of the row that the key at `k` and the value at `v` make."""
     row = tl.load(k + c, mask=c < D, other=0.0)
     row += tl.load(v + c - D, mask=(c >= D) & (c < 2 * D), other=0.0)
     return row
@@ -273,23 +282,24 @@ def new_row(k, v, c, D: tl.constexpr):
 
 @triton.jit
 def ring_row_of(position, sink, span):
-    """`ring_row`; `span` is how many rows are used in turn."""
+    """`ring_row` in Triton. `span` is the number of rows that are used round-robin."""
     return tl.where(position < sink, position, sink + tl.maximum(position - sink, 0) % span)
 
 
 @triton.jit
 def turn_of(position, sink, span):
-    """Of a token behind the sinks, which of the rows used in turn is its own."""
+    """The number, among the `span` rows that are used round-robin, of the row of a token behind the sinks."""
     return tl.maximum(position - sink, 0) % span
 
 
 @triton.jit
 def ring_position_of(row, begin, sink, span):
-    """Position of the token in a ring row, if it holds one."""
+    """Position of the token in a ring row. It holds for rows that hold a token: the caller compares with the length."""
     return tl.where(row < sink, row, begin + ((row - begin) % span + span) % span)
 
 
 @triton.jit
 def add_count(counts, head, COLUMN: tl.constexpr, amount):
+    """Add to one counter of a head. One program of the head must do it: this is no atomic."""
     at = counts + head * COUNTERS + COLUMN
     tl.store(at, tl.load(at) + amount)

@@ -1,13 +1,22 @@
-"""Write a run of new tokens (a prompt, a chunk of one, a second turn) into the pool and the ring.
+"""Write the new tokens of a prompt, a chunk of a prompt or a later turn into the pool and the ring.
 
-Afterwards the pool, if it has rows at all, holds every token of the row (ops/store/flush_ring.py has brought what was
-in the ring), and the ring its sinks and its newest tokens. Ragged: the new tokens of a row are the last
-`length - start` columns of `k` and `v`, what stands before them is left padding. The copy into the pool runs beside the
-next layer, unless told to `join` (ops/_machinery/side_stream.py).
+    pool[start : length] = rows of the new tokens
+    ring[ring_row(p)]    = row of p, for new p below sink or from ring_begin on
 
-With `order` [batch, kv_heads, tokens] a column's row of the pool takes the token of column `order[column]` instead of
-its own: a method that moves groups of tokens together writes them side by side. It permutes new tokens that do not stay
-in the ring, among themselves.
+After this call the pool holds every token of the row (flush_ring copied the ring before), and the ring holds the sinks
+and the newest tokens. Rows are ragged: the new tokens of a row are the last `length - start` columns of `k`
+and `v`; the columns before them are left padding.
+
+Args:
+    k, v [batch, heads, tokens, dim]
+    store: both are changed. A pool without rows takes nothing.
+    order [batch, heads, tokens]: if given, the pool row of a column takes the token of column `order[column]`. Methods
+        that retrieve groups of tokens write each group side by side. `order` permutes only new tokens that do not stay
+        in the ring; the ring keeps the order of positions.
+    join: whether the copy into the pool runs on the current stream. Otherwise it runs beside the next layer
+        (ops/_machinery/side_stream.py).
+
+Launches: one for the ring, one for the pool. The pool's has COPIERS programs unless `join`.
 """
 from typing import Annotated
 
@@ -24,7 +33,7 @@ from torchsparsekv.ops.store.views import I32, KVStore, Lengths, NewKeys
 
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 16
-# Few programs with much in flight: they fill the host link and leave the SMs to the next layer.
+# Few programs with large tiles: they saturate the host link and leave the multiprocessors to the next layer.
 COPIERS, COPY_TILE = 8, 64
 
 
@@ -51,7 +60,7 @@ def _write(
     k, v, out, start, length, ring_begin, order, k_b, k_h, k_s, v_b, v_h, v_s, heads, tokens, out_rows, sink, tiles,
     TO_RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid-stride over (row, head, tile of columns); `out` is the pool, or the ring for the positions it keeps."""
+    """Grid-stride loop over (row, head, tile of columns). `out` is the pool or, with TO_RING, the ring."""
     per_head = tl.cdiv(tokens, TILE)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         bh = (tile // per_head).to(tl.int64)
@@ -70,9 +79,9 @@ def _write(
             m = live & there
             if ORDERED:
                 col = tl.load(order + bh * tokens + col, mask=keep, other=0)
-            far = col.to(tl.int64)[:, None]
-            rows_k = tl.load(k + b * k_b + h * k_h + far * k_s + d, mask=m, other=0.0)
-            rows_v = tl.load(v + b * v_b + h * v_h + far * v_s + d, mask=m, other=0.0)
+            column = col.to(tl.int64)[:, None]
+            rows_k = tl.load(k + b * k_b + h * k_h + column * k_s + d, mask=m, other=0.0)  # [TILE, DP]
+            rows_v = tl.load(v + b * v_b + h * v_h + column * v_s + d, mask=m, other=0.0)  # [TILE, DP]
             to = row_at(out, bh, at[:, None], out_rows, D)
             store_key(to, d, rows_k, live, there, D)
             store_value(to, d, rows_v, live, there, D)

@@ -1,7 +1,11 @@
-"""What belongs together in the store and in the indices, as the ops take it.
+"""Views: NamedTuples of the tensors and numbers of one layer that belong together. Ops take views as arguments.
 
-A view groups tensors of one layer; an op says `Changed[View]` where it writes it. Sizes by the same name are the same
-in the whole op (ops/_machinery/signature.py). Where a token lies within a row is said in ops/store/rows.py, and nowhere else.
+An op writes a view only where its reference says `Changed[View]`. A word in a shape, such as "batch" or "ring_rows", is
+the same size in all tensors of one op (ops/_machinery/signature.py). ops/store/rows.py alone says how a token lies in
+a row of memory.
+
+The views in the order in which a decode step meets them: Token, KVStore, Lengths, Stats (append), Leaving, Digests
+(the index), Scored, Selection (the choice), HotBuffer (fetch), Attention (attention).
 """
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -13,7 +17,7 @@ from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops.store.rows import PACKED, packed_half
 
 I32 = torch.int32
-# Tensors that several ops take by themselves. "kv" is the type of keys and values.
+# Single tensors that several ops take. "kv" is the type of the model's keys and values.
 Query: TypeAlias = Annotated[Tensor, Of("batch q_heads 1 dim", "kv", strided=True)]
 Queries: TypeAlias = Annotated[Tensor, Of("batch q_heads tokens dim", "kv", strided=True)]
 NewKeys: TypeAlias = Annotated[Tensor, Of("batch heads tokens dim", "kv", strided=True)]
@@ -25,15 +29,28 @@ SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
 Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
 Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
 Ring: TypeAlias = Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
-# Of the type of keys and values, or packed.
+# The pool is of the type of keys and values, or packed: int8 numbers with their scales (ops/store/rows.py).
 Pool: TypeAlias = Annotated[Tensor, Of("batch heads rows 2 dim", "kv", packed=(PACKED, packed_half))]
 
 
 class Lengths(NamedTuple):
-    """How many tokens the rows of a batch hold, and where their rings begin, before and after this call.
+    """How many tokens each row of the batch holds, and which of them are in the ring, before and after this call.
 
-    Tokens leave the ring `interval` at a time, but for the `sink` first ones, which stay. So the tokens from `sink` up
-    to `ring_begin` are those that can be retrieved; at this call those from `previous_ring_begin` on joined them.
+    A row of the batch at a decode step, by positions of its tokens::
+
+        0 ........ sink .............. previous_ring_begin ...... ring_begin .......... start ... length
+        |  sinks    |  in the pool,     |  leave the ring in this  |  stay in the ring    |  new    |
+        |  (ring)   |  retrievable      |  call: ring to pool      |  (window)            |  token  |
+
+    start: tokens before this call. A prompt or a chunk of `tokens` has start = length - tokens, less its left padding.
+    length: tokens after this call; -1 for a row that has overrun its capacity.
+    previous_ring_begin: the oldest token behind the sinks that was in the ring before this call.
+    ring_begin: the oldest token behind the sinks that is in the ring after this call. Both are `sink` at first.
+    sink: the first tokens of a row. They stay in the ring, and every step attends to them.
+    interval: tokens leave the ring in groups of `interval`. At most steps none leaves, and both ring begins are equal.
+
+    Queries can retrieve the tokens from `sink` up to `ring_begin`. A prompt that is longer than the window has
+    start < ring_begin: most of its tokens go to the pool without a stay in the ring.
     """
 
     start: PerRow
@@ -45,7 +62,7 @@ class Lengths(NamedTuple):
 
 
 class Token(NamedTuple):
-    """Key and value of the newest token, and its query where that is kept."""
+    """The key and the value of the newest token. q: its query, for methods that keep the latest queries (Observed)."""
 
     k: NewToken
     v: NewToken
@@ -55,8 +72,10 @@ class Token(NamedTuple):
 class KVStore(NamedTuple):
     """All keys and values of a layer.
 
-    ring: on the device: the sinks, and behind them rows that the newest tokens use round-robin. Every step attends to it.
-    pool: on the device or in host memory: all tokens of prompts, and generated tokens once they have left the ring.
+    ring: on the device. The first rows hold the sinks, and the newest tokens use the other rows round-robin. Every step
+        attends to the ring.
+    pool: in host memory or on the device. The row of a token is its position. The pool holds all tokens of prompts, and
+        generated tokens once they have left the ring. A layer with a sliding window has a pool of 0 rows.
     """
 
     ring: Ring
@@ -64,10 +83,11 @@ class KVStore(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """The keys of the tokens that leave the ring in this call: what every index stores.
+    """The keys of the tokens that leave the ring in this call. Every index stores these keys.
 
-    Tokens of this call have their keys in the last columns of `new`, earlier tokens in `pool`. `Lengths` says which
-    positions leave: from `previous_ring_begin` up to `ring_begin`.
+    `Lengths` says which positions leave: from `previous_ring_begin` up to `ring_begin`.
+    new: the keys of the tokens of this call, in its last columns. Tokens from position `start` on are there.
+    pool: holds the keys of all earlier tokens.
     """
 
     new: NewKeys
@@ -75,12 +95,12 @@ class Leaving(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What a query attends to beside the ring.
+    """The blocks that a query attends to beside the ring.
 
-    ids: blocks of the pool, distinct within a head, -1 for none. None: a method that selects nothing.
-    retrieve_now: heads with 0 keep the blocks that they selected last. None: every head takes `ids`.
-    frontier: per head, the position from which on the ring counts. None: where the ring begins.
-    fill: of every block of the pool, how many of its first rows hold a token. None: all rows.
+    ids: numbers of blocks of the pool, distinct within a head; -1 in unused places. None: the method selects nothing.
+    retrieve_now: heads with 0 keep the blocks of their last selection. None: every head takes `ids`.
+    frontier: the first position that a head attends to in the ring, behind the sinks. None: `Lengths.ring_begin`.
+    fill: the number of rows of each block that hold a token, counted from its first row. None: all rows hold one.
     """
 
     ids: Candidates | None = None
@@ -90,11 +110,14 @@ class Selection(NamedTuple):
 
 
 class Hot(NamedTuple):
-    """The hot buffer: the blocks that were fetched lately, in slots on the device.
+    """The hot buffer: a cache on the device for blocks of the pool. Each kv head has its own slots.
 
-    slot_of: the slot of each block, -1 if it is in none. block_of: the block in each slot, -1 if it is empty.
-    age: for how many calls of fetch a slot has not been asked for. done_count: of the programs that share a head in
-    fetch, how many have read its plan. chosen: the slots of what was chosen last, -1 for none: what attention reads.
+    rows: the keys and values of the blocks. A slot has room for one block.
+    slot_of: the slot that holds a block; -1 if the block is not in the buffer.
+    block_of: the block that a slot holds; -1 if the slot is empty.
+    age: calls of fetch since the block of a slot was last selected. Misses replace the oldest slots.
+    done_count: scratch of fetch. It counts the programs of a head that have read the state, and is 0 between calls.
+    chosen: the slots of the last selection, which attention reads; -1 for none.
     """
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
@@ -106,12 +129,17 @@ class Hot(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """What of a choice waits until the step has attended, of a method that fetches late (ops/gather/query_drift_gate.py).
+    """The state of a method that may fetch after attention, for the next step (ops/gather/query_drift_gate.py).
 
-    query: the queries of the step before. seen: the length at which a head was last looked at. now, later: whether what
-    this step chose is fetched before it attends, or behind it. frontier: where attention takes over to the ring. waits:
-    how often a step waited for what its head chose. ids: what this step chose. counts: as in Stats, of fetches behind
-    steps; `selected` are all blocks that were chosen, for by then those that a step waited for are there.
+    query: the queries of the previous step.
+    seen: the length of the row at the previous step; -1 before the first step.
+    now: 1 for heads whose selection is fetched before this step attends.
+    later: 1 for heads whose selection is fetched after this step attends. They attend to the previous selection.
+    frontier: the first position that a head attends to in the ring (see Selection).
+    waits: the number of steps at which a head was fetched `now`.
+    ids: the blocks that this step selected.
+    counts: as Stats, for the fetches after attention. `selected` counts the blocks of heads with `now` too: they are
+        in the hot buffer by then.
     """
 
     query: Annotated[Tensor, Of("batch q_heads dim", "kv")]
@@ -125,13 +153,17 @@ class Prefetch(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Counters of every (row, kv head); ops/store/rows.py has the names of the columns."""
+    """Counters of every (row of the batch, kv head). STATS in ops/store/rows.py names the columns."""
 
     counts: Annotated[Tensor, Of("batch heads 5", torch.int64)]
 
 
 class Attention(NamedTuple):
-    """What a model wants of its attention beside queries, keys and values; one extra logit per query head, or none."""
+    """The parameters of the model's attention: softmax(softcap * tanh(scale * q.k / softcap)) v.
+
+    softcap: 0 for a model without a soft cap.
+    sink_logits: one more logit per query head in the softmax, without a value, as gpt-oss has them.
+    """
 
     scale: float
     softcap: float = 0.0
@@ -139,8 +171,12 @@ class Attention(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """A volume around the keys of every block of so many tokens: its centre, and its spread per channel, or one radius.
-    Which volume: a number of VOLUMES in ops/index/block_bounds.py."""
+    """A volume around the keys of every block of `block_size` tokens (ops/index/block_bounds.py).
+
+    centre: the middle of the volume.
+    spread: half its width in every channel (a box, spread = dim), or its radius (a ball, spread = 1).
+    volume: the kind of the volume, an index into VOLUMES.
+    """
 
     centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
     spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
@@ -149,14 +185,18 @@ class Digests(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The latest queries: the observation window. That of the token at a position is at `position % observed`."""
+    """The observation window: the queries of the last `observed` tokens. That of a position is at
+    `position % observed`."""
 
     queries: ObservedQueries
 
 
 class Scored(NamedTuple):
-    """Scores of what can be chosen, with their peaks (ops/select/_top.py) where the op that scored has written them too. What
-    such an op returns, (scores, peaks), stands for one."""
+    """Scores of n blocks (or tokens) per kv head; -inf for a block that cannot be selected.
+
+    peaks: the maximum of every GROUP scores (ops/select/_top.py), if the scoring op wrote it: selection is faster then.
+    A scoring op may return the tuple (scores, peaks): an op that takes a Scored takes it.
+    """
 
     scores: Annotated[Tensor, Of("batch heads n", torch.float32)]
     peaks: Annotated[Tensor, Of("batch heads groups", torch.float32)] | None = None

@@ -3,7 +3,7 @@ import re
 import sys
 
 import pytest
-from cli import cli, commands_of
+from cli import answered, cli, commands_of, refused
 from paths import ROOT
 
 from torchsparsekv import methods
