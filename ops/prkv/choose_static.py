@@ -1,6 +1,6 @@
 """Choose the static set anew where it is due: the tokens that the latest queries attend to most.
 
-With the queries q of the observation window (the latest tokens) and the keys of the sinks and of all retrievable tokens:
+With the queries q of the observation window (the latest tokens), and the keys of the sinks and the retrievable tokens:
 
     w[t, g, j] = softmax over j of (scale * q[t, g] . key[j]),  soft-capped where the model does that
     score[j]   = mean of w[t, g, j] over the tokens t of the window and the query heads g of the kv head
@@ -10,8 +10,8 @@ Every query has a softmax of its own: averaging the queries first would choose o
 with attention sinks is left out. A score that is not a number counts as 0, so that a set always has its full size.
 
 A head is due if it has not chosen since the last prompt, if its last choice is `every` tokens old, or if more tokens
-have become retrievable and its set is smaller than `target`. Other heads only set `updated` to 0. A row past its capacity
-stays as it is.
+have become retrievable and its set is smaller than `target`. Other heads only set `updated` to 0. A row past its
+capacity stays as it is.
 
 PRKV, algorithm 1 (the choice of the static tokens).
 """
@@ -61,7 +61,9 @@ class Resources(NamedTuple):
     """What one program may use.
 
     query_bytes: queries of the window that are held at once; the keys are read once for each such part of the window.
-    key_bytes: keys whose loads are in flight. warps: warps of the program. per_sm: programs that share a multiprocessor.
+    key_bytes: keys whose loads are in flight.
+    warps: warps of the program.
+    per_sm: programs that share a multiprocessor.
     """
 
     query_bytes: int
@@ -84,7 +86,7 @@ class Sizes(NamedTuple):
     window: int  # tokens of the observation window
     ring_rows: int
     rows: int  # of the pool
-    queries: int  # of a window and a kv head, rounded up to parts of `Static.part`
+    queries: int  # of a window and a kv head, rounded up to parts of `Compiled.part`
     groups: int  # of scores, each of GROUP tokens with one peak
     most: int  # tokens of a set
 
@@ -142,8 +144,8 @@ def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor
 
 
 def is_due(static: StaticSet, b: int, h: int, length: int, retrievable: int) -> bool:
-    chosen_at, missing = int(static.chosen_at[b, h]), min(int(static.target[b, h]), retrievable) - int(static.count[b, h])
-    return chosen_at == NOT_YET or length - chosen_at >= static.every or missing > 0
+    chosen_at, target, count = (int(t[b, h]) for t in (static.chosen_at, static.target, static.count))
+    return chosen_at == NOT_YET or length - chosen_at >= static.every or count < min(target, retrievable)
 
 
 def reference(
@@ -256,7 +258,7 @@ def _add_tile(z, live, factor, peak, total, C: tl.constexpr):
 
 @triton.jit
 def _sum_softmax(queries, ring, keys, scratch, head, attention, sizes, C: tl.constexpr):
-    """Phase 1: of every query the largest logit over the tiles of this program, and the sum of 2 ** (logit - largest)."""
+    """Phase 1: over this program's tiles, the largest logit of every query and the sum of 2 ** (logit - largest)."""
     factor, end, sink = _log2_factor(attention, C.capped), head.end, head.sink
     for first in range(0, sizes.queries, C.part):
         x, _ = _load_queries(queries, first, head, sizes, C)

@@ -1,22 +1,24 @@
 """Move the static set to the front of the retrievable rows of the pool, where it fills whole blocks.
 
-Once the set fills whole blocks at the front, no other op needs to know of it: pages are scored, fetched and attended to
-as before. The front are the `count` rows behind the sinks. Every token has a home: the row of its position.
+Once the set fills whole blocks at the front, no other op needs to know of it: pages are scored, fetched and attended
+to as before. The front are the `count` rows behind the sinks. Every token has a home: the row of its position.
 
-- A token of the set that lies outside the front changes places with a token in the front that is not in the set (swap in).
-- When it leaves the set, or when both tokens are in the set, the two change back (swap back).
+- A token of the set that lies behind the front changes places with a token in the front that is not in the set: they
+  swap in.
+- When it leaves the set, or when both tokens are in the set, they swap back.
 
-So only tokens of the set and of the front are ever away from home. `front_home` has, for each row of the front, the home
-of the token in it. At most 2 * count pairs change places, in 3 * count rows if the count stays.
+So only tokens of the set and of the front are ever away from home. `front_home` has, for each row of the front, the
+home of the token in it. At most 2 * count pairs change places, in 3 * count rows if the count stays.
 
 Digests of the blocks that were touched are made anew, from the tokens that are at home: a stranger says nothing about
-the other tokens of a block, and would widen the digest for all of them. In a block of strangers alone, all tokens count.
+the other tokens of a block, and would widen the digest for all of them. In a block of strangers only, all tokens
+count.
 
 PRKV, algorithm 1 (the page restructuring). The paper moves nearly all rows at each update, the static set to the front
 and the others behind it in their order: `gathered` is that order. benchmarks/quality/static_mass.py compares how much
 attention both keep.
 """
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,7 +93,7 @@ Pairs = list[tuple[int, int]]  # (row of the front, row behind it)
 
 
 def moves(ids: Tensor, front_home: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
-    """The pairs of one head that swap back, those that swap in, and those that stay swapped; the set lies in rows `ids`."""
+    """The pairs of one head that swap back, that swap in, and that stay swapped. The set lies in the rows `ids`."""
     pairs = {first + j: p for j, p in enumerate(front_home.tolist()) if p >= 0}
     home = pairs | {p: r for r, p in pairs.items()}
     rows = ids.tolist()
@@ -172,8 +174,10 @@ def _find(ids, x, n, C: tl.constexpr):
 
 @triton.jit
 def _homes(ids, front_home, plan, first, count, most, C: tl.constexpr):
-    """Into `plan`, list 0: the homes of the tokens of the set. List 1: of each row of the front, whether its own token is
-    in the set. List 2: whether the token that lies in it is.
+    """Find where the tokens of the set are at home, into the first three lists of `plan`.
+
+    List 0: the homes. List 1: whether the token whose home is this row of the front is in the set. List 2: whether the
+    token that lies in this row of the front is in the set.
 
     Returns, all [most]: the rows of the set, `front_home`, the homes, and which rows of the set lie in the front.
     """
@@ -239,8 +243,10 @@ def _exchange(one, two, mask):
 
 @triton.jit
 def _read(moved, bh, row, c, mask, C: tl.constexpr):
-    """Rows [ROWS, padded_width], from the hot buffer if it holds them, else from the pool; pointers to a row in the pool
-    and in the hot buffer, and whether the hot buffer holds it."""
+    """Rows [ROWS, padded_width], from the hot buffer if it holds them, else from the pool.
+
+    Returns the rows, pointers to them in the pool and in the hot buffer, and whether the hot buffer holds them.
+    """
     hot, rows, slots = moved.hot, moved.rows, moved.slots
     slot = tl.load(hot.slot_of + bh * (rows // C.block_size) + row // C.block_size)
     held = slot >= 0
@@ -298,9 +304,11 @@ def _at_home(home, pos, first, most, C: tl.constexpr):
 
 @triton.jit
 def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.constexpr):
-    """Digests of the touched blocks of the front, and of the blocks behind it that a pair reaches; slots of these blocks
-    are emptied where the hot buffer's type is another. Pairs that follow one another mostly reach one block, which is
-    done once."""
+    """Make the digests of the touched blocks of the front, and of the blocks behind it that a pair reaches.
+
+    Slots of these blocks are emptied where the hot buffer has another type. Pairs that follow one another mostly reach
+    the same block, which is done once.
+    """
     most, hot = moved.most, moved.hot
     front = tl.cdiv(most, C.block_size)
     r, d = tl.arange(0, C.block_size), tl.arange(0, C.padded)

@@ -5,8 +5,6 @@ have nothing to do for any of the three, and then each launch that is saved save
 """
 from typing import NamedTuple
 
-from torch import Tensor
-
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8_MAX
 from torchsparsekv.ops._machinery.grid_barrier import phases
@@ -77,8 +75,10 @@ def reference(
 
 @triton.jit
 def _digest_leaving(queries, moved, lengths, heads, M: tl.constexpr):
-    """Phase 0: digests of the blocks that left the ring, shared out among the programs of a head. Keys count in the type
-    of the queries."""
+    """Phase 0: digests of the blocks that left the ring, shared out among the programs of a head.
+
+    Keys of the pool count in the type of the queries.
+    """
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, old, new = tl.load(lengths.length + b), tl.load(lengths.previous_ring_begin + b), tl.load(lengths.ring_begin + b)

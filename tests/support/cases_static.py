@@ -8,7 +8,7 @@ from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.index.observe import NOT_YET
 from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling
-from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.snapkv.views import SnapSet
 from torchsparsekv.ops.store.views import Attention, KVStore, Leaving, Observed, Token
 
 FP8 = torch.float8_e4m3fn
@@ -59,7 +59,7 @@ def choose_static(w: World):
     return (queries, static, store, coarse, w.lengths_view, attention)
 
 
-def _kept(w: World, frontier: torch.Tensor) -> Kept:
+def _kept(w: World, frontier: torch.Tensor) -> SnapSet:
     """Some heads have room, some are full; some are at their first step after a prompt."""
     lead, most = (w.batch, w.heads), w.pick(w.rows, 1, w.rows // 2 + 1)
     held = torch.minimum(torch.randint(0, most + 1, lead, generator=w.g), frontier[:, None] - w.sink).clamp(min=0)
@@ -69,7 +69,7 @@ def _kept(w: World, frontier: torch.Tensor) -> Kept:
         ids[b, h, : held[b, h]] = torch.arange(w.sink, w.sink + int(held[b, h]))
     at = torch.where(torch.rand(lead, generator=w.g) < 0.5, NOT_YET, w.start[:, None]).to(I32)
     numbers = torch.randint(0, 9, (3, *lead), generator=w.g, dtype=I32)
-    return Kept(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
+    return SnapSet(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
 
 
 def snap_tokens(w: World):
