@@ -18,7 +18,7 @@ PRKV, algorithm 1 (the page restructuring). The paper moves nearly all rows at e
 and the others behind it in their order: `gathered` is that order. benchmarks/quality/static_mass.py compares how much
 attention both keep.
 """
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -377,13 +377,13 @@ def arguments(parts: int, static, pool, coarse, hot, digests) -> tuple[Moved, La
     (batch, heads, rows), d, width, most = pool.shape[:3], hot.rows.shape[5], stored_width(pool), static.ids.shape[2]
     padded_most = max(16, next_power_of_2(most))
     plan = torch.empty((batch * heads, parts, int(LISTS), padded_most), dtype=torch.int32, device=pool.device)
-    ball, mean, limit = volume_of(digests).values()
+    volume: dict[str, Any] = volume_of(digests)
     return Moved(
         pool, hot, pool if coarse is None else coarse, copied(pool, coarse), centre, spread, plan, most, rows,
         blocks=centre.shape[2], slots=hot.block_of.shape[2],
     ), Layout(
-        same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=ball, mean=mean, limit=limit,
-        block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d), width=width,
+        same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=volume["BALL"],
+        mean=volume["MEAN"], limit=volume["LIMIT"], block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d), width=width,
         padded_width=next_power_of_2(width), rows=ROWS, most=padded_most, bits=padded_most.bit_length() - 1,
         looked=LOOKED,
     )  # fmt: skip
