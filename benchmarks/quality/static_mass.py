@@ -84,7 +84,7 @@ class Fed:
         self.attention = Attention(heads.scale)
         every = getattr(method, "update_every", None)
         if every and hasattr(self.state, "static"):  # the turns of the layers
-            self.state.static.lead.copy_((torch.arange(layers, device=device) * every // layers)[:, None])
+            self.state.static.stagger.copy_((torch.arange(layers, device=device) * every // layers)[:, None])
 
     def take(self, tokens: int) -> Selection:
         """The next ones: a prompt, or of a single one what it chooses."""

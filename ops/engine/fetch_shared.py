@@ -1,10 +1,7 @@
-"""fetch for all requests of an engine at once: one hot buffer, in which blocks are by their id and kv head.
+"""Bring the listed blocks of all requests into one hot buffer, where blocks are by their id and kv head.
 
-Several requests may ask for the same block: it is brought in once. Returned are the slots of what was asked for, -1
-where nothing was. What is missing takes the slots that were not asked for longest, as in fetch; there must be a slot
-for everything that is asked for at once.
-
-Two kernels: one program a head finds what is missing and commits the plan, then many programs move the rows.
+A block that several requests list is brought once. Missing blocks take empty slots first, then the slots that were not
+listed for the longest time, as in fetch; there must be a slot for every block that is listed at once.
 """
 import torch
 from torch import Tensor
@@ -21,8 +18,8 @@ from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.rows import row_at, row_width
 from torchsparsekv.ops.store.views import Pool
 
-CLAIM = 1 << 30  # what is missing has in `slot_of`, until it has a slot, which of those who ask speaks for all
-PER_WARP = 512  # slots or ids that a warp has at most, where there are as many warps as a program may have
+CLAIM = 1 << 30  # a missing block has in `slot_of`, until it gets a slot, the list entry that claims it less CLAIM
+PER_WARP = 512  # slots or list entries of a warp at most, while a program may have more warps
 
 
 def check(ids, pool, hot) -> None:
@@ -34,58 +31,73 @@ def check(ids, pool, hot) -> None:
 
 
 def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
+    """Bring the listed blocks of all requests into one hot buffer, where blocks are by their id and kv head.
+
+    Args:
+        ids: ids of blocks [requests, heads, listed], -1 for none.
+        pool: [1, heads, rows, 2, dim], may be host memory.
+        hot: the hot buffer; slots, ages and rows change.
+
+    Returns:
+        the slot of each listed block [requests, heads, listed], -1 for none.
+
+    Launches:
+        Two kernels. _plan, one program a head: finds the missing blocks, picks a slot for each, and writes the tables
+        of the hot buffer. _bring, heads x parts programs: copies the rows of the missing blocks, if there are any.
+    """
     slots = torch.full_like(ids, -1)
     for h, pages in enumerate(pool[0].unflatten(1, (-1, hot.rows.shape[3]))):
-        its = SharedHot(*(t[0, h] for t in hot))
-        bring(list(dict.fromkeys(x for x in ids[:, h].flatten().tolist() if x >= 0)), pages, *its)
-        slots[:, h] = torch.where(ids[:, h] >= 0, its.slot_of[ids[:, h].clamp(min=0).long()], -1)
+        hot_of_head = SharedHot(*(t[0, h] for t in hot))
+        bring(list(dict.fromkeys(x for x in ids[:, h].flatten().tolist() if x >= 0)), pages, *hot_of_head)
+        slots[:, h] = torch.where(ids[:, h] >= 0, hot_of_head.slot_of[ids[:, h].clamp(min=0).long()], -1)
     return slots
 
 
 @triton.jit
 def _plan(
-    ids, out, slot_of, block_of, age, victims, missing, misses, heads, n, asked, slots, blocks, OLDEST: tl.constexpr,
+    ids, out, hot, victims, missing, misses, heads, n, entries, slots, blocks, OLDEST: tl.constexpr,
     CLAIM: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Of one head: where everything that is asked for will be. `victims` are the slots that are taken, `missing` the
-    blocks that take them."""
+    """Where every listed block of a head will be, into `out`. `victims` [C] are the slots that change their block,
+    `missing` [N] the blocks that take them, `misses` how many."""
     h = tl.program_id(0).to(tl.int64)
-    e, s = tl.arange(0, N), tl.arange(0, C)
-    slot_of, block_of, age = slot_of + h * blocks, block_of + h * slots, age + h * slots
+    e, s = tl.arange(0, N), tl.arange(0, C)  # entries of the lists, slots
+    slot_of, block_of, age = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.age + h * slots
     victims, missing = victims + h * C, missing + h * N
-    at = (e // n * heads + h) * n + e % n
-    want = tl.load(ids + at, mask=e < asked, other=-1)
-    slot = tl.load(slot_of + want, mask=want >= 0, other=-1)
-    have = tl.load(block_of + s, mask=s < slots, other=-1)
+    place = (e // n * heads + h) * n + e % n
+    block = tl.load(ids + place, mask=e < entries, other=-1)  # [N]
+    slot = tl.load(slot_of + block, mask=block >= 0, other=-1)
+    held = tl.load(block_of + s, mask=s < slots, other=-1)  # [C]
     old = tl.load(age + s, mask=s < slots, other=0)
     tl.debug_barrier()
-    lost = (want >= 0) & (slot < 0)
-    tl.atomic_min(slot_of + want, e - CLAIM, mask=lost)  # the first who asks
+    miss = (block >= 0) & (slot < 0)
+    tl.atomic_min(slot_of + block, e - CLAIM, mask=miss)  # the first entry with this block claims it
     tl.store(age + slot, tl.full((N,), -1, tl.int32), mask=slot >= 0)
     tl.debug_barrier()
-    mine = lost & (tl.load(slot_of + want, mask=lost, other=0) == e - CLAIM)
-    order, count = tl.cumsum(mine.to(tl.int32), 0) - 1, tl.sum(mine.to(tl.int32), 0)
+    claimed = miss & (tl.load(slot_of + block, mask=miss, other=0) == e - CLAIM)
+    order, count = tl.cumsum(claimed.to(tl.int32), 0) - 1, tl.sum(claimed.to(tl.int32), 0)
     hit = tl.load(age + s, mask=s < slots, other=0) < 0
-    rank = tl.where(have < 0, OLDEST, tl.minimum(old, OLDEST - 2) + 1)
+    rank = tl.where(held < 0, OLDEST, tl.minimum(old, OLDEST - 2) + 1)
     taken = take_top(tl.where(hit | (s >= slots), 0, rank).to(tl.uint32), count)
     tl.store(victims + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
-    tl.store(missing + order, want, mask=mine)
+    tl.store(missing + order, block, mask=claimed)
     tl.store(misses + h, count)
-    tl.store(slot_of + have, tl.full((C,), -1, tl.int32), mask=taken & (have >= 0))
+    tl.store(slot_of + held, tl.full((C,), -1, tl.int32), mask=taken & (held >= 0))
     tl.store(age + s, tl.where(hit | taken, 0, tl.minimum(old + 1, OLDEST)), mask=s < slots)
     tl.debug_barrier()
-    new = tl.load(victims + order, mask=mine, other=0)
-    tl.store(slot_of + want, new, mask=mine)
-    tl.store(block_of + new, want, mask=mine)
+    new = tl.load(victims + order, mask=claimed, other=0)
+    tl.store(slot_of + block, new, mask=claimed)
+    tl.store(block_of + new, block, mask=claimed)
     tl.debug_barrier()
-    tl.store(out + at, tl.load(slot_of + want, mask=want >= 0, other=-1), mask=e < asked)
+    tl.store(out + place, tl.load(slot_of + block, mask=block >= 0, other=-1), mask=e < entries)
 
 
-@triton.jit(do_not_specialize=["blocks"])  # a pool of one block would be a constant, which has no type
+@triton.jit(do_not_specialize=["blocks"])  # with a pool of one block, `blocks` would be a constant without a type
 def _bring(
     pool, hot, victims, missing, misses, slots, blocks, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The share of one program of the rows of the missing blocks of a head."""
     h = tl.program_id(0).to(tl.int64)
     pool, hot = row_at(pool, h, 0, blocks.to(tl.int64) * P, D), row_at(hot, h, 0, slots * P, D)
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -93,16 +105,16 @@ def _bring(
 
 
 def launch(ids, pool, hot) -> Tensor:
-    (count, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
-    wide_n, wide_c = max(16, next_power_of_2(count * n)), max(16, next_power_of_2(slots))
+    (requests, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
+    padded_n, padded_slots = max(16, next_power_of_2(requests * n)), max(16, next_power_of_2(slots))
     out = torch.empty_like(ids)
-    victims, missing, misses = (ids.new_empty((heads, size)) for size in (wide_c, wide_n, 1))
+    victims, missing, misses = (ids.new_empty((heads, size)) for size in (padded_slots, padded_n, 1))
     _plan[(heads,)](
-        ids, out, hot.slot_of, hot.block_of, hot.age, victims, missing, misses, heads, n, count * n, slots, blocks,
-        OLDEST=OLDEST, CLAIM=CLAIM, N=wide_n, C=wide_c, num_warps=min(32, max(4, max(wide_n, wide_c) // PER_WARP)),
+        ids, out, hot, victims, missing, misses, heads, n, requests * n, slots, blocks, OLDEST=OLDEST, CLAIM=CLAIM,
+        N=padded_n, C=padded_slots, num_warps=min(32, max(4, max(padded_n, padded_slots) // PER_WARP)),
     )  # fmt: skip
     _bring[(heads, cdiv(2 * sm_count(ids.device), heads))](
-        pool, hot.rows, victims, missing, misses, slots, blocks, N=wide_n, C=wide_c, P=p, D=d,
+        pool, hot.rows, victims, missing, misses, slots, blocks, N=padded_n, C=padded_slots, P=p, D=d,
         ROW=next_power_of_2(row_width(d)), ROWS=ROWS,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
-"""Summarise the keys of every block whose last row a new token takes: the volumes of block_bounds, by block id.
+"""Summarise the keys of every block that new tokens fill: the volumes of block_bounds, by block id.
 
-`to` is the row of the pool of each new token, -1 for none, as in write_tokens. Keys of new tokens come from `k`, those
-before them from the pool. A digest is made anew from all keys of its block: nothing is left in it of what was there
-before an engine gave the block to another request.
+A block is full when a new token takes its last row. Its digest is made from all of its keys: those of new tokens come
+from `k`, earlier ones from the pool. So nothing stays in a digest of what the block held before an engine gave it to
+another request.
 """
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
@@ -22,6 +22,17 @@ def check(k, to, pool, digests) -> None:
 
 
 def reference(k: FlatTokens, to: RowOfToken, pool: Pool, digests: Changed[Digests]) -> None:
+    """Summarise the keys of every block that new tokens fill: the volumes of block_bounds, by block id.
+
+    Args:
+        k: keys of the new tokens [tokens, heads, dim], any strides.
+        to: the row of the pool for each token [tokens], -1 for none, as in write_tokens.
+        pool: [1, heads, rows, 2, dim].
+        digests: centre and spread [1, heads, blocks, ...].
+
+    Launches:
+        One kernel of tokens x heads programs of 2 warps. A program whose token does not fill a block returns.
+    """
     block_size, token_of = digests.block_size, {row: token for token, row in enumerate(to.tolist())}
     for last in (row for row in token_of if row >= 0 and row % block_size == block_size - 1):
         rows = slice(last + 1 - block_size, last + 1)
@@ -41,12 +52,12 @@ def _bounds(
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     last = tl.load(to + t)
     if (last >= 0) & (last % P == P - 1):
-        back, every = tl.arange(0, P) - (P - 1), tl.full((P,), True, tl.int1)
-        token, row = t + back, last + back
-        # Tokens of a request follow one another, here and in a block.
+        offset, every = tl.arange(0, P) - (P - 1), tl.full((P,), True, tl.int1)
+        # Tokens of one request follow one another, in `k` and in a block.
+        token, row = t + offset, last + offset
         fresh = (tl.load(to + tl.maximum(token, 0)) == row) & (token >= 0)
         new, stored = k + token[:, None] * k_t + h * k_h, row_at(pool, h, row, pool_rows, D)[:, None]
-        x = load_fresh(new, stored, fresh[:, None], every[:, None], D, DP)
+        x = load_fresh(new, stored, fresh[:, None], every[:, None], D, DP)  # [P, DP]
         store_digest(x.to(tl.float32), every, centre, spread, h * blocks + last // P, BALL, MEAN, LIMIT, D, DP)
 
 

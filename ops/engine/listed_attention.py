@@ -1,6 +1,8 @@
-"""Attention of one query token of every request of an engine over the blocks listed for it, wherever these are.
+"""Attention of one query of every request over the blocks that are listed for it.
 
-`at` are the blocks' places in `rows`, which are of all requests, -1 for none; of a block the first `fill` rows count.
+    out[r] = softmax(scale * q[r] . K) . V,  K, V: the first fill[r, h, i] rows of every block ids[r, h, i] >= 0
+
+Blocks lie in the engine's pool, or in the hot buffer: then `ids` are slots.
 """
 import torch
 from torch import Tensor
@@ -16,22 +18,39 @@ from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Pool
 
 
-def check(q, pool, at, fill, requests, block_size, attention) -> None:
+def check(q, pool, ids, fill, requests, block_size, attention) -> None:
     _check.heads(q, pool)
     check_one(pool)
-    if at.shape != fill.shape:
-        raise ValueError(f"{tuple(at.shape)} blocks are listed, with {tuple(fill.shape)} fills")
+    if ids.shape != fill.shape:
+        raise ValueError(f"{tuple(ids.shape)} blocks are listed, with {tuple(fill.shape)} fills")
     if pool.shape[2] % block_size:
         raise ValueError(f"{pool.shape[2]} rows are not blocks of {block_size}")
 
 
 def reference(
-    q: OneQuery, pool: Pool, at: Listed, fill: Listed, requests: Requests, block_size: int, attention: Attention
+    q: OneQuery, pool: Pool, ids: Listed, fill: Listed, requests: Requests, block_size: int, attention: Attention
 ) -> Tensor:
+    """Attention of one query of every request over the blocks that are listed for it.
+
+    Args:
+        q: [requests, q_heads, 1, dim].
+        pool: the rows of all blocks [1, heads, rows, 2, dim]: the engine's pool, or the rows of the hot buffer.
+        ids: the blocks of each request in `pool` [requests, heads, listed], -1 for none.
+        fill: of each listed block, how many of its first rows hold a token.
+        requests: a request of length 0 gets zeros.
+        block_size: tokens of a block.
+        attention: scale, soft cap and extra logits of the model.
+
+    Returns:
+        [requests, q_heads, 1, dim].
+
+    Launches:
+        One kernel of requests * heads x splits programs, and one that combines the splits of each query head.
+    """
     heads = torch.arange(pool.shape[1], device=q.device)
-    live = (at >= 0)[..., None] & (torch.arange(block_size, device=q.device) < fill[..., None])
+    live = (ids >= 0)[..., None] & (torch.arange(block_size, device=q.device) < fill[..., None])
     blocks = pool[0].unflatten(1, (-1, block_size))
-    rows = as_numbers(blocks[heads[None, :, None], at.clamp(min=0).long()], q.dtype)
+    rows = as_numbers(blocks[heads[None, :, None], ids.clamp(min=0).long()], q.dtype)
     rows = rows.masked_fill(~live[..., None, None], 0).flatten(2, 3)
     live = live.flatten(2).repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
     return softmax_attention(q, rows, live, attention).contiguous()
@@ -39,7 +58,7 @@ def reference(
 
 @triton.jit
 def _attend(
-    q, rows, at, fill, parts, tops, totals, q_b, q_h, heads, all_rows, n, scale, softcap, splits, G: tl.constexpr,
+    q, rows, ids, fill, accs, tops, totals, q_b, q_h, heads, all_rows, n, scale, softcap, splits, G: tl.constexpr,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
@@ -49,19 +68,19 @@ def _attend(
     for tile in range(split, tl.cdiv(n * P, TILE), splits):
         token = tile * TILE + tl.arange(0, TILE)
         place = bh * n + token // P
-        block = tl.load(at + place, mask=token < n * P, other=-1)
+        block = tl.load(ids + place, mask=token < n * P, other=-1)
         live = (block >= 0) & (token % P < tl.load(fill + place, mask=token < n * P, other=0))
         row = row_at(rows, h, tl.maximum(block, 0).to(tl.int64) * P + token % P, all_rows, D)
         top, total, acc = step(x, row, live, top, total, acc, scale, softcap, D, DP)
-    store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
+    store_part(accs, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, pool, at, fill, requests, block_size, attention) -> Tensor:
-    rows, (count, heads, n) = pool, at.shape
+def launch(q, pool, ids, fill, requests, block_size, attention) -> Tensor:
+    rows, (count, heads, n) = pool, ids.shape
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(n * block_size, tile))
     _attend[(count * heads, parts.splits)](
-        q, rows, at, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows.shape[2], n,
+        q, rows, ids, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows.shape[2], n,
         attention.scale, attention.softcap, parts.splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
         num_stages=2, **launch_early(q.device, count * heads * parts.splits),
     )  # fmt: skip

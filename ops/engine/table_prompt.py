@@ -1,7 +1,7 @@
-"""Exact causal attention of new tokens of one request of an engine over everything before them.
+"""Exact causal attention of new tokens of one request over its past and themselves.
 
-The past are its first `past` tokens, in blocks of the pool by the ids of `table`, gathered in pieces; the rest is `k`
-and `v` themselves. All are [tokens, heads, head_dim], as engines have them.
+The past are the first `past` tokens of the request: they lie in the blocks `table` of the pool, and are gathered in
+pieces. The new tokens come as `k` and `v`.
 """
 from collections.abc import Iterator
 from typing import Annotated
@@ -33,7 +33,7 @@ def check(q, k, v, pool, table, past, block_size, attention) -> None:
 
 
 def _past(pool: Pool, table: Tensor, past: int, block_size: int, most: int) -> Iterator[Tensor]:
-    """[heads, up to `most` tokens, 2, head_dim] after another, as they are stored."""
+    """The past in pieces [heads, up to `most` tokens, 2, dim], as the pool stores it."""
     blocks = pool[0].unflatten(1, (-1, block_size))
     for first in range(0, past, most):
         ids = table[first // block_size : cdiv(min(first + most, past), block_size)]
@@ -44,6 +44,23 @@ def reference(
     q: FlatQueries, k: FlatTokens, v: FlatTokens, pool: Pool, table: Table, past: int, block_size: int,
     attention: Attention,
 ) -> Tensor:  # fmt: skip
+    """Exact causal attention of new tokens of one request over its past and themselves.
+
+    Args:
+        q: [tokens, q_heads, dim], as engines have it. k, v: [tokens, heads, dim].
+        pool: [1, heads, rows, 2, dim].
+        table: ids of the blocks of the request [places].
+        past: how many tokens lie in these blocks before the new ones.
+        block_size: tokens of a block.
+        attention: scale, soft cap and extra logits of the model.
+
+    Returns:
+        [tokens, q_heads, dim].
+
+    Launches:
+        Attention of torch, once per piece of the past and once for the new tokens; the reference where torch has no
+        kernel for it.
+    """
     x, new = q.transpose(0, 1), rows_of(k, v).transpose(0, 1)
     pieces = [as_numbers(piece, k.dtype) for piece in _past(pool, table, past, block_size, past or 1)]
     rows = torch.cat([*pieces, new], 1)[None]

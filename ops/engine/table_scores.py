@@ -1,7 +1,8 @@
-"""bound_scores of the blocks of every request of an engine, found through its table: digests are by block id.
+"""Score the blocks of every request by bound_scores: the digests are by block id, found through the table.
 
-Score `i` of a request is that of its `i`-th block. Blocks that cannot be chosen (ops/engine/tables.py) score -inf. The
-second result are the peaks of the scores (ops/select/_top.py).
+    scores[r, h, i] = bound of q[r] for the digest of block table[r, i]
+
+Blocks that cannot be selected (tables.py) score -inf.
 """
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.select.bound_scores import bound, bounds_of, dot_type
 from torchsparsekv.ops.store.views import Digests
 
-BLOCKS = 64  # of a program
+BLOCKS = 64  # blocks of a program
 
 
 def check(q, digests, requests) -> None:
@@ -29,6 +30,20 @@ def check(q, digests, requests) -> None:
 
 
 def reference(q: OneQuery, digests: Digests, requests: Requests) -> tuple[Tensor, Tensor]:
+    """Score the blocks of every request by bound_scores: the digests are by block id, found through the table.
+
+    Args:
+        q: one query of each request [requests, q_heads, 1, dim].
+        digests: of all blocks, centre and spread [1, heads, blocks, ...].
+        requests: lengths and tables.
+
+    Returns:
+        scores [requests, heads, places], and their peaks [requests, heads, groups] (ops/select/_top.py).
+
+    Launches:
+        One kernel of requests * heads x places / BLOCKS programs of 2 warps. A program without a block that can be
+        selected stores -inf.
+    """
     (centre, spread, block_size, _), table = digests, requests.table
     place = torch.arange(table.shape[1], device=q.device)
     live = (place >= requests.sink // block_size) & (place < near_begin(requests, block_size)[:, None] // block_size)
@@ -56,7 +71,7 @@ def _scores(
             q, q_b, q_h, b, h, centre, spread, h, blocks, block, place, sink // P, end, BOX, G, GP, D, DP, DOT, LIMIT,
             UNBOUNDED,
         )  # fmt: skip
-        best = tl.max(s, 1)
+        best = tl.max(s, 1)  # [BLOCKS]
     tl.store(out + bh * places + place, best, mask=place < places)
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, places, BLOCKS, GROUP)
 

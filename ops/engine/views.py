@@ -1,4 +1,4 @@
-"""Requests of a serving engine and their blocks, as the ops take them."""
+"""Requests of a serving engine and their blocks, as the ops of the family take them."""
 from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
@@ -7,16 +7,22 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops.store.views import I32
 
+# New tokens of any requests, one behind the other, and the row of the pool that each is stored in, -1 for none.
 FlatTokens: TypeAlias = Annotated[Tensor, Of("tokens heads dim", "kv", strided=True)]
 RowOfToken: TypeAlias = Annotated[Tensor, Of("tokens", torch.int64)]
+# The blocks that a step attends to, or one number for each of them.
 Listed: TypeAlias = Annotated[Tensor, Of("requests heads listed", I32)]
 OneQuery: TypeAlias = Annotated[Tensor, Of("requests q_heads 1 dim", "kv", strided=True)]
 
 
 class Requests(NamedTuple):
-    """Requests of a serving engine: how many tokens each has by now, and the ids of the blocks that these are in, in
-    order. Ids of blocks are shared: requests that begin alike have some in common. Every step attends to the `sink`
-    first tokens of a request and to at least the `window` latest ones; blocks between these can be chosen."""
+    """The requests of a step, and where their tokens are.
+
+    length: how many tokens each request has, the newest included. 0: the row pads the batch.
+    table: the ids of the blocks of each request, in order. Requests that begin alike may share blocks.
+    sink: how many first tokens of a request every step attends to; whole blocks.
+    window: how many newest tokens every step attends to at least. Blocks between the two can be selected (tables.py).
+    """
 
     length: Annotated[Tensor, Of("requests", I32)]
     table: Annotated[Tensor, Of("requests places", I32)]
@@ -25,7 +31,8 @@ class Requests(NamedTuple):
 
 
 class SharedHot(NamedTuple):
-    """A hot buffer for all requests: the blocks that were fetched lately, by block id and kv head, as in `Hot`."""
+    """A hot buffer for all requests: blocks that were fetched lately, in slots on the device. The fields are those of
+    `Hot` (ops/store/views.py), with blocks by their id in place of a row's."""
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]
@@ -34,7 +41,7 @@ class SharedHot(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What of `SharedHot` an op needs that keeps it equal to the pool; nothing where there is none."""
+    """The fields of `SharedHot` that keep the copies of blocks equal to the pool. None: there is no hot buffer."""
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")] | None = None
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)] | None = None

@@ -1,7 +1,9 @@
-"""Store new tokens of any requests in the rows of the pool that an engine gave them, and in the copies of their blocks.
+"""Store new tokens of any requests in the pool, and in the hot buffer's copies of their blocks.
 
-`to` is the row of each token, -1 for one that is not stored. A block that is in the hot buffer gets the token there
-too: so copies equal the pool also where an engine gives a block to another request.
+    pool[0, :, to[t]] = (k[t], v[t])    for every token t with to[t] >= 0
+
+A block that lies in the hot buffer gets the token there too. So copies stay equal to the pool, also where an engine
+gives a block to another request.
 """
 import torch
 
@@ -27,6 +29,17 @@ def check(k, v, to, pool, copies) -> None:
 
 
 def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, pool: Changed[Pool], copies: Changed[Copies]) -> None:
+    """Store new tokens of any requests in the pool, and in the hot buffer's copies of their blocks.
+
+    Args:
+        k, v: [tokens, heads, dim], any strides.
+        to: the row of the pool for each token [tokens], -1 for a token that is not stored.
+        pool: [1, heads, rows, 2, dim].
+        copies: the hot buffer's rows and the slot of each block, or two times None.
+
+    Launches:
+        One kernel of tokens / TOKENS x heads programs. Without a hot buffer it leaves out the copies.
+    """
     token = torch.nonzero(to >= 0).flatten()
     row = to[token]
     new = rows_of(k, v)[token].transpose(0, 1)
@@ -50,6 +63,7 @@ def _write(
     row = tl.load(to + t, mask=t < tokens, other=-1)
     live = row >= 0
     at = tl.where(live, t, 0)[:, None]
+    # [TOKENS, ROW]
     x = new_row(k + at * k_t + h * k_h, v + at * v_t + h * v_h, c, D)
     place = tl.maximum(row, 0)
     store_row(row_at(pool, h, place, pool_rows, D)[:, None], c, x, live[:, None], in_row(c, D), D)

@@ -1,21 +1,24 @@
-"""The static set moves to the front of what can be retrieved, where it is whole blocks: nothing else has to know of it.
+"""Move the static set to the front of the retrievable rows of the pool, where it fills whole blocks.
 
-Of the heads whose set is new (`static.updated`): the `count` rows behind the sinks become theirs. Every token has a
-home, the row of its position. A token of the set that lives elsewhere changes places with one of the front that is not
-in the set; when it leaves the set, or both of them are in it, they change back (`moves`). So only tokens of the set and
-of the front are ever away: `away` has, of each row of the front, the home of the token in it. At most 2 * count pairs
-change places, of 3 * count rows if the count stays.
+Once the set fills whole blocks at the front, no other op needs to know of it: pages are scored, fetched and attended
+to as before. The front are the `count` rows behind the sinks. Every token has a home: the row of its position.
 
-The digests of the blocks that were touched are made anew, by their tokens that are at home: a stranger says nothing of
-the others, and would widen the digest for all of them. Of a block of strangers alone all count. Keys are read in their
-`coarse` copy (ops/index/copy_keys.py), if there is one. The pool may be host memory: it is rewritten in stream order,
-and nothing waits. What the hot buffer holds of it is read and rewritten there too, so that less crosses the link; where
-the pool's rows are packed and the hot buffer's are not, it forgets the blocks that were touched.
+- A token of the set that lies behind the front changes places with a token in the front that is not in the set: they
+  swap in.
+- When it leaves the set, or when both tokens are in the set, they swap back.
 
-`gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
-front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
+So only tokens of the set and of the front are ever away from home. `front_home` has, for each row of the front, the
+home of the token in it. At most 2 * count pairs change places, in 3 * count rows if the count stays.
+
+Digests of the blocks that were touched are made anew, from the tokens that are at home: a stranger says nothing about
+the other tokens of a block, and would widen the digest for all of them. In a block of strangers only, all tokens
+count.
+
+PRKV, algorithm 1 (the page restructuring). The paper moves nearly all rows at each update, the static set to the front
+and the others behind it in their order: `gathered` is that order. benchmarks/quality/static_mass.py compares how much
+attention both keep.
 """
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,19 +31,58 @@ from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_o
 from torchsparsekv.ops.gather._hot_buffer import check_blocks, empty_slot
 from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_digest, volume_of
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
-from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.prkv.choose_static import ARRIVED, COUNTERS, LEFT
+from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.store.rows import row_at, stored_width
 from torchsparsekv.ops.store.views import Digests, Hot, Pool
 
 ROWS = 8  # pairs that change places at a time
-LOOKED = 256  # rows of tokens away that are compared at a time
+LOOKED = 256  # homes that are compared at a time
 PHASES = 4
-BESIDE = 2  # programs on a multiprocessor: all have to fit (tests/tools/compile_kernels.py)
+PER_SM = 2  # programs on a multiprocessor: all have to fit (tests/tools/compile_kernels.py)
+# The plan of a head: lists of `most` numbers each, one behind the other.
+BACK, BACK_WITH, IN, IN_WITH, TOUCHED, HOME = (tl.constexpr(i) for i in range(6))
+LISTS = tl.constexpr(6)
+
+
+class Moved(NamedTuple):
+    """What moves with the set, as kernels take it."""
+
+    pool: Tensor
+    hot: Hot
+    coarse: Tensor  # the fp8 copy of the keys as bytes, or the pool where there is none
+    keys: Tensor  # what the digests are made from: the fp8 copy, or the pool
+    centre: Tensor
+    spread: Tensor
+    plan: Tensor  # [batch * heads, parts, LISTS, most]
+    most: int  # tokens of a set
+    rows: int  # of the pool
+    blocks: int
+    slots: int
+
+
+class Layout(NamedTuple):
+    """Sizes and options that the kernel is compiled for."""
+
+    same_type: bool  # rows of the pool and of the hot buffer are of one type
+    coarse: bool  # there is an fp8 copy of the keys
+    ball: bool
+    mean: bool
+    limit: float
+    block_size: int
+    dim: int
+    padded: int  # dim, rounded up to a power of two
+    width: int  # numbers of a row as the pool stores it
+    padded_width: int
+    rows: int  # ROWS
+    most: int  # tokens of a set, rounded up to a power of two
+    bits: int  # of `most`
+    looked: int  # LOOKED
 
 
 def check(static, pool, coarse, hot, digests, sink) -> None:
-    if static.away is None:
-        raise ValueError("a set that moves needs static.away")
+    if static.front_home is None:
+        raise ValueError("a set that moves needs static.front_home")
     check_digests(pool, digests)
     check_blocks(pool, hot.rows, hot.slot_of)
     if sink % hot.rows.shape[3]:
@@ -50,9 +92,9 @@ def check(static, pool, coarse, hot, digests, sink) -> None:
 Pairs = list[tuple[int, int]]  # (row of the front, row behind it)
 
 
-def moves(ids: Tensor, away: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
-    """Of one head, whose set is in the rows `ids`: pairs that change back, then pairs that change; pairs that stay."""
-    pairs = {first + j: p for j, p in enumerate(away.tolist()) if p >= 0}
+def moves(ids: Tensor, front_home: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
+    """The pairs of one head that swap back, that swap in, and that stay swapped. The set lies in the rows `ids`."""
+    pairs = {first + j: p for j, p in enumerate(front_home.tolist()) if p >= 0}
     home = pairs | {p: r for r, p in pairs.items()}
     rows = ids.tolist()
     chosen = [home.get(r, r) for r in rows]
@@ -65,30 +107,48 @@ def moves(ids: Tensor, away: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
 
 
 def gathered(ids: Tensor, first: int, end: int) -> Tensor:
-    """The rows of [first, end) in the order in which the paper puts them: the set, then the others as they were."""
+    """The rows of [first, end) in the paper's order: the set, then the other rows as they were."""
     every = torch.arange(first, end)
     return torch.cat([ids.long(), every[~torch.isin(every, ids)]])
 
 
 def reference(
-    static: Changed[Static], pool: Changed[Pool], coarse: Changed[Coarse | None], hot: Changed[Hot],
+    static: Changed[StaticSet], pool: Changed[Pool], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
-    away, block_size = static.away, hot.rows.shape[3]
-    assert away is not None  # `check`
+    """Move the static set to the front of the retrievable rows of the pool, where it fills whole blocks.
+
+    Args:
+        static: the sets. Heads with `updated` move theirs; `front_home` becomes what the move leaves.
+        pool: [batch, heads, rows, 2, dim], may be host memory: it is rewritten in stream order, and nothing waits.
+        coarse: the fp8 copy of the keys [batch, heads, rows, dim]: it moves along, and digests are made from it.
+            None: digests are made from the pool.
+        hot: rows of the pool that lie in the hot buffer are read from there, and rewritten in both places, so that less
+            crosses the link. Where the pool is packed and the hot buffer is not, the touched blocks lose their slots.
+        digests: made anew for the touched blocks.
+        sink: tokens at the start of the pool that stay; whole blocks.
+
+    Launches:
+        One kernel of batch * heads x parts programs, all on the GPU at once, which meet at a grid barrier between its
+        phases. Each program plans all moves of its head. 1: its share of the pairs swaps back. 2: its share swaps in.
+        3: it makes its share of the digests. 4: one program of a head stores `front_home`. A head whose set is not new
+        returns after reading `updated`.
+    """
+    front_home, block_size = static.front_home, hot.rows.shape[3]
+    assert front_home is not None  # `check`
     for b, h in static.updated.nonzero().tolist():
         rows = pool[b, h]
-        back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
-        for pairs in (back, forth):
+        back, swap_in, stay = moves(static.ids[b, h, : int(static.count[b, h])], front_home[b, h], sink)
+        for pairs in (back, swap_in):
             to = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
             rows[to] = rows[to.flip(1)]
             if coarse is not None:
                 coarse[b, h][to] = coarse[b, h][to.flip(1)]
-        away[b, h] = -1
-        for r, p in (*forth, *stay):
-            away[b, h, r - sink] = p
-        strangers = {x for pair in (*forth, *stay) for x in pair}
-        for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
+        front_home[b, h] = -1
+        for r, p in (*swap_in, *stay):
+            front_home[b, h, r - sink] = p
+        strangers = {x for pair in (*swap_in, *stay) for x in pair}
+        for block in sorted({x // block_size for pair in (*back, *swap_in) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
             keys = keys_in(pool, coarse, b, h, native)
@@ -102,65 +162,74 @@ def reference(
 
 
 @triton.jit
-def _place(ids, x, n, K: tl.constexpr, BITS: tl.constexpr):
-    """Where `x` stands among the n ascending ids, and whether it does."""
-    at = tl.zeros((K,), tl.int32)
-    for i in tl.static_range(BITS):
-        probe = at + (K >> (i + 1))
+def _find(ids, x, n, C: tl.constexpr):
+    """The places of `x` [most] among the n ascending ids, and whether each is there."""
+    place = tl.zeros((C.most,), tl.int32)
+    for i in tl.static_range(C.bits):
+        probe = place + (C.most >> (i + 1))
         below = (probe <= n) & (tl.load(ids + probe - 1, mask=probe <= n, other=0) < x)
-        at = tl.where(below, probe, at)
-    return at, (at < n) & (tl.load(ids + at, mask=at < n, other=-1) == x)
+        place = tl.where(below, probe, place)
+    return place, (place < n) & (tl.load(ids + place, mask=place < n, other=-1) == x)
 
 
 @triton.jit
-def _homes(ids, away, scratch, first, count, most, K: tl.constexpr, BITS: tl.constexpr):
-    """The homes of the set at `scratch`; behind them, of each row of the front, whether its own token is in the set;
-    behind these, whether the token in it is."""
-    j = tl.arange(0, K)
+def _homes(ids, front_home, plan, first, count, most, C: tl.constexpr):
+    """Find where the tokens of the set are at home, into the first three lists of `plan`.
+
+    List 0: the homes. List 1: whether the token whose home is this row of the front is in the set. List 2: whether the
+    token that lies in this row of the front is in the set.
+
+    Returns, all [most]: the rows of the set, `front_home`, the homes, and which rows of the set lie in the front.
+    """
+    j = tl.arange(0, C.most)
     chosen = tl.load(ids + j, mask=j < count, other=-1)
-    partner = tl.load(away + j, mask=j < most, other=-1)
+    partner = tl.load(front_home + j, mask=j < most, other=-1)
     in_front = (j < count) & (chosen - first < most)
-    home = tl.load(away + chosen - first, mask=in_front, other=-1)
-    tl.store(scratch + j, tl.where(home >= 0, home, chosen))
-    tl.store(scratch + K + j, tl.zeros((K,), tl.int32))
-    tl.store(scratch + 2 * K + j, tl.zeros((K,), tl.int32))
+    home = tl.load(front_home + chosen - first, mask=in_front, other=-1)
+    tl.store(plan + j, tl.where(home >= 0, home, chosen))
+    tl.store(plan + C.most + j, tl.zeros((C.most,), tl.int32))
+    tl.store(plan + 2 * C.most + j, tl.zeros((C.most,), tl.int32))
     tl.debug_barrier()
-    at, found = _place(ids, partner, count, K, BITS)
-    tl.store(scratch + at, first + j, mask=found & (partner >= 0))
-    tl.store(scratch + 2 * K + chosen - first, tl.full((K,), 1, tl.int32), mask=in_front)
+    place, found = _find(ids, partner, count, C)
+    tl.store(plan + place, first + j, mask=found & (partner >= 0))
+    tl.store(plan + 2 * C.most + chosen - first, tl.full((C.most,), 1, tl.int32), mask=in_front)
     tl.debug_barrier()
-    home = tl.load(scratch + j)
-    tl.store(scratch + K + home - first, tl.full((K,), 1, tl.int32), mask=(j < count) & (home < first + count))
+    home = tl.load(plan + j)
+    own = (j < count) & (home < first + count)
+    tl.store(plan + C.most + home - first, tl.full((C.most,), 1, tl.int32), mask=own)
     tl.debug_barrier()
     return chosen, partner, home, in_front
 
 
 @triton.jit
-def _plan(ids, away, scratch, first, count, most, K: tl.constexpr, BITS: tl.constexpr):
-    """`moves`, into `scratch`, K places each: rows of the front that change back, with what; those that change, with
-    what; which rows of the front these are; `away` as it becomes. How many pairs change back, and how many change."""
-    j = tl.arange(0, K)
-    chosen, partner, home, in_front = _homes(ids, away, scratch, first, count, most, K, BITS)
-    own, held = tl.load(scratch + K + j) != 0, tl.load(scratch + 2 * K + j) != 0
+def _plan(ids, front_home, plan, first, count, most, C: tl.constexpr):
+    """`moves` of one head, into the lists of `plan`; returns how many pairs swap back, and how many swap in.
+
+    BACK, BACK_WITH: pairs that swap back. IN, IN_WITH: pairs that swap in. TOUCHED: which rows of the front are in a
+    pair. HOME: the new `front_home`.
+    """
+    j = tl.arange(0, C.most)
+    chosen, partner, home, in_front = _homes(ids, front_home, plan, first, count, most, C)
+    own, held = tl.load(plan + C.most + j) != 0, tl.load(plan + 2 * C.most + j) != 0
     stay = (j < count) & (partner >= first + count) & held & ~own
     back = (partner >= 0) & ~stay
     hole = (j < count) & ~own & ~stay
     tl.debug_barrier()
-    tl.store(scratch + 2 * K + j, stay.to(tl.int32))
+    tl.store(plan + 2 * C.most + j, stay.to(tl.int32))
     tl.debug_barrier()
-    stays = tl.load(scratch + 2 * K + chosen - first, mask=in_front, other=0) != 0
+    stays = tl.load(plan + 2 * C.most + chosen - first, mask=in_front, other=0) != 0
     outside = (j < count) & (home >= first + count) & ~stays
     tl.debug_barrier()
     place = tl.cumsum(back.to(tl.int32), 0) - 1
-    tl.store(scratch + place, first + j, mask=back)
-    tl.store(scratch + K + place, partner, mask=back)
-    tl.store(scratch + 3 * K + tl.cumsum(outside.to(tl.int32), 0) - 1, home, mask=outside)
+    tl.store(plan + BACK * C.most + place, first + j, mask=back)
+    tl.store(plan + BACK_WITH * C.most + place, partner, mask=back)
+    tl.store(plan + IN_WITH * C.most + tl.cumsum(outside.to(tl.int32), 0) - 1, home, mask=outside)
     place = tl.cumsum(hole.to(tl.int32), 0) - 1
-    tl.store(scratch + 2 * K + place, first + j, mask=hole)
-    tl.store(scratch + 4 * K + j, (back | hole).to(tl.int32))
+    tl.store(plan + IN * C.most + place, first + j, mask=hole)
+    tl.store(plan + TOUCHED * C.most + j, (back | hole).to(tl.int32))
     tl.debug_barrier()
-    brought = tl.load(scratch + 3 * K + place, mask=hole, other=-1)
-    tl.store(scratch + 5 * K + j, tl.where(stay, partner, brought))
+    brought = tl.load(plan + IN_WITH * C.most + place, mask=hole, other=-1)
+    tl.store(plan + HOME * C.most + j, tl.where(stay, partner, brought))
     tl.debug_barrier()
     return tl.sum(back.to(tl.int32), 0), tl.sum(hole.to(tl.int32), 0)
 
@@ -173,169 +242,159 @@ def _exchange(one, two, mask):
 
 
 @triton.jit
-def _read(pool, hot, slot_of, bh, row, c, mask, rows, slots, P: tl.constexpr, D: tl.constexpr):
-    """Rows from the hot buffer where it has them, else from the pool; pointers to both, and whether it has them."""
-    slot = tl.load(slot_of + bh * (rows // P) + row // P)
+def _read(moved, bh, row, c, mask, C: tl.constexpr):
+    """Rows [ROWS, padded_width], from the hot buffer if it holds them, else from the pool.
+
+    Returns the rows, pointers to them in the pool and in the hot buffer, and whether the hot buffer holds them.
+    """
+    hot, rows, slots = moved.hot, moved.rows, moved.slots
+    slot = tl.load(hot.slot_of + bh * (rows // C.block_size) + row // C.block_size)
     held = slot >= 0
-    home, copy = row_at(pool, bh, row, rows, D) + c, row_at(hot, bh, slot * P + row % P, slots * P, D) + c
-    x = tl.where(held, tl.load(copy, mask=mask & held, other=0), tl.load(home, mask=mask & (slot < 0), other=0))
-    return x, home, copy, held
+    in_pool = row_at(moved.pool, bh, row, rows, C.dim) + c
+    in_hot = row_at(hot.rows, bh, slot * C.block_size + row % C.block_size, slots * C.block_size, C.dim) + c
+    from_hot, from_pool = mask & held, mask & (slot < 0)
+    x = tl.where(held, tl.load(in_hot, mask=from_hot, other=0), tl.load(in_pool, mask=from_pool, other=0))
+    return x, in_pool, in_hot, held
 
 
 @triton.jit
-def _swap(
-    pool, hot, slot_of, coarse, scratch, later, bh, pairs, part, parts, first, rows, slots, AGAIN: tl.constexpr,
-    SAME: tl.constexpr, COARSE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
-    ROWS: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """With AGAIN, a row of the front that `later` another token comes to need not be in the pool until then, if it is
-    read from the hot buffer."""
-    r, c = tl.arange(0, ROWS), tl.arange(0, ROW)[None, :]
-    for tile in range(part, tl.cdiv(pairs, ROWS), parts):
-        i = tile * ROWS + r
-        live = (i < pairs)[:, None]
-        m = live & (c < WIDTH)
-        one = tl.load(scratch + i, mask=i < pairs, other=0)[:, None]
-        two = tl.load(scratch + K + i, mask=i < pairs, other=0)[:, None]
-        if SAME:
-            x, home, copy, held = _read(pool, hot, slot_of, bh, one, c, m, rows, slots, P, D)
-            y, far2, near2, held2 = _read(pool, hot, slot_of, bh, two, c, m, rows, slots, P, D)
+def _swap(moved, pairs, count, bh, part, parts, first, home, AGAIN: tl.constexpr, C: tl.constexpr):
+    """Swap this program's share of `count` pairs, listed at `pairs` and `most` further on.
+
+    AGAIN: these pairs swap back, and pairs that swap in follow. A row of the front that `home` gives to another token
+    then need not be written to the pool yet, if the hot buffer holds it.
+    """
+    r, c = tl.arange(0, C.rows), tl.arange(0, C.padded_width)[None, :]
+    for tile in range(part, tl.cdiv(count, C.rows), parts):
+        i = tile * C.rows + r
+        live = (i < count)[:, None]
+        m = live & (c < C.width)
+        one = tl.load(pairs + i, mask=i < count, other=0)[:, None]
+        two = tl.load(pairs + C.most + i, mask=i < count, other=0)[:, None]
+        if C.same_type:
+            x, pool_one, hot_one, held_one = _read(moved, bh, one, c, m, C)
+            y, pool_two, hot_two, held_two = _read(moved, bh, two, c, m, C)
             now = live
             if AGAIN:
-                now = live & ((held == 0) | (tl.load(later + one - first, mask=live, other=-1) < 0))
-            tl.store(home, y, mask=m & now)
-            tl.store(far2, x, mask=m)
-            tl.store(copy, y, mask=m & held)
-            tl.store(near2, x, mask=m & held2)
+                now = live & ((held_one == 0) | (tl.load(home + one - first, mask=live, other=-1) < 0))
+            tl.store(pool_one, y, mask=m & now)
+            tl.store(pool_two, x, mask=m)
+            tl.store(hot_one, y, mask=m & held_one)
+            tl.store(hot_two, x, mask=m & held_two)
         else:
-            _exchange(row_at(pool, bh, one, rows, D) + c, row_at(pool, bh, two, rows, D) + c, m)
-        if COARSE:
-            keys = coarse + bh * rows * D + c
-            _exchange(keys + one * D, keys + two * D, live & (c < D))
+            pool, rows = moved.pool, moved.rows
+            _exchange(row_at(pool, bh, one, rows, C.dim) + c, row_at(pool, bh, two, rows, C.dim) + c, m)
+        if C.coarse:
+            keys = moved.coarse + bh * moved.rows * C.dim + c
+            _exchange(keys + one * C.dim, keys + two * C.dim, live & (c < C.dim))
 
 
 @triton.jit
-def _native(away, pos, first, most, K: tl.constexpr, LOOKED: tl.constexpr):
-    """Which of these rows hold their own tokens; all, where none does."""
+def _at_home(home, pos, first, most, C: tl.constexpr):
+    """Which of the rows `pos` [block_size] hold their own tokens; all of them, where none does."""
     here = pos - first
-    away_from = tl.load(away + here, mask=(here >= 0) & (here < most), other=-1)
-    stranger = (away_from >= 0).to(tl.int32)
-    for start in range(0, K, LOOKED):
-        home = tl.load(away + start + tl.arange(0, LOOKED), mask=start + tl.arange(0, LOOKED) < K, other=-1)
-        stranger = tl.maximum(stranger, tl.max((home[None, :] == pos[:, None]).to(tl.int32), 1))
+    home_here = tl.load(home + here, mask=(here >= 0) & (here < most), other=-1)
+    stranger = (home_here >= 0).to(tl.int32)
+    for start in range(0, C.most, C.looked):
+        i = start + tl.arange(0, C.looked)
+        away = tl.load(home + i, mask=i < C.most, other=-1)
+        stranger = tl.maximum(stranger, tl.max((away[None, :] == pos[:, None]).to(tl.int32), 1))
     return (stranger == 0) | (tl.min(stranger, 0) == 1)
 
 
 @triton.jit
-def _anew(
-    keys, centre, spread, slot_of, block_of, scratch, bh, back, forth, first, most, part, parts, rows, blocks, slots,
-    SAME: tl.constexpr, COARSE: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, K: tl.constexpr, LOOKED: tl.constexpr,
-):  # fmt: skip
-    """Digests of the blocks of the front where something changed, and of those behind it; slots that are not the SAME
-    lose these. Rows behind it that follow one another mostly lie in one block, which is done once."""
-    front = tl.cdiv(most, P)
-    r, d = tl.arange(0, P), tl.arange(0, DP)
-    for i in range(part, front + back + forth, parts):
-        block, touched = first // P + i, i >= 0
+def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.constexpr):
+    """Make the digests of the touched blocks of the front, and of the blocks behind it that a pair reaches.
+
+    Slots of these blocks are emptied where the hot buffer has another type. Pairs that follow one another mostly reach
+    the same block, which is done once.
+    """
+    most, hot = moved.most, moved.hot
+    front = tl.cdiv(most, C.block_size)
+    r, d = tl.arange(0, C.block_size), tl.arange(0, C.padded)
+    for i in range(part, front + back + swap_in, parts):
+        block, touched = first // C.block_size + i, i >= 0
         if i < front:
-            changed = tl.load(scratch + 4 * K + i * P + r, mask=i * P + r < most, other=0)
+            place = i * C.block_size + r
+            changed = tl.load(plan + TOUCHED * C.most + place, mask=place < most, other=0)
             touched = tl.max(changed, 0) != 0
         else:
-            at = scratch + tl.where(i < front + back, K + i - front, 3 * K + i - front - back)
-            block = tl.load(at) // P
-            touched = (i == front) | (i == front + back) | (tl.load(at - 1) // P != block)
+            behind = tl.where(i < front + back, i - front + BACK_WITH * C.most, i - front - back + IN_WITH * C.most)
+            row = plan + behind
+            block = tl.load(row) // C.block_size
+            touched = (i == front) | (i == front + back) | (tl.load(row - 1) // C.block_size != block)
         if touched:
-            pos = block * P + r
-            native = _native(scratch + 5 * K, pos, first, most, K, LOOKED)
-            x = key_of(keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], rows, D, COARSE).to(tl.float32)
-            store_digest(x, native, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
-            if not SAME:
-                slot = tl.load(slot_of + bh * blocks + block)
+            pos = block * C.block_size + r
+            native = _at_home(plan + HOME * C.most, pos, first, most, C)
+            x = key_of(moved.keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], moved.rows, C.dim, C.coarse)
+            store_digest(
+                x.to(tl.float32), native, moved.centre, moved.spread, bh * moved.blocks + block, C.ball, C.mean,
+                C.limit, C.dim, C.padded,
+            )  # fmt: skip
+            if not C.same_type:
+                slot = tl.load(hot.slot_of + bh * moved.blocks + block)
                 if slot >= 0:
-                    empty_slot(slot_of + bh * blocks, block_of + bh * slots, block, slot)
+                    empty_slot(hot.slot_of + bh * moved.blocks, hot.block_of + bh * moved.slots, block, slot)
 
 
 @triton.jit
-def move(
-    ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most, sink, rows,
-    blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
-    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
-    LOOKED: tl.constexpr,
-):  # fmt: skip
-    """All phases of a head whose set is new. Phases before the first are what else the launch does."""
+def move_set(static, moved, first, FIRST: tl.constexpr, LAST: tl.constexpr, C: tl.constexpr):
+    """Phases FIRST to LAST of moving the new set of one head to the rows from `first` on. A FIRST below 0 says that the
+    launch does other work before, which all programs of a head have to finish."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    barrier, front_home, most = static.barrier + bh * COUNTERS, static.front_home + bh * moved.most, moved.most
     if FIRST < 0:
-        grid_barrier(arrived + bh, parts)
-    plan += (bh * parts + part) * 6 * K  # private to this program
-    back, forth = _plan(ids + bh * most, away + bh * most, plan, sink, tl.load(count + bh), most, K, BITS)
-    later = plan + 5 * K
+        grid_barrier(barrier + ARRIVED, parts)
+    plan = moved.plan + (bh * parts + part) * LISTS * C.most  # private to this program
+    back, swap_in = _plan(static.ids + bh * most, front_home, plan, first, tl.load(static.count + bh), most, C)
+    home = plan + HOME * C.most
     if FIRST <= 0:
-        _swap(
-            pool, hot, slot_of, coarse, plan, later, bh, back, part, parts, sink, rows, slots, True, SAME, COARSE, P, D,
-            WIDTH, ROW, ROWS, K,
-        )  # fmt: skip
+        _swap(moved, plan + BACK * C.most, back, bh, part, parts, first, home, True, C)
     if (FIRST <= 1) & (LAST > 1):
         if FIRST < 1:
-            grid_barrier(arrived + bh, parts)
-        _swap(
-            pool, hot, slot_of, coarse, plan + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False, SAME,
-            COARSE, P, D, WIDTH, ROW, ROWS, K,
-        )  # fmt: skip
+            grid_barrier(barrier + ARRIVED, parts)
+        _swap(moved, plan + IN * C.most, swap_in, bh, part, parts, first, home, False, C)
     if (FIRST <= 2) & (LAST > 2):
         if FIRST < 2:
-            grid_barrier(arrived + bh, parts)
-            leave_grid_barrier(arrived + bh, gone + bh, parts)
-        _anew(
-            keys, centre, spread, slot_of, block_of, plan, bh, back, forth, sink, most, part, parts, rows, blocks,
-            slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
-        )  # fmt: skip
+            grid_barrier(barrier + ARRIVED, parts)
+            leave_grid_barrier(barrier + ARRIVED, barrier + LEFT, parts)
+        _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C)
     if (LAST > 3) & (part == 0):  # all programs have planned by now
-        j = tl.arange(0, K)
-        tl.store(away + bh * most + j, tl.load(later + j), mask=j < most)
+        j = tl.arange(0, C.most)
+        tl.store(front_home + j, tl.load(home + j), mask=j < most)
 
 
 @triton.jit
-def _relocate(
-    ids, count, updated, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
-    sink, rows, blocks, slots, FIRST: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr, COARSE: tl.constexpr,
-    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
-    LOOKED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _relocate(static, moved, first, FIRST: tl.constexpr, LAST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
-    if tl.load(updated + tl.program_id(0)) != 0:
-        move(
-            ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
-            sink, rows, blocks, slots, FIRST, LAST, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, WIDTH, ROW, ROWS, K,
-            BITS, LOOKED,
-        )  # fmt: skip
+    if tl.load(static.updated + tl.program_id(0)) != 0:
+        move_set(static, moved, first, FIRST, LAST, C)
 
 
-def arguments(parts: int, static, pool, coarse, hot, digests, sink) -> dict[str, Any]:
-    """What `move` takes by name, but for its phases; and `updated`."""
+def arguments(parts: int, static, pool, coarse, hot, digests) -> tuple[Moved, Layout]:
+    """What `move_set` takes beside the set."""
     centre, spread = digests[:2]
-    (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
-    most = static.ids.shape[2]
-    k = max(16, next_power_of_2(most))
-    return dict(
-        ids=static.ids, count=static.count, updated=static.updated, arrived=static.arrived, gone=static.gone,
-        away=static.away, pool=pool, hot=hot.rows, coarse=pool if coarse is None else coarse,
-        keys=copied(pool, coarse), centre=centre, spread=spread, slot_of=hot.slot_of, block_of=hot.block_of,
-        plan=torch.empty((batch * heads, parts, 6, k), dtype=torch.int32, device=pool.device), most=most, sink=sink,
-        rows=rows, blocks=centre.shape[2], slots=hot.block_of.shape[2], SAME=pool.dtype is hot.rows.dtype,
-        COARSE=coarse is not None, **volume_of(digests), P=hot.rows.shape[3], D=d, DP=next_power_of_2(d), WIDTH=width,
-        ROW=next_power_of_2(width), ROWS=ROWS, K=k, BITS=k.bit_length() - 1, LOOKED=LOOKED,
+    (batch, heads, rows), d, width, most = pool.shape[:3], hot.rows.shape[5], stored_width(pool), static.ids.shape[2]
+    padded_most = max(16, next_power_of_2(most))
+    plan = torch.empty((batch * heads, parts, int(LISTS), padded_most), dtype=torch.int32, device=pool.device)
+    volume: dict[str, Any] = volume_of(digests)
+    return Moved(
+        pool, hot, pool if coarse is None else coarse, copied(pool, coarse), centre, spread, plan, most, rows,
+        blocks=centre.shape[2], slots=hot.block_of.shape[2],
+    ), Layout(
+        same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=volume["BALL"],
+        mean=volume["MEAN"], limit=volume["LIMIT"], block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d), width=width,
+        padded_width=next_power_of_2(width), rows=ROWS, most=padded_most, bits=padded_most.bit_length() - 1,
+        looked=LOOKED,
     )  # fmt: skip
 
 
 def launch(static, pool, coarse, hot, digests, sink) -> None:
     device, heads = pool.device, static.count.numel()
-    parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), BESIDE)
-    given = arguments(parts, static, pool, coarse, hot, digests, sink)
+    parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), PER_SM)
+    moved, layout = arguments(parts, static, pool, coarse, hot, digests)
     for phase in phases(device, parts, PHASES):
-        _relocate[(heads, parts)](**given, **phase, **launch_early(device, heads * parts))
+        _relocate[(heads, parts)](static, moved, sink, **phase, C=layout, **launch_early(device, heads * parts))
 
 
 relocate = register("relocate", reference, impls=(by_triton(launch),), check=check)

@@ -1,112 +1,123 @@
-"""Summarise what left in a decode step, choose the static set anew where it is due, and let it move to the front:
-block_bounds, choose_static and relocate in one launch.
+"""Update the static set in one launch: block_bounds of the keys that left, choose_static, then relocate.
 
-What they do is said there; the keys of what left are in the pool by now. At most steps none of them has anything to do,
-and then a launch is what they cost.
+The three ops do what their own files say. The keys of the tokens that left the ring lie in the pool by now. Most steps
+have nothing to do for any of the three, and then each launch that is saved saves time.
 """
+from typing import NamedTuple
+
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8_MAX
 from torchsparsekv.ops._machinery.grid_barrier import phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import launch_early, tl, triton, wait_for_previous
-from torchsparsekv.ops.index import block_bounds as bounding
+from torchsparsekv.ops.index import block_bounds
 from torchsparsekv.ops.index.copy_keys import Coarse
-from torchsparsekv.ops.prkv import choose_static as choosing
-from torchsparsekv.ops.prkv import relocate as moving
-from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.prkv import choose_static, relocate
+from torchsparsekv.ops.prkv.choose_static import choose_set
+from torchsparsekv.ops.prkv.relocate import move_set
+from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.store.views import Attention, Digests, Hot, KVStore, Leaving, Lengths, Observed
 
-PHASES = 1 + choosing.PHASES + moving.PHASES
-MOVING = tl.constexpr(1 + choosing.PHASES)  # the first phase of what comes last
+PHASES = 1 + choose_static.PHASES + relocate.PHASES
+MOVING = tl.constexpr(1 + choose_static.PHASES)  # the first phase of relocate
+MAX = tl.constexpr(FP8_MAX)
 
 
-def apart(observed, static, store, coarse, hot, digests, lengths, attention) -> tuple[tuple, tuple, tuple]:
+class Parts(NamedTuple):
     """The arguments of each of the three ops."""
+
+    bounds: tuple
+    choose: tuple
+    move: tuple
+
+
+def parts_of_update(observed, static, store, coarse, hot, digests, lengths, attention) -> Parts:
     batch, heads, _, _, d = store.ring.shape
     no_keys = observed.queries.new_empty(batch, heads, 0, d)
-    return (
+    return Parts(
         (Leaving(no_keys, store.pool), digests, lengths, coarse),
         (observed, static, store, coarse, lengths, attention),
         (static, store.pool, coarse, hot, digests, lengths.sink),
     )
 
 
-def check(*things) -> None:
-    for op, its in zip((bounding, choosing, moving), apart(*things)):
-        op.check(*its)
+def check(*args) -> None:
+    for op, own in zip((block_bounds, choose_static, relocate), parts_of_update(*args)):
+        op.check(*own)
 
 
 def reference(
-    observed: Observed, static: Changed[Static], store: Changed[KVStore], coarse: Changed[Coarse | None],
+    observed: Observed, static: Changed[StaticSet], store: Changed[KVStore], coarse: Changed[Coarse | None],
     hot: Changed[Hot], digests: Changed[Digests], lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    arguments = apart(observed, static, store, coarse, hot, digests, lengths, attention)
-    for op, its in zip((bounding, choosing, moving), arguments):
-        op.reference(*its)
+    """Update the static set in one launch: block_bounds of the keys that left, choose_static, then relocate.
+
+    Args:
+        observed: the observation window, queries [batch, window, q_heads, dim].
+        static: the sets; `front_home` must be given.
+        store: the sinks are read from the ring; rows of the pool move.
+        coarse: the fp8 copy of the keys [batch, heads, rows, dim], or None. Keys that left the ring are copied to it.
+        hot: the hot buffer; its copies of rows that move are kept equal to the pool.
+        digests: of blocks of `hot`'s size. Blocks that left the ring get one, blocks that a move touches a new one.
+        lengths: tokens from `previous_ring_begin` up to `ring_begin` left the ring in this step.
+        attention: scale and soft cap of the model.
+
+    Launches:
+        One kernel with the grid of choose_static, whose phases are one of block_bounds, then those of choose_static and
+        of relocate, with a grid barrier between two phases. Where no head is due, each program digests its share of
+        the blocks that left, if there are any, and returns.
+    """
+    arguments = parts_of_update(observed, static, store, coarse, hot, digests, lengths, attention)
+    for op, own in zip((block_bounds, choose_static, relocate), arguments):
+        op.reference(*own)
 
 
 @triton.jit
-def _summarise(
-    like, pool, centre, spread, coarse, length, previous_ring_begin, ring_begin, heads, rows, blocks,
-    COPY: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, MAX: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """The blocks that left, shared out among the programs of a head. Keys count in the type of `like`."""
+def _digest_leaving(queries, moved, lengths, heads, M: tl.constexpr):
+    """Phase 0: digests of the blocks that left the ring, shared out among the programs of a head.
+
+    Keys of the pool count in the type of the queries.
+    """
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
-    n, old, new = tl.load(length + b), tl.load(previous_ring_begin + b), tl.load(ring_begin + b)
-    for block in range(old // P + part, tl.where(n > 0, tl.cdiv(new, P), 0), parts):
-        bounding.digest_block(
-            like, pool, centre, spread, coarse, block, n, n, b, h, bh, 0, 0, 0, 0, rows, blocks, BALL, MEAN, LIMIT,
-            COPY, MAX, P, D, DP,
+    n, old, new = tl.load(lengths.length + b), tl.load(lengths.previous_ring_begin + b), tl.load(lengths.ring_begin + b)
+    for block in range(old // M.block_size + part, tl.where(n > 0, tl.cdiv(new, M.block_size), 0), parts):
+        block_bounds.digest_block(
+            queries, moved.pool, moved.centre, moved.spread, moved.coarse, block, n, n, b, h, bh, 0, 0, 0, 0,
+            moved.rows, moved.blocks, M.ball, M.mean, M.limit, M.coarse, MAX, M.block_size, M.dim, M.padded,
         )  # fmt: skip
 
 
 @triton.jit
-def _restructure(
-    queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
-    previous_ring_begin, ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale,
-    softcap, padded, groups, most, away, pool, hot, coarse, centre, spread, slot_of, block_of, plan, blocks, slots,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CAPPED: tl.constexpr, COARSE: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, SAME: tl.constexpr, BALL: tl.constexpr, MEAN: tl.constexpr,
-    LIMIT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    BITS: tl.constexpr, LOOKED: tl.constexpr, MAX: tl.constexpr, PDL: tl.constexpr,
+def _update_static_set(
+    observed, static, ring, lengths, attention, scratch, sizes, moved, FIRST: tl.constexpr, LAST: tl.constexpr,
+    C: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     if FIRST < 1:
-        _summarise(
-            queries, pool, centre, spread, coarse, length, previous_ring_begin, ring_begin, heads, rows, blocks, COARSE,
-            BALL, MEAN, LIMIT, MAX, P, D, DP,
-        )  # fmt: skip
+        _digest_leaving(observed.queries, moved, lengths, sizes.heads, M)
     due = False
     if (FIRST < MOVING) & (LAST > 1):
-        due = choosing.choose_anew(
-            queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
-            ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap,
-            padded, groups, most, FIRST - 1, LAST - 1, True, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, N, L,
-            ASM,
-        )  # fmt: skip
-    elif FIRST >= MOVING:  # what was due has been chosen, in a launch before
-        due = tl.load(updated + tl.program_id(0)) != 0
-    if LAST > MOVING:  # noqa: SIM102 (one is known when it is compiled)
+        due = choose_set(
+            observed, static, ring, moved.keys, lengths, attention, scratch, sizes, FIRST - 1, LAST - 1, True, C
+        )
+    elif FIRST >= MOVING:  # a launch before this one has chosen the sets that were due
+        due = tl.load(static.updated + tl.program_id(0)) != 0
+    if LAST > MOVING:  # noqa: SIM102 (it is known when the kernel is compiled)
         if due:
-            moving.move(
-                ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
-                sink, rows, blocks, slots, FIRST - MOVING, LAST - MOVING, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP,
-                WIDTH, ROW, ROWS, K, BITS, LOOKED,
-            )  # fmt: skip
+            move_set(static, moved, lengths.sink, FIRST - MOVING, LAST - MOVING, M)
 
 
-def launch(*things) -> None:
-    (*_, lengths, _), first, second = apart(*things)
-    grid, given = choosing.arguments(*first)
-    given |= moving.arguments(grid[1], *second)
-    given |= dict(previous_ring_begin=lengths.previous_ring_begin, MAX=FP8_MAX)
-    device = given["queries"].device
-    for phase in phases(device, grid[1], PHASES):
-        _restructure[grid](**given, **phase, **launch_early(device, grid[0] * grid[1]))
+def launch(*args) -> None:
+    _, choosing, (static, pool, coarse, hot, digests, _) = parts_of_update(*args)
+    grid, given = choose_static.arguments(*choosing)
+    del given["keys"]  # `moved` has them
+    moved, layout = relocate.arguments(grid[1], static, pool, coarse, hot, digests)
+    for phase in phases(pool.device, grid[1], PHASES):
+        _update_static_set[grid](
+            **given, moved=moved, M=layout, **phase, **launch_early(pool.device, grid[0] * grid[1])
+        )
 
 
 update_static_set = register("update_static_set", reference, impls=(by_triton(launch),), check=check)

@@ -1,15 +1,18 @@
-"""At the end of a prompt, choose the tokens of it that are attended to from then on: what its last queries looked at.
+"""Choose the tokens of a prompt that stay: those that its last queries attend to most.
 
-SnapKV (arXiv 2404.14469) and its code. The observation window are the last tokens of the prompt; their queries are in
-`observed` (ops/index/observe.py). Each query head's attention weights are a softmax over all tokens up to its own,
-those of the window included. Their sum over the window and, which is not the paper's, over the query heads of a kv head
-are the votes of the tokens before the window. Votes are pooled over neighbours: tokens that there are not count as
-zeros where that is a mean. The best that can be retrieved are kept, as many as `kept` has room for; ties go to the
-lower position. What is not among them is not attended to again before the next prompt, which chooses anew over
-everything. An extra logit of the model does not count.
+With the queries q of the observation window (the last tokens of the prompt), positions i, and all keys up to a query:
 
-Nothing is taken out of the pool. The new tokens are in `k`, since the pool may not have them yet. `spans` is as in
-ops/attend/prompt_attention.py. Rows without a new token, and those past their capacity, are left alone.
+    w[i, g, j] = softmax over j <= i of (scale * q[i, g] . key[j]),  soft-capped where the model does that
+    votes[j]   = sum of w[i, g, j] over the window and the query heads g of the kv head, for j before the window
+    pooled     = votes, pooled over `width` neighbours; the mean counts neighbours that do not exist as zeros
+    kept       = the retrievable tokens with the most pooled votes, as many as there is room for, ascending;
+                 ties go to the lower position
+
+The other tokens stay in the pool, but are not attended to until the next prompt chooses from all tokens. The extra
+logit of a model with attention sinks is left out.
+
+SnapKV (arXiv 2404.14469, section 4, and its code). Summing over the query heads of a kv head is not the paper's: there
+every query head chooses for itself, from keys that are repeated for it.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,15 +27,15 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.attend._split import soft_capped
 from torchsparsekv.ops.attend.prompt_attention import bounds_of, brought, check_spans
-from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.snapkv.views import SnapSet
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, only_keys
 from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Observed, Pool
 
-LOGITS = 1 << 24  # written out at a time, of one kv head: 64 MiB, all of 32 queries x 4 heads at 128K tokens
+LOGITS = 1 << 24  # of one kv head at a time: 64 MiB, which is 32 queries x 4 heads at 128K tokens
 
 
 class Pooling(NamedTuple):
-    """The votes of `width` neighbouring tokens, an odd number, become one: their largest, or their mean."""
+    """How votes are pooled: over `width` neighbouring tokens, an odd number; the largest of them, or their mean."""
 
     width: int
     largest: bool
@@ -46,24 +49,24 @@ def check(k, observed, kept, pool, lengths, attention, pooling, spans) -> None:
 
 
 def window_queries(observed: Observed, b: int, n: int, heads: int) -> Tensor:
-    """Those of the last tokens of a row of `n`, oldest first: [heads, observed, group, dim]."""
+    """The queries of the last tokens of a row of `n`, oldest first: [heads, window, group, dim]."""
     window = observed.queries.shape[1]
-    at = torch.arange(max(n - window, 0), n, device=observed.queries.device) % window
-    return observed.queries[b, at].unflatten(1, (heads, -1)).transpose(0, 1).float()
+    places = torch.arange(max(n - window, 0), n, device=observed.queries.device) % window
+    return observed.queries[b, places].unflatten(1, (heads, -1)).transpose(0, 1).float()
 
 
 def votes(queries: Tensor, first: int, keys: Sequence[Tensor], end: int, attention: Attention) -> Tensor:
-    """The definition, of one kv head: queries [some, group, dim] of the tokens from `first` on, and the keys of all
-    tokens, [tokens, dim], in pieces; the votes of the tokens before `end`."""
+    """The votes [end] of one kv head, from queries [some, group, dim] of the tokens from `first` on and the keys of all
+    tokens, [tokens, dim], in pieces."""
     z = torch.cat([queries.flatten(0, 1) @ piece.float().T for piece in keys], 1).unflatten(0, queries.shape[:2])
     z = soft_capped(z.mul_(attention.scale), attention.softcap)
-    own = torch.arange(first, first + len(queries), device=z.device)
-    later = torch.arange(z.shape[2], device=z.device) > own[:, None]
+    position = torch.arange(first, first + len(queries), device=z.device)
+    later = torch.arange(z.shape[2], device=z.device) > position[:, None]
     return z.masked_fill_(later[:, None], -torch.inf).softmax(-1)[..., :end].sum((0, 1))
 
 
 def best_of_votes(votes: Tensor, sink: int, most: int, pooling: Pooling) -> Tensor:
-    """The positions from `sink` on with the most votes behind pooling, ascending."""
+    """The `most` positions from `sink` on with the most pooled votes, ascending."""
     if len(votes) <= sink:
         return torch.empty(0, dtype=torch.int64, device=votes.device)
     pool = F.max_pool1d if pooling.largest else F.avg_pool1d
@@ -71,16 +74,32 @@ def best_of_votes(votes: Tensor, sink: int, most: int, pooling: Pooling) -> Tens
     return pooled.argsort(descending=True, stable=True)[:most].sort().values + sink
 
 
-def _keep(kept: Kept, b: int, h: int, ids: Tensor, frontier: int) -> None:
+def _store(kept: SnapSet, b: int, h: int, ids: Tensor, frontier: int) -> None:
     kept.ids[b, h] = -1
     kept.ids[b, h, : len(ids)] = ids
     kept.count[b, h], kept.frontier[b, h], kept.lost[b, h] = len(ids), frontier, 0
 
 
 def reference(
-    k: NewKeys, observed: Observed, kept: Changed[Kept], pool: Pool, lengths: Lengths, attention: Attention,
+    k: NewKeys, observed: Observed, kept: Changed[SnapSet], pool: Pool, lengths: Lengths, attention: Attention,
     pooling: Pooling, spans: list[int] | None,
 ) -> None:  # fmt: skip
+    """Choose the tokens of a prompt that stay: those that its last queries attend to most.
+
+    Args:
+        k: keys of the new tokens [batch, heads, tokens, dim]; the pool may not have them yet.
+        observed: the observation window, queries [batch, window, q_heads, dim].
+        kept: gets the new `ids`, `count` and `frontier` (where the window begins); `lost` becomes 0.
+        pool: [batch, heads, rows, 2, dim], the tokens before this prompt.
+        lengths: the prompt of a row are its tokens from `start` up to `length`. Rows without a new token, and rows past
+            their capacity, stay as they are.
+        attention: scale and soft cap of the model.
+        pooling: width and kind.
+        spans: `start` and `length` of all rows as host integers, or None (ops/attend/prompt_attention.py).
+
+    Launches:
+        Kernels of torch, a kv head after the other. Without `spans` it waits for the device.
+    """
     heads, sink, most = k.shape[1], lengths.sink, kept.ids.shape[2]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
         if n <= n0:
@@ -91,11 +110,11 @@ def reference(
         keys = torch.cat([past, k[b, :, k.shape[2] - (n - n0) :]], 1)
         for h in range(heads):
             found = best_of_votes(votes(queries[h], end, [keys[h]], end, attention), sink, most, pooling)
-            _keep(kept, b, h, found, max(end, sink))
+            _store(kept, b, h, found, max(end, sink))
 
 
 def launch(k, observed, kept, pool, lengths, attention, pooling, spans) -> None:
-    """A kv head at a time, with its past in pieces."""
+    """One kv head at a time; the keys of its past come in pieces, its queries in parts with up to LOGITS logits."""
     heads, sink, most = k.shape[1], lengths.sink, kept.ids.shape[2]
     for b, (n0, n) in enumerate(bounds_of(lengths, spans)):
         if n <= n0:
@@ -108,7 +127,7 @@ def launch(k, observed, kept, pool, lengths, attention, pooling, spans) -> None:
             keys = [*past, k[b, h, k.shape[2] - (n - n0) :]]
             parts = enumerate(queries[h].split(some))
             found = sum(votes(x, end + i * some, keys, end, attention) for i, x in parts)
-            _keep(kept, b, h, best_of_votes(found, sink, most, pooling), max(end, sink))
+            _store(kept, b, h, best_of_votes(found, sink, most, pooling), max(end, sink))
 
 
 snap_tokens = register("snap_tokens", reference, impls=(torch_kernels(launch),), check=check, capturable=False)

@@ -6,9 +6,9 @@ from world import World
 
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.index.observe import NOT_YET
-from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling
-from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.snapkv.views import SnapSet
 from torchsparsekv.ops.store.views import Attention, KVStore, Leaving, Observed, Token
 
 FP8 = torch.float8_e4m3fn
@@ -31,10 +31,10 @@ def append(w: World, store: KVStore):
 
 
 def observe(w: World):
-    return (w.q, observed(w, w.start), _static(w, 1).at, w.lengths_view)
+    return (w.q, observed(w, w.start), _static(w, 1).chosen_at, w.lengths_view)
 
 
-def _static(w: World, most: int) -> Static:
+def _static(w: World, most: int) -> StaticSet:
     """Some heads have not chosen yet, some are full, some are waiting for more tokens."""
     lead, live = (w.batch, w.heads), (w.begin - w.sink).clamp(min=0)[:, None]
     target = torch.randint(0, most + 1, lead, generator=w.g, dtype=I32)
@@ -43,13 +43,12 @@ def _static(w: World, most: int) -> Static:
     for b, h in count.nonzero().tolist():
         n = int(count[b, h])
         ids[b, h, :n] = w.sink + torch.randperm(int(live[b]), generator=w.g)[:n].sort().values
-    ago = torch.randint(0, w.pick(6, 90), lead, generator=w.g)  # a layer's turn may come before the first token
-    at = torch.where(torch.rand(lead, generator=w.g) < 0.3, NOT_YET, w.length[:, None] - ago).to(I32)
-    ahead = torch.randint(0, 3, lead, generator=w.g, dtype=I32)
-    zero = torch.zeros(lead, dtype=I32)
+    ago = torch.randint(0, w.pick(6, 90), lead, generator=w.g)  # a staggered choice may lie before the first token
+    chosen_at = torch.where(torch.rand(lead, generator=w.g) < 0.3, NOT_YET, w.length[:, None] - ago).to(I32)
+    stagger = torch.randint(0, 3, lead, generator=w.g, dtype=I32)
     updated = torch.randint(0, 2, lead, generator=w.g, dtype=I32)
-    every = torch.full(lead, w.pick(3, 1, 100), dtype=I32)
-    return Static(ids, count, target, updated, at, ahead, every, *(zero.clone() for _ in range(4)))
+    updates, barrier = torch.zeros(lead, dtype=I32), torch.zeros(*lead, 3, dtype=I32)
+    return StaticSet(ids, count, target, updated, chosen_at, stagger, updates, barrier, w.pick(3, 1, 100))
 
 
 def choose_static(w: World):
@@ -60,7 +59,7 @@ def choose_static(w: World):
     return (queries, static, store, coarse, w.lengths_view, attention)
 
 
-def _kept(w: World, frontier: torch.Tensor) -> Kept:
+def _kept(w: World, frontier: torch.Tensor) -> SnapSet:
     """Some heads have room, some are full; some are at their first step after a prompt."""
     lead, most = (w.batch, w.heads), w.pick(w.rows, 1, w.rows // 2 + 1)
     held = torch.minimum(torch.randint(0, most + 1, lead, generator=w.g), frontier[:, None] - w.sink).clamp(min=0)
@@ -70,7 +69,7 @@ def _kept(w: World, frontier: torch.Tensor) -> Kept:
         ids[b, h, : held[b, h]] = torch.arange(w.sink, w.sink + int(held[b, h]))
     at = torch.where(torch.rand(lead, generator=w.g) < 0.5, NOT_YET, w.start[:, None]).to(I32)
     numbers = torch.randint(0, 9, (3, *lead), generator=w.g, dtype=I32)
-    return Kept(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
+    return SnapSet(ids, held, frontier[:, None].expand(lead).contiguous().to(I32), at, *numbers)
 
 
 def snap_tokens(w: World):
@@ -104,8 +103,8 @@ def static_target(w: World):
     """Keys and queries are small integers: products are exact, and there are ties."""
     most = w.pick(1, w.rows // 2 + 1, w.rows)
     queries, static = observed(w, w.length), _static(w, most)
-    at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - w.pick(1, 90))
-    static.at.copy_(at.expand_as(static.at))
+    chosen_at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - w.pick(1, 90))
+    static.chosen_at.copy_(chosen_at.expand_as(static.chosen_at))
     queries, pool = Observed(queries.queries.round()), w.pool(w.begin).round()
     k = w.pick(most, 1 + w.seed % most)
     coarse = pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
@@ -133,32 +132,32 @@ def relocate(w: World, fetching, bounding):
             static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
             static.count[b, h] = n
     coarse = pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (static._replace(away=_away(w, static.ids.shape[2], most)), pool, coarse, hot, digests, w.sink)
+    return (static._replace(front_home=_front_home(w, static.ids.shape[2], most)), pool, coarse, hot, digests, w.sink)
 
 
 def update_static_set(w: World, fetching, bounding):
-    """Sets of any size, as `choose_static` has them; what was away at the last update, of what can be retrieved."""
+    """Sets of any size, as `choose_static` has them; retrievable tokens that the last update moved away from home."""
     queries, static, store, coarse, lengths, attention = choose_static(w)
     _, _, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
-    away = torch.full_like(static.ids, -1)
+    front_home = torch.full_like(static.ids, -1)
     live = (w.begin - w.sink).clamp(min=0).tolist()
     for b, h in static.count.nonzero().tolist():
         n = int(static.count[b, h])
         pairs = int(torch.randint(0, min(n, live[b] - n) + 1, (), generator=w.g))
         front, behind = (torch.randperm(x, generator=w.g)[:pairs] for x in (n, live[b] - n))
-        away[b, h, front] = (w.sink + n + behind).to(I32)
-    return (queries, static._replace(away=away), store, coarse, hot, digests, lengths, attention)
+        front_home[b, h, front] = (w.sink + n + behind).to(I32)
+    return (queries, static._replace(front_home=front_home), store, coarse, hot, digests, lengths, attention)
 
 
-def _away(w: World, most: int, rows: int):
+def _front_home(w: World, most: int, rows: int):
     """Some rows of a front that was as long as whole blocks are, hold tokens from behind it."""
-    away = torch.full((w.batch, w.heads, most), -1, dtype=I32)
+    front_home = torch.full((w.batch, w.heads, most), -1, dtype=I32)
     for b in range(w.batch):
         for h in range(w.heads):
             n = int(torch.randint(0, rows // w.block + 1, (), generator=w.g)) * w.block
             pairs = int(torch.randint(0, min(n, rows - n) + 1, (), generator=w.g))
             held = torch.randperm(n, generator=w.g)[:pairs]
-            away[b, h, held] = (w.sink + n + torch.randperm(rows - n, generator=w.g)[:pairs]).to(I32)
-    return away
+            front_home[b, h, held] = (w.sink + n + torch.randperm(rows - n, generator=w.g)[:pairs]).to(I32)
+    return front_home

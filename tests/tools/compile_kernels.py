@@ -53,10 +53,10 @@ def compile_whole(yes: bool) -> None:
 def together(kernel, options) -> int:
     """How many programs of it share a multiprocessor and wait for one another: all have to fit."""
     if kernel is relocate._relocate:
-        return relocate.BESIDE
-    choosing = kernel in (choose_static._choose, update_static_set._restructure)
+        return relocate.PER_SM
+    choosing = kernel in (choose_static._choose, update_static_set._update_static_set)
     paired = choosing and options["num_warps"] == choose_static.PAIR.warps
-    return choose_static.PAIR.beside if paired else 1
+    return choose_static.PAIR.per_sm if paired else 1
 
 
 def launcher(kernel, grid):

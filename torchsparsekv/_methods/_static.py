@@ -10,7 +10,7 @@ from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.index.copy_keys import copy_keys
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.prkv.choose_static import MOST, NEVER, choose_static
-from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.store.views import I32, Attention, Leaving, Observed
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
@@ -110,20 +110,20 @@ class StaticMethod(ObservingMethod):
         if most > MOST:
             raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
         one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
-        lead = 0 if self.update_every is None else g.layer * self.update_every // g.layers
-        ids, away = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
+        stagger = 0 if self.update_every is None else g.layer * self.update_every // g.layers
+        ids, front_home = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
         return copy | {
             "observed": self.observed_buffer(g),
-            "static": Static(
-                ids, count=one(), target=one(target), updated=one(), at=one(NOT_YET), lead=one(lead),
-                every=one(self.every), updates=one(counts=True), arrived=one(), gone=one(), done=one(),
-                away=away if moves else None,
+            "static": StaticSet(
+                ids, count=one(), target=one(target), updated=one(), chosen_at=one(NOT_YET), stagger=one(stagger),
+                updates=one(counts=True), barrier=Buffer((*g.lead, 3), I32), every=self.every,
+                front_home=front_home if moves else None,
             ),
         }
 
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
-        observe(q, s.observed, s.static.at, s.lengths)
+        observe(q, s.observed, s.static.chosen_at, s.lengths)
         self.copy(s, leaving)
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:

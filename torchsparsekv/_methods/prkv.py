@@ -87,7 +87,7 @@ class PRKV(StaticMethod, PageMethod):
 
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         if self.static:
-            observe(q, s.observed, s.static.at, s.lengths)
+            observe(q, s.observed, s.static.chosen_at, s.lengths)
         self.summarise(s, leaving)
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:

@@ -9,7 +9,7 @@ from torchsparsekv.method import option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling, snap_tokens
-from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.snapkv.views import SnapSet
 from torchsparsekv.ops.store.views import I32, Attention, Leaving, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
@@ -69,15 +69,15 @@ class SnapKV(ObservingMethod):
     def buffers(self, g: Geometry) -> Buffers:
         most = min(self.budget, g.rows)
         one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
-        kept = Kept(
-            Buffer((*g.lead, most), I32, fill=-1), count=one(), frontier=one(self.sink), at=one(NOT_YET), updated=one(),
-            updates=one(counts=True), lost=one(),
+        kept = SnapSet(
+            Buffer((*g.lead, most), I32, fill=-1), count=one(), frontier=one(self.sink), chosen_at=one(NOT_YET),
+            updated=one(), updates=one(counts=True), lost=one(),
         )  # fmt: skip
         hot = hot_buffer(g, 1, most, most)
         return super().buffers(g) | {"hot": hot, "observed": self.observed_buffer(g), "kept": kept}
 
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
-        observe(q, s.observed, s.kept.at, s.lengths)
+        observe(q, s.observed, s.kept.chosen_at, s.lengths)
 
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
         widest = 2 * s.store.pool.shape[2] + 1  # beyond it every token has the same neighbours: all

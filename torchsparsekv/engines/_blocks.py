@@ -1,11 +1,13 @@
 """Keys and values of one layer by block id, for all requests of an engine, with the digests of their blocks.
 
-Nothing is kept per row of a batch. The engine says with every call where new tokens go and which blocks a request has.
-A digest is made when the last row of a block is written, from all of its keys: so blocks that requests share are
-indexed once, and what was in a block before leaves no trace. Only full blocks older than the window can be chosen.
+Nothing is kept per row of a batch: with every call the engine says where new tokens go, and which blocks a request has.
+A block gets its digest when its last row is written, from all of its keys. So blocks that requests share are indexed
+once, and an earlier use of a block leaves no trace. Only full blocks older than the window can be selected.
 
-With kv="device" the pool is the engine's own cache, with the digests beside it. With kv="host" the pool is pinned host
-memory; on the device are the digests, and a hot buffer for all requests together.
+kv="device": the pool is the engine's own cache, and the digests lie beside it. kv="host": the pool is pinned host
+memory, and the device has the digests and one hot buffer for all requests.
+
+ops/engine/__init__.py lists the launches of a prompt and of a decode step.
 """
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from torchsparsekv.state import Buffer, Geometry, each
 
 
 class BlockStore:
-    """requests, places: how many requests there are at most, and how many blocks one has at most."""
+    """One layer. requests: the most requests of a step. places: the most blocks of a request."""
 
     def __init__(
         self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
@@ -38,12 +40,13 @@ class BlockStore:
         p = self.method.block_size
         self.chosen = min(self.method.budget // p, places)
         listed = self.method.sink // p + near_blocks(self.method.window, p) + self.chosen
-        self.slots = requests * (listed + self.chosen)  # a hot buffer of just what is asked for would thrash
+        self.slots = requests * (listed + self.chosen)  # with room for the listed blocks alone, it would thrash
         self.page: Tensor | None = None
         self.pool: Tensor | None = None
         self.digests: Digests | None = None
         self.hot: SharedHot | None = None
-        # It does not depend on how many blocks there will be, and engines measure what memory is left after this.
+        # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
+        # on that number.
         self._hot_rows = self._zeros(self._hot_shape()) if self.on_host else None
 
     # ---- sizes, and memory
@@ -66,21 +69,21 @@ class BlockStore:
 
     @property
     def page_bytes(self) -> int:
-        """What the engine is to keep for a block, in whole bytes a token."""
+        """Bytes that the engine keeps for a block, rounded up to whole bytes a token."""
         p = self.method.block_size
         return -(-sum(b.nbytes for b in self._on_page(1)) // p) * p
 
     @property
     def host_bytes(self) -> int:
-        """What a block takes in host memory."""
+        """Bytes of a block in host memory."""
         return self._buffers(1)[0].nbytes if self.on_host else 0
 
     def allocate(self, blocks: int) -> None:
-        """The pool of so many blocks in host memory, and what the hot buffer knows of them."""
+        """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
         if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == blocks):
             return
         b, _ = self._buffers(blocks)
-        self.pool = None  # give back what was there before
+        self.pool = None  # frees the pool of another size
         on_gpu = self.device.type == "cuda"
         self.pool = host.pinned(b.shape, b.dtype, self.device) if on_gpu else self._zeros(b.shape)
         lead, i32 = (1, self.heads), torch.int32
@@ -90,7 +93,7 @@ class BlockStore:
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, self._zeros((*lead, self.slots), i32))
 
     def bind(self, page: Tensor) -> None:
-        """Use the engine's memory, bytes [blocks, page_bytes]: one part of it after another, each for all blocks."""
+        """Use the engine's memory, bytes [blocks, page_bytes]: digests of all blocks, then the pool if it lies there."""
         if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
             return
         parts, at, flat = [], 0, page.view(torch.uint8).flatten()
@@ -106,13 +109,13 @@ class BlockStore:
     # ---- what an engine calls in a step
 
     def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:
-        """New tokens [tokens, heads, head_dim] of any requests, to rows of the pool; -1 is nowhere."""
+        """Store new tokens [tokens, heads, head_dim] of any requests in the rows `to` of the pool, -1 for none."""
         pool, digests = self._ready()
         write_tokens(k, v, to, pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
         filled_bounds(k, to, pool, digests)
 
     def decode(self, q: Tensor, length: Tensor, table: Tensor, a: Attention) -> Tensor:
-        """One token of every request, [requests, query heads, head_dim]; it has been written."""
+        """Attention of one query of every request, [requests, query heads, head_dim]; its token has been written."""
         (pool, digests), method = self._ready(), self.method
         requests, x = Requests(length, table, method.sink, method.window), q.unsqueeze(2)
         best = top_blocks(table_scores(x, digests, requests), min(self.chosen, table.shape[1]))
@@ -122,7 +125,7 @@ class BlockStore:
         return listed_attention(x, pool, ids, fill, requests, method.block_size, a).squeeze(2)
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
-        """New tokens of one request behind `past` others, which its table leads to; all have been written."""
+        """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""
         return table_prompt(q, k, v, self._ready()[0], table, past, self.method.block_size, a)
 
     def _ready(self) -> tuple[Tensor, Digests]:

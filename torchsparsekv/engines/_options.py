@@ -1,4 +1,4 @@
-"""What a user says of the method and of where keys and values are to live, checked before anything is allocated."""
+"""The options of an engine: the method and the home of keys and values, checked before memory is allocated."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -6,12 +6,15 @@ from torchsparsekv._methods._pages import PageMethod
 from torchsparsekv.method import as_int, make_method
 
 PLACES = ("device", "host")
-METHODS = ("arkvale", "quest")  # they keep all they know by block, and so can be used where blocks are shared
+METHODS = ("arkvale", "quest")  # methods whose whole index is per block, so that requests can share blocks
 
 
 @dataclass(frozen=True)
 class Options:
-    """kv: "device": in the engine's own cache; "host": in pinned host memory, of which `host_gib` may be used."""
+    """method: the method with its hyper-parameters.
+    kv: where keys and values are, "device" (in the engine's own cache) or "host" (in pinned host memory).
+    host_gib: how many GiB of host memory may be used. None: most of what is free.
+    """
 
     method: PageMethod
     kv: str
@@ -19,8 +22,7 @@ class Options:
 
 
 def read_options(given: object, block_size: int) -> Options:
-    """From `{"method": ..., "kv": ..., "host_gib": ...}` and the method's hyper-parameters; `block_size` is the
-    engine's."""
+    """Options from `{"method": ..., "kv": ..., "host_gib": ..., HYPER_PARAMETER: ...}`; `block_size` is the engine's."""
     if not isinstance(given, Mapping):
         raise TypeError(f'torchsparsekv needs additional_config={{"torchsparsekv": {{"method": ...}}}}, got {given!r}')
     hyper = {name: as_int(value) for name, value in given.items()}

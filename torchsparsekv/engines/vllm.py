@@ -1,7 +1,7 @@
-"""Attention for vLLM: decode steps attend to the blocks that a method chooses, prompts and their chunks to everything.
+"""Attention for vLLM: decode steps attend to the blocks that a method selects, prompts and their chunks to all tokens.
 
-vLLM's Attention layers say what a block of their cache is, whatever their backend. Ours is not made of keys and values
-alone, or not at all, so layers that use this backend say that they keep bytes (`_spec`).
+In vLLM the Attention layer describes a block of its cache, not the backend. A block of this backend holds digests, with
+keys and values or without, so layers with this backend declare a block of bytes (`_spec`).
 """
 import functools
 import importlib.metadata
@@ -31,7 +31,7 @@ from torchsparsekv.engines._options import read_options
 from torchsparsekv.ops.store.views import Attention
 
 VERSION = "0.26.0"
-USABLE = 0.8  # of the host memory that is free, where nobody says how much may be used; of the device's half
+USABLE = 0.8  # share of the free host memory that is used without `host_gib`
 GIB = 2**30
 
 if (_have := importlib.metadata.version("vllm").partition("+")[0]) != VERSION:
@@ -39,7 +39,7 @@ if (_have := importlib.metadata.version("vllm").partition("+")[0]) != VERSION:
 
 
 def refuse(config: VllmConfig) -> None:
-    """What of an engine's configuration does not go with blocks that are chosen."""
+    """Refuse configurations that do not work with selected blocks."""
     parallel = config.parallel_config
     reasons = {
         "speculative decoding": config.speculative_config is not None,
@@ -53,7 +53,7 @@ def refuse(config: VllmConfig) -> None:
 
 
 def refuse_kinds(config: VllmConfig) -> None:
-    """Layers that say themselves what their cache is attend to less than is in it, or to what comes later."""
+    """Refuse layers that describe their cache themselves: they attend to a part of it, or to later tokens."""
     for layer in config.compilation_config.static_forward_context.values():
         if _is_ours(layer) and getattr(type(layer), "get_kv_cache_spec", _spec) is not _spec:
             kind = type(layer).__name__
@@ -62,7 +62,10 @@ def refuse_kinds(config: VllmConfig) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Of one request: its row, its new tokens, and how many it had before."""
+    """The new tokens of one request.
+
+    row: its row in the tables. first, end: its tokens in the batch. past: how many tokens it had before.
+    """
 
     row: int
     first: int
@@ -72,7 +75,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Metadata:
-    """`decodes` requests with one new token each come first; `to` are rows of the pool."""
+    """A batch. The first `decodes` requests have one new token each, the others are `prompts`.
+
+    length: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
+    """
 
     decodes: int
     prompts: tuple[Prompt, ...]
@@ -91,7 +97,7 @@ class Builder(AttentionMetadataBuilder):
         self.reorder_batch_threshold = 1
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
-        if blocks is None or not stores[0].on_host:  # None: vLLM measures with a cache of a few blocks
+        if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
         room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
         if need > room:
@@ -108,10 +114,10 @@ class Builder(AttentionMetadataBuilder):
     ) -> Metadata:
         m = common_attn_metadata
         decodes, prompts = m.num_reqs, tuple[Prompt, ...]()
-        if m.max_query_len > 1:  # never in a captured graph
+        if m.max_query_len > 1:  # a captured graph has decode steps only
             starts = m.query_start_loc_cpu.tolist()
             new = [end - first for first, end in itertools.pairwise(starts)]
-            lengths = m.seq_lens_cpu_upper_bound  # exact where a prompt is not at its end
+            lengths = m.seq_lens_cpu_upper_bound  # exact for requests that are still in their prompt
             lengths = (m.seq_lens.cpu() if lengths is None else lengths).tolist()
             decodes = next(i for i, n in enumerate(new) if n > 1)
             rows = [i for i in range(decodes, m.num_reqs) if new[i]]
@@ -153,7 +159,7 @@ class Backend(AttentionBackend):
 
 
 class Impl(AttentionImpl):
-    """Of one layer."""
+    """The attention of one layer."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes=None,
@@ -178,7 +184,7 @@ class Impl(AttentionImpl):
         self.block_size = config.cache_config.block_size
         given = (config.additional_config or {}).get("torchsparsekv")
         self.options = read_options(given, self.block_size)
-        self.room: int | None = None  # bytes of host memory for all layers, once they are planned: see `host_room`
+        self.room: int | None = None  # bytes of host memory for all layers, set by `host_room`
         self.store = BlockStore(
             self.options, self.num_kv_heads, head_size, torch.get_default_dtype(),
             torch.device(config.device_config.device), requests=config.scheduler_config.max_num_seqs,
@@ -193,7 +199,7 @@ class Impl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("torchsparsekv does not quantise the output of attention")
         m = attn_metadata
-        if m is None or (self.store.on_host and self.store.pool is None):  # vLLM measures memory
+        if m is None or (self.store.on_host and self.store.pool is None):  # vLLM measures its memory
             return output.fill_(0)
         self.store.bind(kv_cache)
         tokens = len(m.to)
@@ -206,7 +212,7 @@ class Impl(AttentionImpl):
         return output
 
 
-# ---------------------------------------------------------------- what vLLM is told of the cache
+# ---------------------------------------------------------------- how large the cache is
 
 
 def blocks_of_longest(config: VllmConfig) -> int:
@@ -214,7 +220,7 @@ def blocks_of_longest(config: VllmConfig) -> int:
 
 
 def least_of_ranks(config: VllmConfig, count: int) -> int:
-    """Ranks look at memory at different moments, and those that plan for themselves must come to the same plan."""
+    """The least `count` of all ranks: they measure memory at different moments, and must make the same plan."""
     if config.parallel_config.world_size == 1:
         return count
     least = torch.tensor([count], dtype=torch.int64, device="cpu")
@@ -223,14 +229,14 @@ def least_of_ranks(config: VllmConfig, count: int) -> int:
 
 
 def host_room(config: VllmConfig) -> int:
-    """Bytes of host memory that each rank may fill with keys and values; looked up once, before any of them does."""
+    """Bytes of host memory that each rank may fill with keys and values; measured once, before a rank fills any."""
     first = ours_in(config)[0]
     if first.room is None:
         free = least_of_ranks(config, host.available() // config.parallel_config.world_size)
-        said = first.options.host_gib
-        if said is not None and said * GIB > free:
-            raise MemoryError(f"torchsparsekv: host_gib={said:g}, and {free / GIB:.2f} GiB of host memory are free")
-        first.room = int(free * USABLE if said is None else said * GIB)
+        gib = first.options.host_gib
+        if gib is not None and gib * GIB > free:
+            raise MemoryError(f"torchsparsekv: host_gib={gib:g}, and {free / GIB:.2f} GiB of host memory are free")
+        first.room = int(free * USABLE if gib is None else gib * GIB)
     return first.room
 
 
@@ -243,14 +249,15 @@ def ours_in(config: VllmConfig) -> list[Impl]:
 
 
 def plans_elsewhere(parallel: ParallelConfig) -> bool:
-    """Whether workers have a copy of the configuration: of their plan vLLM learns just how many bytes there are."""
+    """Whether workers have a copy of the configuration. Then vLLM learns only the number of bytes from their plan."""
     return parallel.world_size > 1 and parallel.distributed_executor_backend != "external_launcher"
 
 
 def plan_host(config: VllmConfig) -> None:
-    """As many blocks as requests can have, as host memory holds, and as there is room for digests on the device.
+    """Plan the number of blocks: the most that requests can have, that host memory holds, and whose digests fit half of
+    the free device memory.
 
-    vLLM asks every layer, and some of them again; one plan is for all.
+    vLLM asks every layer, and some layers again; the first plan holds for all of them.
     """
     ours = ours_in(config)
     if ours[0].room is not None:
@@ -275,13 +282,13 @@ def plan_host(config: VllmConfig) -> None:
             config.cache_config.kv_cache_memory_bytes = blocks * sum(s.page_bytes for s in stores)
 
 
-_theirs = Layer.get_kv_cache_spec
+_spec_of_vllm = Layer.get_kv_cache_spec
 
 
-@functools.wraps(_theirs)
+@functools.wraps(_spec_of_vllm)
 def _spec(self: Layer, vllm_config: VllmConfig) -> KVCacheSpec | None:
     if not _is_ours(self):
-        return _theirs(self, vllm_config)
+        return _spec_of_vllm(self, vllm_config)
     refuse_kinds(vllm_config)
     store, block_size = self.impl.store, vllm_config.cache_config.block_size
     if block_size != self.impl.block_size:

@@ -74,7 +74,7 @@ def test_nan_score_leaves_no_hole_in_the_set(wrong, parts, coarse, monkeypatch):
             things[3][:, :, 70, 0] = NAN_E4M3
     else:
         things[0].queries[:, 0, :, 0] = float("nan") if wrong == "query" else 1e6
-    things[1].at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(8)
+    things[1].chosen_at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(8)
     want, got = clones(tuple(things)), on(DEVICE, clones(tuple(things)))
     ENTRY.reference(*want)
     ENTRY.run("triton", *got)
@@ -94,7 +94,7 @@ def test_sinks_over_several_tiles_equal_reference(seed, monkeypatch):
     key = things[2].ring[0, 0, 30, 0].clone()
     things[2].ring[:, :, 30, 0] = key
     things[0].queries[:, ::2] = 6 * key
-    things[1].at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(10)
+    things[1].chosen_at.fill_(CHOOSE.NOT_YET), things[1].target.fill_(10)
     monkeypatch.setattr(CHOOSE, "TILE", 16)
     want, got = clones(tuple(things)), on(DEVICE, clones(tuple(things)))
     ENTRY.reference(*want)
@@ -105,10 +105,10 @@ def test_sinks_over_several_tiles_equal_reference(seed, monkeypatch):
 def test_update_due_before_the_first_token_still_happens():
     """Such a head chose when `at` was: not anew until `every` tokens after that."""
     w = world(0, 2, 0, lengths=[30, 30], rows=64)
-    things = OPS["choose_static"](w)
-    static = things[1]
-    static.every.fill_(36), static.count.copy_(static.target.fill_(1)), static.updated.fill_(1)
-    static.at.copy_(torch.tensor([[-5, -6], [-7, CHOOSE.NOT_YET]]))
+    queries, static, *rest = OPS["choose_static"](w)
+    things = (queries, static._replace(every=36), *rest)
+    static.count.copy_(static.target.fill_(1)), static.updated.fill_(1)
+    static.chosen_at.copy_(torch.tensor([[-5, -6], [-7, CHOOSE.NOT_YET]]))
     want, got = clones(things), on(DEVICE, clones(things))
     ENTRY.reference(*want)
     ENTRY.run("triton", *got)
@@ -124,7 +124,7 @@ def test_target_uses_the_first_and_the_last_query(window, length):
         w = World(lengths=[length + seed], window=6, seed=seed, pick=lambda *options: options[-1])
         queries, static, far, _, lengths, _, per_head = OPS["static_target"](w)
         queries = type(queries)(torch.randn(1, window, 4, 16, generator=w.g).mul(3).round())
-        static.at.fill_(CHOOSE.NOT_YET), static.target.fill_(-1)
+        static.chosen_at.fill_(CHOOSE.NOT_YET), static.target.fill_(-1)
         things = (queries, static, far, None, lengths, 12, per_head)
         want, got = clones(things), on(DEVICE, clones(things))
         entry.reference(*want)
