@@ -6,6 +6,7 @@ A cell is a task, length, method and budget with its settings, of one raw file. 
 samples, the mean and the standard error of what was measured, and what the method read. The commands, hardware, options
 and versions of each raw file stand in `sources`. COMMIT is the commit that holds the raw files.
 """
+
 import argparse
 import json
 import statistics

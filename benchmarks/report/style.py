@@ -66,13 +66,15 @@ def tokens(n: float) -> str:
     return f"{n:g}"
 
 
-def png(figure) -> bytes:
-    """With a palette, which a figure's few colours fit into: a third of the bytes."""
-    from PIL import Image  # matplotlib needs it too
+def png(figure, **texts: str) -> bytes:
+    """With a palette, which a figure's few colours fit into: a third of the bytes. `texts` are kept in the picture."""
+    from PIL import Image, PngImagePlugin  # matplotlib needs it too
 
-    drawn, out = io.BytesIO(), io.BytesIO()
+    drawn, out, said = io.BytesIO(), io.BytesIO(), PngImagePlugin.PngInfo()
+    for name, text in texts.items():
+        said.add_text(name, text)
     figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.12)
-    Image.open(drawn).convert("RGB").quantize(256).save(out, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(out, format="png", optimize=True, pnginfo=said)
     return out.getvalue()
 
 

@@ -1,0 +1,171 @@
+"""Tables of throughput, memory, prompts, first calls, kernels and servers. A function a table."""
+
+from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.markdown import (
+    DENSE,
+    at,
+    gpu,
+    hits,
+    markdown,
+    named,
+    number,
+    shape,
+    span,
+    table,
+    times,
+)
+from torchsparsekv_benchmarks.report.style import tokens
+from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, keyed, steps
+
+THROUGHPUT = ("32k", "32k_int8", "128k", "128k_int8", "pariskv_int8")
+
+
+@table("throughput", *(f"h200_throughput_{name}.json" for name in THROUGHPUT))
+def throughput(*results: Result) -> str:
+    o = results[0].options
+    of_methods = [x for r in results for x in r.rows if x["method"] not in DENSE]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, the largest batch in {o['caps_gib'][0]:g} GiB of GPU memory and 0.85 of "
+        f"{o['host_gib']:g} GiB of host memory, budget 1024, `pariskv` 100; dense attention in 16 bits on the GPU; "
+        f"synthetic queries of locality {span({r.options['locality'] for r in results})}, hits {hits(of_methods)}."
+    )
+    rows, seen = [], set()
+    for r in results:
+        best = max(x["tokens_per_s"] for x in r.rows if x["method"] in DENSE)
+        for x in r.rows:
+            if x["method"] in DENSE and (x["context"], x["method"]) in seen:
+                continue
+            seen.add((x["context"], x["method"]))
+            pool = "16 bits" if x["method"] in DENSE or r.options.get("pool_dtype", "auto") == "auto" else "int8"
+            rows.append([tokens(x["context"]), named(x), pool, x["batch"], number(x["tpot_ms"]),
+                         number(x["tokens_per_s"], 0), times(x["tokens_per_s"] / best)])  # fmt: skip
+    head = ["context", "method", "pool", "batch", "ms a step", "tokens a second", "over the best dense of its run"]
+    return markdown(said, head, rows)
+
+
+@table("memory", *FILES, "h200_decode_int8.json")
+def memory(*results: Result) -> str:
+    *usual, packed = results
+    files = keyed(tuple(usual))
+    said = (
+        f"S{shape(*results)[1:]} in bf16, one row, two dense layers, budget 1024, `pariskv` 100: GiB of the cache, "
+        "index and hot buffer included, without weights; pool in host memory. The int8 column has a budget of 1024."
+    )
+    small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
+    rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"
+             for c in (LONG, LONGEST) for i in (0, 1)), "-"]]  # fmt: skip
+    for method in RUNS:
+        by_context = {x["context"]: x for x in steps(method, files)}
+        told = [number(by_context[c][f"{where}_GiB"], 1) if c in by_context else "-"
+                for c in (LONG, LONGEST) for where in ("device", "host")]  # fmt: skip
+        rows.append([f"`{method}`", *told, number(small.get(method), 1)])
+    head = [
+        "method",
+        *(f"{tokens(c)}, {w}" for c in (LONG, LONGEST) for w in ("GPU", "host")),
+        f"{tokens(LONG)}, host, int8 pool",
+    ]
+    return markdown(said, head, rows)
+
+
+@table("first-call", "h200_first_call_quest.json", "h200_first_call_pariskv.json")
+def first_call(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, `generate()` of {o['tokens']} tokens after a prompt of "
+        f"{tokens(o['context'])}, prompt included, steps captured, kernels compiled in the call; random weights, so "
+        "hits say nothing."
+    )
+    names = {"empty": "empty", "kept": "of an earlier process"}
+    rows = [
+        [
+            f"`{x['method']}`",
+            names[x["caches"]],
+            *(number(x[s], 1) for s in ("first_s", "second_s")),
+            number(x["tpot_ms"]),
+        ]
+        for r in results
+        for x in r.rows
+    ]
+    return markdown(said, ["method", "kernel caches", "first call, s", "second call, s", "ms a token"], rows)
+
+
+PREFILL = (
+    ("h200_prefill.json", ("quest", "pariskv", "clusterkv")), ("h200_prefill_louiskv.json", ("louiskv",)),
+    ("h200_prefill_prkv.json", ("prkv", "arkvale", "snapkv")), ("h200_prefill_icecache.json", ("icecache",)),
+)  # fmt: skip
+
+
+@table("prefill", *(f for f, _ in PREFILL))
+def prefill(*results: Result) -> str:
+    contexts = (32768, 65536)
+    dense = [[x for r in results for x in r.rows if x["method"] == "dense" and x["context"] == c] for c in contexts]
+    seconds = [span(x["ttft_ms"] / 1e3 for x in of) for of in dense]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, bf16: time to the first token over that of the unpatched model, which "
+        f"takes {seconds[0]} s at 32K and {seconds[1]} s at 64K. Prompts are attended to exactly, so queries and hits "
+        "play no part."
+    )
+    rows = [["dense", "1.000", "1.000", *(number(of[0]["peak_GiB"], 1) for of in dense)]]
+    for r, (_, methods) in zip(results, PREFILL):
+        for method, hyper in dict.fromkeys((x["method"], x.get("hyper")) for x in r.rows if x["method"] in methods):
+            found = [
+                next(x for x in r.rows if (x["method"], x.get("hyper"), x["context"]) == (method, hyper, c))
+                for c in contexts
+            ]
+            rows.append(
+                [
+                    named(found[0]),
+                    *(number(x["over_dense"], 3) for x in found),
+                    *(number(x["peak_GiB"], 1) for x in found),
+                ]
+            )
+    return markdown(said, ["method", "32K", "64K", "peak GiB, 32K", "peak GiB, 64K"], rows)
+
+
+WHOLE, RENAMED = (
+    "select, all of it (beside)",
+    {"collide": "rank by votes", "select, all of it (beside)": "select as a whole"},
+)
+
+
+@table("kernels", "h200_kernels.json", "h200_kernels_icecache.json")
+def kernels(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch "
+        f"1, budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds; fetch "
+        "where all blocks hit and where nearly none does."
+    )
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for r in results:
+        for x in r.rows:
+            beside = "(beside)" in x["kernel"] and x["kernel"] != WHOLE
+            if "context" in x and not beside and (x["method"] not in DENSE or r is results[0]):
+                found.setdefault((x["method"], x["kernel"]), {})[x["context"]] = x["us"]
+    order = sorted(found.items(), key=lambda item: item[0][0] in DENSE)
+    rows = [[f"`{method}`" if method not in DENSE else "dense, ours", RENAMED.get(kernel, kernel),
+             *(number(us[c], 1) for c in (LONG, LONGEST))] for (method, kernel), us in order]  # fmt: skip
+    return markdown(said, ["method", "stage", f"{tokens(LONG)}, us", f"{tokens(LONGEST)}, us"], rows)
+
+
+PLACES = {
+    "triton": "vLLM's Triton backend (dense)",
+    "device": "`quest`, pool on the GPU",
+    "host": "`quest`, pool on the host",
+}
+
+
+@table("serve", "h200_serve_32k.json", "h200_serve_128k.json")
+def serve(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, vLLM without native code, {o['steps']} tokens of each request, budget "
+        f"{o['budget']}; random weights, so blocks fetched a step stand in the place of hits."
+    )
+    measured = [x for r in results for x in r.rows if "tpot_ms" in x]
+    rows = [
+        [tokens(x["context"]), PLACES[x["place"]], x["batch"], number(x["tpot_ms"], 1)]
+        + [number(x[column], 0) for column in ("tokens_per_s", "fetched_blocks")]
+        for x in measured
+    ]
+    return markdown(said, ["context", "attention", "requests", "ms a step", "tokens a second", "blocks fetched"], rows)
