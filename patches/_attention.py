@@ -146,7 +146,7 @@ def _refuse_training(module, x) -> None:
 def _refuse(module, query, key, value, attention_mask, layer) -> None:
     """All of it is static: nothing is left of these checks in a compiled step."""
     _refuse_training(module, query)  # an adapter may want gradients where the embedding does not
-    ring, given = layer.state.near.ring, (query, key, value)
+    ring, given = layer.state.store.ring, (query, key, value)
     other = [x for x in given if (x.dtype, x.device) != (ring.dtype, ring.device)]
     if other:
         raise TypeError(

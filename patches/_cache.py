@@ -46,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
         self.owner, self.method, self.shape, self.state, self.capacity = owner, method, shape, state, capacity
         self.advances = advances  # the first layer of those that share row lengths moves them
         self.first, self.last = first, last
-        self.is_initialized, self.batch_size = True, state.far.rows.shape[0]
+        self.is_initialized, self.batch_size = True, state.store.pool.shape[0]
 
     def lazy_initialization(self, *args) -> None: ...
 
@@ -110,7 +110,7 @@ class SparseCache(Cache):
             state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host, anchor=anchor)
             roles = dict(advances=advances, first=first, last=i == last)
             layers.append(SparseLayer(method, shape, state, max_length, owner, self.use, **roles))
-        late = [layer.state for layer in layers if isinstance(layer, SparseLayer) and "late" in layer.state.buffers]
+        late = [layer.state for layer in layers if isinstance(layer, SparseLayer) and "prefetch" in layer.state.buffers]
         for state in late[:-1]:
             state.joins = False
         super().__init__(layers=layers)

@@ -101,7 +101,7 @@ class Steps:
         return leaves, forward, (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
 
     def _step(self, cache: SparseCache, kind: tuple) -> "Step":
-        if any(layer.state.tap for layer in cache.stored.values()):
+        if any(layer.state.on_step for layer in cache.stored.values()):
             raise RuntimeError(EAGER_ONLY)
         if self.begun.get(cache) != cache.use.begun:  # a prompt came, and before it whatever may have come
             self._look_again(cache)
@@ -235,7 +235,7 @@ def fixed(model, cache: SparseCache) -> list:
     """What a graph does not look at again: where weights, other tensors of modules and the states of transformers' own
     layers lie, what steers queries, and what the switches of modules say, of which adapters have some."""
     found: list = [_address(x) for x in cache.own_tensors()]
-    found += [id(layer.state.steer) for layer in cache.stored.values()]
+    found += [id(layer.state.override_query) for layer in cache.stored.values()]
     for m in model.modules():
         weights = [_address(x) for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
         own = {name: _address(x) if isinstance(x, Tensor) else repr(x) for name, x in vars(m).items() if _told(x)}

@@ -21,7 +21,7 @@ _begun: set[Kind] = set()  # in this process
 
 def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
     """Begin to compile what a step of these layers calls; None where there is nothing to do."""
-    kinds = {kind: layer for kind, layer in by_kind(layers).items() if layer.state.near.ring.is_cuda}
+    kinds = {kind: layer for kind, layer in by_kind(layers).items() if layer.state.store.ring.is_cuda}
     new = [layer for kind, layer in kinds.items() if kind not in _begun]
     if not new:
         return None
@@ -40,8 +40,8 @@ def by_kind(layers: Iterable[SparseLayer]) -> dict[Kind, SparseLayer]:
 
 
 def _kind(layer: SparseLayer) -> Kind:
-    ring, follows = layer.state.near.ring, layer.state.anchor is not None
-    return layer.method, layer.shape, follows, layer.state.far.rows.shape, ring.dtype, ring.device
+    ring, follows = layer.state.store.ring, layer.state.anchor is not None
+    return layer.method, layer.shape, follows, layer.state.store.pool.shape, ring.dtype, ring.device
 
 
 def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]) -> None:
@@ -54,7 +54,7 @@ def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]
 
 def step(method: Method, shape: Layer, state: LayerState) -> None:
     """A decode step of one layer, under the mode of the fake tensors in its state."""
-    ring = state.near.ring
+    ring = state.store.ring
     make = functools.partial(torch.empty, dtype=ring.dtype, device=ring.device)
     q, k, v = (make(ring.shape[0], heads, 1, shape.head_dim) for heads in (shape.heads, *2 * [shape.kv_heads]))
     logits = make(shape.heads) if shape.sink_logits else None

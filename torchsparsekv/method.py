@@ -24,8 +24,8 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
-from torchsparsekv.ops.store.views import Attention, Choice, Reach, Token
-from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, late_buffers, store_buffers
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection, Token
+from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, prefetch_buffers, store_buffers
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
@@ -192,15 +192,15 @@ class Method:
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
         """Room for so many blocks on the device, of which `chosen` at most are attended to."""
-        late = {} if self.prefetch_async is None else {"late": late_buffers(g, chosen)}
+        late = {} if self.prefetch_async is None else {"prefetch": prefetch_buffers(g, chosen)}
         return {"hot": hot_buffer(g, self.block_size, slots, chosen)} | late
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor | None:
-        """Many tokens came: take what leaves the ring into the index.
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor | None:
+        """A prompt, or a chunk of one, came: take the keys that leave the ring into the index.
 
-        What was in the ring before is in the pool by now, and still in the ring; the new keys are in `k` alone. Returns
-        the order in which the pool is to take the new tokens (ops/store/store_prompt.py), or None for their own.
-        `join`: see ops/_machinery/side_stream.py.
+        Tokens that were in the ring are in the pool by now, and still in the ring. The keys of the new tokens, of those
+        too that stay in the ring, are in `leaving.new` alone. Returns the order in which the pool is to take the new
+        tokens (ops/store/store_prompt.py), or None for their own. `join`: see ops/_machinery/side_stream.py.
         """
 
     def observed_queries(self, s: LayerState) -> Tensor | None:
@@ -208,63 +208,63 @@ class Method:
         return None
 
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        """Many tokens, of keys `k`, were taken in, a prompt or a chunk of one: choose what later steps are to see, if
-        that is chosen here. The pool may not have these tokens yet."""
+        """A prompt, or a chunk of one, with keys `k` is in the index: select what later steps attend to, if the method
+        selects once a prompt. The pool may not have these tokens yet."""
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        """One token came: take what leaves the ring into the index. The pool has it already."""
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        """One token came: take the keys that leave the ring into the index. The pool has them already."""
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice | None:
-        """The blocks to attend to beside the ring, or None where there are never any."""
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
     # ---- what it inherits
 
-    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Choice:
+    def best(self, scores: Tensor, peaks: Tensor | None = None) -> Selection:
         """As many of the best blocks as the budget allows."""
-        return Choice(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
+        return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
     def decode(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
-        if s.steer is not None:
-            q = s.steer(s, q)
+        if s.override_query is not None:
+            q = s.override_query(s, q)
         self.ingest_token(s, q, k, v)
-        choice = None
+        selection = Selection()
         if self.dense:
-            out = dense_attention(q, s.far, s.lengths, a)
+            out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
-            choice = self.choose(s, q, a)
-            if choice is not None:
-                choice = self.in_time(s, q, choice)
-                fetch(choice.asked, s.far, s.hot, s.stats)
-            out = sparse_attention(q, s.near, s.hot, s.lengths, choice.reach if choice else Reach(), a)
-        if s.tap is not None:
-            s.tap(s, q, a, choice, out)
+            selection = self.choose(s, q, a)
+            if selection.ids is not None:
+                selection = self.in_time(s, q, selection)
+                fetch(selection, s.store.pool, s.hot, s.stats)
+            out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a)
+        if s.on_step is not None:
+            s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
-            prefetch_async(out, s.late, s.far, s.hot, s.joins)
+            prefetch_async(out, s.prefetch, s.store.pool, s.hot, s.joins)
         return out
 
     @final
-    def in_time(self, s: LayerState, q: Tensor, choice: Choice) -> Choice:
-        """What of a choice is fetched before this step attends: all of it, where none may come late."""
+    def in_time(self, s: LayerState, q: Tensor, selection: Selection) -> Selection:
+        """What of a selection is fetched before this step attends: all of it, unless heads may be late."""
         if self.prefetch_async is None:
-            return choice
-        query_drift_gate(q, choice.ids, s.late, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
-        return choice._replace(retrieve_now=s.late.now, frontier=s.late.frontier)
+            return selection
+        query_drift_gate(q, selection.ids, s.prefetch, s.stats, s.lengths, float(self.prefetch_async), self.partial_blocks)
+        return selection._replace(retrieve_now=s.prefetch.now, frontier=s.prefetch.frontier)
 
     @final
     def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One new token into the store and the index."""
         observed = self.observed_queries(s)
         append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
-        self.step(s, q, k)
+        self.step(s, q, Leaving(k, s.store.pool))
 
     @final
     def ingest(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
         """Many new tokens into the store and the index."""
         flush_ring(s.store, s.lengths)
-        order = self.prompt(s, q, k, join=join)
+        order = self.prompt(s, q, Leaving(k, s.store.pool), join=join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
 
@@ -273,11 +273,11 @@ class Method:
         """Many new tokens: exact attention over all that the layer may see, whatever the method."""
         join = last or torch.compiler.is_compiling()
         if self.forgets:  # all of its past is in the ring, where the new tokens will be
-            out = window_attention(q, k, v, s.near, s.lengths, a, self.window)
+            out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)
             return out
         self.ingest(s, q, k, v, a, join=join)
-        return prompt_attention(q, k, v, s.far, s.lengths, a, s.row_lengths.spans(k.shape[2]))
+        return prompt_attention(q, k, v, s.store.pool, s.lengths, a, s.row_lengths.spans(k.shape[2]))
 
 
 def all_methods() -> dict[str, type[Method]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchsparsekv.method import Method
 from torchsparsekv.ops.attend._split import soft_capped
 from torchsparsekv.ops.store.rows import keys_of, ring_positions, values_of
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import EAGER_ONLY, LayerState
 
 
@@ -29,14 +29,14 @@ class LayerProbe:
         self.mass: list[Tensor] = []
         self.error: list[Tensor] = []
 
-    def __call__(self, s: LayerState, q: Tensor, a: Attention, choice: Choice | None, out: Tensor) -> None:
+    def __call__(self, s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
         """A tap of LayerState."""
         if torch.compiler.is_compiling():
             raise RuntimeError(EAGER_ONLY)
-        frontier = s.lengths.ring_begin[:, None].expand(s.far.rows.shape[:2])
-        if choice is not None and choice.frontier is not None:
-            frontier = choice.frontier
-        weights, exact = exact_attention(s, q, a, frontier, choice.fill if choice else None)
+        frontier = s.lengths.ring_begin[:, None].expand(s.store.pool.shape[:2])
+        if selection.frontier is not None:
+            frontier = selection.frontier
+        weights, exact = exact_attention(s, q, a, frontier, selection.fill)
         kept = weights * attended(s, self.method)[:, :, None]
         self.mass.append((kept.sum(-1) / weights.sum(-1)).flatten(1))
         got = out[:, :, 0].float()
@@ -86,14 +86,14 @@ def probe(cache) -> Iterator[Probe]:
 def tapped(cache, taps) -> Iterator[None]:
     """Show every step of a layer to its tap: a function of (state, query, attention, choice, output)."""
     layers = [*cache.stored.values()]
-    before = [layer.state.tap for layer in layers]
+    before = [layer.state.on_step for layer in layers]
     for layer, tap in zip(layers, taps):
-        layer.state.tap = tap
+        layer.state.on_step = tap
     try:
         yield
     finally:
         for layer, tap in zip(layers, before):
-            layer.state.tap = tap
+            layer.state.on_step = tap
 
 
 def exact_attention(
@@ -103,7 +103,7 @@ def exact_attention(
 
     The ring counts from `frontier` on, per (row, kv head); of a block of the pool with `fill` so many of its rows.
     """
-    pool, ring = s.far.rows, s.near.ring
+    pool, ring = s.store.pool, s.store.ring
     x = q[:, :, 0].unflatten(1, (pool.shape[1], -1)).float()
     z = torch.cat([x @ keys_of(rows).float().transpose(-1, -2) for rows in (pool, ring)], -1)
     z = soft_capped(z * a.scale, a.softcap).masked_fill(~_live(s, frontier, fill)[:, :, None], -torch.inf)
@@ -119,7 +119,7 @@ def exact_attention(
 
 def _live(s: LayerState, frontier: Tensor, fill: Tensor | None) -> Tensor:
     """Which rows of pool and ring stand for a token, [batch, kv heads, pool rows + ring rows]; no token twice."""
-    pool, ring, sink, length = s.far.rows, s.near.ring, s.lengths.sink, s.lengths.length
+    pool, ring, sink, length = s.store.pool, s.store.ring, s.lengths.sink, s.lengths.length
     row = torch.arange(pool.shape[2], device=pool.device)
     far = (row >= sink) & (row < frontier[..., None])
     if fill is not None:
@@ -139,7 +139,7 @@ def attended_blocks(s: LayerState) -> Tensor:
 
 def attended(s: LayerState, method: Method) -> Tensor:
     """Rows of pool and ring that this step attended to, [batch, kv heads, pool rows + ring rows]."""
-    pool, near = s.far.rows, torch.ones(*s.near.ring.shape[:3], dtype=torch.bool, device=s.near.ring.device)
+    pool, near = s.store.pool, torch.ones(*s.store.ring.shape[:3], dtype=torch.bool, device=s.store.ring.device)
     if method.dense:
         return torch.cat([near.new_ones(pool.shape[:3]), near], -1)
     ids, blocks = attended_blocks(s), pool.shape[2] // method.block_size

@@ -109,11 +109,11 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())
     count, chosen, late, waited = max(total["steps"], 1), total["selected"], 0, None
-    if "late" in state.buffers and steps:
-        chosen, late = (int(counted(state.late.counts, name).sum()) for name in ("selected", "missed"))
-        waited = int(state.late.waits.sum()) / count
+    if "prefetch" in state.buffers and steps:
+        chosen, late = (int(counted(state.prefetch.counts, name).sum()) for name in ("selected", "missed"))
+        waited = int(state.prefetch.waits.sum()) / count
     fetched = total["missed"] + late
-    attended = total["context"] if method.dense else total["near"] + total["selected"] * method.block_size
+    attended = total["context"] if method.dense else total["in_ring"] + total["selected"] * method.block_size
     if method.partial_blocks:
         attended = min(attended, total["context"])
     moved = _bytes_read(method, state, total, fetched)
@@ -148,11 +148,11 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
 
 def _bytes_read(method, state: LayerState, total: dict[str, int], fetched: int) -> int:
     """From the pool, by steps."""
-    row = stored_width(state.far.rows) * state.far.rows.dtype.itemsize
+    row = stored_width(state.store.pool) * state.store.pool.dtype.itemsize
     if method.dense:
         return total["context"] * row
     # A method that scans reads the keys, half of every row, of all that is not in the ring.
-    keys = (total["context"] - total["near"]) * row // 2 if method.scans else 0
+    keys = (total["context"] - total["in_ring"]) * row // 2 if method.scans else 0
     return fetched * method.block_size * row + keys
 
 

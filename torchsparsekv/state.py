@@ -13,7 +13,7 @@ from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import Far, Hot, Late, Lengths, Near, Stats, Store
+from torchsparsekv.ops.store.views import Hot, KVStore, Lengths, Prefetch, Stats
 
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
@@ -91,16 +91,16 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "tap", "steer", "joins", "_store", "_takers",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "on_step", "override_query", "joins", "_takers",
     "_handed",
 }  # fmt: skip
 
 
 def checked(buffers: Buffers, late: bool) -> Buffers:
     """What buffers() of a method returned, which fetches late or does not, if it can be."""
-    if missing := [name for name in ("far", "near", "stats") if name not in buffers]:
+    if missing := [name for name in ("store", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
-    if ("late" in buffers) != late:
+    if ("prefetch" in buffers) != late:
         raise TypeError(
             "buffers() of a method: one with prefetch_async has `late`, which hot_buffers() makes beside the hot buffer, "
             "and no other has it"
@@ -118,8 +118,10 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
     """What every layer has: the pool of all tokens, the ring of near ones, the counters."""
     pool = g.pool_dtype or g.dtype
     return {
-        "far": Far(Buffer((*g.lead, g.rows, *row_shape(g.head_dim, pool)), pool, home="pool")),
-        "near": Near(Buffer((*g.lead, plan.ring_rows, *row_shape(g.head_dim)), g.dtype)),
+        "store": KVStore(
+            ring=Buffer((*g.lead, plan.ring_rows, *row_shape(g.head_dim)), g.dtype),
+            pool=Buffer((*g.lead, g.rows, *row_shape(g.head_dim, pool)), pool, home="pool"),
+        ),
         "stats": Stats(Buffer((*g.lead, len(STATS)), torch.int64, counts=True)),
     }
 
@@ -138,10 +140,10 @@ def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
     )
 
 
-def late_buffers(g: Geometry, chosen: int) -> Late:
+def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
     """What a layer that fetches late has beside its hot buffer."""
     none, waits = Buffer(g.lead, torch.int32), Buffer(g.lead, torch.int32, counts=True)
-    return Late(
+    return Prefetch(
         query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
         seen=Buffer(g.lead, torch.int32, fill=-1), now=none, later=none, frontier=none, waits=waits,
         ids=Buffer((*g.lead, chosen), torch.int32, fill=-1),
@@ -233,16 +235,15 @@ class LayerState:
         if anchor is not None:
             anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"
-        # For probes and benchmarks: what a decode step chose and answered is shown to `tap` (torchsparsekv/probe.py),
-        # and `steer` gives other queries than the model's.
-        self.tap: Callable | None = None
-        self.steer: Callable | None = None
+        # For probes and benchmarks: `on_step` is called with the selection and output of every decode step
+        # (torchsparsekv/probe.py), and `override_query` replaces the model's queries.
+        self.on_step: Callable | None = None
+        self.override_query: Callable | None = None
         with torch.inference_mode(False):  # else no one outside inference mode could update them
             for name, given in buffers.items():
                 view = isinstance(given, tuple)
                 made = [self._made(b, device) for b in (given if view else (given,))]
                 setattr(self, name, type(given)(*made) if view else made[0])
-        self._store = Store(*self.near, *self.far)
         self.reset()
 
     def _made(self, b: Buffer | float | None, device: torch.device) -> Tensor | float | None:
@@ -256,10 +257,6 @@ class LayerState:
     @property
     def lengths(self) -> Lengths:
         return self.row_lengths.view
-
-    @property
-    def store(self) -> Store:
-        return self._store
 
     def publish(self, what: Any) -> None:
         """What there is to know of a prompt, for as many layers as follow this one."""
@@ -280,7 +277,6 @@ class LayerState:
         new = copy.copy(self)
         for name in self.buffers:
             setattr(new, name, mapped(getattr(self, name), fn))
-        new._store = Store(*new.near, *new.far)
         new.row_lengths = copy.copy(self.row_lengths)
         new.row_lengths.view = mapped(self.lengths, fn)
         new.anchor = self.anchor and self.anchor.mapped(fn)
@@ -300,7 +296,7 @@ class LayerState:
             if b.counts:
                 to.zero_()
                 continue
-            if to is self.far.rows:
+            if to is self.store.pool:
                 to, source = to[:, :, :rows], source[:, :, :rows]
             to.copy_(source)
 
@@ -308,7 +304,7 @@ class LayerState:
         """Forget the index and the hot buffer. Rows of the pool need no clearing: no length reaches them."""
         self._handed = None
         for b, t in self.tensors():
-            if t is not self.far.rows:
+            if t is not self.store.pool:
                 _fill(t, b.fill)
 
 

@@ -6,7 +6,6 @@ import torch
 
 from torchsparsekv import host
 from torchsparsekv.method import Method
-from torchsparsekv.ops.store.views import Far
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks.speed import _common
 
@@ -18,8 +17,9 @@ class Layers:
         self.method: Any = method
         self.lengths = RowLengths(method.ring_plan, g.batch, g.rows, device)
         buffers = method.buffers(g)
-        rows = buffers["far"].rows
-        buffers["far"] = Far(host.pinned(rows.shape, rows.dtype, device))  # one for all of them
+        rows = buffers["store"].pool
+        pool = host.pinned(rows.shape, rows.dtype, device)  # one for all of them
+        buffers["store"] = buffers["store"]._replace(pool=pool)
         self.states = [LayerState(buffers, self.lengths, device, pool_on_host=False) for _ in range(calls)]
         new = lambda heads: torch.randn(1, 1, heads, g.head_dim, device=device, dtype=g.dtype).transpose(1, 2)  # noqa: E731
         self.q, self.k = [new(q_heads) for _ in range(calls)], new(g.kv_heads)

@@ -13,9 +13,10 @@ from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
 from torchsparsekv.ops.clusters.find_boundary import find_boundary
 from torchsparsekv.ops.clusters.pick_units import pick_units
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.store.append import append
-from torchsparsekv.ops.store.views import Asked, Attention, Reach, Token, Units
+from torchsparsekv.ops.store.views import Attention, Selection, Token
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._progress import now
@@ -80,16 +81,16 @@ class Bench(Layers):
     # ---- the stages: functions of the number of a call and its state
 
     def boundary(self, i: int, s: LayerState) -> None:
-        find_boundary(self.q[i], s.near, s.units, s.segments, s.trigger, s.stats, s.lengths, self.method.rule)
+        find_boundary(self.q[i], s.store.ring, s.units, s.segments, s.trigger, s.stats, s.lengths, self.method.rule)
 
     def pick(self, now: torch.Tensor):
         return lambda i, s: pick_units(self.q[i], s.units, now, s.pick_done, self.o.budget, 0.09)
 
     def get(self, now: torch.Tensor, rows: list[torch.Tensor]):
-        return lambda i, s: fetch(Asked(rows[i], now), s.far, s.hot, s.stats)
+        return lambda i, s: fetch(Selection(rows[i], now), s.store.pool, s.hot, s.stats)
 
     def attend(self, i: int, s: LayerState) -> torch.Tensor:
-        return sparse_attention(self.q[i], s.near, s.hot, s.lengths, Reach(s.segments.frontier), Attention(0.09))
+        return sparse_attention(self.q[i], s.store.ring, s.hot, s.lengths, Selection(frontier=s.segments.frontier), Attention(0.09))
 
     def write(self, i: int, s: LayerState) -> None:
         append(Token(self.k, self.k), s.store, s.stats, s.lengths)

@@ -158,7 +158,7 @@ def steer(cache, bank: Tensor) -> None:
     torch._dynamo.mark_static_address(bank)
     for layer in cache.stored.values():
         if layer.method.retrieves:
-            layer.state.steer = Steering(bank)
+            layer.state.override_query = Steering(bank)
 
 
 class Step:

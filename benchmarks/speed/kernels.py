@@ -29,7 +29,7 @@ from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import stored_width
-from torchsparsekv.ops.store.views import Asked, Attention, CopiedStore, Far, Lengths, Reach, Scored, Token
+from torchsparsekv.ops.store.views import Attention, Leaving, Lengths, Scored, Selection, Token
 from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.state import Geometry, LayerState
 from torchsparsekv_benchmarks import _results
@@ -81,7 +81,7 @@ class Bench(Layers):
         n, token, scale = m.budget // m.block_size, o.kv_heads * o.head_dim * 4, Attention(o.head_dim**-0.5)
         chosen = [m.choose(s, q[i], scale).ids for i, s in enumerate(states)]
         new = [self.random_blocks(n, chosen[0].shape[-1]) for _ in states]
-        pool = states[0].far.rows
+        pool = states[0].store.pool
         moved = m.budget * o.kv_heads * stored_width(pool) * pool.itemsize
 
         def draw():
@@ -89,10 +89,10 @@ class Bench(Layers):
                 x.copy_(self.random_blocks(n, x.shape[-1]))
 
         def get(blocks):
-            return lambda i, s: fetch(Asked(blocks[i]), s.far, s.hot, s.stats)
+            return lambda i, s: fetch(Selection(blocks[i]), s.store.pool, s.hot, s.stats)
 
         def attend(i, s):
-            return sparse_attention(q[i], s.near, s.hot, s.lengths, Reach(), scale)
+            return sparse_attention(q[i], s.store.ring, s.hot, s.lengths, Selection(), scale)
 
         for i, s in enumerate(states):
             get(chosen)(i, s)
@@ -107,7 +107,7 @@ class Bench(Layers):
         ]
 
     def index_update(self, what: str = "nothing leaves") -> dict:
-        return self.row(f"index update ({what})", lambda i, s: self.method.step(s, self.q[i], self.k))
+        return self.row(f"index update ({what})", lambda i, s: self.method.step(s, self.q[i], Leaving(self.k, s.store.pool)))
 
     @property
     def near(self) -> int:
@@ -189,14 +189,15 @@ class PRKVStages(PageStages):
         scale = Attention(b.o.head_dim**-0.5)
 
         def update(i, s):
-            store = CopiedStore(s.store.ring, s.store.pool, b.method.coarse(s))
-            update_static_set(s.observed, s.static, store, s.hot, s.digests, s.lengths, scale)
+            update_static_set(
+                s.observed, s.static, s.store, b.method.coarse(s), s.hot, s.digests, s.lengths, scale
+            )
 
         def pages(i, s):
             return b.method.best(*bound_scores(b.q[i], s.digests, s.lengths, s.static.count))
 
         def without(i, s):
-            b.method.summarise(s, b.k)
+            b.method.summarise(s, Leaving(b.k, s.store.pool))
             return pages(i, s)
 
         return [
@@ -214,7 +215,8 @@ class IceCacheStages:
         o, many = b.o, b.context - 100
         topics = Topics(o.kv_heads, o.head_dim, max(2, b.context // o.budget), o.q_heads // o.kv_heads)
         b.q = list(topics.queries(CALLS, LOCALITY, b.device, torch.bfloat16)[:, None, :, None])
-        b.method.prompt(s, b.q[0], topics.keys(1, 0, many, b.device, torch.bfloat16), join=True)
+        keys = topics.keys(1, 0, many, b.device, torch.bfloat16)
+        b.method.prompt(s, b.q[0], Leaving(keys, s.store.pool), join=True)
 
     @staticmethod
     def select(b: Bench) -> list[dict]:
@@ -258,7 +260,7 @@ def dense_rows(o: Options, context: int, device) -> list[dict]:
         speed = pools[0].nbytes / us / 1e3
         rows.append({"context": context, "method": method, "kernel": kernel, "us": us, "GB_per_s": speed})
 
-    add("full", "dense attention", [lambda p=p: dense_attention(q, Far(p), lengths, plain) for p in pools])
+    add("full", "dense attention", [lambda p=p: dense_attention(q, p, lengths, plain) for p in pools])
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             add("torch", f"sdpa {name} (beside)", sdpa)

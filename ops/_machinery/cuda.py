@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torchsparsekv.ops._machinery.triton import chained
+from torchsparsekv.ops._machinery.triton import launch_early
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and _PREFERRED_SHARED_MEMORY_CARVEOUT; CU_LAUNCH_ATTRIBUTE_
 # PROGRAMMATIC_STREAM_SERIALIZATION
@@ -112,7 +112,7 @@ class Module:
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        chain = int(chained(self.device, grid[0] * grid[1] * grid[2])["PDL"])
+        chain = int(launch_early(self.device, grid[0] * grid[1] * grid[2])["PDL"])
         block = (c_uint * 3)(threads, 1, 1)
         config = _Config((c_uint * 3)(*grid), block, shared, stream, ctypes.addressof(attribute), chain)
         self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)

@@ -13,7 +13,7 @@ from torchsparsekv.ops._machinery.triton import compiles, sm_count, tl, triton
 
 
 @triton.jit
-def meet(arrived, parts):
+def grid_barrier(arrived, parts):
     """Wait until all `parts` programs that share the counter are here. It only counts up, until they `leave`."""
     tl.debug_barrier()  # all of this program is here
     if parts > 1:
@@ -25,7 +25,7 @@ def meet(arrived, parts):
 
 
 @triton.jit
-def leave(arrived, gone, parts):
+def leave_grid_barrier(arrived, gone, parts):
     """After its last meeting: the last program to leave makes the counters ready for the next launch."""
     if parts > 1:  # noqa: SIM102 (both sides of an `and` are done)
         if tl.atomic_add(gone, 1) == parts - 1:

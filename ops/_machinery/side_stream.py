@@ -22,7 +22,7 @@ def wait_for_side_stream(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def beside(join: bool, *used: Tensor, of_step: bool = False) -> Iterator[None]:
+def on_side_stream(join: bool, *used: Tensor, of_step: bool = False) -> Iterator[None]:
     """Launch on the side stream what reads or writes `used`, after what was launched so far on the current one.
 
     With `join` the current stream waits for everything launched there before and takes this on itself: for the last

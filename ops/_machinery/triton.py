@@ -26,7 +26,7 @@ except ImportError:
     tl = SimpleNamespace(constexpr=int)
 
 __all__ = [
-    "LANES", "cdiv", "chain", "chained", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton",
+    "LANES", "cdiv", "launch_early", "wait_for_previous", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton",
 ]  # fmt: skip
 
 
@@ -48,11 +48,11 @@ def _hopper(device: torch.device) -> bool:
     return compiles(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def chained(device: torch.device, programs: int) -> dict[str, bool]:
+def launch_early(device: torch.device, programs: int) -> dict[str, bool]:
     """Launch options of a kernel of the decode step: on Hopper it may be launched while the one before it still runs.
 
     Programmatic dependent launch. It hides 0.4 to 1 us of what lies between two small kernels, also in a CUDA graph;
-    every kernel launched so must call `chain` first. Large grids are left alone: launched early they crowd on whatever
+    every kernel launched so must call `wait_for_previous` first. Large grids are left alone: launched early they crowd on whatever
     multiprocessors have room, and take longer (1024 programs of bound_scores: 10.4 us instead of 9.1).
     """
     early = _hopper(device) and programs <= 2 * sm_count(device)
@@ -60,7 +60,7 @@ def chained(device: torch.device, programs: int) -> dict[str, bool]:
 
 
 @triton.jit
-def chain(PDL: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr):
     """Wait until the kernels before this one are done, then let the next one be launched."""
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -2,7 +2,15 @@
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 
@@ -75,7 +83,7 @@ def _combine(
     SINKS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     s, d = tl.arange(0, SP), tl.arange(0, DP)
@@ -128,7 +136,7 @@ class Parts:
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, out if sink_logits is None else sink_logits, out, length, out.stride(0),
             self.heads, self.splits, SINKS=sink_logits is not None, D=d, SP=next_power_of_2(self.splits),
-            **self.shape(), **chained(q.device, batch * self.heads * self.group),
+            **self.shape(), **launch_early(q.device, batch * self.heads * self.group),
         )  # fmt: skip
         return out
 

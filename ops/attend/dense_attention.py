@@ -5,21 +5,21 @@ from torch import Tensor
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import as_numbers, row_at
-from torchsparsekv.ops.store.views import Attention, Far, Lengths, Query
+from torchsparsekv.ops.store.views import Attention, Lengths, Pool, Query
 
 
-def check(q, far, lengths, attention) -> None:
-    _check.heads(q, far.rows)
+def check(q, pool, lengths, attention) -> None:
+    _check.heads(q, pool)
 
 
-def reference(q: Query, far: Far, lengths: Lengths, attention: Attention) -> Tensor:
+def reference(q: Query, pool: Pool, lengths: Lengths, attention: Attention) -> Tensor:
     length = lengths.length
     most = max(int(length.max()), 1)
     live = torch.arange(most, device=q.device) < length[:, None]
-    rows = as_numbers(far.rows[:, :, :most], q.dtype).masked_fill(~live[:, None, :, None, None], 0)
+    rows = as_numbers(pool[:, :, :most], q.dtype).masked_fill(~live[:, None, :, None, None], 0)
     out = softmax_attention(q, rows, live[:, None, None], attention)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
@@ -30,7 +30,7 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -44,8 +44,7 @@ def _attend(
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, far, lengths, attention) -> Tensor:
-    (pool,) = far
+def launch(q, pool, lengths, attention) -> Tensor:
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(rows, tile))
@@ -53,7 +52,7 @@ def launch(q, far, lengths, attention) -> Tensor:
     _attend[(batch * heads, parts.splits)](
         q, pool, lengths.length, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows,
         attention.scale, attention.softcap, parts.splits, D=d, TILE=tile, **parts.shape(), num_stages=3,
-        **chained(q.device, batch * heads * parts.splits),
+        **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

@@ -17,13 +17,13 @@ from torchsparsekv.ops._machinery.chain import torch_kernels
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops.attend._split import causal_attention, empty_result
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, rows_of, values_of
-from torchsparsekv.ops.store.views import Attention, Far, Lengths, NewKeys, Queries
+from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Pool, Queries
 
 PIECE = 16384  # past tokens brought to the device at a time: 64 MiB at 8 heads x 128 in bf16
 
 
-def check(q, k, v, far, lengths, attention, spans) -> None:
-    _check.heads(q, far.rows)
+def check(q, k, v, pool, lengths, attention, spans) -> None:
+    _check.heads(q, pool)
     check_spans(spans, q.shape[0])
 
 
@@ -39,7 +39,7 @@ def bounds_of(lengths: Lengths, spans: list[int] | None) -> list[tuple[int, int]
 
 
 def reference(
-    q: Queries, k: NewKeys, v: NewKeys, far: Far, lengths: Lengths, attention: Attention, spans: list[int] | None
+    q: Queries, k: NewKeys, v: NewKeys, pool: Pool, lengths: Lengths, attention: Attention, spans: list[int] | None
 ) -> Tensor:
     out = empty_result(q).zero_()
     for b, (n0, n) in enumerate(zip(lengths.start.tolist(), lengths.length.tolist())):
@@ -47,7 +47,7 @@ def reference(
             out[b] = torch.nan
             continue
         first = q.shape[2] - (n - n0)
-        past = as_numbers(far.rows[b, :, :n0], k.dtype)
+        past = as_numbers(pool[b, :, :n0], k.dtype)
         rows = torch.cat([past, rows_of(k[b], v[b])[:, first:]], 1)[None]
         out[b, :, first:] = causal_attention(q[b : b + 1, :, first:], rows, attention)[0]
     return out
@@ -97,11 +97,11 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, pieces: Iterable[Tensor] | None, a
     return over_past(q, k, v, pieces or (), attention).to(q.dtype)
 
 
-def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
+def launch(q, k, v, pool, lengths, attention, spans) -> Tensor:
     """What torch has for it, with the past in pieces."""
     bounds = bounds_of(lengths, spans)
     if beyond_torch(q, any(n0 for n0, _ in bounds), attention):
-        return reference(q, k, v, far, lengths, attention, spans)
+        return reference(q, k, v, pool, lengths, attention, spans)
     tokens = q.shape[2]
     if attention.sink_logits is None and all(bound == (0, tokens) for bound in bounds):
         out = by_torch(q, k, v, None, attention)
@@ -113,7 +113,7 @@ def launch(q, k, v, far, lengths, attention, spans) -> Tensor:
         elif n > n0:
             new = slice(tokens - (n - n0), None)
             x, y, z = (t[b : b + 1, :, new] for t in (q, k, v))
-            pieces = brought(far.rows[b, :, :n0]) if n0 else None
+            pieces = brought(pool[b, :, :n0]) if n0 else None
             out[b, :, new] = by_torch(x, y, z, pieces, attention)[0]
     return out
 

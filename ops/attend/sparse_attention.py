@@ -11,10 +11,10 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Near, Query, Reach
+from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Query, Ring, Selection
 
 # What csrc/sparse_attention.cu is for; other shapes and types are left to Triton.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # query heads of a kv head
@@ -25,21 +25,21 @@ NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
 NATIVE_TILE = 16  # tokens of a warp at a time
 
 
-def check(q, near, hot, lengths, reach, attention) -> None:
-    _check.heads(q, near.ring)
+def check(q, ring, hot, lengths, selection, attention) -> None:
+    _check.heads(q, ring)
 
 
 def reference(
-    q: Query, near: Near, hot: Hot, lengths: Lengths, reach: Reach, attention: Attention
+    q: Query, ring: Ring, hot: Hot, lengths: Lengths, selection: Selection, attention: Attention
 ) -> Tensor:
-    frontier, fill = reach
-    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2]) if frontier is None else frontier
-    rows, length = near.ring.shape[2], lengths.length
+    frontier, fill = selection[2:]
+    begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier
+    rows, length = ring.shape[2], lengths.length
     in_ring = torch.stack([ring_positions(rows, length, x, lengths.sink) for x in begins.unbind(1)], 1) >= 0
     p = hot.rows.shape[3]
     at = hot.chosen.clamp(min=0).long()[..., None, None, None].expand(*hot.chosen.shape, *hot.rows.shape[3:])
     found = (hot.chosen >= 0)[..., None] & (torch.arange(p, device=q.device) < _filled(hot, fill)[..., None])
-    rows = torch.cat([near.ring, hot.rows.gather(2, at).flatten(2, 3)], 2)
+    rows = torch.cat([ring, hot.rows.gather(2, at).flatten(2, 3)], 2)
     live = torch.cat([in_ring, found.flatten(2)], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live = live.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
@@ -61,7 +61,7 @@ def _attend(
     blocks, n, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr, FILLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     x, top, total, acc = begun(q, q_b, q_h, b, h, G, GP, D, DP)
@@ -94,28 +94,28 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _warps(q: Tensor, near: Near, hot: Hot, cluster: int) -> int:
+def _warps(q: Tensor, ring: Ring, hot: Hot, cluster: int) -> int:
     """Of a program: as few as need no more rounds. Registers are too few for more than 8 where heads are wide, or a
     multiprocessor has several programs."""
-    if q.shape[3] > 128 or q.shape[0] * near.ring.shape[1] * cluster > sm_count(q.device):
+    if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles = cdiv(near.ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
+    tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
     rounds = cdiv(tiles, cluster * MOST_WARPS)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
-def _fits(q, near, hot, lengths, reach, attention) -> tuple[_cuda.Module, int, int] | str:
-    d, heads, sinks = q.shape[3], near.ring.shape[1], attention.sink_logits
+def _fits(q, ring, hot, lengths, selection, attention) -> tuple[_cuda.Module, int, int] | str:
+    d, heads, sinks = q.shape[3], ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
         return f"head_dim {d} and {group} query heads a kv head are not among {NATIVE_DIMS} and up to {NATIVE_GROUP}"
     if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
-    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, near.ring, hot.rows):
+    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
-    warps = _warps(q, near, hot, cluster)
-    sizes = native(d, group, hot.rows.shape[3], reach.fill is not None, warps, cluster)
+    warps = _warps(q, ring, hot, cluster)
+    sizes = native(d, group, hot.rows.shape[3], selection.fill is not None, warps, cluster)
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
     return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
 
@@ -126,31 +126,31 @@ def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int
     return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
 
 
-def _launch_cuda(fitting, q, near, hot, lengths, reach, attention) -> Tensor:
+def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor:
     """csrc/sparse_attention.cu"""
-    (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, near.ring.shape
+    (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, ring.shape
     out, p = result_like(q), hot.rows.shape[3]
-    begins, per = (lengths.ring_begin, heads) if reach.frontier is None else (reach.frontier, 1)
+    begins, per = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
-        "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, near.ring, hot.rows, hot.chosen,
-        hot.block_of, reach.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
+        "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen,
+        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1), heads,
         per, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p, lengths.sink,
         float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
     )  # fmt: skip
     return out
 
 
-def _launch_triton(q, near, hot, lengths, reach, attention) -> Tensor:
-    (batch, heads, ring_rows), (frontier, fill) = near.ring.shape[:3], reach
+def _launch_triton(q, ring, hot, lengths, selection, attention) -> Tensor:
+    (batch, heads, ring_rows), (frontier, fill) = ring.shape[:3], selection[2:]
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
     tile = tile_of(q)  # one tile a program at batch 1; two stages, since there is seldom a third tile to prefetch
     parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile))
     _attend[(batch * heads, parts.splits)](
-        q, near.ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill, lengths.length,
+        q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill, lengths.length,
         lengths.ring_begin if frontier is None else frontier, parts.acc, parts.top, parts.total, q.stride(0),
         q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, lengths.sink, attention.scale,
         attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **parts.shape(), num_stages=2, **chained(q.device, batch * heads * parts.splits),
+        **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

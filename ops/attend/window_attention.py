@@ -14,11 +14,11 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.attend._split import QUERIES, empty_result, fold, over_nothing, softmax_attention, tile_of
 from torchsparsekv.ops.store.rows import ring_row, ring_row_of, row_at, rows_of, value_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Near, NewKeys, Queries
+from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Queries, Ring
 
 
-def check(q, k, v, near, lengths, attention, window) -> None:
-    _check.heads(q, near.ring)
+def check(q, k, v, ring, lengths, attention, window) -> None:
+    _check.heads(q, ring)
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if lengths.sink:
@@ -26,7 +26,7 @@ def check(q, k, v, near, lengths, attention, window) -> None:
 
 
 def reference(
-    q: Queries, k: NewKeys, v: NewKeys, near: Near, lengths: Lengths, attention: Attention, window: int
+    q: Queries, k: NewKeys, v: NewKeys, ring: Ring, lengths: Lengths, attention: Attention, window: int
 ) -> Tensor:
     out = empty_result(q).zero_()
     for b in range(q.shape[0]):
@@ -35,7 +35,7 @@ def reference(
             out[b] = torch.nan
             continue
         first = q.shape[2] - (n - n0)
-        past = near.ring[b][:, ring_row(torch.arange(begin, max(n0, begin)), 0, near.ring.shape[2])]
+        past = ring[b][:, ring_row(torch.arange(begin, max(n0, begin)), 0, ring.shape[2])]
         rows = torch.cat([past, rows_of(k[b], v[b])[:, first:]], 1)[None]
         for i in range(n0, n, QUERIES):
             at = torch.arange(i, min(i + QUERIES, n))
@@ -106,8 +106,8 @@ def _attend(
     tl.store(out + b * o_b + h * o_h + col[:, None] * o_s + d[None, :], acc.to(out.dtype.element_ty), mask=m)
 
 
-def launch(q, k, v, near, lengths, attention, window) -> Tensor:
-    out, ring, sinks = empty_result(q), near.ring, attention.sink_logits
+def launch(q, k, v, ring, lengths, attention, window) -> Tensor:
+    out, sinks = empty_result(q), attention.sink_logits
     batch, q_heads, tokens, d = q.shape
     dp = next_power_of_2(d)
     columns = 64 if dp * q.element_size() <= 256 else 32

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops.store.views import Units
+from torchsparsekv.ops.clusters.views import Units
 
 WIDEST = 4096  # keys of a stretch: what one program can rank at once
 SEEDS = 1 << 16

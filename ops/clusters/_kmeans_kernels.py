@@ -10,8 +10,9 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.clusters._kmeans import DRAWS, WIDEST, unit
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.select._top import take_top
-from torchsparsekv.ops.store.views import Lengths, Units
+from torchsparsekv.ops.store.views import Lengths
 
 KEYS, CENTRES = 1 << 15, 1 << 14  # bytes of a tile: three stages of them fit the smallest GPUs
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters._kmeans_kernels import Run, halve, seeded_hash, slot_and_part, span_of
-from torchsparsekv.ops.store.views import Lengths, Units
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import Lengths
 
 
 class _Keys(NamedTuple):

@@ -6,8 +6,9 @@ on tokens are in the ring, where `cuts` says where segments begin (ops/store/vie
 import torch
 
 from torchsparsekv.ops._machinery.triton import tl, triton
+from torchsparsekv.ops.clusters.views import Segments, Units
 from torchsparsekv.ops.store.rows import keys_of, ring_row, row_at, turn_of
-from torchsparsekv.ops.store.views import Near, Segments, Units
+from torchsparsekv.ops.store.views import Ring
 
 
 def unit_capacity(rows: int, interval: int, least: int) -> int:
@@ -25,11 +26,11 @@ def check_bounds(shortest: int, longest: int) -> None:
 
 
 def close_head(
-    near: Near, units: Units, segments: Segments, at: tuple[int, int], end: int, sink: int, forced: bool
+    ring: Ring, units: Units, segments: Segments, at: tuple[int, int], end: int, sink: int, forced: bool
 ) -> int:
     """Of one head `at` (row, kv head): the segments from the frontier on that end by `end` become units; with `forced`
     the last one ends there. Returns where the frontier is to be."""
-    ring, first, centroid, cuts = near.ring[at], units.first[at], units.centroid[at], segments.cuts[at]
+    ring, first, centroid, cuts = ring[at], units.first[at], units.centroid[at], segments.cuts[at]
     start, unit = int(segments.frontier[at]), int(units.unit_count[at])
     marks = [p for p in range(start + 1, end + 1) if cuts[(p - sink) % len(cuts)] or (forced and p == end)]
     for stop in marks:

@@ -12,25 +12,26 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.clusters._segments import check_bounds, close, close_head
+from torchsparsekv.ops.clusters.views import Segments, Units
 from torchsparsekv.ops.store.rows import row_at
-from torchsparsekv.ops.store.views import Lengths, Near, Segments, Units
+from torchsparsekv.ops.store.views import Lengths, Ring
 
 
-def check(near, units, segments, lengths, longest) -> None:
+def check(ring, units, segments, lengths, longest) -> None:
     check_bounds(1, longest)
 
 
 def reference(
-    near: Near, units: Changed[Units], segments: Changed[Segments], lengths: Lengths, longest: int
+    ring: Ring, units: Changed[Units], segments: Changed[Segments], lengths: Lengths, longest: int
 ) -> None:
     span, sink = segments.cuts.shape[2], lengths.sink
     times = torch.stack([lengths.start, lengths.length, lengths.ring_begin], 1).tolist()
     for b, (n0, n, end) in enumerate(times):
         if n <= 0:
             continue
-        for h in range(near.ring.shape[1]):
-            close_head(near, units, segments, (b, h), min(n0, end), sink, True)
-        at = torch.arange(span, device=near.ring.device)
+        for h in range(ring.shape[1]):
+            close_head(ring, units, segments, (b, h), min(n0, end), sink, True)
+        at = torch.arange(span, device=ring.device)
         segments.cuts[b] = (at + sink - end) % span % longest == 0
         segments.segment_begin[b] = end + max(n - 1 - end, 0) // longest * longest
         segments.frontier[b] = end
@@ -59,8 +60,7 @@ def _settle(
         tl.store(frontier + bh, end)
 
 
-def launch(near, units, segments, lengths, longest) -> None:
-    (ring,) = near
+def launch(ring, units, segments, lengths, longest) -> None:
     batch, heads, _, _, d = ring.shape
     span = segments.cuts.shape[2]
     _settle[(batch * heads,)](

@@ -29,12 +29,13 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.clusters import _kmeans, _kmeans_whole
 from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters._kmeans_kernels import launch as launch_kmeans
-from torchsparsekv.ops.store.views import Lengths, NewKeys, Units
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import Lengths, NewKeys
 
 WHOLE = 0  # as a stretch
 
@@ -69,7 +70,7 @@ def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmean
 
 
 def launch(k, units, lengths, kmeans, join) -> Tensor:
-    with beside(join, k, *units, *lengths[:4]):
+    with on_side_stream(join, k, *units, *lengths[:4]):
         if kmeans.stretch == WHOLE:
             return _kmeans_whole.launch(k, units, lengths, kmeans)
         return launch_kmeans(k, units, lengths, *kmeans)

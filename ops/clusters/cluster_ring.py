@@ -16,13 +16,14 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.clusters import _kmeans
 from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters._kmeans_kernels import seeded_hash
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, keys_of, ring_row, row_at, row_width, turn_of
-from torchsparsekv.ops.store.views import Lengths, Store, Units
+from torchsparsekv.ops.store.views import KVStore, Lengths
 
 MOST_CLUSTERS = 64  # of a stretch: a program keeps their centroids in registers
 TILE = 32  # keys at a time
@@ -38,7 +39,7 @@ def check(store, units, lengths, kmeans) -> None:
     _kmeans.check_seed(seed)
 
 
-def reference(store: Changed[Store], units: Changed[Units], lengths: Lengths, kmeans: Kmeans) -> None:
+def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, kmeans: Kmeans) -> None:
     size, stretch, rounds, seed, cosine = kmeans
     (ring, pool), sink = store, lengths.sink
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -176,7 +177,7 @@ def _cluster(
     pool_rows, most, sink, stretch, size, rounds, seed, COSINE: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     old, stop = tl.load(old_begin + b), tl.minimum(tl.load(ring_begin + b), tl.load(start + b))
@@ -209,7 +210,7 @@ def launch(store, units, lengths, kmeans) -> None:
         *store, *units, name, away, place, lengths.start, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, heads, ring_rows, store.pool.shape[2], units.centroid.shape[2], lengths.sink, stretch, size,
         rounds, seed, COSINE=cosine, S=wide, C=max(16, next_power_of_2(stretch // size)), TILE=TILE, D=d,
-        DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)), num_warps=8, **chained(device, batch * heads),
+        DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)), num_warps=8, **launch_early(device, batch * heads),
     )  # fmt: skip
 
 

@@ -18,14 +18,15 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.clusters._segments import check_bounds, close, close_head
-from torchsparsekv.ops.store.rows import NEAR, add_count, count, row_at, turn_of
-from torchsparsekv.ops.store.views import Boundaries, Lengths, Near, Query, Segments, Stats, Trigger, Units
+from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
+from torchsparsekv.ops.store.rows import IN_RING, add_count, count, row_at, turn_of
+from torchsparsekv.ops.store.views import Lengths, Query, Ring, Stats
 
 
-def check(q, near, units, segments, trigger, stats, lengths, rule) -> None:
-    _check.heads(q, near.ring)
+def check(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
+    _check.heads(q, ring)
     check_bounds(rule.shortest, rule.longest)
     if not 0 <= rule.memory <= 1:
         raise ValueError(f"memory must be from 0 to 1, got {rule.memory}")
@@ -39,10 +40,10 @@ def cosines(x: Tensor, y: Tensor) -> Tensor:
 
 
 def reference(
-    q: Query, near: Near, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
+    q: Query, ring: Ring, units: Changed[Units], segments: Changed[Segments], trigger: Changed[Trigger],
     stats: Changed[Stats], lengths: Lengths, rule: Boundaries,
 ) -> None:  # fmt: skip
-    heads, span, previous = near.ring.shape[1], segments.cuts.shape[2], trigger.previous
+    heads, span, previous = ring.shape[1], segments.cuts.shape[2], trigger.previous
     for b, (n, end) in enumerate(zip(lengths.length.tolist(), lengths.ring_begin.tolist())):
         if n <= 0:
             trigger.retrieve_now[b] = 0
@@ -57,10 +58,10 @@ def reference(
             previous[b, n % 2].unflatten(0, (heads, -1))[h] = new[h] if found else _moved(old[h], new[h], rule.memory)
             _cut(segments, (b, h), n, lengths.sink, found, rule)
             if found:
-                segments.frontier[b, h] = close_head(near, units, segments, (b, h), end, lengths.sink, False)
+                segments.frontier[b, h] = close_head(ring, units, segments, (b, h), end, lengths.sink, False)
             trigger.seen[b, h], trigger.retrieve_now[b, h] = n, found
             trigger.retrievals[b, h] += found
-            count(stats.counts[b, h], near=end - int(segments.frontier[b, h]))  # append counted from where rings begin
+            count(stats.counts[b, h], in_ring=end - int(segments.frontier[b, h]))  # append counted from where rings begin
 
 
 def _moved(old: Tensor, new: Tensor, memory: float) -> Tensor:
@@ -94,7 +95,7 @@ def _boundary(
     PER_HEAD: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, P: tl.constexpr,
     LONGEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
@@ -132,12 +133,11 @@ def _boundary(
             tl.store(unit_count + bh, unit)
             tl.store(frontier + bh, old)
             tl.store(retrievals + bh, tl.load(retrievals + bh) + 1)
-        add_count(counts, bh, NEAR, end - old)
+        add_count(counts, bh, IN_RING, end - old)
     tl.store(retrieve_now + bh, found.to(tl.int32))
 
 
-def launch(q, near, units, segments, trigger, stats, lengths, rule) -> None:
-    (ring,) = near
+def launch(q, ring, units, segments, trigger, stats, lengths, rule) -> None:
     batch, heads, _, _, d = ring.shape
     q_heads, span = q.shape[1], segments.cuts.shape[2]
     wide_q, wide_d = next_power_of_2(q_heads), next_power_of_2(d)
@@ -146,7 +146,7 @@ def launch(q, near, units, segments, trigger, stats, lengths, rule) -> None:
         q.stride(1), heads, span, units.centroid.shape[2], lengths.sink, rule.tau, rule.shortest, rule.longest,
         rule.memory, PER_HEAD=rule.per_head, G=q_heads // heads, Q=q_heads, QP=wide_q, P=next_power_of_2(span),
         LONGEST=next_power_of_2(rule.longest), D=d, DP=wide_d, num_warps=min(16, max(4, wide_q * wide_d // 1024)),
-        **chained(q.device, batch * heads),
+        **launch_early(q.device, batch * heads),
     )  # fmt: skip
 
 

@@ -17,8 +17,17 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
-from torchsparsekv.ops.store.views import PerHead, Query, Units
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import PerHead, Query
 
 UNITS, BYTES = 64, 1 << 14  # centroids of a step at most, and what they take
 AHEAD, RESIDENT = 4, 2  # steps in flight, and programs on a multiprocessor: what keeps the memory busy
@@ -69,7 +78,7 @@ def _logits(
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q.centroid of this program's share of the units, [units, G]; its largest, and the sum of exponentials."""
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
@@ -271,7 +280,7 @@ def _choose(
     parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     count = tl.load(unit_count + bh)
@@ -309,14 +318,14 @@ def launch(q, units, retrieve_now, done_count, budget, scale) -> Tensor:
     _logits[(rows, parts)](
         q, centroid, unit_count, retrieve_now, logits, *sums, q.stride(0), q.stride(1), heads, most, scale, G=group,
         GP=max(16, next_power_of_2(group)), D=d, DP=wide, UNITS=step, num_warps=4, num_stages=AHEAD,
-        **chained(q.device, rows * parts),
+        **launch_early(q.device, rows * parts),
     )  # fmt: skip
     keys, begins, notes, skips = new(chunks * lanes, torch.int64), new(chunks * lanes), new(chunks * 5), new(budget)
     out = new(budget).view(batch, heads, budget)
     _choose[(rows, chunks)](
         logits, *sums, first, unit_count, retrieve_now, done_count, out, keys, begins, notes, skips, most, budget,
         parts, G=group, GR=next_power_of_2(group), PARTS=next_power_of_2(parts), N=lanes,
-        CHUNKS=next_power_of_2(chunks), num_warps=max(1, lanes // 256), **chained(q.device, rows * chunks),
+        CHUNKS=next_power_of_2(chunks), num_warps=max(1, lanes // 256), **launch_early(q.device, rows * chunks),
     )  # fmt: skip
     return out
 

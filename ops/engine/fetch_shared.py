@@ -14,29 +14,30 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, sm_count, tl, triton
 from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import Listed, SharedHot
+from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.gather.fetch import OLDEST, ROWS, bring, check_slots, move
 from torchsparsekv.ops.select._top import take_top
-from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import row_at, row_width
-from torchsparsekv.ops.store.views import Far, Listed, SharedHot
+from torchsparsekv.ops.store.views import Pool
 
 CLAIM = 1 << 30  # what is missing has in `slot_of`, until it has a slot, which of those who ask speaks for all
 PER_WARP = 512  # slots or ids that a warp has at most, where there are as many warps as a program may have
 
 
-def check(ids, far, hot) -> None:
-    check_one(far.rows)
+def check(ids, pool, hot) -> None:
+    check_one(pool)
     check_slots(hot.rows.shape[2])
-    check_blocks(far.rows, hot)
+    check_blocks(pool, hot.rows, hot.slot_of)
     if ids.shape[0] * ids.shape[2] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[0]} x {ids.shape[2]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
 
 
-def reference(ids: Listed, far: Far, hot: Changed[SharedHot]) -> Tensor:
+def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
     slots = torch.full_like(ids, -1)
-    for h, pages in enumerate(far.rows[0].unflatten(1, (-1, hot.rows.shape[3]))):
+    for h, pages in enumerate(pool[0].unflatten(1, (-1, hot.rows.shape[3]))):
         its = SharedHot(*(t[0, h] for t in hot))
-        bring(list(dict.fromkeys(x for x in ids[:, h].flatten().tolist() if x >= 0)), pages, its)
+        bring(list(dict.fromkeys(x for x in ids[:, h].flatten().tolist() if x >= 0)), pages, *its)
         slots[:, h] = torch.where(ids[:, h] >= 0, its.slot_of[ids[:, h].clamp(min=0).long()], -1)
     return slots
 
@@ -91,7 +92,7 @@ def _bring(
     move(pool, hot, victims + h * C, missing + h * N, tl.load(misses + h), part, parts, P, D, ROW, ROWS)
 
 
-def launch(ids, far, hot) -> Tensor:
+def launch(ids, pool, hot) -> Tensor:
     (count, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
     wide_n, wide_c = max(16, next_power_of_2(count * n)), max(16, next_power_of_2(slots))
     out = torch.empty_like(ids)
@@ -101,7 +102,7 @@ def launch(ids, far, hot) -> Tensor:
         OLDEST=OLDEST, CLAIM=CLAIM, N=wide_n, C=wide_c, num_warps=min(32, max(4, max(wide_n, wide_c) // PER_WARP)),
     )  # fmt: skip
     _bring[(heads, cdiv(2 * sm_count(ids.device), heads))](
-        far.rows, hot.rows, victims, missing, misses, slots, blocks, N=wide_n, C=wide_c, P=p, D=d,
+        pool, hot.rows, victims, missing, misses, slots, blocks, N=wide_n, C=wide_c, P=p, D=d,
         ROW=next_power_of_2(row_width(d)), ROWS=ROWS,
     )  # fmt: skip
     return out

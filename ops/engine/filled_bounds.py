@@ -9,23 +9,23 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import FlatTokens, RowOfToken
 from torchsparsekv.ops.index._leaving import load_fresh
-from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
-from torchsparsekv.ops.index.block_bounds import check as check_digests
+from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_digest, volume_of
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_at
-from torchsparsekv.ops.store.views import Digests, Far, FlatTokens, RowOfToken
+from torchsparsekv.ops.store.views import Digests, Pool
 
 
-def check(k, to, far, digests) -> None:
-    check_one(far.rows)
-    check_digests(k, far, digests, None)
+def check(k, to, pool, digests) -> None:
+    check_one(pool)
+    check_digests(pool, digests)
 
 
-def reference(k: FlatTokens, to: RowOfToken, far: Far, digests: Changed[Digests]) -> None:
+def reference(k: FlatTokens, to: RowOfToken, pool: Pool, digests: Changed[Digests]) -> None:
     block_size, token_of = digests.block_size, {row: token for token, row in enumerate(to.tolist())}
     for last in (row for row in token_of if row >= 0 and row % block_size == block_size - 1):
         rows = slice(last + 1 - block_size, last + 1)
-        keys = keys_of(as_numbers(far.rows[0, :, rows], k.dtype)).clone()
+        keys = keys_of(as_numbers(pool[0, :, rows], k.dtype)).clone()
         for i, row in enumerate(range(rows.start, rows.stop)):
             if row in token_of:
                 keys[:, i] = k[token_of[row]]
@@ -50,8 +50,8 @@ def _bounds(
         store_digest(x.to(tl.float32), every, centre, spread, h * blocks + last // P, BALL, MEAN, LIMIT, D, DP)
 
 
-def launch(k, to, far, digests) -> None:
-    (tokens, heads, d), (pool,), (centre, spread, block_size, _) = k.shape, far, digests
+def launch(k, to, pool, digests) -> None:
+    (tokens, heads, d), (centre, spread, block_size, _) = k.shape, digests
     _bounds[(tokens, heads)](
         k, to, pool, centre, spread, *k.stride()[:2], pool.shape[2], centre.shape[2], **volume_of(digests),
         P=block_size, D=d, DP=next_power_of_2(d), num_warps=2,

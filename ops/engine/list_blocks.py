@@ -13,7 +13,8 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 from torchsparsekv.ops.engine.tables import check_tables, near_begin, near_begin_of, near_blocks
-from torchsparsekv.ops.store.views import I32, Requests
+from torchsparsekv.ops.engine.views import Requests
+from torchsparsekv.ops.store.views import I32
 
 Places = Annotated[Tensor, Of("requests heads chosen", I32)]
 LISTED = 128  # of a program
@@ -43,7 +44,7 @@ def reference(chosen: Places, requests: Requests, block_size: int) -> tuple[Tens
 
 @triton.jit
 def _list(
-    chosen, length, table, ids, fill, heads, places, n, k, sink, window, P: tl.constexpr, NEAR: tl.constexpr,
+    chosen, length, table, ids, fill, heads, places, n, k, sink, window, P: tl.constexpr, IN_RING: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
@@ -51,7 +52,7 @@ def _list(
     j = tl.program_id(1) * LISTED + tl.arange(0, LISTED)
     end, first = tl.load(length + b), sink // P
     near = near_begin_of(end, sink, window, P) // P + j - first
-    mine = j - first - NEAR
+    mine = j - first - IN_RING
     place = tl.load(chosen + bh * k + mine, mask=(mine >= 0) & (j < n), other=-1)
     full = tl.where(place >= 0, P, 0)
     place = tl.where(j < first, j, tl.where(mine < 0, near, place))
@@ -68,7 +69,7 @@ def launch(chosen, requests, block_size) -> tuple[Tensor, Tensor]:
     n = ids.shape[2]
     _list[(count * heads, cdiv(n, LISTED))](
         chosen, length, table, ids, fill, heads, table.shape[1], n, k, sink, window, P=block_size,
-        NEAR=near_blocks(window, block_size), LISTED=LISTED,
+        IN_RING=near_blocks(window, block_size), LISTED=LISTED,
     )  # fmt: skip
     return ids, fill
 

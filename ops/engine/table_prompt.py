@@ -17,44 +17,45 @@ from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.attend._split import causal_attention, result_like
 from torchsparsekv.ops.attend.prompt_attention import PIECE, beyond_torch, by_torch
 from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import FlatTokens
 from torchsparsekv.ops.store.rows import as_numbers, rows_of
-from torchsparsekv.ops.store.views import I32, Attention, Far, FlatTokens
+from torchsparsekv.ops.store.views import I32, Attention, Pool
 
 FlatQueries = Annotated[Tensor, Of("tokens q_heads dim", "kv", strided=True)]
 Table = Annotated[Tensor, Of("places", I32)]
 
 
-def check(q, k, v, far, table, past, block_size, attention) -> None:
+def check(q, k, v, pool, table, past, block_size, attention) -> None:
     _check.heads(q, k)
-    check_one(far.rows)
+    check_one(pool)
     if not 0 <= past <= table.shape[0] * block_size:
         raise ValueError(f"{table.shape[0]} blocks of {block_size} do not hold a past of {past} tokens")
 
 
-def _past(far: Far, table: Tensor, past: int, block_size: int, most: int) -> Iterator[Tensor]:
+def _past(pool: Pool, table: Tensor, past: int, block_size: int, most: int) -> Iterator[Tensor]:
     """[heads, up to `most` tokens, 2, head_dim] after another, as they are stored."""
-    blocks = far.rows[0].unflatten(1, (-1, block_size))
+    blocks = pool[0].unflatten(1, (-1, block_size))
     for first in range(0, past, most):
         ids = table[first // block_size : cdiv(min(first + most, past), block_size)]
         yield blocks.index_select(1, ids).flatten(1, 2)[:, : past - first]
 
 
 def reference(
-    q: FlatQueries, k: FlatTokens, v: FlatTokens, far: Far, table: Table, past: int, block_size: int,
+    q: FlatQueries, k: FlatTokens, v: FlatTokens, pool: Pool, table: Table, past: int, block_size: int,
     attention: Attention,
 ) -> Tensor:  # fmt: skip
     x, new = q.transpose(0, 1), rows_of(k, v).transpose(0, 1)
-    pieces = [as_numbers(piece, k.dtype) for piece in _past(far, table, past, block_size, past or 1)]
+    pieces = [as_numbers(piece, k.dtype) for piece in _past(pool, table, past, block_size, past or 1)]
     rows = torch.cat([*pieces, new], 1)[None]
     return causal_attention(x[None], rows, attention)[0].transpose(0, 1).contiguous()
 
 
-def launch(q, k, v, far, table, past, block_size, attention) -> Tensor:
+def launch(q, k, v, pool, table, past, block_size, attention) -> Tensor:
     if beyond_torch(q, past > 0, attention):
-        return reference(q, k, v, far, table, past, block_size, attention)
+        return reference(q, k, v, pool, table, past, block_size, attention)
     x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
     most = max(PIECE // block_size, 1) * block_size
-    pieces = _past(far, table, past, block_size, most) if past else None
+    pieces = _past(pool, table, past, block_size, most) if past else None
     return by_torch(x, y, z, pieces, attention)[0].transpose(0, 1).contiguous()
 
 

@@ -12,10 +12,11 @@ from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.engine.tables import check_one, check_tables, near_begin, near_begin_of
+from torchsparsekv.ops.engine.views import OneQuery, Requests
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.select.bound_scores import bound, bounds_of, dot_type
-from torchsparsekv.ops.store.views import Digests, OneQuery, Requests
+from torchsparsekv.ops.store.views import Digests
 
 BLOCKS = 64  # of a program
 

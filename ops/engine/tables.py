@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
-from torchsparsekv.ops.store.views import Requests
+from torchsparsekv.ops.engine.views import Requests
 
 
 def near_begin(requests: Requests, block_size: int) -> Tensor:

@@ -10,26 +10,27 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import Copies, FlatTokens, RowOfToken
 from torchsparsekv.ops.store.rows import as_stored, in_row, new_row, row_at, row_width, rows_of, store_row
-from torchsparsekv.ops.store.views import Copies, Far, FlatTokens, RowOfToken
+from torchsparsekv.ops.store.views import Pool
 
 TOKENS = 16  # of a program
 
 
-def check(k, v, to, far, copies) -> None:
-    check_one(far.rows)
+def check(k, v, to, pool, copies) -> None:
+    check_one(pool)
     if (copies.rows is None) != (copies.slot_of is None):
         raise ValueError("copies are rows and their slots, or neither")
-    if copies.rows is not None and far.rows.shape[2] != copies.slot_of.shape[2] * copies.rows.shape[3]:
+    if copies.rows is not None and pool.shape[2] != copies.slot_of.shape[2] * copies.rows.shape[3]:
         blocks, block_size = copies.slot_of.shape[2], copies.rows.shape[3]
-        raise ValueError(f"{far.rows.shape[2]} rows are not {blocks} blocks of {block_size}")
+        raise ValueError(f"{pool.shape[2]} rows are not {blocks} blocks of {block_size}")
 
 
-def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, far: Changed[Far], copies: Changed[Copies]) -> None:
+def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, pool: Changed[Pool], copies: Changed[Copies]) -> None:
     token = torch.nonzero(to >= 0).flatten()
     row = to[token]
     new = rows_of(k, v)[token].transpose(0, 1)
-    far.rows[0, :, row] = as_stored(new, far.rows)
+    pool[0, :, row] = as_stored(new, pool)
     if copies.rows is None or copies.slot_of is None:
         return
     block_size = copies.rows.shape[3]
@@ -58,8 +59,8 @@ def _write(
         store_row(copy[:, None], c, x, (slot >= 0)[:, None], in_row(c, D), D)
 
 
-def launch(k, v, to, far, copies) -> None:
-    (tokens, heads, d), (pool,), (hot, slot_of) = k.shape, far, copies
+def launch(k, v, to, pool, copies) -> None:
+    (tokens, heads, d), (hot, slot_of) = k.shape, copies
     held = hot is not None
     _write[(cdiv(tokens, TOKENS), heads)](
         k, v, to, pool, hot if held else pool, slot_of if held else to, *k.stride()[:2], *v.stride()[:2], tokens,

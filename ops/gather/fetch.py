@@ -22,9 +22,18 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import LANES, cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    LANES,
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
+from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.select._top import take_top
-from torchsparsekv.ops.store.forget import check_blocks
 from torchsparsekv.ops.store.rows import (
     MISSED,
     PACKED,
@@ -36,7 +45,7 @@ from torchsparsekv.ops.store.rows import (
     row_at,
     row_width,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Asked, Far, Hot, SharedHot, Stats
+from torchsparsekv.ops.store.views import Hot, Pool, Selection, Stats
 
 OLDEST = (1 << 16) - 1  # the rank of an empty slot; ages saturate below it
 ROWS = 16  # pool rows in flight per program and step: 8 KiB at head_dim 128
@@ -46,12 +55,14 @@ NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
 HALVES = (torch.float16, torch.bfloat16)  # what it unpacks packed rows into
 
 
-def check(asked, far, hot, stats) -> None:
-    ids = asked.ids
+def check(selection, pool, hot, stats) -> None:
+    ids = selection.ids
+    if ids is None:
+        raise ValueError("a selection without ids selects nothing to fetch")
     if ids.shape[-1] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
     check_slots(hot.rows.shape[2])
-    check_blocks(far.rows, hot)
+    check_blocks(pool, hot.rows, hot.slot_of)
 
 
 def check_slots(slots: int) -> None:
@@ -59,34 +70,35 @@ def check_slots(slots: int) -> None:
         raise ValueError(f"a hot buffer has at most {LANES} slots a kv head, got {slots}")
 
 
-def reference(asked: Asked, far: Far, hot: Changed[Hot], stats: Changed[Stats]) -> None:
-    ids, retrieve_now = asked
-    pages = far.rows.unflatten(2, (-1, hot.rows.shape[3]))
+def reference(selection: Selection, pool: Pool, hot: Changed[Hot], stats: Changed[Stats]) -> None:
+    ids, retrieve_now = selection[:2]
+    assert ids is not None
+    pages = pool.unflatten(2, (-1, hot.rows.shape[3]))
     for b in range(ids.shape[0]):
         for h in range(ids.shape[1]):
             if retrieve_now is not None and not retrieve_now[b, h]:
                 count(stats.counts[b, h], selected=int((hot.chosen[b, h] >= 0).sum()))
                 continue
             wanted = [int(x) for x in ids[b, h] if x >= 0]
-            missing = bring(wanted, pages[b, h], Hot(*(t[b, h] for t in hot)))
+            missing = bring(wanted, pages[b, h], *(t[b, h] for t in hot[:4]))
             count(stats.counts[b, h], selected=len(wanted), missed=missing)
             hot.chosen[b, h] = torch.where(ids[b, h] >= 0, hot.slot_of[b, h][ids[b, h].clamp(min=0).long()], -1)
 
 
-def bring(wanted: list[int], pages: Tensor, hot: Hot | SharedHot) -> int:
+def bring(wanted: list[int], pages: Tensor, rows: Tensor, slot_of: Tensor, block_of: Tensor, age: Tensor) -> int:
     """Of one head; how many blocks were missing."""
-    missing = [x for x in wanted if hot.slot_of[x] < 0]
-    hits = {int(hot.slot_of[x]) for x in wanted} - {-1}
-    rank = [OLDEST if x < 0 else min(int(age), OLDEST - 2) for x, age in zip(hot.block_of.tolist(), hot.age)]
+    missing = [x for x in wanted if slot_of[x] < 0]
+    hits = {int(slot_of[x]) for x in wanted} - {-1}
+    rank = [OLDEST if x < 0 else min(int(since), OLDEST - 2) for x, since in zip(block_of.tolist(), age)]
     free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
     taken = sorted(free[: len(missing)])
     for x, i in zip(missing, taken):
-        if hot.block_of[i] >= 0:
-            hot.slot_of[hot.block_of[i]] = -1
-        hot.block_of[i], hot.slot_of[x] = x, i
-    hot.rows[taken] = as_numbers(pages[missing], hot.rows.dtype)
-    hot.age.copy_((hot.age + 1).clamp(max=OLDEST))
-    hot.age[[int(hot.slot_of[x]) for x in wanted]] = 0
+        if block_of[i] >= 0:
+            slot_of[block_of[i]] = -1
+        block_of[i], slot_of[x] = x, i
+    rows[taken] = as_numbers(pages[missing], rows.dtype)
+    age.copy_((age + 1).clamp(max=OLDEST))
+    age[[int(slot_of[x]) for x in wanted]] = 0
     return len(missing)
 
 
@@ -163,7 +175,7 @@ def _fetch(
     ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     now = True
@@ -190,12 +202,12 @@ def _fetch(
         add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-def fits(asked, far, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
-    ids = asked.ids
-    shape = native(ids.shape[2], hot.rows, far.rows)
+def fits(selection, pool, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+    ids = selection.ids
+    shape = native(ids.shape[2], hot.rows, pool)
     if isinstance(shape, str):
         return shape
-    if not _cuda.aligned(far.rows, hot.rows):
+    if not _cuda.aligned(pool, hot.rows):
         return "rows are not aligned to 16 bytes"
     kernels = _cuda.load("fetch", ids.device, **shape)
     return kernels if isinstance(kernels, str) else (kernels, shape)
@@ -227,26 +239,26 @@ def _grid(ids: Tensor, hot: Hot, programs: int | None) -> tuple[int, int, int]:
     return batch * heads, max(1, min(tiles, (programs or sm_count(ids.device)) // (batch * heads))), 1
 
 
-def launch_cuda(fitting, asked, far, hot, stats, programs=None) -> None:
+def launch_cuda(fitting, selection, pool, hot, stats, programs=None) -> None:
     """csrc/fetch.cu"""
-    (kernels, shape), (ids, retrieve_now) = fitting, asked
+    (kernels, shape), (ids, retrieve_now) = fitting, selection[:2]
     kernels.launch(
-        "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, far.rows, *hot[:5], stats.counts,
+        "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, pool, *hot[:5], stats.counts,
         hot.chosen, ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
 
-def launch_triton(asked, far, hot, stats, programs=None) -> None:
-    ids, retrieve_now = asked
+def launch_triton(selection, pool, hot, stats, programs=None) -> None:
+    ids, retrieve_now = selection[:2]
     slots, p, _, d = hot.rows.shape[2:]
     n, grid = ids.shape[2], _grid(ids, hot, programs)
     wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(slots)), grid[0] * grid[1]
     scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=ids.device)
     _fetch[grid](
-        ids if retrieve_now is None else retrieve_now, ids, far.rows, *hot[:5], stats.counts, scratch, hot.chosen, n,
+        ids if retrieve_now is None else retrieve_now, ids, pool, *hot[:5], stats.counts, scratch, hot.chosen, n,
         slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
         D=d, ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
-        **chained(ids.device, programs),
+        **launch_early(ids.device, programs),
     )  # fmt: skip
 
 

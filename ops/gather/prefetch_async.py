@@ -9,10 +9,10 @@ Inductor would move an op that nobody waits for to the end of the graph, and cop
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.gather import fetch
-from torchsparsekv.ops.store.views import Asked, Far, Hot, Late, Query, Stats
+from torchsparsekv.ops.store.views import Hot, Pool, Prefetch, Query, Selection, Stats
 
 # Programs beside the next layers, which have the rest of the chip; at least one a kv head. They are enough for the
 # link: at 128K tokens where all blocks are new, 10 layers take 2.94 ms with 16 of them (8: 2.90, 32: 2.91), and 3.03
@@ -20,30 +20,30 @@ from torchsparsekv.ops.store.views import Asked, Far, Hot, Late, Query, Stats
 BESIDE = 16
 
 
-def check(out, late, far, hot, join) -> None:
-    fetch.check(*_as_fetch(late, far, hot))
+def check(out, prefetch, pool, hot, join) -> None:
+    fetch.check(*_as_fetch(prefetch, pool, hot))
 
 
-def reference(out: Changed[Query], late: Changed[Late], far: Far, hot: Changed[Hot], join: bool) -> None:
-    fetch.reference(*_as_fetch(late, far, hot))
+def reference(out: Changed[Query], prefetch: Changed[Prefetch], pool: Pool, hot: Changed[Hot], join: bool) -> None:
+    fetch.reference(*_as_fetch(prefetch, pool, hot))
 
 
-def _as_fetch(late: Late, far: Far, hot: Hot) -> tuple[Asked, Far, Hot, Stats]:
-    return Asked(late.ids, late.later), far, hot, Stats(late.counts)
+def _as_fetch(prefetch: Prefetch, pool: Pool, hot: Hot) -> tuple[Selection, Pool, Hot, Stats]:
+    return Selection(prefetch.ids, prefetch.later), pool, hot, Stats(prefetch.counts)
 
 
-def _fits(out, late, far, hot, join):
-    return fetch.fits(*_as_fetch(late, far, hot))
+def _fits(out, prefetch, pool, hot, join):
+    return fetch.fits(*_as_fetch(prefetch, pool, hot))
 
 
-def _launch_cuda(fitting, out, late, far, hot, join) -> None:
-    with beside(join, *late, *far, *hot, of_step=True):
-        fetch.launch_cuda(fitting, *_as_fetch(late, far, hot), None if join else BESIDE)
+def _launch_cuda(fitting, out, prefetch, pool, hot, join) -> None:
+    with on_side_stream(join, *prefetch, pool, *hot, of_step=True):
+        fetch.launch_cuda(fitting, *_as_fetch(prefetch, pool, hot), None if join else BESIDE)
 
 
-def _launch_triton(out, late, far, hot, join) -> None:
-    with beside(join, *late, *far, *hot, of_step=True):
-        fetch.launch_triton(*_as_fetch(late, far, hot), None if join else BESIDE)
+def _launch_triton(out, prefetch, pool, hot, join) -> None:
+    with on_side_stream(join, *prefetch, pool, *hot, of_step=True):
+        fetch.launch_triton(*_as_fetch(prefetch, pool, hot), None if join else BESIDE)
 
 
 prefetch_async = register(

@@ -15,33 +15,33 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.clusters.find_boundary import cosines, likeness
-from torchsparsekv.ops.store.rows import NEAR, add_count, count
-from torchsparsekv.ops.store.views import Candidates, Late, Lengths, Query, Stats
+from torchsparsekv.ops.store.rows import IN_RING, add_count, count
+from torchsparsekv.ops.store.views import Candidates, Lengths, Prefetch, Query, Stats
 
 
-def check(q, ids, late, stats, lengths, alike, at_once) -> None:
+def check(q, ids, prefetch, stats, lengths, alike, at_once) -> None:
     _check.heads(q, ids)
 
 
 def reference(
-    q: Query, ids: Candidates, late: Changed[Late], stats: Changed[Stats], lengths: Lengths, alike: float, at_once: bool
+    q: Query, ids: Candidates, prefetch: Changed[Prefetch], stats: Changed[Stats], lengths: Lengths, alike: float, at_once: bool
 ) -> None:
     batch, heads, _ = ids.shape
     new = q[:, :, 0].unflatten(1, (heads, -1))
-    found = cosines(new, late.query.unflatten(1, (heads, -1))).mean(2)
+    found = cosines(new, prefetch.query.unflatten(1, (heads, -1))).mean(2)
     n, before, end = (t[:, None] for t in (lengths.length, lengths.previous_ring_begin, lengths.ring_begin))
-    now = (late.seen != n - 1) | ~(found >= alike) | (at_once & (before != end))
+    now = (prefetch.seen != n - 1) | ~(found >= alike) | (at_once & (before != end))
     live = (n > 0).expand(batch, heads)
-    late.now.copy_(now & live)
-    late.later.copy_(~now & live)
-    late.waits.add_(late.now)
-    late.frontier.copy_(torch.where(late.later > 0, before, end))
-    count(stats.counts, near=late.later * (end - before))  # append counted from where rings begin
-    late.seen.copy_(n.expand(batch, heads))
-    late.query.copy_(q[:, :, 0])
-    late.ids.copy_(ids)
+    prefetch.now.copy_(now & live)
+    prefetch.later.copy_(~now & live)
+    prefetch.waits.add_(prefetch.now)
+    prefetch.frontier.copy_(torch.where(prefetch.later > 0, before, end))
+    count(stats.counts, in_ring=prefetch.later * (end - before))  # append counted from where rings begin
+    prefetch.seen.copy_(n.expand(batch, heads))
+    prefetch.query.copy_(q[:, :, 0])
+    prefetch.ids.copy_(ids)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _turned(
     heads, n_ids, alike, AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     i, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
@@ -73,16 +73,16 @@ def _turned(
     tl.store(later + bh, late.to(tl.int32))
     tl.store(waits + bh, waited + turned.to(tl.int32))
     tl.store(frontier + bh, tl.where(late, before, end))
-    add_count(counts, bh, NEAR, tl.where(late, end - before, 0))
+    add_count(counts, bh, IN_RING, tl.where(late, end - before, 0))
 
 
-def launch(q, ids, late, stats, lengths, alike, at_once) -> None:
+def launch(q, ids, prefetch, stats, lengths, alike, at_once) -> None:
     batch, heads, n = ids.shape
     group, d = q.shape[1] // heads, q.shape[3]
     _turned[(batch * heads,)](
-        q, ids, *late[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, q.stride(0),
+        q, ids, *prefetch[:7], stats.counts, lengths.length, lengths.previous_ring_begin, lengths.ring_begin, q.stride(0),
         q.stride(1), heads, n, alike, AT_ONCE=at_once, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
-        N=next_power_of_2(max(n, 1)), **chained(q.device, batch * heads),
+        N=next_power_of_2(max(n, 1)), **launch_early(q.device, batch * heads),
     )  # fmt: skip
 
 

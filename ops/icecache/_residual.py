@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 from torchsparsekv.ops.icecache import _tree
-from torchsparsekv.ops.store.views import Leaves, Tree
+from torchsparsekv.ops.icecache.views import Leaves, Tree
 
 GROUP = 16  # channels of a scale
 BYTES = GROUP // 2

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.hash import mix, mixed
 from torchsparsekv.ops._machinery.triton import tl, triton
+from torchsparsekv.ops.icecache.views import Promotion
 from torchsparsekv.ops.select._top import GROUP
 from torchsparsekv.ops.store.rows import in_8_bits, packed_number, scale_of, scales_of, size_of
-from torchsparsekv.ops.store.views import Promotion
 
 ROOT = 0
 SEEDS, SALTS = 1 << 16, 16  # a level is drawn with its own salt

@@ -20,14 +20,15 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, sm_count, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import tile_of
+from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.icecache import _residual, _tree
 from torchsparsekv.ops.icecache.plant_tree import check_pages, going_over
 from torchsparsekv.ops.icecache.share_step import put
-from torchsparsekv.ops.store.forget import check_blocks
+from torchsparsekv.ops.icecache.views import Leaves, Promotion, Tree
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width, store_row
-from torchsparsekv.ops.store.views import Hot, Leaves, Lengths, Promotion, Store, Tree
+from torchsparsekv.ops.store.views import Hot, KVStore, Lengths
 
 WIDEST = 64  # tokens of a page: they are compared with each other in registers
 WARPS = 8  # with 4, and half as many nodes at a time, 32K nodes took 81 us instead of 57 on an H200, norms not stored
@@ -36,7 +37,7 @@ WARPS = 8  # with 4, and half as many nodes at a time, 32K nodes took 81 us inst
 def check(store, hot, tree, leaves, lengths, promotion, region) -> None:
     _tree.check_promotion(promotion)
     _residual.check_leaves(leaves, store.ring.shape[4], store.ring.dtype)
-    check_blocks(store.pool, hot)
+    check_blocks(store.pool, hot.rows, hot.slot_of)
     page = check_pages(leaves, lengths)
     if page > WIDEST or {page} != {hot.rows.shape[3], lengths.interval, tree.placed.shape[2]}:
         raise ValueError(
@@ -48,7 +49,7 @@ def check(store, hot, tree, leaves, lengths, promotion, region) -> None:
 
 
 def reference(
-    store: Changed[Store], hot: Changed[Hot], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
+    store: Changed[KVStore], hot: Changed[Hot], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
     promotion: Promotion, region: int,
 ) -> None:  # fmt: skip
     (ring, pool), page = store, check_pages(leaves, lengths)
@@ -115,7 +116,7 @@ def _insert(
     P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, NODES: tl.constexpr,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     n, old = tl.load(length + bh // heads), tl.load(old_begin + bh // heads)
@@ -246,7 +247,7 @@ def launch(store, hot, tree, leaves, lengths, promotion, region) -> None:
         lengths.sink, region, promotion.chance, promotion.seed * _tree.SALTS, EVERY=promotion.every,
         LEVELS=promotion.levels, P=page, T=wide, D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)),
         GROUPS=leaves.scale.shape[3], num_warps=WARPS, **going_over(ring), **_residual.UNFUSED,
-        **chained(ring.device, batch * heads * parts),
+        **launch_early(ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

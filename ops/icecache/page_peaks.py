@@ -19,13 +19,22 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.icecache import _residual
 from torchsparsekv.ops.icecache._tree import NO_SPAN, OWN_SPAN, base_in, base_of
+from torchsparsekv.ops.icecache.views import Leaves, Visited
 from torchsparsekv.ops.icecache.visit_nodes import MOST_NODES
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Leaves, Query, Visited
+from torchsparsekv.ops.store.views import Query
 
 LOOKED = 1024  # rows of a program
 TILE = 64  # rows that are multiplied at a time, at least a page
@@ -114,7 +123,7 @@ def _peaks(
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, LOOKED: tl.constexpr, TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     MINE: tl.constexpr = LOOKED // P
     bh, from_page = tl.program_id(0).to(tl.int64), tl.program_id(1) * MINE
     found += (bh * tl.num_programs(1) + tl.program_id(1)) * MINE
@@ -217,7 +226,7 @@ def _launch_triton(q, visited, leaves, always) -> tuple[Tensor, Tensor]:
         q, visited.products, visited.least, leaves.key, leaves.scale, leaves.node, out, peaks, found, q.stride(0),
         q.stride(1), heads, visited.products.shape[2], rows, always, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=page, LOOKED=looked, TILE=max(TILE, page), GROUPS=leaves.scale.shape[3], GROUP=GROUP,
-        num_stages=1, **chained(q.device, batch * heads * parts),
+        num_stages=1, **launch_early(q.device, batch * heads * parts),
     )  # fmt: skip
     return out, peaks
 

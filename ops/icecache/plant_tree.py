@@ -22,18 +22,19 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, shared_bytes, tl, triton
 from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.icecache import _residual, _tree
+from torchsparsekv.ops.icecache.views import Leaves, Promotion, Tree
 from torchsparsekv.ops.store.rows import keys_of, ring_row, ring_row_of
-from torchsparsekv.ops.store.views import Leaves, Lengths, Near, NewKeys, Promotion, Tree
+from torchsparsekv.ops.store.views import Lengths, NewKeys, Ring
 
 NODES, STAGES = 2, 3  # tiles of nodes that a program compares tokens with at a time, and of loads of these
 
 
-def check(k, near, tree, leaves, lengths, promotion, join) -> None:
+def check(k, ring, tree, leaves, lengths, promotion, join) -> None:
     _tree.check_promotion(promotion)
     _residual.check_leaves(leaves, k.shape[3], k.dtype)
     check_pages(leaves, lengths)
@@ -53,7 +54,7 @@ def whole_pages(page: int, lengths: Lengths, said: str) -> int:
 
 
 def reference(
-    k: NewKeys, near: Near, tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths, promotion: Promotion,
+    k: NewKeys, ring: Ring, tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths, promotion: Promotion,
     join: bool,
 ) -> Tensor:  # fmt: skip
     batch, heads, tokens, _ = k.shape
@@ -63,7 +64,7 @@ def reference(
         if n <= 0 or new <= old:
             continue
         before, column = torch.arange(old, max(old, min(n0, new)), device=k.device), tokens - n
-        held = keys_of(near.ring[b])[:, ring_row(before, lengths.sink, near.ring.shape[2])]
+        held = keys_of(ring[b])[:, ring_row(before, lengths.sink, ring.shape[2])]
         x = torch.cat([held, k[b, :, column + old + len(before) : column + new]], 1)
         position = torch.arange(old, new, device=k.device)
         moves = position >= cdiv(max(n0, old), page) * page
@@ -191,9 +192,9 @@ def _arrange(
         tl.store(order + bh * columns + first + row, (first + old + take).to(tl.int32), mask=moves)
 
 
-def launch(k, near, tree, leaves, lengths, promotion, join) -> Tensor:
-    held = keys_of(near.ring).clone()
-    with beside(join, k, held, *tree, *leaves, *lengths[:4]):
+def launch(k, ring, tree, leaves, lengths, promotion, join) -> Tensor:
+    held = keys_of(ring).clone()
+    with on_side_stream(join, k, held, *tree, *leaves, *lengths[:4]):
         return _launch(k, held, tree, leaves, lengths, promotion)
 
 

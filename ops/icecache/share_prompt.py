@@ -15,12 +15,13 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import torch_kernels
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops.icecache.plant_tree import whole_pages
 from torchsparsekv.ops.icecache.share_step import followed_by
+from torchsparsekv.ops.icecache.views import Followed
 from torchsparsekv.ops.store.store_prompt import Order
-from torchsparsekv.ops.store.views import I32, Followed, Lengths
+from torchsparsekv.ops.store.views import I32, Lengths
 
 Sought = Annotated[Tensor, Of("batch heads queries wanted", I32)]
 
@@ -60,7 +61,7 @@ def reference(
 
 
 def launch(order, sought, its, followed, lengths, page, join) -> Tensor:
-    with beside(join, *(t for t in (order, sought, its, *followed, *lengths[:4]) if t is not None)):
+    with on_side_stream(join, *(t for t in (order, sought, its, *followed, *lengths[:4]) if t is not None)):
         return reference(order, sought, its, followed, lengths, page, join)
 
 

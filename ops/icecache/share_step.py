@@ -13,8 +13,9 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.store.forget import check_blocks
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops.gather._hot_buffer import check_blocks
+from torchsparsekv.ops.icecache.views import AskedPages, Followed
 from torchsparsekv.ops.store.rows import (
     as_numbers,
     as_stored,
@@ -25,14 +26,14 @@ from torchsparsekv.ops.store.rows import (
     row_width,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import I32, AskedPages, Followed, Hot, Lengths, Store
+from torchsparsekv.ops.store.views import I32, Hot, KVStore, Lengths
 
 Placed = Annotated[Tensor, Of("batch heads page", I32)]
 WIDE = 256  # ids that are copied at a time
 
 
 def check(store, hot, followed, asked, placed, lengths) -> None:
-    check_blocks(store.pool, hot)
+    check_blocks(store.pool, hot.rows, hot.slot_of)
     if {placed.shape[2], lengths.interval} != {hot.rows.shape[3]}:
         raise ValueError(
             f"one page leaves at a time: rows for {placed.shape[2]} tokens, blocks of {hot.rows.shape[3]}, interval "
@@ -55,7 +56,7 @@ def put(token: Tensor, row: int, pool: Tensor, hot: Hot) -> None:
 
 
 def reference(
-    store: Changed[Store], hot: Changed[Hot], followed: Changed[Followed], asked: AskedPages, placed: Placed,
+    store: Changed[KVStore], hot: Changed[Hot], followed: Changed[Followed], asked: AskedPages, placed: Placed,
     lengths: Lengths,
 ) -> None:  # fmt: skip
     (ring, pool), page, of = store, placed.shape[2], followed_by(followed.heads)[..., None]
@@ -78,7 +79,7 @@ def _follow(
     ring, pool, hot, slot_of, followed, own_asked, fill, asked, placed, length, old_begin, ring_begin, heads, ring_rows,
     rows, slots, sink, n, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     head = tl.load(followed + bh)
@@ -106,7 +107,7 @@ def launch(store, hot, followed, asked, placed, lengths) -> None:
     _follow[(batch * heads,)](
         ring, pool, hot.rows, hot.slot_of, *followed, asked, placed, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, heads, ring_rows, pool.shape[2], hot.rows.shape[2], lengths.sink, asked.shape[2],
-        P=placed.shape[2], D=d, ROW=next_power_of_2(row_width(d)), WIDE=WIDE, **chained(ring.device, batch * heads),
+        P=placed.shape[2], D=d, ROW=next_power_of_2(row_width(d)), WIDE=WIDE, **launch_early(ring.device, batch * heads),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.select import top_blocks as top
 from torchsparsekv.ops.select._top import GROUP
@@ -75,7 +75,7 @@ def _sought(
 
 def launch(q, k, lengths, join) -> Tensor:
     (batch, heads, tokens, d), last = k.shape, last_of(q).shape[2]
-    with beside(join, q, k, *lengths[1:4]):
+    with on_side_stream(join, q, k, *lengths[1:4]):
         scores = k.new_empty((batch * heads, last, tokens), dtype=torch.float32)
         peaks = k.new_empty((batch * heads, last, cdiv(tokens, GROUP)), dtype=torch.float32)
         _sought[(batch * heads, cdiv(tokens, TILE))](

@@ -19,7 +19,7 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
-from torchsparsekv.ops._machinery.triton import chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.store.views import I32
 
 PageScores = Annotated[Tensor, Of("batch q_heads blocks", torch.float32)]
@@ -68,7 +68,7 @@ def _union(
     scores, ids, worth, turns, out, blocks, n, G: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
     PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     i, p, every = tl.arange(0, N), tl.arange(0, PART), tl.arange(0, WIDE)
     ids, worth, turns, out = ids + bh * G * n, worth + bh * G * n, turns + bh * G * n, out + bh * n
@@ -123,7 +123,7 @@ def _launch_triton(scores, ids, union) -> None:
     _union[(batch * heads,)](
         scores, ids, worth, turns, union, scores.shape[2], n, G=group, N=wide,
         WIDE=min(WIDE, next_power_of_2(group * n)), PART=max(16, min(PART, COMPARED // wide)),
-        num_warps=8, **chained(ids.device, batch * heads),
+        num_warps=8, **launch_early(ids.device, batch * heads),
     )  # fmt: skip
 
 

@@ -26,11 +26,20 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.attend._split import load_query
 from torchsparsekv.ops.icecache._tree import ROOT, SALTS
+from torchsparsekv.ops.icecache.views import Tree, View
 from torchsparsekv.ops.select._top import least_of_top, ordered
-from torchsparsekv.ops.store.views import Query, Tree, View
+from torchsparsekv.ops.store.views import Query
 
 MILLION = 1_000_000
 MOST_NODES = 1 << 16  # that a program can choose among
@@ -90,7 +99,7 @@ def _scores(
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the nodes of level AT; -inf where a query head does not reach one, and with TOP for those of other levels."""
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     u, g, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GP), tl.arange(0, DP)
@@ -121,7 +130,7 @@ def _least(
     G: tl.constexpr, N: tl.constexpr, MILLION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the nodes of level AT that one query head expands; of a sample, N nodes at most."""
-    chain(PDL)
+    wait_for_previous(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     bh, known = row // G, tl.load(node_count + row // G)
     if FLAT:
@@ -187,11 +196,11 @@ def _launch_triton(q, tree, view) -> tuple[Tensor, Tensor]:
             q, tree.code, tree.scale, tree.parent, tree.level, tree.node_count, least, products, q.stride(0),
             q.stride(1), heads, nodes, view.least, AT=at, TOP=at == view.levels, FLAT=flat, G=group,
             GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
-            **chained(q.device, batch * heads * tiles),
+            **launch_early(q.device, batch * heads * tiles),
         )  # fmt: skip
         _least[(rows,)](
             tree.level, tree.node_count, products, least, nodes, *view[:3], sample, AT=at, FLAT=flat, G=group, N=wide,
-            MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **chained(q.device, rows),
+            MILLION=MILLION, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16, **launch_early(q.device, rows),
         )  # fmt: skip
     return products, least
 

@@ -6,21 +6,22 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import tl, triton
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
-from torchsparsekv.ops.store.views import Far, Lengths
+from torchsparsekv.ops.store.views import Leaving, Lengths
 
 
-def leaving_keys(k: Tensor, far: Far, lengths: Lengths) -> Iterator[tuple[int, int, int, Tensor]]:
+def leaving_keys(leaving: Leaving, lengths: Lengths) -> Iterator[tuple[int, int, int, Tensor]]:
     """(row, first position, end, keys [kv_heads, tokens, head_dim]) of every row where some leave.
 
-    Positions from `start` on are new: their keys come from `k`, whose last columns they are, the others from the pool.
-    Of a `k` without columns none do: a single token is not among those that leave.
+    Positions from `start` on are new: their keys come from the last columns of `leaving.new`, the others from the pool. Without
+    columns none do: a single token is not among those that leave.
     """
+    k, pool = leaving
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
             continue
         fresh = min(max(old, n0), new) if k.shape[2] else new
         column = k.shape[2] - n
-        before = keys_of(far.rows[b, :, old:fresh]).to(k.dtype)
+        before = keys_of(pool[b, :, old:fresh]).to(k.dtype)
         yield b, old, new, torch.cat([before, k[b, :, column + fresh : column + new]], 1)
 
 

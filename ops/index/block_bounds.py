@@ -15,10 +15,10 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX, to_e4m3
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
-from torchsparsekv.ops.store.views import Digests, Far, Lengths, NewKeys
+from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
 
 UNBOUNDED = 65504.0  # what a spread of FP8_MAX counts as: fp8 has no infinity, and this is the largest that fp16 has
 VOLUMES = ("box", "ball", "mean-box")
@@ -33,9 +33,14 @@ def check_spread(digests: Digests) -> None:
         raise TypeError(f"spread must be {want}, got {spread.dtype}")
 
 
-def check(k, far, digests, lengths, coarse=None) -> None:
+def check(leaving, digests, lengths, coarse=None) -> None:
+    check_digests(leaving.pool, digests)
+
+
+def check_digests(pool: Tensor, digests: Digests) -> None:
+    """The digests are those of a known volume, and of the blocks of this pool."""
     check_spread(digests)
-    rows, (centre, spread, block_size, volume) = far.rows.shape[2], digests
+    rows, (centre, spread, block_size, volume) = pool.shape[2], digests
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
         raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")
@@ -69,10 +74,10 @@ def bounds(keys: Tensor, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def reference(
-    k: NewKeys, far: Far, digests: Changed[Digests], lengths: Lengths, coarse: Changed[Coarse | None] = None
+    leaving: Leaving, digests: Changed[Digests], lengths: Lengths, coarse: Changed[Coarse | None] = None
 ) -> None:
     block_size = digests.block_size
-    for b, old, new, keys in leaving_keys(k, far, lengths):
+    for b, old, new, keys in leaving_keys(leaving, lengths):
         blocks = slice(old // block_size, new // block_size)
         centre, spread = bounds(keys.unflatten(1, (-1, block_size)), digests.volume, digests.centre.dtype)
         digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
@@ -148,7 +153,7 @@ def _bounds(
     pool_rows, blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr,
     MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
@@ -166,14 +171,14 @@ def volume_of(digests: Digests) -> dict[str, object]:
     return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit)
 
 
-def launch(k, far, digests, lengths, coarse) -> None:
-    (pool,), (centre, spread, block_size, _) = far, digests
+def launch(leaving, digests, lengths, coarse) -> None:
+    (k, pool), (centre, spread, block_size, _) = leaving, digests
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
         k, pool, centre, spread, pool if coarse is None else coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2],
         rows, centre.shape[2], **volume_of(digests), COPY=coarse is not None, MAX=FP8_MAX, P=block_size, D=d,
-        DP=next_power_of_2(d), num_warps=2, **chained(centre.device, batch * heads * most),
+        DP=next_power_of_2(d), num_warps=2, **launch_early(centre.device, batch * heads * most),
     )  # fmt: skip
 
 

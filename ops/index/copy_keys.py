@@ -12,10 +12,10 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX, to_e4m3
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.store.rows import keys_of, load_key, row_at
-from torchsparsekv.ops.store.views import Far, Lengths, NewKeys
+from torchsparsekv.ops.store.views import Leaving, Lengths
 
 Coarse: TypeAlias = Annotated[Tensor, Of("batch heads rows dim", torch.uint8)]  # fp8, as its bytes
 TILE = 32
@@ -52,8 +52,8 @@ def as_copied(keys: Tensor) -> Tensor:
     return keys.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
-def reference(k: NewKeys, far: Far, coarse: Changed[Coarse], lengths: Lengths) -> None:
-    for b, old, new, keys in leaving_keys(k, far, lengths):
+def reference(leaving: Leaving, coarse: Changed[Coarse], lengths: Lengths) -> None:
+    for b, old, new, keys in leaving_keys(leaving, lengths):
         coarse[b, :, old:new] = as_copied(keys)
 
 
@@ -62,7 +62,7 @@ def _copy(
     k, pool, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens, rows,
     MAX: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
@@ -74,13 +74,13 @@ def _copy(
         keep_copy(x, coarse, bh * rows + pos, live, MAX, D, DP)
 
 
-def launch(k, far, coarse, lengths) -> None:
-    (pool,) = far
+def launch(leaving, coarse, lengths) -> None:
+    k, pool = leaving
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     parts = cdiv(min(k.shape[2] + lengths.interval, rows), TILE)
     _copy[(parts, batch * heads)](
         k, pool, coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2], rows, MAX=FP8_MAX, D=d,
-        DP=next_power_of_2(d), TILE=TILE, **chained(k.device, batch * heads * parts),
+        DP=next_power_of_2(d), TILE=TILE, **launch_early(k.device, batch * heads * parts),
     )  # fmt: skip
 
 

@@ -25,9 +25,10 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, flips, hadamard_odd, turned
-from torchsparsekv.ops.store.views import Codes, Lengths
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Lengths
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 PERCENT = (5, 15, 30, 50, 75, 100)
@@ -150,7 +151,7 @@ def _votes(
     Opposite patterns have opposite scores, so that comparing the absolute scores of the pairs says all: a quarter of
     the comparisons. And where the better ones of all pairs have keys enough, the others get nothing.
     """
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, space, f = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     size: tl.constexpr = 1 << M
     half: tl.constexpr = 1 << (M - 1)
@@ -217,7 +218,7 @@ def _launch_triton(q, codes, lengths, ratios, mean, seed) -> tuple[Tensor, Tenso
         q, codes.counts, rotated, votes, lengths.ring_begin, q.stride(0), q.stride(1), heads, lengths.sink, seed,
         scale_of(q, heads, mean), *below, *rho, G=q.shape[1] // heads, F=rotated.shape[2], W=packs, B=spaces,
         M=size.bit_length() - 1, D=q.shape[3], DP=rotated.shape[3], num_warps=4 if size == 256 else 1,
-        **chained(q.device, batch * heads * spaces * packs * 4),
+        **launch_early(q.device, batch * heads * spaces * packs * 4),
     )  # fmt: skip
     return rotated, votes
 

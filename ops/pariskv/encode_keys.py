@@ -14,23 +14,24 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops.pariskv._srht import SEEDS, flipped, hadamard_odd, turned
-from torchsparsekv.ops.store.views import Codes, Far, Lengths, NewKeys
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Leaving, Lengths
 
 TILE = 32  # keys a program encodes: one tensor-core tile, and little waste when an update is short
 COLUMNS = 64  # of the rotation at a time
 LARGEST = 65504.0  # fp16
 
 
-def check(k, far, codes, lengths, m, seed) -> None:
+def check(leaving, codes, lengths, m, seed) -> None:
     if m not in WORDS or not 0 <= seed < SEEDS:
         known = ", ".join(map(str, sorted(WORDS)))
         raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
-    size = next_power_of_2(k.shape[-1])
+    size = next_power_of_2(leaving.new.shape[-1])
     got = codes.ids.shape[3], codes.codes.shape[3], codes.counts.shape[3]
     if got != (size // m, size // 2, 1 << m):
         want = f"{size // m}, {size // 2} and {1 << m}"
@@ -55,8 +56,8 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, codes, weights.half()
 
 
-def reference(k: NewKeys, far: Far, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
-    for b, old, new, keys in leaving_keys(k, far, lengths):
+def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int, seed: int) -> None:
+    for b, old, new, keys in leaving_keys(leaving, lengths):
         ids, packed, weights, counts = (t[b] for t in codes)
         ids[:, old:new], packed[:, old:new], weights[:, old:new] = encode(keys, m, seed)
         names = ids[:, old:new].transpose(1, 2).long()
@@ -69,7 +70,7 @@ def _encode(
     rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n, new = tl.load(start + b), tl.load(length + b), tl.load(ring_begin + b)
@@ -105,8 +106,8 @@ def _encode(
             tl.atomic_add(tally, tl.full((TILE, spaces), 1, tl.int32), mask=live)
 
 
-def launch(k, far, codes, lengths, m, seed) -> None:
-    (pool,) = far
+def launch(leaving, codes, lengths, m, seed) -> None:
+    k, pool = leaving
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     size = next_power_of_2(d)
     most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
@@ -114,7 +115,7 @@ def launch(k, far, codes, lengths, m, seed) -> None:
     _encode[(cdiv(most, TILE), batch * heads)](
         k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
         k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size), **chained(k.device, batch * heads * cdiv(most, TILE)),
+        COLUMNS=min(COLUMNS, size), **launch_early(k.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 
 

@@ -18,10 +18,19 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.pariskv import centroid_votes as _votes
 from torchsparsekv.ops.pariskv.centroid_votes import ONE, by_length, by_length_of, pair
-from torchsparsekv.ops.store.views import Codes, Lengths
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Lengths
 
 Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
 MOST_SPACES = 254 // len(_votes.PERCENT)  # scores are one byte, and one value is kept for keys that do not count
@@ -95,7 +104,7 @@ def _collide(
     SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score a span of keys; count how many of them reach each score."""
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
@@ -160,7 +169,7 @@ def _compact(
     beta2, beta3, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a span to where those of the spans before it end."""
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
@@ -257,12 +266,12 @@ def _launch_triton(votes, codes, lengths, ratios, least, dense, capacity) -> Ten
     _collide[(all_heads, parts)](
         ids, votes.view(torch.int32), scores, reach, times, heads, rows, scores.shape[2], sink, W=packs, B=spaces,
         SIZE=size, BINS=_bins(spaces), CHUNK=chunk, num_warps=max(4, chunk // 128),
-        **chained(ids.device, all_heads * parts),
+        **launch_early(ids.device, all_heads * parts),
     )  # fmt: skip
     _compact[(all_heads, parts)](
         scores, reach, out, times, heads, scores.shape[2], sink, least, dense, capacity, *below, *beta,
         BINS=_bins(spaces), PARTS=32, CHUNK=chunk, TILE=tile, num_warps=max(4, tile // 512),
-        **chained(ids.device, all_heads * parts),
+        **launch_early(ids.device, all_heads * parts),
     )  # fmt: skip
     return out
 

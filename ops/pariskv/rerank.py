@@ -16,11 +16,20 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpacked, unpacked_by, unpacking, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Candidates, Codes
+from torchsparsekv.ops.store.views import Candidates
 
 Rotated = Annotated[Tensor, Of("batch heads fields padded_dim", torch.float32)]
 TILE = 64  # candidates of a program: at 128K keys, 8 heads and beta 0.05 that is 820 programs
@@ -52,7 +61,7 @@ def _rerank(
     F: tl.constexpr, FP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.load(candidates + bh * total + i, mask=i < total, other=-1)
@@ -109,7 +118,7 @@ def _launch_triton(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
     _rerank[(batch * heads, cdiv(total, TILE))](
         rotated, words(codes.codes, m), codes.weights, candidates, out, peaks, rows, total, peaks.shape[2],
         *polynomial(m), F=fields, FP=max(16, next_power_of_2(fields)), B=spaces, M=m, TILE=TILE,
-        UNPACK=unpacking(m, device), GROUP=GROUP, num_warps=4, **chained(device, batch * heads * cdiv(total, TILE)),
+        UNPACK=unpacking(m, device), GROUP=GROUP, num_warps=4, **launch_early(device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
     return out, peaks
 

@@ -22,27 +22,28 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
-from torchsparsekv.ops._machinery.grid_barrier import leave, meet, parts_of, phases
+from torchsparsekv.ops._machinery.grid_barrier import grid_barrier, leave_grid_barrier, parts_of, phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import (
     LANES,
     cdiv,
-    chain,
-    chained,
     compiles,
+    launch_early,
     next_power_of_2,
     shared_bytes,
     tl,
     triton,
+    wait_for_previous,
 )  # fmt: skip
 from torchsparsekv.ops.attend._split import capped, soft_capped
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.select._top import GROUP, store_peaks
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
 from torchsparsekv.ops.store.rows import keys_of, row_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Observed, Static, Store
+from torchsparsekv.ops.store.views import Attention, KVStore, Lengths, Observed
 
 NEVER = (1 << 31) - 1  # as `every`: once after each prompt
 TILE = 64  # keys at a time
@@ -85,7 +86,7 @@ def window_scores(queries: Tensor, keys: Tensor, attention: Attention) -> Tensor
 
 
 def reference(
-    observed: Observed, static: Changed[Static], store: Store, coarse: Coarse | None, lengths: Lengths,
+    observed: Observed, static: Changed[Static], store: KVStore, coarse: Coarse | None, lengths: Lengths,
     attention: Attention,
 ) -> None:  # fmt: skip
     (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
@@ -142,15 +143,15 @@ def _unit(scale, CAPPED: tl.constexpr):
 
 @triton.jit
 def _logits(
-    x, source, tile, bh, begin, end, rows, scale, softcap, BY_QUERY: tl.constexpr, NEAR: tl.constexpr,
+    x, source, tile, bh, begin, end, rows, scale, softcap, BY_QUERY: tl.constexpr, IN_RING: tl.constexpr,
     CAPPED: tl.constexpr, COARSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of the queries `x` and a tile of tokens, [TILE, Q] or, BY_QUERY, [Q, TILE]: what is summed up lies in a thread.
-    Not scaled yet, but where they are CAPPED: `_unit`. And which tokens lie in [begin, end). NEAR: `source` is the
+    Not scaled yet, but where they are CAPPED: `_unit`. And which tokens lie in [begin, end). IN_RING: `source` is the
     ring, else what `copied` says."""
     d, pos = tl.arange(0, DP), tile * TILE + tl.arange(0, TILE)
     live = (pos >= begin) & (pos < end)
-    if NEAR:
+    if IN_RING:
         at = row_at(source, bh, pos[:, None], rows, D) + d[None, :]
         k = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     else:
@@ -262,7 +263,7 @@ def choose_anew(
         tl.store(updated + bh, due.to(tl.int32))
     if due:
         if FIRST < 0:
-            meet(arrived + bh, parts)
+            grid_barrier(arrived + bh, parts)
         if FIRST <= 0:
             _sum_up(
                 queries, ring, keys, tops, totals, b, h, bh, part, parts, heads, n, end, sink, window, ring_rows, rows,
@@ -270,16 +271,16 @@ def choose_anew(
             )  # fmt: skip
         if (FIRST <= 1) & (LAST > 1):
             if FIRST < 1:
-                meet(arrived + bh, parts)
+                grid_barrier(arrived + bh, parts)
             _score(
                 queries, keys, tops, totals, scores, peaks, b, h, bh, part, parts, heads, n, end, sink, window, rows,
                 scale, softcap, padded, groups, CAPPED, COARSE, G, D, DP, TILE, Q, STAGES, GROUP, ASM,
             )  # fmt: skip
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
-                meet(arrived + bh, parts)
+                grid_barrier(arrived + bh, parts)
                 if not STAY:
-                    leave(arrived + bh, gone + bh, parts)
+                    leave_grid_barrier(arrived + bh, gone + bh, parts)
             if part == 0:
                 best_of_peaks(
                     scores + bh * rows, peaks + bh * groups, ids + bh * most, listed + bh * L, rows, groups, want,
@@ -299,7 +300,7 @@ def _choose(
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     choose_anew(
         queries, ids, count, target, updated, at, lead, every, updates, arrived, gone, ring, keys, length,
         ring_begin, tops, totals, scores, peaks, listed, heads, sink, window, ring_rows, rows, scale, softcap,
@@ -341,7 +342,7 @@ def launch(*things) -> None:
     grid, given = arguments(*things)
     device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
-        _choose[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
+        _choose[grid](**given, **phase, **launch_early(device, grid[0] * grid[1]))
 
 
 choose_static = register("choose_static", reference, impls=(by_triton(launch),), check=check)

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
-from torchsparsekv.ops._machinery.grid_barrier import leave, meet, parts_of, phases
+from torchsparsekv.ops._machinery.grid_barrier import grid_barrier, leave_grid_barrier, parts_of, phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
-from torchsparsekv.ops.index.block_bounds import bounds, store_digest, volume_of
-from torchsparsekv.ops.index.block_bounds import check as check_digests
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops.gather._hot_buffer import check_blocks, empty_slot
+from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_digest, volume_of
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
-from torchsparsekv.ops.store.forget import check_blocks, empty_slot
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.store.rows import row_at, stored_width
-from torchsparsekv.ops.store.views import Digests, Far, Hot, Static
+from torchsparsekv.ops.store.views import Digests, Hot, Pool
 
 ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # rows of tokens away that are compared at a time
@@ -38,11 +38,11 @@ PHASES = 4
 BESIDE = 2  # programs on a multiprocessor: all have to fit (tests/tools/compile_kernels.py)
 
 
-def check(static, far, coarse, hot, digests, sink) -> None:
+def check(static, pool, coarse, hot, digests, sink) -> None:
     if static.away is None:
         raise ValueError("a set that moves needs static.away")
-    check_digests(None, far, digests, None)
-    check_blocks(far.rows, hot)
+    check_digests(pool, digests)
+    check_blocks(pool, hot.rows, hot.slot_of)
     if sink % hot.rows.shape[3]:
         raise ValueError(f"{sink} sinks are not whole blocks of {hot.rows.shape[3]}")
 
@@ -71,13 +71,13 @@ def gathered(ids: Tensor, first: int, end: int) -> Tensor:
 
 
 def reference(
-    static: Changed[Static], far: Changed[Far], coarse: Changed[Coarse | None], hot: Changed[Hot],
+    static: Changed[Static], pool: Changed[Pool], coarse: Changed[Coarse | None], hot: Changed[Hot],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
     away, block_size = static.away, hot.rows.shape[3]
     assert away is not None  # `check`
     for b, h in static.updated.nonzero().tolist():
-        rows = far.rows[b, h]
+        rows = pool[b, h]
         back, forth, stay = moves(static.ids[b, h, : int(static.count[b, h])], away[b, h], sink)
         for pairs in (back, forth):
             to = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
@@ -91,7 +91,7 @@ def reference(
         for block in sorted({x // block_size for pair in (*back, *forth) for x in pair}):
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
-            keys = keys_in(far.rows, coarse, b, h, native)
+            keys = keys_in(pool, coarse, b, h, native)
             digest = bounds(keys, digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
@@ -177,9 +177,9 @@ def _read(pool, hot, slot_of, bh, row, c, mask, rows, slots, P: tl.constexpr, D:
     """Rows from the hot buffer where it has them, else from the pool; pointers to both, and whether it has them."""
     slot = tl.load(slot_of + bh * (rows // P) + row // P)
     held = slot >= 0
-    far, near = row_at(pool, bh, row, rows, D) + c, row_at(hot, bh, slot * P + row % P, slots * P, D) + c
-    x = tl.where(held, tl.load(near, mask=mask & held, other=0), tl.load(far, mask=mask & (slot < 0), other=0))
-    return x, far, near, held
+    home, copy = row_at(pool, bh, row, rows, D) + c, row_at(hot, bh, slot * P + row % P, slots * P, D) + c
+    x = tl.where(held, tl.load(copy, mask=mask & held, other=0), tl.load(home, mask=mask & (slot < 0), other=0))
+    return x, home, copy, held
 
 
 @triton.jit
@@ -198,14 +198,14 @@ def _swap(
         one = tl.load(scratch + i, mask=i < pairs, other=0)[:, None]
         two = tl.load(scratch + K + i, mask=i < pairs, other=0)[:, None]
         if SAME:
-            x, far, near, held = _read(pool, hot, slot_of, bh, one, c, m, rows, slots, P, D)
+            x, home, copy, held = _read(pool, hot, slot_of, bh, one, c, m, rows, slots, P, D)
             y, far2, near2, held2 = _read(pool, hot, slot_of, bh, two, c, m, rows, slots, P, D)
             now = live
             if AGAIN:
                 now = live & ((held == 0) | (tl.load(later + one - first, mask=live, other=-1) < 0))
-            tl.store(far, y, mask=m & now)
+            tl.store(home, y, mask=m & now)
             tl.store(far2, x, mask=m)
-            tl.store(near, y, mask=m & held)
+            tl.store(copy, y, mask=m & held)
             tl.store(near2, x, mask=m & held2)
         else:
             _exchange(row_at(pool, bh, one, rows, D) + c, row_at(pool, bh, two, rows, D) + c, m)
@@ -267,7 +267,7 @@ def move(
     """All phases of a head whose set is new. Phases before the first are what else the launch does."""
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if FIRST < 0:
-        meet(arrived + bh, parts)
+        grid_barrier(arrived + bh, parts)
     plan += (bh * parts + part) * 6 * K  # private to this program
     back, forth = _plan(ids + bh * most, away + bh * most, plan, sink, tl.load(count + bh), most, K, BITS)
     later = plan + 5 * K
@@ -278,15 +278,15 @@ def move(
         )  # fmt: skip
     if (FIRST <= 1) & (LAST > 1):
         if FIRST < 1:
-            meet(arrived + bh, parts)
+            grid_barrier(arrived + bh, parts)
         _swap(
             pool, hot, slot_of, coarse, plan + 2 * K, later, bh, forth, part, parts, sink, rows, slots, False, SAME,
             COARSE, P, D, WIDTH, ROW, ROWS, K,
         )  # fmt: skip
     if (FIRST <= 2) & (LAST > 2):
         if FIRST < 2:
-            meet(arrived + bh, parts)
-            leave(arrived + bh, gone + bh, parts)
+            grid_barrier(arrived + bh, parts)
+            leave_grid_barrier(arrived + bh, gone + bh, parts)
         _anew(
             keys, centre, spread, slot_of, block_of, plan, bh, back, forth, sink, most, part, parts, rows, blocks,
             slots, SAME, COARSE, BALL, MEAN, LIMIT, P, D, DP, K, LOOKED,
@@ -304,7 +304,7 @@ def _relocate(
     WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
     LOOKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     if tl.load(updated + tl.program_id(0)) != 0:
         move(
             ids, count, arrived, gone, away, pool, hot, coarse, keys, centre, spread, slot_of, block_of, plan, most,
@@ -313,9 +313,9 @@ def _relocate(
         )  # fmt: skip
 
 
-def arguments(parts: int, static, far, coarse, hot, digests, sink) -> dict[str, Any]:
+def arguments(parts: int, static, pool, coarse, hot, digests, sink) -> dict[str, Any]:
     """What `move` takes by name, but for its phases; and `updated`."""
-    (pool,), (centre, spread) = far, digests[:2]
+    centre, spread = digests[:2]
     (batch, heads, rows), d, width = pool.shape[:3], hot.rows.shape[5], stored_width(pool)
     most = static.ids.shape[2]
     k = max(16, next_power_of_2(most))
@@ -330,12 +330,12 @@ def arguments(parts: int, static, far, coarse, hot, digests, sink) -> dict[str, 
     )  # fmt: skip
 
 
-def launch(static, far, coarse, hot, digests, sink) -> None:
-    device, heads = far.rows.device, static.count.numel()
+def launch(static, pool, coarse, hot, digests, sink) -> None:
+    device, heads = pool.device, static.count.numel()
     parts = parts_of(device, heads, cdiv(static.ids.shape[2], ROWS), BESIDE)
-    given = arguments(parts, static, far, coarse, hot, digests, sink)
+    given = arguments(parts, static, pool, coarse, hot, digests, sink)
     for phase in phases(device, parts, PHASES):
-        _relocate[(heads, parts)](**given, **phase, **chained(device, heads * parts))
+        _relocate[(heads, parts)](**given, **phase, **launch_early(device, heads * parts))
 
 
 relocate = register("relocate", reference, impls=(by_triton(launch),), check=check)

@@ -13,23 +13,24 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
-from torchsparsekv.ops._machinery.grid_barrier import leave, meet, parts_of, phases
+from torchsparsekv.ops._machinery.grid_barrier import grid_barrier, leave_grid_barrier, parts_of, phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.select._top import GROUP, store_peaks
 from torchsparsekv.ops.select.top_blocks import best_of_peaks
-from torchsparsekv.ops.store.views import Far, Lengths, Observed, Static
+from torchsparsekv.ops.store.views import Lengths, Observed, Pool
 
 TILE = 64  # keys at a time
 MATCHED = 16  # tokens of one of two lists that are looked for in the other at a time
 PHASES = 2
 
 
-def check(observed, static, far, coarse, lengths, k, per_head) -> None:
-    _check.heads(observed.queries.transpose(1, 2), far.rows)
+def check(observed, static, pool, coarse, lengths, k, per_head) -> None:
+    _check.heads(observed.queries.transpose(1, 2), pool)
     if not 0 < k <= static.ids.shape[2]:
         raise ValueError(f"k must be from 1 to the {static.ids.shape[2]} tokens that there is room for, got {k}")
 
@@ -41,16 +42,16 @@ def agreed(first: Tensor, last: Tensor, keys: Tensor, k: int) -> int:
 
 
 def reference(
-    observed: Observed, static: Changed[Static], far: Far, coarse: Coarse | None, lengths: Lengths, k: int,
+    observed: Observed, static: Changed[Static], pool: Pool, coarse: Coarse | None, lengths: Lengths, k: int,
     per_head: bool,
 ) -> None:  # fmt: skip
-    (queries,), heads = observed, far.rows.shape[1]
+    (queries,), heads = observed, pool.shape[1]
     window, group = queries.shape[1], queries.shape[2] // heads
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
         if n <= 0 or static.at[b, 0] != NOT_YET:
             continue
         first, last = queries[b, max(n - window, 0) % window], queries[b, (n - 1) % window]
-        behind = keys_in(far.rows, coarse, b, slice(None), slice(lengths.sink, end)).to(queries.dtype)
+        behind = keys_in(pool, coarse, b, slice(None), slice(lengths.sink, end)).to(queries.dtype)
         keys = behind.float().repeat_interleave(group, 0)
         both = [agreed(*x, k) for x in zip(first, last, keys)]
         both = torch.tensor(both).view((heads, group) if per_head else (1, heads * group))
@@ -109,7 +110,7 @@ def _target(
     TILE: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, HG: tl.constexpr, MATCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads
     n, end = tl.load(length + b), tl.load(ring_begin + b)
@@ -121,8 +122,8 @@ def _target(
             )  # fmt: skip
         if LAST > 1:
             if FIRST < 1:
-                meet(arrived + bh, parts)
-                leave(arrived + bh, gone + bh, parts)
+                grid_barrier(arrived + bh, parts)
+                leave_grid_barrier(arrived + bh, gone + bh, parts)
             for g in range(part, G, parts):
                 at = bh * 2 * G + g
                 own = bh * parts + part
@@ -143,8 +144,8 @@ def _target(
                 tl.store(done + first, 0)
 
 
-def launch(observed, static, far, coarse, lengths, k, per_head) -> None:
-    (queries,), (pool,) = observed, far
+def launch(observed, static, pool, coarse, lengths, k, per_head) -> None:
+    (queries,) = observed
     (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
     group, all_heads = queries.shape[2] // heads, batch * heads
     parts = parts_of(pool.device, all_heads, cdiv(rows, TILE))
@@ -160,7 +161,7 @@ def launch(observed, static, far, coarse, lengths, k, per_head) -> None:
             GP=max(16, next_power_of_2(2 * group)), P=lengths.interval, D=d, DP=next_power_of_2(d), TILE=TILE,
             GROUP=GROUP, N=next_power_of_2(groups), L=lanes,
             HG=next_power_of_2(heads * group), MATCHED=MATCHED, num_warps=8, num_stages=1,
-            **chained(pool.device, all_heads * parts),
+            **launch_early(pool.device, all_heads * parts),
         )  # fmt: skip
 
 

@@ -9,35 +9,26 @@ from torchsparsekv.ops._machinery.fp8 import FP8_MAX
 from torchsparsekv.ops._machinery.grid_barrier import phases
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.index import block_bounds as bounding
+from torchsparsekv.ops.index.copy_keys import Coarse
 from torchsparsekv.ops.prkv import choose_static as choosing
 from torchsparsekv.ops.prkv import relocate as moving
-from torchsparsekv.ops.store.views import (
-    Attention,
-    CopiedStore,
-    Digests,
-    Far,
-    Hot,
-    Lengths,
-    Observed,
-    Static,
-    Store,
-)
+from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.store.views import Attention, Digests, Hot, KVStore, Leaving, Lengths, Observed
 
 PHASES = 1 + choosing.PHASES + moving.PHASES
 MOVING = tl.constexpr(1 + choosing.PHASES)  # the first phase of what comes last
 
 
-def apart(observed, static, store, hot, digests, lengths, attention) -> tuple[tuple, tuple, tuple]:
-    """What each of the three ops takes."""
-    ring, pool, coarse = store
-    batch, heads, _, _, d = ring.shape
+def apart(observed, static, store, coarse, hot, digests, lengths, attention) -> tuple[tuple, tuple, tuple]:
+    """The arguments of each of the three ops."""
+    batch, heads, _, _, d = store.ring.shape
     no_keys = observed.queries.new_empty(batch, heads, 0, d)
     return (
-        (no_keys, Far(pool), digests, lengths, coarse),
-        (observed, static, Store(ring, pool), coarse, lengths, attention),
-        (static, Far(pool), coarse, hot, digests, lengths.sink),
+        (Leaving(no_keys, store.pool), digests, lengths, coarse),
+        (observed, static, store, coarse, lengths, attention),
+        (static, store.pool, coarse, hot, digests, lengths.sink),
     )
 
 
@@ -47,10 +38,11 @@ def check(*things) -> None:
 
 
 def reference(
-    observed: Observed, static: Changed[Static], store: Changed[CopiedStore], hot: Changed[Hot],
-    digests: Changed[Digests], lengths: Lengths, attention: Attention,
+    observed: Observed, static: Changed[Static], store: Changed[KVStore], coarse: Changed[Coarse | None],
+    hot: Changed[Hot], digests: Changed[Digests], lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
-    for op, its in zip((bounding, choosing, moving), apart(observed, static, store, hot, digests, lengths, attention)):
+    arguments = apart(observed, static, store, coarse, hot, digests, lengths, attention)
+    for op, its in zip((bounding, choosing, moving), arguments):
         op.reference(*its)
 
 
@@ -82,7 +74,7 @@ def _restructure(
     LIMIT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, LOOKED: tl.constexpr, MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     if FIRST < 1:
         _summarise(
             queries, pool, centre, spread, coarse, length, previous_ring_begin, ring_begin, heads, rows, blocks, COARSE,
@@ -114,7 +106,7 @@ def launch(*things) -> None:
     given |= dict(previous_ring_begin=lengths.previous_ring_begin, MAX=FP8_MAX)
     device = given["queries"].device
     for phase in phases(device, grid[1], PHASES):
-        _restructure[grid](**given, **phase, **chained(device, grid[0] * grid[1]))
+        _restructure[grid](**given, **phase, **launch_early(device, grid[0] * grid[1]))
 
 
 update_static_set = register("update_static_set", reference, impls=(by_triton(launch),), check=check)

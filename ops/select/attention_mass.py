@@ -9,10 +9,10 @@ from torch import Tensor
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import load_query, soft_capped
 from torchsparsekv.ops.store.rows import keys_of, load_key, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Lengths, Query, Store
+from torchsparsekv.ops.store.views import Attention, KVStore, Lengths, Query
 
 TILE = 64
 
@@ -28,7 +28,7 @@ def grouped(q: Tensor, heads: int) -> Tensor:
     return q[:, :, 0].unflatten(1, (heads, -1)).float()
 
 
-def reference(q: Query, store: Store, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
+def reference(q: Query, store: KVStore, lengths: Lengths, block_size: int, attention: Attention) -> Tensor:
     raw = grouped(q, store.pool.shape[1]) @ keys_of(store.pool).to(q.dtype).float().transpose(-1, -2)
     return _mass(raw, q, store.ring, lengths, block_size, attention)
 
@@ -59,7 +59,7 @@ def _products(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     pos = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -79,7 +79,7 @@ def launch(q, store, lengths, block_size, attention) -> Tensor:
     _products[(batch * heads, cdiv(rows, TILE))](
         q, pool, raw, lengths.ring_begin, q.stride(0), q.stride(1), heads, rows, G=group,
         GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), TILE=TILE,
-        **chained(q.device, batch * heads * cdiv(rows, TILE)),
+        **launch_early(q.device, batch * heads * cdiv(rows, TILE)),
     )  # fmt: skip
     return _mass(raw, q, ring, lengths, block_size, attention)
 

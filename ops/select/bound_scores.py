@@ -19,7 +19,15 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.fp8 import FP8, FP8_MAX
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
@@ -99,7 +107,7 @@ def _scores(
     P: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -161,7 +169,7 @@ def _launch_triton(q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=dot_type(q, centre),
         LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
-        num_warps=2, **chained(q.device, batch * heads * cdiv(blocks, BLOCKS)),
+        num_warps=2, **launch_early(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip
     return out, peaks
 

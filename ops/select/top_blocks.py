@@ -22,7 +22,7 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.select._top import GROUP, ordered, range_of, take_within
 from torchsparsekv.ops.store.views import I32, PerRow, Scored
 
@@ -68,7 +68,7 @@ def _top(
     scores, ids, out, best, counter, all_ids, per, n, chunk, k, total, few, width, KEEP: tl.constexpr,
     MAPPED: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     i = tl.arange(0, N)
@@ -141,7 +141,7 @@ def _top_of_peaks(
     scores, peaks, ids, out, scratch, counter, per, n, groups, k, few, width, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if WHOLE:
         k = tl.where(tl.load(counter + row // per) <= few, 0, k)
@@ -174,7 +174,7 @@ def _from_peaks(scores: Tensor, peaks: Tensor, ids: Tensor | None, k: int, answe
     _top_of_peaks[(rows,)](
         scores, peaks, out if ids is None else ids, out, scratch, out if counter is None else counter, per, n,
         groups, k, few, width, MAPPED=ids is not None, WHOLE=counter is not None, GROUP=GROUP,
-        N=next_power_of_2(groups), L=lanes, K=next_power_of_2(width), num_warps=WARPS, **chained(scores.device, rows),
+        N=next_power_of_2(groups), L=lanes, K=next_power_of_2(width), num_warps=WARPS, **launch_early(scores.device, rows),
     )  # fmt: skip
     return out
 
@@ -190,7 +190,7 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, answer: _Ans
         scores, out if ids is None else ids, out, best, out if counter is None else counter,
         out if all_ids is None else all_ids, per, n, chunk, k, 0 if all_ids is None else all_ids.shape[1], few,
         width, KEEP=parts > 1, MAPPED=ids is not None, WHOLE=counter is not None, N=lanes, K=next_power_of_2(width),
-        num_warps=min(32, max(4, lanes // 512)), **chained(scores.device, rows * parts),
+        num_warps=min(32, max(4, lanes // 512)), **launch_early(scores.device, rows * parts),
     )  # fmt: skip
     return out, best
 

@@ -10,10 +10,11 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import chain, chained, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
-from torchsparsekv.ops.store.rows import NEAR, add_count, count
-from torchsparsekv.ops.store.views import Kept, Lengths, Stats
+from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.store.rows import IN_RING, add_count, count
+from torchsparsekv.ops.store.views import Lengths, Stats
 
 
 def reference(kept: Changed[Kept], stats: Changed[Stats], lengths: Lengths) -> None:
@@ -32,14 +33,14 @@ def reference(kept: Changed[Kept], stats: Changed[Stats], lengths: Lengths) -> N
             if joined or at == NOT_YET:
                 kept.updated[b, h], kept.at[b, h] = 1, n
                 kept.updates[b, h] += 1
-            count(stats.counts[b, h], near=begin - frontier - leaving)  # append counted from where rings begin
+            count(stats.counts[b, h], in_ring=begin - frontier - leaving)  # append counted from where rings begin
 
 
 @triton.jit
 def _join(
     ids, held, frontier, at, updated, updates, lost, counts, length, ring_begin, heads, most, PDL: tl.constexpr
 ):
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     n, begin = tl.load(length + bh // heads), tl.load(ring_begin + bh // heads)
     new = tl.full((), 0, tl.int32)
@@ -55,7 +56,7 @@ def _join(
         new = ((joined > 0) | (tl.load(at + bh) == NOT_SINCE)).to(tl.int32)
         tl.store(at + bh, n, mask=new > 0)
         tl.store(updates + bh, tl.load(updates + bh) + new)
-        add_count(counts, bh, NEAR, begin - old - leaving)
+        add_count(counts, bh, IN_RING, begin - old - leaving)
     tl.store(updated + bh, new)
 
 
@@ -63,7 +64,7 @@ def launch(kept, stats, lengths) -> None:
     batch, heads, most = kept.ids.shape
     _join[(batch * heads,)](
         *kept, stats.counts, lengths.length, lengths.ring_begin, heads, most, num_warps=1,
-        **chained(kept.ids.device, batch * heads),
+        **launch_early(kept.ids.device, batch * heads),
     )  # fmt: skip
 
 

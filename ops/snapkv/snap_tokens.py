@@ -24,8 +24,9 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.attend._split import soft_capped
 from torchsparsekv.ops.attend.prompt_attention import bounds_of, brought, check_spans
+from torchsparsekv.ops.snapkv.views import Kept
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, only_keys
-from torchsparsekv.ops.store.views import Attention, Far, Kept, Lengths, NewKeys, Observed
+from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Observed, Pool
 
 LOGITS = 1 << 24  # written out at a time, of one kv head: 64 MiB, all of 32 queries x 4 heads at 128K tokens
 
@@ -37,8 +38,8 @@ class Pooling(NamedTuple):
     largest: bool
 
 
-def check(k, observed, kept, far, lengths, attention, pooling, spans) -> None:
-    _check.heads(observed.queries.transpose(1, 2), far.rows)
+def check(k, observed, kept, pool, lengths, attention, pooling, spans) -> None:
+    _check.heads(observed.queries.transpose(1, 2), pool)
     check_spans(spans, k.shape[0])
     if pooling.width < 1 or pooling.width % 2 == 0:
         raise ValueError(f"votes are pooled over an odd number of tokens, got {pooling.width}")
@@ -77,7 +78,7 @@ def _keep(kept: Kept, b: int, h: int, ids: Tensor, frontier: int) -> None:
 
 
 def reference(
-    k: NewKeys, observed: Observed, kept: Changed[Kept], far: Far, lengths: Lengths, attention: Attention,
+    k: NewKeys, observed: Observed, kept: Changed[Kept], pool: Pool, lengths: Lengths, attention: Attention,
     pooling: Pooling, spans: list[int] | None,
 ) -> None:  # fmt: skip
     heads, sink, most = k.shape[1], lengths.sink, kept.ids.shape[2]
@@ -86,14 +87,14 @@ def reference(
             continue
         queries = window_queries(observed, b, n, heads)
         end = n - queries.shape[1]
-        past = keys_of(as_numbers(far.rows[b, :, :n0], k.dtype))
+        past = keys_of(as_numbers(pool[b, :, :n0], k.dtype))
         keys = torch.cat([past, k[b, :, k.shape[2] - (n - n0) :]], 1)
         for h in range(heads):
             found = best_of_votes(votes(queries[h], end, [keys[h]], end, attention), sink, most, pooling)
             _keep(kept, b, h, found, max(end, sink))
 
 
-def launch(k, observed, kept, far, lengths, attention, pooling, spans) -> None:
+def launch(k, observed, kept, pool, lengths, attention, pooling, spans) -> None:
     """A kv head at a time, with its past in pieces."""
     heads, sink, most = k.shape[1], lengths.sink, kept.ids.shape[2]
     for b, (n0, n) in enumerate(bounds_of(lengths, spans)):
@@ -102,7 +103,7 @@ def launch(k, observed, kept, far, lengths, attention, pooling, spans) -> None:
         queries = window_queries(observed, b, n, heads)
         end, some = n - queries.shape[1], max(1, LOGITS // (n * queries.shape[2]))
         for h in range(heads):
-            pieces = brought(only_keys(far.rows[b, h : h + 1, :n0]))
+            pieces = brought(only_keys(pool[b, h : h + 1, :n0]))
             past = (keys_of(as_numbers(piece, k.dtype))[0] for piece in pieces)
             keys = [*past, k[b, h, k.shape[2] - (n - n0) :]]
             parts = enumerate(queries[h].split(some))

@@ -10,10 +10,10 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, chain, chained, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.store.rows import (
     CONTEXT,
-    NEAR,
+    IN_RING,
     STEPS,
     add_count,
     as_stored,
@@ -27,7 +27,7 @@ from torchsparsekv.ops.store.rows import (
     rows_of,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Lengths, ObservedQueries, Stats, Store, Token
+from torchsparsekv.ops.store.views import KVStore, Lengths, ObservedQueries, Stats, Token
 
 TILE = 16  # rows a program copies at once: 8 KiB at head_dim 128, the size at which writes to the host saturate
 
@@ -45,7 +45,7 @@ def check(token, store, stats, lengths, observed=None) -> None:
 
 
 def reference(
-    token: Token, store: Changed[Store], stats: Changed[Stats], lengths: Lengths,
+    token: Token, store: Changed[KVStore], stats: Changed[Stats], lengths: Lengths,
     observed: Changed[ObservedQueries | None] = None,
 ) -> None:  # fmt: skip
     (k, v, q), (ring, pool), sink = token, store, lengths.sink
@@ -60,7 +60,7 @@ def reference(
             pool[b, :, old:new] = as_stored(leaving, pool)
         if q is not None and observed is not None:
             observed[b, (n - 1) % observed.shape[1]] = q[b, :, 0]
-        count(stats.counts[b], steps=1, context=n, near=min(n, sink) + max(n - new, 0))
+        count(stats.counts[b], steps=1, context=n, in_ring=min(n, sink) + max(n - new, 0))
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _append(
     ring_rows, pool_rows, sink, window, KEEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chain(PDL)
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -101,7 +101,7 @@ def _append(
             tl.store(row_at(ring, 0, ring_row_of(n - 1, sink, span), ring_rows, D) + c, newest, mask=live)
             add_count(counts, bh, STEPS, 1)
             add_count(counts, bh, CONTEXT, n)
-            add_count(counts, bh, NEAR, tl.minimum(n, sink) + tl.maximum(n - new, 0))
+            add_count(counts, bh, IN_RING, tl.minimum(n, sink) + tl.maximum(n - new, 0))
         if (old + part * TILE < new) & (pool_rows > 0):
             pos = old + part * TILE + tl.arange(0, TILE)
             m = (pos < new)[:, None] & live[None, :]
@@ -123,7 +123,7 @@ def launch(token, store, stats, lengths, observed=None) -> None:
         k, v, q, ring, pool, stats.counts, queries, lengths.length, lengths.previous_ring_begin, lengths.ring_begin,
         *k.stride()[:2], *v.stride()[:2], *q.stride()[:2], heads, ring_rows, pool.shape[2], lengths.sink,
         queries.shape[1], KEEP=keep, G=group, GP=next_power_of_2(group), D=d, DP=next_power_of_2(d),
-        ROW=next_power_of_2(row_width(d)), TILE=TILE, **chained(ring.device, batch * heads * parts),
+        ROW=next_power_of_2(row_width(d)), TILE=TILE, **launch_early(ring.device, batch * heads * parts),
     )  # fmt: skip
 
 

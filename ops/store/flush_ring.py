@@ -10,12 +10,12 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_stored, copy_rows, ring_position_of, ring_row, row_at, row_width
-from torchsparsekv.ops.store.views import Lengths, Store
+from torchsparsekv.ops.store.views import KVStore, Lengths
 
 TILE = 16
 
 
-def reference(store: Changed[Store], lengths: Lengths) -> None:
+def reference(store: Changed[KVStore], lengths: Lengths) -> None:
     (ring, pool), sink = store, lengths.sink
     for b in range(ring.shape[0]):
         n0, n, old = (int(t[b]) for t in (lengths.start, lengths.length, lengths.previous_ring_begin))

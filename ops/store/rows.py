@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
 
-STATS = ("steps", "context", "near", "selected", "missed")  # the counters of a (row, kv head)
-STEPS, CONTEXT, NEAR, SELECTED, MISSED = map(tl.constexpr, range(len(STATS)))
+STATS = ("steps", "context", "in_ring", "selected", "missed")  # the counters of a (row, kv head)
+STEPS, CONTEXT, IN_RING, SELECTED, MISSED = map(tl.constexpr, range(len(STATS)))
 COUNTERS = tl.constexpr(len(STATS))
 PACKED = torch.int8
 CHANNELS, SMALLEST = 64, 2.0**-100

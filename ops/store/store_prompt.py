@@ -16,11 +16,11 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.side_stream import beside
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
 from torchsparsekv.ops.store.rows import as_stored, ring_row, ring_row_of, row_at, rows_of, store_key, store_value
-from torchsparsekv.ops.store.views import I32, Lengths, NewKeys, Store
+from torchsparsekv.ops.store.views import I32, KVStore, Lengths, NewKeys
 
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 16
@@ -29,7 +29,7 @@ COPIERS, COPY_TILE = 8, 64
 
 
 def reference(
-    k: NewKeys, v: NewKeys, store: Changed[Store], lengths: Lengths, order: Order | None, join: bool
+    k: NewKeys, v: NewKeys, store: Changed[KVStore], lengths: Lengths, order: Order | None, join: bool
 ) -> None:
     (ring, pool), sink = store, lengths.sink
     for b in range(k.shape[0]):
@@ -93,7 +93,7 @@ def launch(k, v, store, lengths, order, join) -> None:
         _write[(min(tiles, programs),)](*args, tiles, TO_RING=to_ring, ORDERED=ordered, **wide)
 
     write(ring, ring.shape[2], 4096, TILE, True)
-    with beside(join, k, v, pool, *times, *(() if order is None else (order,))):
+    with on_side_stream(join, k, v, pool, *times, *(() if order is None else (order,))):
         if pool_rows:
             write(pool, pool_rows, 4096 if join else COPIERS, COPY_TILE, False)
 

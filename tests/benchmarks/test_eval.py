@@ -49,7 +49,7 @@ class Drawn(Random):
 
     def choose(self, s, q, a):
         live = super().choose(s, q, a).ids  # to know what may be chosen, and how many
-        blocks = torch.arange(s.far.rows.shape[2] // self.block_size)
+        blocks = torch.arange(s.store.pool.shape[2] // self.block_size)
         can = (blocks >= self.sink // self.block_size) & (blocks * self.block_size < s.lengths.ring_begin)
         scores = torch.where(can, torch.rand(*live.shape[:2], len(blocks)), -torch.inf)
         return self.best(scores)
@@ -59,7 +59,7 @@ class Drawn(Random):
 class PromptsOnly(Quest):
     """Quest that never takes into its index what is generated."""
 
-    def step(self, s, q, k) -> None: ...
+    def step(self, s, q, leaving) -> None: ...
 
 
 # ---------------------------------------------------------------- it tells methods apart

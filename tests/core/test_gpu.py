@@ -120,7 +120,7 @@ def test_host_and_device_pools_hold_the_same(method):
             cache = handle.make_cache(3)
             greedy_logits(model, ids, mask, 40, cache)
             torch.cuda.synchronize()
-            pools.append([layer.state.far.rows.cpu() for layer in cache.layers])
+            pools.append([layer.state.store.pool.cpu() for layer in cache.layers])
             assert cache.layers[-1].state.pool_on_host == (offload == "host")
     for a, b in zip(*pools):
         assert torch.equal(a, b)

@@ -18,7 +18,7 @@ PATCH = dict(max_length=MAX_LENGTH, skip_layers=1, sink=8, window=6)
 def step_of(past: Past, method):
     """One more token after `past` through a probed method: (the probe of it, its choice, all keys and values)."""
     layer = past.fill(method)
-    p = layer.state.tap = LayerProbe(method)
+    p = layer.state.on_step = LayerProbe(method)
     g = torch.Generator().manual_seed(past.seed + 1)
     k, v = (torch.randn(2, past.heads, 1, past.dim, generator=g) for _ in "kv")
     out = layer.feed(past.query, k, v)
@@ -60,7 +60,7 @@ def decode(method: str, steps: int, **hyper):
             probed = greedy_logits(model, ids, mask, steps, cache)
         assert [layer.method for layer in cache.layers] == methods
         assert all(type(layer.method) is type(m) for layer, m in zip(cache.layers, methods))
-        assert [layer.state.tap for layer in cache.layers] == [None] * len(methods)
+        assert [layer.state.on_step for layer in cache.layers] == [None] * len(methods)
     return plain, probed, seen
 
 
@@ -121,9 +121,9 @@ def test_taps_are_those_of_before_also_after_an_error():
             with contextlib.suppress(KeyError), probe(cache) as seen:
                 greedy_logits(model, ids, mask, 2, cache)
                 raise KeyError
-            assert [layer.state.tap for layer in cache.layers] == taps
+            assert [layer.state.on_step for layer in cache.layers] == taps
             assert (len(seen.layers[0].mass), steps) == (2, [])
             cache.reset()
             greedy_logits(model, ids, mask, 1, cache)
         assert steps == [(0, True), (1, False)], "a dense layer chooses nothing"
-        assert [layer.state.tap for layer in cache.layers] == [None, None]
+        assert [layer.state.on_step for layer in cache.layers] == [None, None]

@@ -331,7 +331,7 @@ def test_memory_that_goes_to_others_after_the_plan_leaves_the_plan(llama, monkey
         assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
     config.cache_config.num_gpu_blocks = 40
     engine.Builder(None, ["0"], config, torch.device("cpu"))
-    assert made.store.far is not None
+    assert made.store.pool is not None
 
 
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])

@@ -14,8 +14,8 @@ from torchsparsekv.method import make_method
 from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.clusters._segments import unit_capacity
 from torchsparsekv.ops.clusters.pick_units import MOST_ROWS, pick_units, scores
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.store.rows import counted, keys_of, ring_positions
-from torchsparsekv.ops.store.views import Units
 from torchsparsekv.state import Geometry
 
 SMALL = dict(sink=8, window=6, cluster_size=4, stretch=16)
@@ -30,7 +30,7 @@ RUNS = dict(SMALL, run=3, rounds=2, cosine=False)
 def check_partition(layer: Layer, past: Past) -> None:
     """Sinks and what follows the frontier are in the ring, the rest in units; a unit's centroid is its mean key."""
     s, sink, at = layer.state, layer.method.sink, layer.state.lengths
-    ring_rows, units = s.near.ring.shape[2], s.units
+    ring_rows, units = s.store.ring.shape[2], s.units
     for b, first in enumerate((past.pad, 0)):
         n, begin = int(at.length[b]), int(at.ring_begin[b])
         kv = torch.stack([past.k[b, :, first : first + n], past.v[b, :, first : first + n]], 2)
@@ -41,18 +41,18 @@ def check_partition(layer: Layer, past: Past) -> None:
             held = sorted(near[near >= 0].tolist())
             assert held == [*range(min(n, sink)), *range(end, n)]
             assert sink <= end <= begin
-            ring = s.near.ring[b, h].cpu()
+            ring = s.store.ring[b, h].cpu()
             for row, pos in enumerate(near.tolist()):
                 assert pos < 0 or torch.equal(ring[row], kv[h, pos])
             edges = units.first[b, h, : count + 1].tolist()
             assert edges[0] == sink
             assert edges[-1] == end
             assert all(i < j for i, j in pairwise(edges)), "an empty unit"
-            pool = s.far.rows[b, h, sink:end].cpu()
+            pool = s.store.pool[b, h, sink:end].cpu()
             order = [(pool == row).all(-1).all(-1).nonzero().flatten().tolist() for row in kv[h, sink:end]]
             assert sorted(chain(*order)) == list(range(end - sink)), "the pool holds every token once"
             for u, (i, j) in enumerate(pairwise(edges)):
-                mean = keys_of(s.far.rows[b, h, i:j]).mean(0)
+                mean = keys_of(s.store.pool[b, h, i:j]).mean(0)
                 torch.testing.assert_close(units.centroid[b, h, u], mean, atol=1e-5, rtol=1e-5)
 
 
@@ -232,7 +232,7 @@ def test_a_prompt_has_clusters_of_the_size_that_the_budget_asks_for():
     for more, size in ((None, 4), (2, 2), (32, 32)):
         method = make_method("clusterkv", budget=64, sink=8, window=6, cluster_size=more, every=32)
         layer = Layer(method, batch=1, heads=1, group=1)
-        k = torch.randn(1, 1, LENGTH, layer.state.near.ring.shape[-1], generator=torch.Generator().manual_seed(0))
+        k = torch.randn(1, 1, LENGTH, layer.state.store.ring.shape[-1], generator=torch.Generator().manual_seed(0))
         layer.feed(k, k, k)
         inside = int(layer.state.lengths.ring_begin[0]) - 8
         assert int(layer.state.units.unit_count[0, 0]) == inside // size
@@ -253,7 +253,7 @@ def test_what_is_generated_is_clustered_many_at_a_time():
     assert [s for s in seen if s[1]] == [(2 + 12 + 3, 3), (44, 6)]
     edges = units.first[0, 0, :10].tolist()
     assert edges == [2, *range(6, 15, 4), *edges[4:6], 26, *edges[7:9], 38]
-    pool = keys_of(layer.state.far.rows[0, 0]).cpu()
+    pool = keys_of(layer.state.store.pool[0, 0]).cpu()
     for i, j in pairwise(edges[:7]):
         assert len((pool[i:j] > 0).nonzero()[:, 1].unique()) == 1, "keys of one kind"
 
@@ -358,7 +358,7 @@ def test_the_choice_is_the_papers(name, past, budget):
         if len(edges) == 1:
             assert (chosen[b, h] == -1).all()
             continue
-        pool = keys_of(s.far.rows[b, h]).double().cpu()
+        pool = keys_of(s.store.pool[b, h]).double().cpu()
         keys = torch.stack([pool[i:j].mean(0) for i, j in pairwise(edges)])
         mean = torch.softmax(queries @ keys.T * past.dim**-0.5, -1).mean(0).log().tolist()
         want = by_hand([(m, *e) for m, e in zip(mean, pairwise(edges))], budget)

@@ -18,38 +18,38 @@ def acting(method) -> dict[str, object]:
     return method.effective()
 
 
-NEAR = dict(sink=64, window=256, hot_budgets=2, prefetch_async=None)
-CLUSTERED = dict(**NEAR, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
+IN_RING = dict(sink=64, window=256, hot_budgets=2, prefetch_async=None)
+CLUSTERED = dict(**IN_RING, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
-    "arkvale": dict(**NEAR, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),
+    "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),
     "clusterkv": dict(
-        **NEAR | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
+        **IN_RING | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True, every=320,
         new_clusters=4, run=None,
     ),
-    "full": dict(**NEAR, budget=1024),
+    "full": dict(**IN_RING, budget=1024),
     "icecache": dict(
-        **NEAR, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
+        **IN_RING, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
         growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
-    "oracle": dict(**NEAR, budget=1024, block_size=1),
+    "oracle": dict(**IN_RING, budget=1024, block_size=1),
     "pariskv": dict(
-        **NEAR, budget=100, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
+        **IN_RING, budget=100, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
         m=8, seed=0,
         # Below how many tokens, and in millionths: the share that is reranked, the share that earns points.
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],
     ),
     "prkv": dict(
-        **NEAR, budget=1024, block_size=32, digest="float8", observe=64, update_every=128, update_from="codes",
+        **IN_RING, budget=1024, block_size=32, digest="float8", observe=64, update_every=128, update_from="codes",
         static_ratio=0.25, per_head=False, static=256,
     ),
-    "quest": dict(**NEAR, budget=1024, block_size=16, digest="float8"),
-    "random": dict(**NEAR, budget=1024, block_size=16, seed=0),
-    "prkv_static": dict(**NEAR, budget=1024, observe=64, update_every=None, update_from="keys"),
+    "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8"),
+    "random": dict(**IN_RING, budget=1024, block_size=16, seed=0),
+    "prkv_static": dict(**IN_RING, budget=1024, observe=64, update_every=None, update_from="keys"),
     "snapkv": dict(
-        **NEAR | dict(sink=0), budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
+        **IN_RING | dict(sink=0), budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
     ),
-    "streaming": dict(**NEAR, budget=1024, block_size=16),
+    "streaming": dict(**IN_RING, budget=1024, block_size=16),
 }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 
 import torchsparsekv
 
-NEAR = dict(sink=4, window=6)
-ICE = dict(**NEAR, budget=16, page_size=4)
-SNAP = dict(**NEAR, budget=12, observe=4)
+IN_RING = dict(sink=4, window=6)
+ICE = dict(**IN_RING, budget=16, page_size=4)
+SNAP = dict(**IN_RING, budget=12, observe=4)
 # method, the far end, and what it is to act like
 FAR = [
     ("snapkv", dict(**SNAP, kernel_size=(1 << 63) + 1), dict(**SNAP, kernel_size=2 * MAX_LENGTH + 1)),
@@ -45,5 +45,5 @@ def test_what_no_memory_holds_is_refused_with_numbers(size):
     model = tiny()
     for n in (1 << 62, 1 << 70):
         says = pytest.raises(MemoryError, match=r"^a cache of 128 tokens x batch 1 needs [\d.]+ GiB host")
-        with torchsparsekv.patch(model, "oracle", **{**NEAR, size: n}, budget=16) as handle, says:
+        with torchsparsekv.patch(model, "oracle", **{**IN_RING, size: n}, budget=16) as handle, says:
             handle.make_cache(1, MAX_LENGTH)

@@ -17,9 +17,10 @@ from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.icecache._residual import difference
 from torchsparsekv.ops.icecache._tree import NO_SPAN, OWN_SPAN, decoded, levels_of, own
 from torchsparsekv.ops.icecache.insert_page import insert_page
+from torchsparsekv.ops.icecache.views import Promotion, View
 from torchsparsekv.ops.icecache.visit_nodes import MOST_NODES
 from torchsparsekv.ops.store.rows import keys_of, ring_row, rows_of, values_of
-from torchsparsekv.ops.store.views import Promotion, View
+from torchsparsekv.ops.store.views import Leaving
 from torchsparsekv.state import Geometry
 
 SINK, WINDOW, PAGE, DIM = 8, 6, 4, 16
@@ -86,7 +87,7 @@ class Life:
     def tokens_of_rows(self, h: int) -> dict[int, int]:
         """The token in each pool row that the index knows."""
         s = self.layer.state
-        number = values_of(s.far.rows)[0, h, :, 0]
+        number = values_of(s.store.pool)[0, h, :, 0]
         return {row: int(number[row]) for row in (s.leaves.node[0, h] != -1).nonzero()[:, 0].tolist()}
 
     def parents(self, h: int, tokens: range) -> dict[int, int]:
@@ -132,7 +133,7 @@ class Structure(RuleBasedStateMachine):
             held = life.tokens_of_rows(h)
             assert sorted(held.values()) == list(range(SINK, max(life.begin, SINK)))
             for row, t in held.items():
-                assert torch.equal(keys_of(s.far.rows)[0, h, row].cpu(), life.keys[h, t])
+                assert torch.equal(keys_of(s.store.pool)[0, h, row].cpu(), life.keys[h, t])
                 self.check_leaf(h, row, life.keys[h, t])
 
     def check_leaf(self, h, row, key):
@@ -167,7 +168,7 @@ class Structure(RuleBasedStateMachine):
     @invariant()
     def copies_are_as_the_pool(self):
         s = self.life.layer.state
-        pages = s.far.rows.unflatten(2, (-1, PAGE))
+        pages = s.store.pool.unflatten(2, (-1, PAGE))
         for b, h, slot in (s.hot.block_of >= 0).nonzero().tolist():
             page = int(s.hot.block_of[b, h, slot])
             n = int(s.leaves.fill[b, h, page])
@@ -183,8 +184,8 @@ def a_page_leaves(layer: Layer, keys: torch.Tensor, old: int, region: int) -> No
     s, page = layer.state, layer.method.block_size
     at = torch.arange(old, old + page)
     new = keys[:, :, at].to(DEVICE)
-    s.near.ring[:, :, ring_row(at, s.lengths.sink, s.near.ring.shape[2])] = rows_of(new, new)
-    s.far.rows[:, :, at] = rows_of(new, new)
+    s.store.ring[:, :, ring_row(at, s.lengths.sink, s.store.ring.shape[2])] = rows_of(new, new)
+    s.store.pool[:, :, at] = rows_of(new, new)
     for t, n in zip(s.lengths, (old, old + page + WINDOW, old, old + page)):
         t.fill_(n)
     insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, layer.method.promoted(region), region)
@@ -207,7 +208,7 @@ def test_nothing_is_lost_over_many_insertions():
     assert int((s.leaves.fill[0, 0, : end // page] == page).sum()) > 500  # the rest
     held = s.leaves.node[0, 0] != -1
     assert torch.equal(held.unflatten(0, (-1, page)).sum(-1).int(), s.leaves.fill[0, 0])
-    got, want = keys_of(s.far.rows)[0, 0, held].cpu(), keys[0, 0, method.sink :]
+    got, want = keys_of(s.store.pool)[0, 0, held].cpu(), keys[0, 0, method.sink :]
     assert torch.equal(got[got[:, 0].argsort()], want[want[:, 0].argsort()])
     assert float(s.tree.radius2) == pytest.approx(float(want.square().sum(-1).max()), rel=1e-5)
 
@@ -241,11 +242,12 @@ def test_the_kernels_grow_the_same_tree(rank_from):
         layer = Layer(method, heads=1, dim=DIM, rows=120)
         layer.row_lengths.advance(60)
         with use_kernels(kind):
-            method.prompt(layer.state, keys[:, :, :60], keys[:, :, :60].to(DEVICE), join=True)
+            leaving = Leaving(keys[:, :, :60].to(DEVICE), layer.state.store.pool)
+            method.prompt(layer.state, keys[:, :, :60], leaving, join=True)
             for old in range(60 - WINDOW - 2, 100, PAGE):
                 a_page_leaves(layer, keys * 1.5, old, 120)
         states.append(layer.state)
-    for view in ("tree", "leaves", "far"):
+    for view in ("tree", "leaves", "store"):
         for field, x, y in zip(getattr(states[0], view)._fields, *(getattr(s, view) for s in states)):
             assert torch.equal(x, y), f"{view}.{field}"
     assert int(states[0].tree.page_count) > 2

@@ -25,7 +25,7 @@ class Follower(Layer):
 
     def __init__(self, anchor: Layer):
         self.__dict__.update(anchor.__dict__)
-        batch, heads, _, _, dim = anchor.state.far.rows.shape
+        batch, heads, _, _, dim = anchor.state.store.pool.shape
         g = Geometry(batch, heads, dim, 256, torch.float32, follows=True)
         self.state = LayerState(
             self.method.buffers(g), self.row_lengths, DEVICE, pool_on_host=False, anchor=anchor.state
@@ -67,10 +67,10 @@ def test_pages_of_a_follower_are_the_same_tokens():
     assert int(all_held.sum()) == 2 * (int(s.lengths.ring_begin[0]) - 8)
     assert int(s.tree.page_count.min()) > 3
     for layer, own, of in zip(layers, keys, (torch.arange(2, device=DEVICE), heads_of(layers[1]))):
-        rows, k, held = layer.state.far.rows[0], torch.cat(own, 2)[0].to(DEVICE), all_held[of]
+        rows, k, held = layer.state.store.pool[0], torch.cat(own, 2)[0].to(DEVICE), all_held[of]
         for h in range(2):
             token = values_of(rows)[h, held[h], 0].long()
-            assert torch.equal(token, values_of(s.far.rows)[0, of[h], held[h], 0].long())
+            assert torch.equal(token, values_of(s.store.pool)[0, of[h], held[h], 0].long())
             assert torch.equal(keys_of(rows)[h, held[h]], k[h, token])
         hot, pages, fill = layer.state.hot, rows.unflatten(1, (-1, 4)), s.leaves.fill[0, of]
         for h, slot in (hot.block_of[0] >= 0).nonzero().tolist():

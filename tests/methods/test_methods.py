@@ -113,14 +113,14 @@ def test_streaming_does_not_find_it(where):
 class Forgetful(Quest):
     """Quest that never updates its index."""
 
-    def prompt(self, s, q, k, *, join) -> None: ...
+    def prompt(self, s, q, leaving, *, join) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delayed(Quest):
     """Quest that indexes prompts only."""
 
-    def step(self, s, q, k) -> None: ...
+    def step(self, s, q, leaving) -> None: ...
 
 
 @pytest.mark.parametrize("where", [w for w, (position, _) in PLANTED.items() if position >= SINK + 2 * BLOCK])
@@ -313,13 +313,13 @@ def test_one_page_of_the_definition_is_not_another(past):
 def lives(layer: Layer) -> dict:
     """Everything that counts: the index, the ring rows and the pool rows that hold a token, the lengths."""
     s, at = layer.state, layer.state.lengths
-    near = ring_positions(s.near.ring.shape[2], at.length, at.ring_begin, at.sink) >= 0
-    row = torch.arange(s.far.rows.shape[2], device=DEVICE)
+    near = ring_positions(s.store.ring.shape[2], at.length, at.ring_begin, at.sink) >= 0
+    row = torch.arange(s.store.pool.shape[2], device=DEVICE)
     far = (row >= at.sink) & (row < at.ring_begin[:, None])
     kept = lambda m, x: x.masked_fill(~m[:, None, :, None, None], 0)  # noqa: E731
     index = {n: getattr(s.digests, n).float() for n in ("centre", "spread")} if "digests" in s.buffers else {}
     lengths = {"seq_len": layer.row_lengths.seq_len, "length": at.length, "ring_begin": at.ring_begin}
-    return {"ring": kept(near, s.near.ring), "pool": kept(far, s.far.rows), **index, **lengths}
+    return {"ring": kept(near, s.store.ring), "pool": kept(far, s.store.pool), **index, **lengths}
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not all_methods()[name].regroups])

@@ -19,9 +19,10 @@ from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes, scale_
 from torchsparsekv.ops.pariskv.encode_keys import encode, encode_keys
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.rows import keys_of, rows_of
-from torchsparsekv.ops.store.views import Attention, Codes, Far, Lengths
+from torchsparsekv.ops.store.views import Attention, Leaving, Lengths
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 CPU = torch.device("cpu")
@@ -221,7 +222,7 @@ def driven(method, lengths, steps, *, heads=2, group=2, dim=32, rows=96, dtype=t
     of_rows = RowLengths(method.ring_plan, batch, rows, CPU)
     s = LayerState(method.buffers(Geometry(batch, heads, dim, rows, dtype)), of_rows, CPU, pool_on_host=False)
     chosen = []
-    s.tap = lambda state, q, a, choice, out: chosen.append(choice.ids)
+    s.on_step = lambda state, q, a, choice, out: chosen.append(choice.ids)
     draw = lambda h, n: torch.randn(batch, h, n, dim, generator=g).to(dtype)  # noqa: E731
     columns = max(lengths)
     keys = [[] for _ in lengths]
@@ -350,7 +351,7 @@ def chosen(keys: Tensor, q: Tensor, group: str) -> Tensor:
     """Ids [heads, 100] that both stages of the search find; keys [heads, tokens, dim]."""
     method, n = ParisKV(sink=0, full_threshold=0, budget=100), keys.shape[1]
     lead, m = (1, *keys.shape[:2]), method.m
-    far = Far(rows_of(keys, torch.zeros_like(keys))[None].contiguous())
+    pool = rows_of(keys, torch.zeros_like(keys))[None].contiguous()
     codes = Codes(
         ids=torch.zeros(*lead, keys.shape[2] // m, dtype=torch.uint8),
         codes=torch.zeros(*lead, keys.shape[2] // 2, dtype=torch.uint8),
@@ -360,7 +361,7 @@ def chosen(keys: Tensor, q: Tensor, group: str) -> Tensor:
     at = lambda begin, end, step: Lengths._make(  # noqa: E731
         (*(torch.tensor([t], dtype=torch.int32) for t in (end, end, begin, end)), 0, step)
     )
-    encode_keys(keys_of(far.rows)[:, :, :1], far, codes, at(0, n, n), m, method.seed)
+    encode_keys(Leaving(keys_of(pool)[:, :, :1], pool), codes, at(0, n, n), m, method.seed)
     lengths = at(n, n, 1)
     rotated, votes = centroid_votes(q[None, :, None], codes, lengths, method.ratios, group == "mean", method.seed)
     some = rank_by_votes(votes, codes, lengths, method.ratios, 100, 0, n)

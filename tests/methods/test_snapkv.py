@@ -191,7 +191,7 @@ def test_few_logits_at_a_time_are_as_good(monkeypatch):
         s, k = layer.state, story.k[:, :, 40:70].to(DEVICE)
         s.kept.ids.fill_(-5)
         rule = snap_tokens.Pooling(5, False)
-        entry.run("triton", k, s.observed, s.kept, s.far, s.lengths, layer.attention, rule, None)
+        entry.run("triton", k, s.observed, s.kept, s.store.pool, s.lengths, layer.attention, rule, None)
         want = want or story.wanted(layer, 30)
         assert kept(layer) == want
 
@@ -284,7 +284,7 @@ def test_the_op_refuses_pooling_over_an_even_number():
     s = layer.state
     with pytest.raises(ValueError, match="votes are pooled over an odd number of tokens, got 2"):
         snap_tokens.snap_tokens(
-            story.k[:, :, :3].to(DEVICE), s.observed, s.kept, s.far, s.lengths, layer.attention,
+            story.k[:, :, :3].to(DEVICE), s.observed, s.kept, s.store.pool, s.lengths, layer.attention,
             snap_tokens.Pooling(2, False), None,
         )  # fmt: skip
 

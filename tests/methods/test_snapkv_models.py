@@ -120,5 +120,5 @@ def test_a_store_that_a_benchmark_fills_has_chosen(monkeypatch):
     model = tiny(dtype=torch.bfloat16)
     with torchsparsekv.patch(model, "snapkv", max_length=MAX_LENGTH, skip_layers=1, window=20, budget=12) as handle:
         cache = handle.make_cache(1)
-        decode.fill(cache, decode.topics_of(model.config, 100, 12), 0, 100, cache.layers[1].state.near.ring.device)
+        decode.fill(cache, decode.topics_of(model.config, 100, 12), 0, 100, cache.layers[1].state.store.ring.device)
         assert [int(x) for layer in cache.layers[1:] for x in layer.state.kept.count.flatten()] == [12] * 4

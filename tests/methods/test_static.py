@@ -58,7 +58,7 @@ class Story:
 
 def positions(layer: Layer, b: int, h: int, rows=None) -> list[int]:
     """Which tokens are in these rows of the pool."""
-    found = values_of(layer.state.far.rows[b, h])[:, 0]
+    found = values_of(layer.state.store.pool[b, h])[:, 0]
     return sorted(int(x) for x in (found if rows is None else found[rows]))
 
 
@@ -74,9 +74,9 @@ def static_of(layer: Layer, b: int, h: int) -> list[int]:
 def digest(layer: Layer, b: int, h: int, page: int, dtype=torch.float32):
     """Of the tokens on a page that are at home; of all, where none is."""
     rows = range(page * BLOCK, (page + 1) * BLOCK)
-    token = values_of(layer.state.far.rows[b, h])[:, 0]
+    token = values_of(layer.state.store.pool[b, h])[:, 0]
     native = [r for r in rows if token[r] == r] or list(rows)
-    return bounds(keys_of(layer.state.far.rows[b, h]).cpu()[native], VOLUMES.index("mean-box"), dtype)
+    return bounds(keys_of(layer.state.store.pool[b, h]).cpu()[native], VOLUMES.index("mean-box"), dtype)
 
 
 # ---------------------------------------------------------------- the set
@@ -132,12 +132,12 @@ def test_what_is_not_due_changes_nothing_but_the_window():
     story.feed(layer, 0, 70, whole=True)
     story.feed(layer, 70, 72)
     s = layer.state
-    pool, static = s.far.rows.clone(), [t.clone() for t in s.static]
+    pool, static = s.store.pool.clone(), [t.clone() for t in s.static]
     queries = s.observed.queries.clone()
     story.feed(layer, 72, 73)
     changed = [n for n, a, b in zip(s.static._fields, static, s.static) if not torch.equal(a, b)]
     assert changed == []
-    assert torch.equal(pool[:, :, :64], s.far.rows[:, :, :64])
+    assert torch.equal(pool[:, :, :64], s.store.pool[:, :, :64])
     assert not torch.equal(queries, s.observed.queries)
 
 
@@ -271,8 +271,8 @@ def test_nothing_is_lost_over_a_hundred_updates():
         end = int(s.lengths.ring_begin[0])
         for h in range(HEADS):
             assert positions(layer, 0, h, slice(SINK, end)) == list(range(SINK, end))
-            order = values_of(s.far.rows[0, h])[SINK:end, 0].long().cpu()
-            torch.testing.assert_close(keys_of(s.far.rows[0, h])[SINK:end].cpu(), story.k[0, h, order], rtol=0, atol=0)
+            order = values_of(s.store.pool[0, h])[SINK:end, 0].long().cpu()
+            torch.testing.assert_close(keys_of(s.store.pool[0, h])[SINK:end].cpu(), story.k[0, h, order], rtol=0, atol=0)
             for page in range(SINK // BLOCK, end // BLOCK):
                 for got, want in zip(s.digests, digest(layer, 0, h, page, torch.bfloat16)):
                     torch.testing.assert_close(got[0, h, page].cpu(), want, rtol=0.01, atol=1e-6)
@@ -280,7 +280,7 @@ def test_nothing_is_lost_over_a_hundred_updates():
             for slot, block in enumerate(s.hot.block_of[0, h].tolist()):
                 if block >= 0:
                     assert int(s.hot.slot_of[0, h, block]) == slot
-                    pool = s.far.rows[0, h, block * BLOCK : (block + 1) * BLOCK]
+                    pool = s.store.pool[0, h, block * BLOCK : (block + 1) * BLOCK]
                     assert torch.equal(s.hot.rows[0, h, slot], pool)
     assert (s.static.updates == 105).all()
 
@@ -299,7 +299,7 @@ def test_by_the_copy_of_the_keys_nearly_the_same_is_chosen(name):
         story.feed(layer, at - 1, at)
         s, end = layer.state, int(layer.state.lengths.ring_begin[0])
         copy = s.coarse.view(torch.float8_e4m3fn).float()[:, :, SINK:end].cpu()
-        assert torch.equal(copy, keys_of(s.far.rows)[:, :, SINK:end].cpu().to(torch.float8_e4m3fn).float())
+        assert torch.equal(copy, keys_of(s.store.pool)[:, :, SINK:end].cpu().to(torch.float8_e4m3fn).float())
         for h in range(HEADS):
             got, want = set(static_of(layer, 0, h)), story.wanted(0, h, at, WINDOW, 40, layer.method.block_size)
             queries = story.q[0, 2 * h : 2 * h + 2, at - WINDOW : at]
@@ -371,7 +371,7 @@ def test_a_row_past_its_capacity_is_nan_and_nothing_moves():
     layer = Layer(small("prkv", budget=8, update_every=1), heads=HEADS, group=2, dim=DIM, rows=64, device=DEVICE)
     story.feed(layer, 0, 60, whole=True)
     story.feed(layer, 60, 64)
-    pool = layer.state.far.rows.clone()
+    pool = layer.state.store.pool.clone()
     out = story.feed(layer, 64, 66)
     assert out.isnan().all()
-    assert torch.equal(pool, layer.state.far.rows)
+    assert torch.equal(pool, layer.state.store.pool)

@@ -184,7 +184,7 @@ def test_faults_again_and_again_hold_no_memory(monkeypatch):
         want, alive = generate(model), []
         for i in range(60):
             cache = handle.make_cache(2, 64)
-            alive.append(weakref.ref(cache.layers[-1].state.far.rows))
+            alive.append(weakref.ref(cache.layers[-1].state.store.pool))
             with monkeypatch.context() as m:
                 m.setattr(all_methods()["quest"], ("prompt", "choose")[i % 2], breaks)
                 if i % 2:

@@ -15,7 +15,6 @@ from world import DEVICE
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.method import check_device, make_method
-from torchsparsekv.ops.store.views import Store
 from torchsparsekv.patches import _memory
 
 SMALL = dict(max_length=64, budget=8, sink=4, window=6, skip_layers=1, block_size=4)
@@ -302,7 +301,7 @@ def test_report_as_dict_is_json(steps):
 def tensors(cache):
     """Every tensor of the cache, found by looking and not by asking it."""
     holders = [layer.state for layer in cache.layers] + list(cache.row_lengths.values())
-    values = [v for h in holders for v in vars(h).values() if not isinstance(v, Store)]  # ring and pool, once more
+    values = [v for h in holders for v in vars(h).values()]
     held = [x for v in values for x in (v if isinstance(v, tuple) else (v,))]
     return [t for t in held if isinstance(t, torch.Tensor)]
 
@@ -319,7 +318,7 @@ def test_memory_is_the_sum_of_the_tensors(method, offload):
         lengths = sum(x.nbytes for x in cache.row_lengths.values())
     assert len({t.data_ptr() for t in found if t.numel()}) == len([t for t in found if t.numel()]), "counted twice"
     assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + lengths
-    pools = sum(layer.state.far.rows.nbytes for layer in cache.layers if layer.state.pool_on_host)
+    pools = sum(layer.state.store.pool.nbytes for layer in cache.layers if layer.state.pool_on_host)
     assert report.host_bytes == pools
     assert (pools > 0) == (offload == "host" and DEVICE.type == "cuda")
 

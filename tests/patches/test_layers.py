@@ -111,7 +111,7 @@ def test_bytes_are_known_layer_by_layer(offload):
         assert plan.bytes(3, 100, pool_on_host=on_host) == tuple(map(sum, zip(*each)))
     for i, (layer, (host, device)) in enumerate(zip(cache.layers, each)):
         assert host + device == sum(t.nbytes for _, t in layer.state.tensors())
-        pool = layer.state.far.rows.nbytes
+        pool = layer.state.store.pool.nbytes
         assert host == (pool if on_host and i not in (0, 4) else 0), "dense layers keep theirs on the device"
 
 
@@ -156,7 +156,7 @@ def test_a_rank_keeps_its_own_heads():
     model = tiny()
     model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
-        assert handle.make_cache(1).layers[1].state.far.rows.shape[1] == 1
+        assert handle.make_cache(1).layers[1].state.store.pool.shape[1] == 1
     model._tp_size = 3
     with pytest.raises(ValueError, match="2 kv heads cannot be shared by 3 ranks"):
         torchsparsekv.patch(model, "quest", **FULL)

@@ -164,7 +164,7 @@ def test_the_old_cache_is_gone_before_the_next_is_made(monkeypatch):
     ids, mask = prompts(2, 20)
     with torchsparsekv.patch(model, "quest", **full_budget("quest")) as handle:
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
-        old = weakref.ref(handle._recycled.layers[0].state.far.rows)
+        old = weakref.ref(handle._recycled.layers[0].state.store.pool)
         make, alive = handle.make_cache, []
         monkeypatch.setattr(handle, "make_cache", lambda *a: (gc.collect(), alive.append(old()), make(*a))[-1])
         model.generate(input_ids=ids[:1], attention_mask=mask[:1], max_new_tokens=2)

@@ -157,7 +157,7 @@ def test_memory_is_what_is_then_allocated(method):
         assert sum(r.nbytes for r in memory.rows) == sum(allocated(cache).values())
         for i, layer in cache.stored.items():
             own = method != "full" and i < SMALL["skip_layers"]
-            assert layer.state.far.rows.dtype == (torch.float32 if own else torch.int8)
+            assert layer.state.store.pool.dtype == (torch.float32 if own else torch.int8)
         report = handle.report()
         assert (memory.host_bytes, memory.device_bytes) == (report.host_bytes, report.device_bytes)
 
@@ -170,8 +170,8 @@ def test_the_pool_takes_about_half(head_dim, share):
         model = tiny(dtype=torch.bfloat16, head_dim=head_dim)
         with torchsparsekv.patch(model, "quest", pool_dtype=pool_dtype, **SMALL | {"skip_layers": 0}) as handle:
             rows = handle.plan(2).rows
-            pools.append(sum(r.nbytes for r in rows if r.name == "far.rows"))
-            others.append({r.name: r.nbytes for r in rows if r.name != "far.rows"})
+            pools.append(sum(r.nbytes for r in rows if r.name == "store.pool"))
+            others.append({r.name: r.nbytes for r in rows if r.name != "store.pool"})
     assert pools[1] == pools[0] * share
     assert others[0] == others[1]
 
@@ -206,7 +206,7 @@ def test_the_command_says_what_it_takes(folder):  # noqa: F811
     for told in ((), ("--pool-dtype", "int8")):
         said = answered(*args, *told)
         assert ("pool_dtype int8" in said) == bool(told)
-        pools.append(sum(float(x.split()[2]) for x in said.splitlines() if x.startswith("far.rows")))
+        pools.append(sum(float(x.split()[2]) for x in said.splitlines() if x.startswith("store.pool")))
     assert pools[1] == pytest.approx(pools[0] * 48 / 128, abs=2e-3)
     assert "pool_dtype must be 'int8'" in refused(*args, "--pool-dtype", "int4")
 

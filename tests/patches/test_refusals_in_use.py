@@ -169,13 +169,13 @@ def test_decode_past_the_end_is_never_an_answer():
         model(IDS, past_key_values=cache)
         for _ in range(2):  # tokens 21 and 22 still fit
             assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
-        kept = [layer.state.far.rows.clone() for layer in cache.layers]
+        kept = [layer.state.store.pool.clone() for layer in cache.layers]
         if DEVICE.type == "cpu":
             with pytest.raises(ValueError, match="1 tokens after 22 overrun this cache of max_length 22"):
                 model(IDS[:, :1], past_key_values=cache)
         else:
             assert model(IDS[:, :1], past_key_values=cache).logits.isnan().all()
-        assert all(torch.equal(layer.state.far.rows, old) for layer, old in zip(cache.layers, kept)), "overwritten"
+        assert all(torch.equal(layer.state.store.pool, old) for layer, old in zip(cache.layers, kept)), "overwritten"
 
 
 def test_compiled_decode_past_the_end_is_nan():

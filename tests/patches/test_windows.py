@@ -90,8 +90,8 @@ def test_a_window_keeps_a_ring_and_no_pool(length):
         assert len(cache.row_lengths) == 2, "layers of one window share lengths"
         for i in (0, 2):
             state = cache.layers[i].state
-            assert state.far.rows.shape[2] == 0
-            assert state.near.ring.shape[2] == min(WINDOW, length) + 1
+            assert state.store.pool.shape[2] == 0
+            assert state.store.ring.shape[2] == min(WINDOW, length) + 1
             assert plan.layer_bytes(i, 2, length, pool_on_host=True) == (0, sum(t.nbytes for _, t in state.tensors()))
             assert total_bytes(state.buffers, pool_on_host=True)[0] == 0
 

@@ -3,33 +3,20 @@ import dataclasses
 import math
 
 import cases_engine
-import cases_late
+import cases_prefetch
 import cases_static
 import cases_tree
 import torch
 from world import DEVICE, World, integers
 
 from torchsparsekv.ops.clusters.cluster_keys import Kmeans
+from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import (
-    Asked,
-    Attention,
-    Boundaries,
-    Codes,
-    Digests,
-    Far,
-    Hot,
-    Lengths,
-    Reach,
-    Scored,
-    Segments,
-    Store,
-    Trigger,
-    Units,
-)  # fmt: skip
+from torchsparsekv.ops.store.views import Attention, Digests, Hot, KVStore, Leaving, Lengths, Scored, Selection
 from torchsparsekv.state import RingPlan
 
 FP8 = torch.float8_e4m3fn
@@ -48,9 +35,9 @@ def _advance(w: World):
     return (seq_len, left_pad, lengths, pad, w.tokens, w.rows - w.pick(0, 1, 2), w.window)
 
 
-def _store(w: World, upto: torch.Tensor) -> Store:
+def _store(w: World, upto: torch.Tensor) -> KVStore:
     """Before this call. With a pool, or one without rows: what leaves that ring is forgotten."""
-    store = Store(*w.near(w.start, w.previous_begin), *w.far(upto))
+    store = KVStore(w.ring(w.start, w.previous_begin), w.pool(upto))
     return store if w.pick(True, False) else store._replace(pool=store.pool[:, :, :0].contiguous())
 
 
@@ -74,11 +61,6 @@ def _order(w: World):
     return order
 
 
-def _forget(w: World):
-    _, far, hot, _ = _fetch(w)
-    return (w.chosen(max(1, w.blocks // 2)), Far(far.rows * 2), hot, w.pick(True, False))
-
-
 def _block_bounds(w: World):
     volume = w.pick(*range(len(VOLUMES)))
     dtype = w.pick(torch.float32, FP8, torch.float16)
@@ -86,7 +68,7 @@ def _block_bounds(w: World):
     one = VOLUMES[volume] == "ball"
     spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
     digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume)
-    return (w.k, w.far(torch.maximum(w.begin, w.length)), digests, w.lengths_view)
+    return (Leaving(w.k, w.pool(torch.maximum(w.begin, w.length))), digests, w.lengths_view)
 
 
 def _bound_scores(w: World):
@@ -118,8 +100,8 @@ def _encode_keys(w: World):
     lead = (w.batch, w.heads, w.rows)
     ids, codes = torch.zeros(*lead, size // m, dtype=torch.uint8), torch.zeros(*lead, size // 2, dtype=torch.uint8)
     weights, counts = torch.zeros(*lead, size // m).half(), torch.ones(*lead[:2], size // m, 1 << m, dtype=I32)
-    far = Far(integers(w.far(torch.maximum(w.begin, w.length)).rows))
-    return (integers(w.k), far, Codes(ids, codes, weights, counts), w.lengths_view, m, w.seed)
+    leaving = Leaving(integers(w.k), integers(w.pool(torch.maximum(w.begin, w.length))))
+    return (leaving, Codes(ids, codes, weights, counts), w.lengths_view, m, w.seed)
 
 
 def _encoded(w: World, m: int) -> Codes:
@@ -170,7 +152,7 @@ def _rerank(w: World):
 
 
 def _attention_mass(w: World):
-    store = Store(*w.near(w.length, w.begin), *w.far(w.begin))
+    store = KVStore(w.ring(w.length, w.begin), w.pool(w.begin))
     return (w.q[:, :, :1], store, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
 
 
@@ -195,7 +177,7 @@ def _fetch(w: World):
     chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
     now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
     hot = Hot(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
-    return (Asked(w.chosen(n), now), Far(w.truth.clone()), hot, w.stats())
+    return (Selection(w.chosen(n), now), w.truth.clone(), hot, w.stats())
 
 
 def _frontier(w: World, length: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
@@ -227,11 +209,11 @@ def _segments(w: World, length: torch.Tensor, begin: torch.Tensor):
     cuts = torch.randint(0, 2, (w.batch, w.heads, w.ring_rows - w.sink), generator=w.g, dtype=I32)
     newest = (length[:, None] - torch.randint(1, 6, frontier.shape, generator=w.g)).clamp(min=w.sink).to(I32)
     units = _units(w, frontier, most=w.rows + 8)
-    return w.near(length, frontier.amin(1)), units, Segments(cuts, newest, frontier)
+    return w.ring(length, frontier.amin(1)), units, Segments(cuts, newest, frontier)
 
 
 def _find_boundary(w: World):
-    near, units, segments = _segments(w, w.length, w.begin)
+    ring, units, segments = _segments(w, w.length, w.begin)
     q = w.q[:, :, :1]
     previous = torch.randn(w.batch, 2, q.shape[1], w.dim, generator=w.g) + q[:, None, :, 0].float()
     lead = (w.batch, w.heads)
@@ -240,7 +222,7 @@ def _find_boundary(w: World):
     trigger = Trigger(previous.to(w.dtype), seen, now, retrievals)
     tau, memory = w.pick(0.7, -0.9, 0.2, 0.6, 0.8, 1.0), w.pick(0.0, 0.6, 1.0)
     rule = Boundaries(tau, w.pick(False, True), w.pick(1, 2, 3), w.ring_rows, memory)
-    return (q, near, units, segments, trigger, w.stats(), w.lengths_view, rule)
+    return (q, ring, units, segments, trigger, w.stats(), w.lengths_view, rule)
 
 
 def _settle_segments(w: World):
@@ -262,9 +244,9 @@ def _cluster_ring(w: World):
     size, stretch = w.pick((2, 4), (1, 3), (4, 7), (5, 3), (3, 40))
     units = _units(w, lengths.previous_ring_begin[:, None].expand(-1, w.heads), most=w.rows + 8)
     units = units._replace(centroid=units.centroid.nan_to_num(0))
-    ring = integers(w.near(w.start, lengths.previous_ring_begin).ring)
+    ring = integers(w.ring(w.start, lengths.previous_ring_begin))
     kmeans = Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False)
-    return (Store(ring, *w.far(w.length)), units, lengths, kmeans)
+    return (KVStore(ring, w.pool(w.length)), units, lengths, kmeans)
 
 
 def _pick_units(w: World):
@@ -284,24 +266,24 @@ def _sparse_attention(w: World):
     none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
     hot = Hot(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
-    near = w.near(w.length, w.begin if frontier is None else frontier.amin(1))
+    ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    return (w.q[:, :, :1], near, hot, w.lengths_view, Reach(frontier, fill), _attention(w))
+    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w))
 
 
 def _dense_attention(w: World):
-    return (w.q[:, :, :1], w.far(w.length), w.lengths_view, _attention(w))
+    return (w.q[:, :, :1], w.pool(w.length), w.lengths_view, _attention(w))
 
 
 def _prompt_attention(w: World):
     attention = Attention(w.dim**-0.5, w.pick(0.0, 0.0, 5.0), w.sink_logits() if w.pick(False, False, True) else None)
     spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
-    return (w.q, w.k, w.v, w.far(w.start), w.lengths_view, attention, spans)
+    return (w.q, w.k, w.v, w.pool(w.start), w.lengths_view, attention, spans)
 
 
 def _window_attention(w: World):
     w = dataclasses.replace(w, sink=0)
-    return (w.q, w.k, w.v, w.near(w.start, w.previous_begin), w.lengths_view, _attention(w), w.window)
+    return (w.q, w.k, w.v, w.ring(w.start, w.previous_begin), w.lengths_view, _attention(w), w.window)
 
 
 OPS = {
@@ -309,7 +291,6 @@ OPS = {
     "append": lambda w: cases_static.append(w, _store(w, w.previous_begin)),
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
-    "forget": _forget,
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
     "bound_scores": lambda w: cases_static.bound_scores(w, _bound_scores(w)),
     "top_blocks": _top_blocks,
@@ -341,9 +322,9 @@ OPS = {
     "union_pages": cases_tree.union_pages,
     "best_pages": cases_tree.best_pages,
     "random_scores": _random_scores,
-    "query_drift_gate": cases_late.query_drift_gate,
+    "query_drift_gate": cases_prefetch.query_drift_gate,
     "fetch": _fetch,
-    "prefetch_async": lambda w: cases_late.prefetch_async(w, _fetch(w)),
+    "prefetch_async": lambda w: cases_prefetch.prefetch_async(w, _fetch(w)),
     "sparse_attention": _sparse_attention,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,

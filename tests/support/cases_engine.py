@@ -3,8 +3,9 @@ import torch
 from world import World
 
 from torchsparsekv.ops.engine.tables import near_begin
+from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
 from torchsparsekv.ops.index.block_bounds import VOLUMES
-from torchsparsekv.ops.store.views import Attention, Copies, Digests, Far, Requests, SharedHot
+from torchsparsekv.ops.store.views import Attention, Digests
 
 I32 = torch.int32
 
@@ -23,14 +24,14 @@ def blocks_of(w: World) -> int:
     return w.batch * w.blocks + 3
 
 
-def pool(w: World) -> Far:
+def pool(w: World) -> torch.Tensor:
     shape = (1, w.heads, blocks_of(w) * w.block, 2, w.dim)
-    return Far(torch.randn(shape, generator=w.g).to(w.dtype))
+    return torch.randn(shape, generator=w.g).to(w.dtype)
 
 
 def _written(w: World):
     """Tokens of some requests in a row, in blocks anywhere; some are not stored."""
-    near, to, block = pool(w), [], torch.randperm(blocks_of(w), generator=w.g)
+    rows, to, block = pool(w), [], torch.randperm(blocks_of(w), generator=w.g)
     for own in block[: len(block) // w.batch * w.batch].view(w.batch, -1).tolist():  # no two write to one block
         first = int(torch.randint(0, w.block, (), generator=w.g))
         place = range(first, min(first + w.tokens, len(own) * w.block))
@@ -38,20 +39,20 @@ def _written(w: World):
     to = torch.tensor(to)
     to[torch.rand(len(to), generator=w.g) < w.pick(0.0, 0.3)] = -1
     k, v = (w.heads_last(w.heads, len(to)).transpose(1, 2)[0] for _ in range(2))
-    near.rows[0, :, to[to >= 0]] = torch.nan
-    return k, v, to, near
+    rows[0, :, to[to >= 0]] = torch.nan
+    return k, v, to, rows
 
 
 def write_tokens(w: World):
-    k, v, to, far = _written(w)
-    hot = _hot(w, far, 3)
-    return (k, v, to, far, Copies(hot.rows, hot.slot_of) if w.pick(True, False) else Copies())
+    k, v, to, rows = _written(w)
+    hot = _hot(w, rows, 3)
+    return (k, v, to, rows, Copies(hot.rows, hot.slot_of) if w.pick(True, False) else Copies())
 
 
 def filled_bounds(w: World):
-    k, _, to, far = _written(w)
+    k, _, to, rows = _written(w)
     volume, dtype = w.pick(*range(len(VOLUMES))), w.pick(torch.float32, torch.float8_e4m3fn, torch.float16)
-    return (k, to, far, _digests(w, volume, dtype))
+    return (k, to, rows, _digests(w, volume, dtype))
 
 
 def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
@@ -81,8 +82,8 @@ def _listed(w: World) -> torch.Tensor:
     return torch.where(torch.rand(ids.shape, generator=w.g) < 0.3, -1, ids).to(I32)
 
 
-def _hot(w: World, far: Far, slots: int) -> SharedHot:
-    blocks, pages = blocks_of(w), far.rows.unflatten(2, (-1, w.block))
+def _hot(w: World, pool: torch.Tensor, slots: int) -> SharedHot:
+    blocks, pages = blocks_of(w), pool.unflatten(2, (-1, w.block))
     block_of, slot_of = torch.full((1, w.heads, slots), -1, dtype=I32), torch.full((1, w.heads, blocks), -1, dtype=I32)
     rows = torch.full((1, w.heads, slots, *pages.shape[3:]), torch.nan, dtype=w.dtype)
     for h in range(w.heads):
@@ -93,8 +94,8 @@ def _hot(w: World, far: Far, slots: int) -> SharedHot:
 
 
 def fetch_shared(w: World):
-    far, ids = pool(w), _listed(w)
-    return (ids, far, _hot(w, far, ids.shape[0] * ids.shape[2] + w.pick(0, 5)))
+    rows, ids = pool(w), _listed(w)
+    return (ids, rows, _hot(w, rows, ids.shape[0] * ids.shape[2] + w.pick(0, 5)))
 
 
 def listed_attention(w: World):

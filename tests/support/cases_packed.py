@@ -4,9 +4,9 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.store.rows import CHANNELS, PACKED, as_stored, row_shape
-from torchsparsekv.ops.store.views import CopiedStore, Far, Store
 
-TAKING = [name for name, e in load_all().items() if any(f.of and f.of.packed for f in e.signature.flat)]
+ENTRIES = load_all()
+TAKING = [name for name, e in ENTRIES.items() if any(f.of and f.of.packed for f in e.signature.flat)]
 EXACT = {"encode_keys", "static_target"}  # their cases have integers, so that no sign and no tie differs by rounding
 
 
@@ -25,8 +25,6 @@ def packed(name: str, things: tuple) -> tuple:
         return pack(rows)
 
     return tuple(
-        Far(one(x.rows)) if isinstance(x, Far)
-        else x._replace(pool=one(x.pool)) if isinstance(x, (Store, CopiedStore))
-        else x
-        for x in things
+        x._replace(pool=one(x.pool)) if hasattr(x, "pool") else one(x) if taken.name == "pool" else x
+        for x, taken in zip(things, ENTRIES[name].signature.parameters)
     )

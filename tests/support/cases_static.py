@@ -6,8 +6,10 @@ from world import World
 
 from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.index.observe import NOT_YET
+from torchsparsekv.ops.prkv.views import Static
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling
-from torchsparsekv.ops.store.views import Attention, CopiedStore, Far, Kept, Observed, Static, Store, Token
+from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.store.views import Attention, KVStore, Leaving, Observed, Token
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -22,7 +24,7 @@ def observed(w: World, length: torch.Tensor) -> Observed:
     return Observed(queries)
 
 
-def append(w: World, store: Store):
+def append(w: World, store: KVStore):
     """With a window of queries, of which the newest is still NaN, or without."""
     queries = observed(w, w.length - 1).queries if w.pick(False, True) else None
     return (Token(w.k, w.v, None if queries is None else w.q), store, w.stats(), w.lengths_view, queries)
@@ -52,7 +54,7 @@ def _static(w: World, most: int) -> Static:
 
 def choose_static(w: World):
     queries, static = observed(w, w.length), _static(w, w.pick(1, w.rows // 2 + 1, w.rows))
-    store = Store(*w.near(w.length, w.begin), *w.far(w.begin))
+    store = KVStore(w.ring(w.length, w.begin), w.pool(w.begin))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
     coarse = store.pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
     return (queries, static, store, coarse, w.lengths_view, attention)
@@ -77,7 +79,7 @@ def snap_tokens(w: World):
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0), w.sink_logits() if w.pick(False, True) else None)
     pooling = Pooling(w.pick(5, 1, 7, 3), w.pick(False, True))
     spans = [*w.start.tolist(), *w.length.tolist()] if w.pick(True, False) else None
-    return (w.k, queries, kept, w.far(w.start), w.lengths_view, attention, pooling, spans)
+    return (w.k, queries, kept, w.pool(w.start), w.lengths_view, attention, pooling, spans)
 
 
 def keep_leaving(w: World):
@@ -90,7 +92,7 @@ def keep_leaving(w: World):
 def copy_keys(w: World):
     coarse = torch.zeros(w.batch, w.heads, w.rows, w.dim, dtype=torch.uint8)
     keys = w.pick(1, 300)  # also beyond what fp8 holds
-    return (w.k * keys, Far(w.far(torch.maximum(w.begin, w.length)).rows * keys), coarse, w.lengths_view)
+    return (Leaving(w.k * keys, w.pool(torch.maximum(w.begin, w.length)) * keys), coarse, w.lengths_view)
 
 
 def block_bounds(w: World, things):
@@ -104,10 +106,10 @@ def static_target(w: World):
     queries, static = observed(w, w.length), _static(w, most)
     at = torch.where(torch.rand(w.batch, 1, generator=w.g) < 0.8, NOT_YET, w.length[:, None] - w.pick(1, 90))
     static.at.copy_(at.expand_as(static.at))
-    queries, far = Observed(queries.queries.round()), Far(w.far(w.begin).rows.round())
+    queries, pool = Observed(queries.queries.round()), w.pool(w.begin).round()
     k = w.pick(most, 1 + w.seed % most)
-    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (queries, static, far, coarse, w.lengths_view, k, w.pick(False, True))
+    coarse = pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (queries, static, pool, coarse, w.lengths_view, k, w.pick(False, True))
 
 
 def bound_scores(w: World, things):
@@ -119,9 +121,9 @@ def bound_scores(w: World, things):
 
 def relocate(w: World, fetching, bounding):
     """A set of whole blocks anywhere behind the sinks, another one before it, and a hot buffer that may hold some."""
-    _, far, hot, _ = fetching
+    _, pool, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
-    _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
+    _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
     most = w.blocks * w.block - w.sink
     static = _static(w, max(1, most))
     static.count.zero_(), static.ids.fill_(-1)
@@ -130,8 +132,8 @@ def relocate(w: World, fetching, bounding):
             n = int(torch.randint(0, most // w.block + 1, (), generator=w.g)) * w.block
             static.ids[b, h, :n] = w.sink + torch.randperm(most, generator=w.g)[:n].sort().values
             static.count[b, h] = n
-    coarse = far.rows[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (static._replace(away=_away(w, static.ids.shape[2], most)), far, coarse, hot, digests, w.sink)
+    coarse = pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
+    return (static._replace(away=_away(w, static.ids.shape[2], most)), pool, coarse, hot, digests, w.sink)
 
 
 def update_static_set(w: World, fetching, bounding):
@@ -139,7 +141,7 @@ def update_static_set(w: World, fetching, bounding):
     queries, static, store, coarse, lengths, attention = choose_static(w)
     _, _, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
-    _, _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
+    _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))
     away = torch.full_like(static.ids, -1)
     live = (w.begin - w.sink).clamp(min=0).tolist()
     for b, h in static.count.nonzero().tolist():
@@ -147,8 +149,7 @@ def update_static_set(w: World, fetching, bounding):
         pairs = int(torch.randint(0, min(n, live[b] - n) + 1, (), generator=w.g))
         front, behind = (torch.randperm(x, generator=w.g)[:pairs] for x in (n, live[b] - n))
         away[b, h, front] = (w.sink + n + behind).to(I32)
-    store = CopiedStore(*store, coarse)
-    return (queries, static._replace(away=away), store, hot, digests, lengths, attention)
+    return (queries, static._replace(away=away), store, coarse, hot, digests, lengths, attention)
 
 
 def _away(w: World, most: int, rows: int):

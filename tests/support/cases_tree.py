@@ -4,8 +4,9 @@ from world import World, integers
 
 from torchsparsekv.ops.icecache import _residual
 from torchsparsekv.ops.icecache._tree import coded, decoded, own, spans_of
+from torchsparsekv.ops.icecache.views import Followed, Leaves, Promotion, Tree, View, Visited
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Followed, Leaves, Near, Promotion, Scored, Store, Tree, View, Visited
+from torchsparsekv.ops.store.views import KVStore, Scored
 
 I32 = torch.int32
 
@@ -51,9 +52,9 @@ def _tree(w: World, levels: int) -> tuple[Tree, Leaves]:
 
 
 def plant_tree(w: World):
-    near = Near(integers(w.near(w.start, w.previous_begin).ring))
+    ring = integers(w.ring(w.start, w.previous_begin))
     promotion = _promotion(w)
-    return (integers(w.k), near, *_tree(w, promotion.levels), w.lengths_view, promotion, True)
+    return (integers(w.k), ring, *_tree(w, promotion.levels), w.lengths_view, promotion, True)
 
 
 def insert_page(w: World, fetched: tuple):
@@ -69,11 +70,11 @@ def insert_page(w: World, fetched: tuple):
 
 
 def _leaving_page(w: World, fetched: tuple) -> tuple:
-    _, far, hot, _ = fetched
+    _, pool, hot, _ = fetched
     lengths = w.lengths_view._replace(interval=w.block)
     least = torch.maximum(w.begin - w.block, torch.tensor(w.sink))
     lengths = lengths._replace(previous_ring_begin=least.int() if w.pick(True, False) else w.begin)
-    return Store(integers(w.near(w.length, lengths.previous_ring_begin).ring), *far), hot, lengths
+    return KVStore(integers(w.ring(w.length, lengths.previous_ring_begin)), pool), hot, lengths
 
 
 def _followed(w: World, chosen: int) -> Followed:

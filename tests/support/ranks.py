@@ -33,7 +33,7 @@ def compare(path: Path) -> dict:
             with torchsparsekv.patch(model, method, **PATCH, **own) as handle:
                 cache = handle.make_cache(3)
                 logits.append(greedy_logits(model, *prompts(3, 61), 20, cache))
-                found["heads"] = cache.layers[1].state.far.rows.shape[1]
+                found["heads"] = cache.layers[1].state.store.pool.shape[1]
         found["error"] = max(found["error"], float((logits[0] - logits[1]).abs().max()))
     return found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from torchsparsekv.ops.store.views import Far, Lengths, Near, Stats
+from torchsparsekv.ops.store.views import Lengths, Stats
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE.type == "cuda" else (torch.float32, torch.float16)
@@ -75,21 +75,21 @@ class World:
     def ring_rows(self) -> int:
         return self.sink + self.window + self.interval
 
-    def near(self, length: torch.Tensor, begin: torch.Tensor) -> Near:
+    def ring(self, length: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
         out = torch.full((self.batch, self.heads, self.ring_rows, 2, self.dim), torch.nan, dtype=self.dtype)
         for b in range(self.batch):
             for p in range(int(length[b])):
                 if p < self.sink or p >= int(begin[b]):
                     row = p if p < self.sink else self.sink + (p - self.sink) % (self.window + self.interval)
                     out[b, :, row] = self.truth[b, :, p]
-        return Near(out)
+        return out
 
-    def far(self, upto: torch.Tensor) -> Far:
+    def pool(self, upto: torch.Tensor) -> torch.Tensor:
         """Rows below `upto` hold their token."""
         out = self.truth.clone()
         for b in range(self.batch):
             out[b, :, int(upto[b]) :] = torch.nan
-        return Far(out)
+        return out
 
     @property
     def blocks(self) -> int:

@@ -110,7 +110,7 @@ MUTATIONS = (
              "float(self.prefetch_async), self.partial_blocks)", "float(self.prefetch_async), False)",
              "tests/ops/gather/test_prefetch_async.py -k dense"),
     Mutation("nobody waits for what is fetched late", "torchsparsekv/method.py",
-             "prefetch_async(out, s.late", "prefetch_async(q.clone(), s.late",
+             "prefetch_async(out, s.prefetch", "prefetch_async(q.clone(), s.prefetch",
              "tests/ops/gather/test_prefetch_async.py -k before_the_next_layer"),
     # ---- store
     Mutation("a packed number is cut off, not rounded", "ops/store/rows.py", ".round().to(PACKED)", ".to(PACKED)",
@@ -227,8 +227,8 @@ MUTATIONS = (
              "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",
              "tests/ops/attend/test_sparse_attention.py::test_warps_of_a_program"),
     Mutation("what is retrieved late is out of reach", "ops/attend/sparse_attention.py",
-             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2]) if frontier is None else frontier\n",
-             "    begins = lengths.ring_begin[:, None].expand(near.ring.shape[:2])\n",
+             "    begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier\n",
+             "    begins = lengths.ring_begin[:, None].expand(ring.shape[:2])\n",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
     Mutation("a token of a prompt sees the next one", "ops/attend/_split.py",
              "live = torch.arange(end, device=q.device) <= position[:, None]",
@@ -253,7 +253,7 @@ MUTATIONS = (
              'OURS = ("torchsparsekv.", "transformers.")', 'OURS = ("torchsparsekv.",)',
              "tests/patches/test_auto.py::test_hooks_of_transformers_are_none_of_yours"),
     Mutation("the layer that chooses for others is not rehearsed", "patches/_precompile.py",
-             "layer.state.near.ring, layer.state.anchor is not None", "layer.state.near.ring, False",
+             "layer.state.store.ring, layer.state.anchor is not None", "layer.state.store.ring, False",
              "tests/patches/test_ahead.py::test_all_that_has_cuda_kernels_is_compiled -k reuse"),
 )  # fmt: skip
 

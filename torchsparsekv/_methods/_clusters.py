@@ -11,8 +11,9 @@ from torchsparsekv.ops.clusters.close_segments import close_segments
 from torchsparsekv.ops.clusters.cluster_keys import WHOLE, cluster_keys
 from torchsparsekv.ops.clusters.find_boundary import find_boundary
 from torchsparsekv.ops.clusters.pick_units import MOST_ROWS, pick_units
+from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
 from torchsparsekv.ops.store.rows import row_shape
-from torchsparsekv.ops.store.views import Attention, Boundaries, Choice, Near, Segments, Trigger, Units
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
@@ -114,8 +115,10 @@ class ClusterMethod(Method):
         # for want of room.
         span = plan.window + plan.interval + 2 * self.rule.longest
         at_sink, none = Buffer(lead, i32, fill=self.sink), Buffer(lead, i32)
-        return self.units(g, min(self.rule.shortest, self.per_cluster)) | {
-            "near": Near(Buffer((*lead, self.sink + span, *row_shape(g.head_dim)), g.dtype)),
+        ring = Buffer((*lead, self.sink + span, *row_shape(g.head_dim)), g.dtype)
+        stored = self.units(g, min(self.rule.shortest, self.per_cluster))
+        return stored | {
+            "store": stored["store"]._replace(ring=ring),
             "segments": Segments(cuts=Buffer((*lead, span), i32), segment_begin=at_sink, frontier=at_sink),
             "trigger": Trigger(
                 previous=Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), g.dtype),
@@ -125,14 +128,14 @@ class ClusterMethod(Method):
 
     # ---- the index
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
-        close_segments(s.near, s.units, s.segments, s.lengths, self.rule.longest)
-        return cluster_keys(k, s.units, s.lengths, self.kmeans, join)
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor:
+        close_segments(s.store.ring, s.units, s.segments, s.lengths, self.rule.longest)
+        return cluster_keys(leaving.new, s.units, s.lengths, self.kmeans, join)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        find_boundary(q, s.near, s.units, s.segments, s.trigger, s.stats, s.lengths, self.rule)
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        find_boundary(q, s.store.ring, s.units, s.segments, s.trigger, s.stats, s.lengths, self.rule)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         now = s.trigger.retrieve_now
         rows = pick_units(q, s.units, now, s.pick_done, s.hot.chosen.shape[2], a.scale)
-        return Choice(rows, now, s.segments.frontier)
+        return Selection(rows, now, s.segments.frontier)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchsparsekv.method import Method
 from torchsparsekv.ops.index.block_bounds import VOLUMES, block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.store.views import Attention, Choice, Digests
+from torchsparsekv.ops.store.views import Attention, Digests, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 DIGESTS = {"float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -49,11 +49,11 @@ class PageMethod(Method):
         centre = Buffer((*lead, g.head_dim), dtype)
         return super().buffers(g) | {"digests": Digests(centre, spread, self.block_size, VOLUMES.index(self.shape))}
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
-        block_bounds(k, s.far, s.digests, s.lengths)
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
+        block_bounds(leaving, s.digests, s.lengths)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        self.prompt(s, q, k, join=True)
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        self.prompt(s, q, leaving, join=True)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         return self.best(*bound_scores(q, s.digests, s.lengths))

@@ -9,7 +9,8 @@ from torchsparsekv.method import Method
 from torchsparsekv.ops.index.copy_keys import copy_keys
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.prkv.choose_static import MOST, NEVER, choose_static
-from torchsparsekv.ops.store.views import I32, Attention, Observed, Static
+from torchsparsekv.ops.prkv.views import Static
+from torchsparsekv.ops.store.views import I32, Attention, Leaving, Observed
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 SOURCES = ("keys", "codes")
@@ -108,16 +109,16 @@ class StaticMethod(ObservingMethod):
             ),
         }
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         observe(q, s.observed, s.static.at, s.lengths)
-        self.copy(s, k)
+        self.copy(s, leaving)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        self.copy(s, k)
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        self.copy(s, leaving)
 
-    def copy(self, s: LayerState, k: Tensor) -> None:
+    def copy(self, s: LayerState, leaving: Leaving) -> None:
         if self.copies:
-            copy_keys(k, s.far, s.coarse, s.lengths)
+            copy_keys(leaving, s.coarse, s.lengths)
 
     def coarse(self, s: LayerState) -> Tensor | None:
         return s.coarse if self.copies else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchsparsekv.method import Method
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, store_buffers
 
 
@@ -33,5 +33,5 @@ class Window(Method):
         nothing = dataclasses.replace(g, rows=0)
         return store_buffers(nothing, plan) | {"hot": hot_buffer(nothing, 1, slots=0, chosen=0)}
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        return None
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        return Selection()

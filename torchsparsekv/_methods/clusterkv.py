@@ -9,7 +9,8 @@ from torchsparsekv.ops.clusters._kmeans import WIDEST, Kmeans
 from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
 from torchsparsekv.ops.clusters.cluster_ring import MOST_CLUSTERS, cluster_ring
 from torchsparsekv.ops.clusters.pick_units import pick_units
-from torchsparsekv.ops.store.views import Attention, Boundaries, Choice
+from torchsparsekv.ops.clusters.views import Boundaries
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 RUNS = 8  # that leave the ring at a time
@@ -84,19 +85,19 @@ class ClusterKV(ClusterMethod):
 
     # ---- the index
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor:
         if self.run is not None:
-            return super().prompt(s, q, k, join=join)
-        self.step(s, q, k)
-        return cluster_keys(k, s.units, s.lengths, self.kmeans, join)
+            return super().prompt(s, q, leaving, join=join)
+        self.step(s, q, leaving)
+        return cluster_keys(leaving.new, s.units, s.lengths, self.kmeans, join)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         if self.run is not None:
-            return super().step(s, q, k)
+            return super().step(s, q, leaving)
         own = Kmeans(self.new_size, self.every, self.rounds, self.seed, self.cosine)
         cluster_ring(s.store, s.units, s.lengths, own)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         if self.run is not None:
             return super().choose(s, q, a)
-        return Choice(pick_units(q, s.units, s.always, s.pick_done, s.hot.chosen.shape[2], a.scale))
+        return Selection(pick_units(q, s.units, s.always, s.pick_done, s.hot.chosen.shape[2], a.scale))

@@ -16,8 +16,9 @@ from torchsparsekv.ops.icecache.plant_tree import plant_tree
 from torchsparsekv.ops.icecache.share_prompt import share_prompt
 from torchsparsekv.ops.icecache.share_step import share_step
 from torchsparsekv.ops.icecache.top_tokens_of_last_queries import top_tokens_of_last_queries
+from torchsparsekv.ops.icecache.views import Followed, Leaves, Promotion, Tree, View
 from torchsparsekv.ops.icecache.visit_nodes import MILLION, MOST_NODES, visit_nodes
-from torchsparsekv.ops.store.views import Attention, Choice, Followed, Leaves, Promotion, Scored, Tree, View
+from torchsparsekv.ops.store.views import Attention, Leaving, Scored, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 EVERY, SURE_NODES = 16, 64_000  # by default a node of so many tokens; nodes that there is room for, drawn or counted
@@ -211,17 +212,17 @@ class IceCache(Method):
 
     # ---- the index
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> Tensor:
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor:
         compares = self.match_heads and (s.anchor is not None or s.followers > 0)
-        sought = top_tokens_of_last_queries(q, k, s.lengths, join) if compares else None
+        sought = top_tokens_of_last_queries(q, leaving.new, s.lengths, join) if compares else None
         if s.anchor is not None:
             order, its = s.anchor.consume()
             return share_prompt(order, sought, its, s.followed, s.lengths, self.block_size, join)
-        order = plant_tree(k, s.near, s.tree, s.leaves, s.lengths, self.promoted(self._rows(s)), join)
+        order = plant_tree(leaving.new, s.store.ring, s.tree, s.leaves, s.lengths, self.promoted(self._rows(s)), join)
         s.publish((order, sought))
         return order
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         if s.anchor is not None:
             return share_step(s.store, s.hot, s.followed, s.anchor.asked, s.anchor.tree.placed, s.lengths)
         region = self._rows(s)
@@ -231,11 +232,11 @@ class IceCache(Method):
         """Of the pool, without those for generated tokens."""
         return cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         if s.anchor is not None:
-            return Choice(s.followed.asked, fill=s.followed.fill)
+            return Selection(s.followed.asked, fill=s.followed.fill)
         whole = s.hot.chosen.shape[2] == s.leaves.fill.shape[2]
         view = View(MILLION, 1, MOST_NODES, self.levels) if whole else self.view
         scores, peaks = page_peaks(q, visit_nodes(q, s.tree, view), s.leaves, view.least)
         best_pages(Scored(scores, peaks), s.asked)
-        return Choice(s.asked, fill=s.leaves.fill)
+        return Selection(s.asked, fill=s.leaves.fill)

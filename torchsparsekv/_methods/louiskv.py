@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from torchsparsekv._methods._clusters import ClusterMethod
 from torchsparsekv.ops.clusters._kmeans import WIDEST
-from torchsparsekv.ops.store.views import Boundaries
+from torchsparsekv.ops.clusters.views import Boundaries
 
 
 @dataclass(frozen=True, kw_only=True)

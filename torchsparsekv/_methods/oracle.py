@@ -5,7 +5,7 @@ from torch import Tensor
 
 from torchsparsekv.method import Method
 from torchsparsekv.ops.select.attention_mass import attention_mass
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import LayerState
 
 
@@ -22,5 +22,5 @@ class Oracle(Method):
     def selects_every_step(self) -> bool:
         return True
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         return self.best(attention_mass(q, s.store, s.lengths, self.block_size, a))

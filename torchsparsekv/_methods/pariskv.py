@@ -13,8 +13,9 @@ from torchsparsekv.ops.pariskv.centroid_votes import ONE, centroid_votes
 from torchsparsekv.ops.pariskv.encode_keys import encode_keys
 from torchsparsekv.ops.pariskv.rank_by_votes import MOST_SPACES, candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
+from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.store.views import Attention, Choice, Codes
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
@@ -166,21 +167,21 @@ class ParisKV(Method):
 
     # ---- the index
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
-        encode_keys(k, s.far, s.codes, s.lengths, self.m, self.seed)
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
+        encode_keys(leaving, s.codes, s.lengths, self.m, self.seed)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
-        self.prompt(s, q, k, join=True)
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        self.prompt(s, q, leaving, join=True)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        rows = s.far.rows.shape[2]
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        rows = s.store.pool.shape[2]
         capacity, dense = self.sizes(rows)
         ratios, keep, least = self.ratios, min(self.budget, capacity), min(self.least, rows)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
         candidates = rank_by_votes(votes, s.codes, s.lengths, ratios, least, dense, capacity)
         scored = rerank(rotated, s.codes, candidates)
         if dense <= keep:
-            return Choice(top_blocks(scored, keep, candidates))
+            return Selection(top_blocks(scored, keep, candidates))
         # Where there are few, every retrievable token is a candidate: take them all.
         counter = s.lengths.ring_begin
-        return Choice(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))
+        return Selection(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))

@@ -10,7 +10,7 @@ from torchsparsekv.ops.index.observe import observe
 from torchsparsekv.ops.prkv.static_target import static_target
 from torchsparsekv.ops.prkv.update_static_set import update_static_set
 from torchsparsekv.ops.select.bound_scores import bound_scores
-from torchsparsekv.ops.store.views import Attention, Choice, CopiedStore
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState
 
 
@@ -75,26 +75,26 @@ class PRKV(StaticMethod, PageMethod):
     def copies(self) -> bool:
         return bool(self.static) and self.source == "codes"  # torch 2.11 cannot trace a property of super()
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         if self.static:
             observe(q, s.observed, s.static.at, s.lengths)
-        self.summarise(s, k)
+        self.summarise(s, leaving)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """What left is summarised by the launch that sees to the static set, but where `static_target` comes before."""
         if not self.static or self.static_ratio == "auto":
-            self.summarise(s, k)
+            self.summarise(s, leaving)
 
-    def summarise(self, s: LayerState, k: Tensor) -> None:
+    def summarise(self, s: LayerState, leaving: Leaving) -> None:
         """The copy of keys is made where their digests are, in one launch."""
-        block_bounds(k, s.far, s.digests, s.lengths, self.coarse(s))
+        block_bounds(leaving, s.digests, s.lengths, self.coarse(s))
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         if not self.static:
             return PageMethod.choose(self, s, q, a)
         coarse = self.coarse(s)
         if self.static_ratio == "auto":
             most = min(self.budget, s.static.ids.shape[2])
-            static_target(s.observed, s.static, s.far, coarse, s.lengths, most, self.per_head)
-        update_static_set(s.observed, s.static, CopiedStore(*s.store, coarse), s.hot, s.digests, s.lengths, a)
+            static_target(s.observed, s.static, s.store.pool, coarse, s.lengths, most, self.per_head)
+        update_static_set(s.observed, s.static, s.store, coarse, s.hot, s.digests, s.lengths, a)
         return self.best(*bound_scores(q, s.digests, s.lengths, s.static.count))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchsparsekv._methods._static import StaticMethod
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 
 
@@ -26,6 +26,6 @@ class PRKVStatic(StaticMethod):
         most = min(self.budget, g.rows)
         return super().buffers(g) | self.static_buffers(g, most, most) | {"hot": hot_buffer(g, 1, most, most)}
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         self.choose_static(s, a)
-        return Choice(s.static.ids, s.static.updated)
+        return Selection(s.static.ids, s.static.updated)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchsparsekv.method import Method
 from torchsparsekv.ops._machinery.hash import LOW
 from torchsparsekv.ops.select.random_scores import random_scores
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import LayerState
 
 
@@ -29,6 +29,6 @@ class Random(Method):
     def selects_every_step(self) -> bool:
         return True
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        heads, rows = s.far.rows.shape[1:3]
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        heads, rows = s.store.pool.shape[1:3]
         return self.best(random_scores(s.lengths, heads, rows // self.block_size, self.block_size, self.seed))

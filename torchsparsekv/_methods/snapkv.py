@@ -8,7 +8,8 @@ from torchsparsekv._methods._static import ObservingMethod
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling, snap_tokens
-from torchsparsekv.ops.store.views import I32, Attention, Choice, Kept
+from torchsparsekv.ops.snapkv.views import Kept
+from torchsparsekv.ops.store.views import I32, Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffer
 
 POOLINGS = ("avgpool", "maxpool")
@@ -69,17 +70,17 @@ class SnapKV(ObservingMethod):
         hot = hot_buffer(g, 1, most, most)
         return super().buffers(g) | {"hot": hot, "observed": self.observed_buffer(g), "kept": kept}
 
-    def prompt(self, s: LayerState, q: Tensor, k: Tensor, *, join: bool) -> None:
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         observe(q, s.observed, s.kept.at, s.lengths)
 
     def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        widest = 2 * s.far.rows.shape[2] + 1  # beyond it every token has the same neighbours: all
+        widest = 2 * s.store.pool.shape[2] + 1  # beyond it every token has the same neighbours: all
         pooling = Pooling(min(self.kernel_size, widest), self.pooling == "maxpool")
         spans = s.row_lengths.spans(k.shape[2])
-        snap_tokens(k, s.observed, s.kept, s.far, s.lengths, a, pooling, spans)
+        snap_tokens(k, s.observed, s.kept, s.store.pool, s.lengths, a, pooling, spans)
 
-    def step(self, s: LayerState, q: Tensor, k: Tensor) -> None:
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         keep_leaving(s.kept, s.stats, s.lengths)
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
-        return Choice(s.kept.ids, s.kept.updated, s.kept.frontier)
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        return Selection(s.kept.ids, s.kept.updated, s.kept.frontier)

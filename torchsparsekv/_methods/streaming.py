@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchsparsekv.method import Method
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 
 
@@ -25,5 +25,5 @@ class Streaming(Method):
     def buffers(self, g: Geometry) -> Buffers:
         return super().buffers(g) | {"hot": hot_buffer(g, self.block_size, slots=0, chosen=0)}
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        return None
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        return Selection()

@@ -19,9 +19,10 @@ from torchsparsekv.ops.engine.listed_attention import listed_attention
 from torchsparsekv.ops.engine.table_prompt import table_prompt
 from torchsparsekv.ops.engine.table_scores import table_scores
 from torchsparsekv.ops.engine.tables import near_blocks
+from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
 from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.store.views import Attention, Copies, Digests, Far, Requests, SharedHot
+from torchsparsekv.ops.store.views import Attention, Digests
 from torchsparsekv.state import Buffer, Geometry, each
 
 
@@ -39,7 +40,7 @@ class BlockStore:
         listed = self.method.sink // p + near_blocks(self.method.window, p) + self.chosen
         self.slots = requests * (listed + self.chosen)  # a hot buffer of just what is asked for would thrash
         self.page: Tensor | None = None
-        self.far: Far | None = None
+        self.pool: Tensor | None = None
         self.digests: Digests | None = None
         self.hot: SharedHot | None = None
         # It does not depend on how many blocks there will be, and engines measure what memory is left after this.
@@ -47,21 +48,21 @@ class BlockStore:
 
     # ---- sizes, and memory
 
-    def _buffers(self, blocks: int) -> tuple[Far, Digests]:
+    def _buffers(self, blocks: int) -> tuple[Buffer, Digests]:
         rows = blocks * self.method.block_size
         found = self.method.buffers(Geometry(1, self.heads, self.head_dim, rows, self.dtype))
-        return found["far"], found["digests"]
+        return found["store"].pool, found["digests"]
 
     def _hot_shape(self) -> tuple[int, ...]:
-        far, _ = self._buffers(self.slots)
-        return (1, self.heads, self.slots, self.method.block_size, *far.rows.shape[3:])
+        pool, _ = self._buffers(self.slots)
+        return (1, self.heads, self.slots, self.method.block_size, *pool.shape[3:])
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _on_page(self, blocks: int) -> list[Buffer]:
-        far, digests = self._buffers(blocks)
-        return [*each({"digests": digests}), *([] if self.on_host else far)]
+        pool, digests = self._buffers(blocks)
+        return [*each({"digests": digests}), *([] if self.on_host else [pool])]
 
     @property
     def page_bytes(self) -> int:
@@ -72,16 +73,16 @@ class BlockStore:
     @property
     def host_bytes(self) -> int:
         """What a block takes in host memory."""
-        return self._buffers(1)[0].rows.nbytes if self.on_host else 0
+        return self._buffers(1)[0].nbytes if self.on_host else 0
 
     def allocate(self, blocks: int) -> None:
         """The pool of so many blocks in host memory, and what the hot buffer knows of them."""
         if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == blocks):
             return
-        (b,), _ = self._buffers(blocks)
-        self.far = None  # give back what was there before
+        b, _ = self._buffers(blocks)
+        self.pool = None  # give back what was there before
         on_gpu = self.device.type == "cuda"
-        self.far = Far(host.pinned(b.shape, b.dtype, self.device) if on_gpu else self._zeros(b.shape))
+        self.pool = host.pinned(b.shape, b.dtype, self.device) if on_gpu else self._zeros(b.shape)
         lead, i32 = (1, self.heads), torch.int32
         none = self._zeros((*lead, blocks + self.slots), i32) - 1
         slot_of, block_of = (t.contiguous() for t in none.split([blocks, self.slots], 2))
@@ -100,31 +101,31 @@ class BlockStore:
         declared = self._buffers(1)[1]
         self.digests = Digests(centre, spread, declared.block_size, declared.volume)
         if pool:
-            self.far = Far(*pool)
+            (self.pool,) = pool
 
     # ---- what an engine calls in a step
 
     def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:
         """New tokens [tokens, heads, head_dim] of any requests, to rows of the pool; -1 is nowhere."""
-        far, digests = self._ready()
-        write_tokens(k, v, to, far, Copies(*self.hot[:2]) if self.hot is not None else Copies())
-        filled_bounds(k, to, far, digests)
+        pool, digests = self._ready()
+        write_tokens(k, v, to, pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
+        filled_bounds(k, to, pool, digests)
 
     def decode(self, q: Tensor, length: Tensor, table: Tensor, a: Attention) -> Tensor:
         """One token of every request, [requests, query heads, head_dim]; it has been written."""
-        (far, digests), method = self._ready(), self.method
+        (pool, digests), method = self._ready(), self.method
         requests, x = Requests(length, table, method.sink, method.window), q.unsqueeze(2)
         best = top_blocks(table_scores(x, digests, requests), min(self.chosen, table.shape[1]))
         ids, fill = list_blocks(best, requests, method.block_size)
         if self.hot is not None:
-            ids, far = fetch_shared(ids, far, self.hot), Far(self.hot.rows.flatten(2, 3))
-        return listed_attention(x, far, ids, fill, requests, method.block_size, a).squeeze(2)
+            ids, pool = fetch_shared(ids, pool, self.hot), self.hot.rows.flatten(2, 3)
+        return listed_attention(x, pool, ids, fill, requests, method.block_size, a).squeeze(2)
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """New tokens of one request behind `past` others, which its table leads to; all have been written."""
         return table_prompt(q, k, v, self._ready()[0], table, past, self.method.block_size, a)
 
-    def _ready(self) -> tuple[Far, Digests]:
-        if self.far is None or self.digests is None:
+    def _ready(self) -> tuple[Tensor, Digests]:
+        if self.pool is None or self.digests is None:
             raise RuntimeError("keys and values have no place yet: the engine has to bind its memory first")
-        return self.far, self.digests
+        return self.pool, self.digests

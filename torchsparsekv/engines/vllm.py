@@ -93,7 +93,7 @@ class Builder(AttentionMetadataBuilder):
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
         if blocks is None or not stores[0].on_host:  # None: vLLM measures with a cache of a few blocks
             return
-        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.far is None)
+        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
         if need > room:
             most = room // sum(s.host_bytes for s in stores)
             raise MemoryError(
@@ -193,7 +193,7 @@ class Impl(AttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("torchsparsekv does not quantise the output of attention")
         m = attn_metadata
-        if m is None or (self.store.on_host and self.store.far is None):  # vLLM measures memory
+        if m is None or (self.store.on_host and self.store.pool is None):  # vLLM measures memory
             return output.fill_(0)
         self.store.bind(kv_cache)
         tokens = len(m.to)

@@ -12,8 +12,10 @@ from torchsparsekv._methods import icecache
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.icecache._tree import levels_of
-from torchsparsekv.ops.store.views import Asked, Codes, Far, Hot, Lengths, Observed, Stats, Store, Token, Units
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Hot, KVStore, Leaving, Lengths, Observed, Selection, Stats, Token
 from torchsparsekv.state import Geometry
 
 ENTRIES = load_all()
@@ -56,14 +58,14 @@ def test_rows_of_the_pool(huge):
     """Tokens leave the ring for the last rows of a pool, and come back to the hot buffer."""
     heads, rows, dim, block = 16, (1 << 18) + 64, 256, 16
     k, ring, i32 = torch.randn(1, heads, 1, dim).half(), torch.randn(1, heads, 64, 2, dim).half(), torch.int32
-    store, stats = Store(ring, huge(1, heads, rows, 2, dim)), Stats(torch.zeros(1, heads, 5, dtype=torch.int64))
+    store, stats = KVStore(ring, huge(1, heads, rows, 2, dim)), Stats(torch.zeros(1, heads, 5, dtype=torch.int64))
     times = (torch.tensor([n], dtype=i32) for n in (rows - 1, rows, rows - 2 * block, rows - block))
     ENTRIES["append"].run("triton", Token(k, k), store, stats, Lengths(*times, 0, block))
     last = torch.full((1, heads, 1), rows // block - 2, dtype=i32)
     places, slots = torch.full((1, heads, rows // block), -1, dtype=i32), torch.full((1, heads, 2), -1, dtype=i32)
     hot = torch.zeros(1, heads, 2, block, 2, dim).half()
     view = Hot(hot, places, slots, torch.zeros_like(slots), torch.zeros(1, heads, dtype=i32), last.clone())
-    ENTRIES["fetch"].run("triton", Asked(last), Far(store.pool), view, stats)
+    ENTRIES["fetch"].run("triton", Selection(last), store.pool, view, stats)
     torch.testing.assert_close(hot[:, :, 0], ring[:, :, (torch.arange(block) + rows - 2 * block) % 64], rtol=0, atol=0)
 
 
@@ -90,7 +92,7 @@ def halves(*shape: int) -> torch.Tensor:
 
 def taken_in(what) -> tuple:
     """A prompt of as many tokens as the pool has rows, into `what`."""
-    return halves(*LEAD, 128), Far(halves(*LEAD, 2, 128)), what, times()
+    return Leaving(halves(*LEAD, 128), halves(*LEAD, 2, 128)), what, times()
 
 
 def times() -> Lengths:
@@ -105,7 +107,7 @@ def codes() -> Codes:
 GRIDS = {
     "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128))),
     "encode_keys": ("_encode", lambda: (*taken_in(codes()), 8, 0)),
-    "flush_ring": ("_flush", lambda: (Store(halves(*LEAD, 2, 128), halves(*LEAD, 2, 128)), times())),
+    "flush_ring": ("_flush", lambda: (KVStore(halves(*LEAD, 2, 128), halves(*LEAD, 2, 128)), times())),
 }
 
 

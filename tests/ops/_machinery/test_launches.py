@@ -24,15 +24,15 @@ def waits(tree: ast.Module) -> set[str]:
     for f in ast.walk(tree):
         if isinstance(f, ast.FunctionDef):
             body = f.body[1:] if ast.get_docstring(f) else f.body
-            if ast.unparse(body[0]) == "chain(PDL)":
+            if ast.unparse(body[0]) == "wait_for_previous(PDL)":
                 out.add(f.name)
     return out
 
 
 def launched_early(tree: ast.Module) -> set[str]:
-    """The names that `kernel[grid](..., **chained(...))` is written for."""
+    """The names that `kernel[grid](..., **launch_early(...))` is written for."""
     calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and isinstance(c.func, ast.Subscript)]
-    option = lambda k: k.arg is None and ast.unparse(k.value).startswith("chained(")  # noqa: E731
+    option = lambda k: k.arg is None and ast.unparse(k.value).startswith("launch_early(")  # noqa: E731
     return {ast.unparse(c.func.value) for c in calls if any(map(option, c.keywords))}
 
 
@@ -78,6 +78,6 @@ def test_a_kernel_of_csrc_that_does_not_wait_is_noticed():
 
 
 def test_a_kernel_that_reads_first_is_noticed():
-    tree = ast.parse("@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    chain(PDL)\nk[(1,)](x, **chained(d, 1))")
+    tree = ast.parse("@triton.jit\ndef k(x, PDL):\n    y = tl.load(x)\n    wait_for_previous(PDL)\nk[(1,)](x, **launch_early(d, 1))")
     assert early(tree) == launched_early(tree) == {"k"}
     assert waits(tree) == set()

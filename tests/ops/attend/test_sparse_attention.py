@@ -95,10 +95,10 @@ def test_warps_of_a_program(rows, tokens, dim, batch, warps, monkeypatch):
     """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10."""
     monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
     w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
-    q, near, hot, *_ = OPS["sparse_attention"](w)
-    near = near._replace(ring=near.ring.new_empty(batch, 8, rows, 2, dim))
+    q, ring, hot, *_ = OPS["sparse_attention"](w)
+    ring = ring.new_empty(batch, 8, rows, 2, dim)
     hot = hot._replace(chosen=hot.chosen.new_empty(batch, 8, tokens // 16))
-    assert ATTENTION._warps(q, near, hot, ATTENTION._cluster(q, 8)) == warps
+    assert ATTENTION._warps(q, ring, hot, ATTENTION._cluster(q, 8)) == warps
 
 
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"

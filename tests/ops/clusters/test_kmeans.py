@@ -10,7 +10,8 @@ from torchsparsekv.ops._machinery.chain import tensors
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.clusters import _kmeans, _kmeans_kernels
 from torchsparsekv.ops.clusters.cluster_keys import WHOLE, Kmeans, cluster_keys
-from torchsparsekv.ops.store.views import Lengths, Store, Units
+from torchsparsekv.ops.clusters.views import Units
+from torchsparsekv.ops.store.views import KVStore, Lengths
 
 KEYS, CLUSTERS, ROUNDS = 4096, 256, 3  # a whole stretch, as the methods have it
 ENTRY = load_all()["cluster_keys"]
@@ -223,7 +224,7 @@ def test_clusters_of_what_leaves_the_ring_by_cosine(keys):
     lengths = times([50], [51], [2 + keys], 2)._replace(interval=keys)
     both = []
     for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
-        store = Store(rows, torch.zeros(1, 2, 64, 2, 32))
+        store = KVStore(rows, torch.zeros(1, 2, 64, 2, 32))
         state = on(device, clones((store, none_yet(rows[:, :, :, 0], 2), lengths)))
         load_all()["cluster_ring"].run(kind, *state, Kmeans(keys // 4, keys, 20, 3, True))
         both.append([t.cpu() for t in tensors(state)])

@@ -9,7 +9,7 @@ from test_ops import on, run_both
 from world import DEVICE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Units
+from torchsparsekv.ops.clusters.views import Units
 
 SELECT = importlib.import_module("torchsparsekv.ops.clusters.pick_units")
 ENTRY = load_all()["pick_units"]

@@ -19,11 +19,11 @@ from world import DEVICE
 from torchsparsekv.ops._machinery.chain import tensors, use_kernels
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.store.rows import STATS
-from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
+from torchsparsekv.ops.store.views import Hot, Selection, Stats
 from torchsparsekv.state import Geometry, LayerState, RingPlan, RowLengths, hot_buffer, store_buffers
 
 ENTRIES = load_all()
-FETCH, FORGET = ENTRIES["fetch"], ENTRIES["forget"]
+FETCH = ENTRIES["fetch"]
 DIM, SATURATED = 16, (1 << 16) - 3  # slots idle for longer are all equally old
 I32 = torch.int32
 KINDS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,19 +57,13 @@ class Head:
     def keep(self) -> None:
         self.selected += sum(slot >= 0 for slot in self.chosen)
 
-    def forget(self, ids: list[int]) -> None:
-        for slot, x in enumerate(self.blocks):
-            if x is not None and x in ids:
-                self.blocks[slot] = None
-                self.chosen = [-1 if i == slot else i for i in self.chosen]
-
     def stay_idle(self, calls: int) -> None:
         self.calls += calls
         self.chosen = [-1] * len(self.chosen)
 
 
 class HotBuffer(RuleBasedStateMachine):
-    fetch, forget, device = None, None, None  # what is driven, and where
+    fetch, device = None, None  # what is driven, and where
 
     @initialize(
         batch=st.integers(1, 2), heads=st.integers(1, 2), slots=st.integers(1, 9), block=st.sampled_from([1, 2, 4]),
@@ -82,14 +76,14 @@ class HotBuffer(RuleBasedStateMachine):
         buffers = store_buffers(g, plan) | {"hot": hot_buffer(g, block, slots, self.width)}
         self.s = LayerState(buffers, RowLengths(plan, batch, g.rows, self.device), self.device, pool_on_host=False)
         self.lead = [(b, h) for b in range(batch) for h in range(heads)]
-        self.s.far.rows.fill_(torch.nan)  # what was never written must not be seen
+        self.s.store.pool.fill_(torch.nan)  # what was never written must not be seen
         self.s.hot.rows.fill_(torch.nan)
         self.begin()
 
     def begin(self):
         self.heads = {at: Head(self.slots, self.width) for at in self.lead}
         self.written = 0
-        self.truth = torch.full_like(self.s.far.rows, torch.nan, device="cpu")
+        self.truth = torch.full_like(self.s.store.pool, torch.nan, device="cpu")
 
     def pages(self):
         return self.truth.unflatten(2, (self.total, self.block))
@@ -100,10 +94,10 @@ class HotBuffer(RuleBasedStateMachine):
         return torch.arange(torch.Size(shape).numel()).view(shape) + 1e5 * self.version
 
     def store(self, rows):
-        self.s.far.rows[:, :, rows] = self.truth[:, :, rows].to(self.device)
+        self.s.store.pool[:, :, rows] = self.truth[:, :, rows].to(self.device)
 
     def ids(self, of):
-        lead = self.s.far.rows.shape[:2]
+        lead = self.s.store.pool.shape[:2]
         return torch.tensor([of[at] for at in self.lead], dtype=I32).view(*lead, -1).to(self.device)
 
     # ---- what can happen
@@ -133,30 +127,12 @@ class HotBuffer(RuleBasedStateMachine):
         now = {at: int(not gated or r.random() < 0.5) for at in self.lead}
         self.calls += 1
         gate = self.ids(now).flatten(1) if gated else None
-        self.fetch(Asked(self.ids(asked), gate), self.s.far, self.s.hot, self.s.stats)
+        self.fetch(Selection(self.ids(asked), gate), self.s.store.pool, self.s.hot, self.s.stats)
         for at, head in self.heads.items():
             if now[at]:
                 head.fetch(asked[at])
             else:
                 head.keep()
-
-    @precondition(lambda self: self.written)
-    @rule(seed=st.integers(0, 1 << 20), width=st.integers(1, 12), write_through=st.booleans())
-    def change(self, seed, width, write_through):
-        """Some blocks of the pool get other tokens. Named beside them: none, what did not change, and some twice."""
-        r = random.Random(seed)
-        named = {}
-        for at in self.lead:
-            named[at] = r.sample(range(self.written), r.randint(0, min(width, self.written)))
-            for x in named[at]:
-                self.pages()[at][x] = self.new(self.pages()[at][x].shape)
-            rest = [r.choice([-1, r.randrange(self.written), *named[at]]) for _ in range(width - len(named[at]))]
-            named[at] = r.sample(named[at] + rest, width)
-        self.store(slice(0, self.written * self.block))
-        self.forget(self.ids(named), self.s.far, self.s.hot, write_through)
-        if not write_through:
-            for at, head in self.heads.items():
-                head.forget(named[at])
 
     @precondition(lambda self: self.calls % 5 == 4)
     @rule(calls=st.sampled_from([1, 1000, 65530, 70000]))
@@ -190,7 +166,7 @@ class HotBuffer(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_stale(self):
-        hot, pool, pages = on("cpu", self.s.hot), self.s.far.rows.cpu(), self.pages()
+        hot, pool, pages = on("cpu", self.s.hot), self.s.store.pool.cpu(), self.pages()
         for at, head in self.heads.items():
             for slot, x in enumerate(head.blocks):
                 assert x is None or torch.equal(hot.rows[at][slot], pages[at][x]), "not what the pool has"
@@ -205,36 +181,33 @@ class HotBuffer(RuleBasedStateMachine):
         for at, head in self.heads.items():
             counted = dict(zip(STATS, counts[at].tolist()))
             assert (counted["selected"], counted["missed"]) == (head.selected, head.missed)
-            assert counted["steps"] == counted["context"] == counted["near"] == 0, "another op's counters"
+            assert counted["steps"] == counted["context"] == counted["in_ring"] == 0, "another op's counters"
 
 
-def drive(fetch, forget, device, **options):
-    driven = {"fetch": staticmethod(fetch), "forget": staticmethod(forget), "device": torch.device(device)}
+def drive(fetch, device, **options):
+    driven = {"fetch": staticmethod(fetch), "device": torch.device(device)}
     machine = type("Driven", (HotBuffer,), driven)
     run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
 
 
 def test_reference():
-    """With all checks, on any number of blocks that changed."""
+    """With all checks."""
     with use_kernels("reference"):
-        drive(FETCH.call, FORGET.call, "cpu", max_examples=150, stateful_step_count=30)
+        drive(FETCH.call, "cpu", max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel(kind):
     """On a GPU as it runs there; elsewhere in the interpreter, where a call takes tens of milliseconds."""
     many = DEVICE.type == "cuda"
-    forget = FORGET.chain.candidates(kind)[0].kind  # no CUDA C++ was written for it
-    drive(
-        lambda *x: FETCH.run(kind, *x), lambda *x: FORGET.run(forget, *x), DEVICE, max_examples=60 if many else 10,
-        stateful_step_count=30 if many else 14,
-    )  # fmt: skip
+    steps, examples = (30, 60) if many else (14, 10)
+    drive(lambda *x: FETCH.run(kind, *x), DEVICE, max_examples=examples, stateful_step_count=steps)
 
 
 # ---------------------------------------------------------------- larger buffers: several warps, several programs
 
 
-def half_full(n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g) -> tuple[Far, Hot, Stats]:
+def half_full(n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g) -> tuple[torch.Tensor, Hot, Stats]:
     """The state of two heads."""
     total, lead = slots + n, (1, 2)
     pool = torch.randn(*lead, total * block, 2, DIM, generator=g)
@@ -248,7 +221,7 @@ def half_full(n: int, slots: int, block: int, ages: tuple[int, int], filled: flo
     age = torch.randint(ages[0], ages[1] + 1, block_of.shape, generator=g, dtype=I32)
     chosen = torch.randint(-1, slots, (*lead, n), generator=g, dtype=I32)
     hot = Hot(rows.contiguous(), slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
-    return Far(pool), hot, Stats(torch.zeros(*lead, 5).long())
+    return pool, hot, Stats(torch.zeros(*lead, 5).long())
 
 
 def asked(slot_of: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
@@ -277,43 +250,25 @@ def test_calls_in_a_row(kind, shape, ages, filled, gated, seed):
     for _ in range(4):
         ids = asked(state[1].slot_of, n, r)
         now = torch.tensor([[r.choice([0, 1]) for _ in range(2)]], dtype=I32) if gated else None
-        FETCH.reference(Asked(ids, now), *state)
-        FETCH.run(kind, *on(DEVICE, (Asked(ids, now),)), *there)
+        FETCH.reference(Selection(ids, now), *state)
+        FETCH.run(kind, *on(DEVICE, (Selection(ids, now),)), *there)
         for got, want in zip(tensors(there), tensors(state), strict=True):
             assert torch.equal(got.cpu(), want)
-
-
-@pytest.mark.parametrize("write_through", [False, True])
-@given(
-    shape=st.sampled_from([(9, 12, 16), (5, 6, 40), (33, 70, 2)]), filled=st.sampled_from([0.5, 1.0]),
-    seed=st.integers(0, 999),
-)  # fmt: skip
-def test_large_blocks_that_changed(write_through, shape, filled, seed):
-    """All that there is equals the reference's; blocks that are named may be missing, or the same."""
-    (n, slots, block), g = shape, torch.Generator().manual_seed(seed)
-    far, hot, _ = half_full(n, slots, block, (0, 5), filled, g)
-    far.rows.mul_(2)
-    ids = torch.randint(-1, slots + n, hot.chosen.shape, generator=g, dtype=I32)
-    there = on(DEVICE, clones((ids, far, hot)))
-    FORGET.reference(ids, far, hot, write_through)
-    FORGET.run("triton", *there, write_through)
-    for got, want in zip(tensors(there), tensors((ids, far, hot)), strict=True):
-        assert torch.equal(got.cpu(), want)
 
 
 # ---------------------------------------------------------------- the machine itself can fail
 
 
-def why_it_fails(*, fetched=lambda hot, stats: None, forget=FORGET.reference) -> str:
-    """What the machine finds where the reference of fetch is followed by `fetched`, with this in place of forget."""
+def why_it_fails(*, fetched=lambda hot, stats: None) -> str:
+    """The failure that the machine finds where `fetched` follows the reference of fetch."""
 
-    def fetch(asked, far, hot, stats):
-        FETCH.reference(asked, far, hot, stats)
+    def fetch(selection, pool, hot, stats):
+        FETCH.reference(selection, pool, hot, stats)
         fetched(hot, stats)
 
     options = dict(derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     try:
-        drive(fetch, forget, "cpu", max_examples=150, stateful_step_count=30, **options)
+        drive(fetch, "cpu", max_examples=150, stateful_step_count=30, **options)
     except AssertionError as e:
         return str(e)
     return ""
@@ -343,30 +298,3 @@ def test_a_table_entry_left_behind_is_noticed():
 
 def test_a_miss_not_counted_is_noticed():
     assert why_it_fails(fetched=lambda hot, stats: stats.counts[..., 4].zero_())
-
-
-def test_a_changed_block_that_nobody_forgets_is_noticed():
-    assert why_it_fails(forget=lambda *_: None)
-
-
-def test_an_old_copy_is_noticed_where_the_tables_are_right():
-    def tables_alone(ids, far, hot, write_through):
-        if not write_through:
-            FORGET.reference(ids, far, hot, write_through)
-
-    assert "not what the pool has" in why_it_fails(forget=tables_alone)
-
-
-@pytest.mark.parametrize("write_through", [False, True])
-def test_a_copy_in_place_of_an_empty_slot_is_noticed(write_through):
-    """And the other way round."""
-    assert why_it_fails(forget=lambda ids, far, hot, _: FORGET.reference(ids, far, hot, write_through))
-
-
-def test_a_head_that_goes_on_attending_to_what_was_emptied_is_noticed():
-    def but_chosen(ids, far, hot, write_through):
-        before = hot.chosen.clone()
-        FORGET.reference(ids, far, hot, write_through)
-        hot.chosen.copy_(before)
-
-    assert why_it_fails(forget=but_chosen)

@@ -133,7 +133,7 @@ def test_what_is_chosen_is_there_at_the_next_step():
         layer = Layer(small("oracle", budget=4, prefetch_async=least), heads=1, dim=DIM)
         layer.feed(*(x[:, :, :77] for x in (k, k, v)))
         answers, p = [], LayerProbe(layer.method)
-        layer.state.tap = p
+        layer.state.on_step = p
         for t, q in zip((77, 78, 79), (away, asked, asked)):
             answers.append(layer.feed(q.view(1, 1, 1, -1), k[:, :, t : t + 1], v[:, :, t : t + 1]))
         assert [bool((x > 4.5).all()) for x in answers] == found
@@ -147,7 +147,7 @@ def test_at_the_first_step_after_a_second_prompt_no_head_is_late():
     waits = []
     for at, end in ((0, 40), (40, 41), (41, 42), (42, 60), (60, 61), (61, 62)):
         layer.feed(*(x[:, :, at:end] for x in (q, k, v)))
-        waits.append(int(layer.state.late.waits.sum()))
+        waits.append(int(layer.state.prefetch.waits.sum()))
     assert waits == [0, 4, 4, 4, 8, 8]
 
 
@@ -157,7 +157,7 @@ def test_queries_that_are_exactly_so_alike_are_late():
     layer.feed(k, k, k)
     for _ in range(5):
         layer.feed(one, k[:, :, :1], k[:, :, :1])
-    assert int(layer.state.late.waits.sum()) == 1
+    assert int(layer.state.prefetch.waits.sum()) == 1
 
 
 def test_hits_are_a_share_from_the_first_step_on():
@@ -197,7 +197,7 @@ class Plain(Method):
 def test_methods_of_others_say_that_they_can_be_late():
     with pytest.raises(ValueError, match=r"plain_for_a_test: prefetch_async is for methods that choose at every step"):
         Plain(prefetch_async=0.8)
-    for method, buffers in ((Seldom(prefetch_async=0.8), {}), (Seldom(), {"late": Buffer((1,), torch.int32)})):
+    for method, buffers in ((Seldom(prefetch_async=0.8), {}), (Seldom(), {"prefetch": Buffer((1,), torch.int32)})):
         g = Geometry(1, 2, 16, 256, torch.float32)
         made = {name: x for name, x in method.buffers(g).items() if name != "late"} | buffers
         with pytest.raises(TypeError, match=r"one with prefetch_async has `late`, which hot_buffers\(\) makes"):
@@ -226,7 +226,7 @@ def test_the_last_layer_that_fetches_late_joins():
     """A CUDA graph must not end before what was launched beside it."""
     with torchsparsekv.patch(tiny(), "quest", max_length=128, prefetch_async=0.8, skip_layers=1) as handle:
         layers = handle.make_cache(1).layers
-    assert [layer.state.joins for layer in layers if "late" in layer.state.buffers] == [False, True]
+    assert [layer.state.joins for layer in layers if "prefetch" in layer.state.buffers] == [False, True]
 
 
 @torch._inductor.config.patch(force_disable_caches=True)  # their keys know nothing of what an op says that it changes

@@ -13,8 +13,8 @@ from world import DEVICE, TOLERANCE, World
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.icecache._residual import coded
 from torchsparsekv.ops.icecache._tree import own, spans_of
+from torchsparsekv.ops.icecache.views import Leaves, Visited
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Leaves, Visited
 
 PEAKS = importlib.import_module("torchsparsekv.ops.icecache.page_peaks")
 VISIT = importlib.import_module("torchsparsekv.ops.icecache.visit_nodes")

@@ -29,12 +29,12 @@ def prompt(seed: int, way: int, lengths: list[int], tokens: int):
         lengths=lengths, tokens=tokens, dim=16, block=4, sink=4, window=8, interval=4, rows=256, seed=seed,
         pick=lambda *options: options[way % len(options)],
     )  # fmt: skip
-    k, near, tree, *rest = OPS["plant_tree"](w)
+    k, ring, tree, *rest = OPS["plant_tree"](w)
     key = of_two_norms(tree.key)
     code, scale = _tree.coded(key)
     norm2, radius2 = key.float().square().sum(-1), torch.full_like(tree.radius2, 400)
     tree = tree._replace(key=key, code=code, scale=scale, norm2=norm2, radius2=radius2)
-    return (of_two_norms(k), near._replace(ring=of_two_norms(near.ring)), tree, *rest)
+    return (of_two_norms(k), of_two_norms(ring), tree, *rest)
 
 
 SIZES = st.lists(st.integers(20, 240), min_size=1, max_size=2)

@@ -12,7 +12,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Tree, View
+from torchsparsekv.ops.icecache.views import Tree, View
 
 VISIT = importlib.import_module("torchsparsekv.ops.icecache.visit_nodes")
 ENTRY = load_all()["visit_nodes"]

@@ -10,7 +10,7 @@ from test_ops import on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes
 
 VOTES = importlib.import_module("torchsparsekv.ops.pariskv.centroid_votes")
 ENTRY = load_all()["centroid_votes"]

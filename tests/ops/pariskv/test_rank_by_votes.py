@@ -11,7 +11,7 @@ from test_ops import on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.store.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes
 
 COLLIDE = importlib.import_module("torchsparsekv.ops.pariskv.rank_by_votes")
 ENTRY = load_all()["rank_by_votes"]

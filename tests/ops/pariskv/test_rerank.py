@@ -11,7 +11,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.pariskv.encode_keys import encode
-from torchsparsekv.ops.store.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes
 
 RERANK = importlib.import_module("torchsparsekv.ops.pariskv.rerank")
 ENTRY = load_all()["rerank"]

@@ -11,7 +11,7 @@ from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
 from torchsparsekv.ops.prkv.relocate import gathered
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.rows import keys_of
-from torchsparsekv.ops.store.views import Attention, Choice
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.probe import LayerProbe
 from torchsparsekv.state import LayerState
 
@@ -20,12 +20,12 @@ from torchsparsekv.state import LayerState
 class Literal(PRKV):
     """PRKV with algorithm 1 as the paper writes it: the set in front, and behind it all other tokens in their order."""
 
-    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Choice:
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         self.choose_static(s, a)
         sink = s.lengths.sink
         for b, h in s.static.updated.nonzero().tolist():
             ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
-            rows = s.far.rows[b, h]
+            rows = s.store.pool[b, h]
             rows[sink:end] = rows[gathered(ids, sink, end).to(rows.device)]
             keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
             for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
@@ -37,12 +37,12 @@ class Literal(PRKV):
 def run(method, story: Story) -> tuple[float, list]:
     layer = story.layer(method)
     story.feed(layer, 0, 150, whole=True)
-    layer.state.tap = seen = LayerProbe(method)
+    layer.state.on_step = seen = LayerProbe(method)
     sets = []
     for at in range(150, 240):
         story.feed(layer, at, at + 1)
         count = int(layer.state.static.count[0, 0])
-        front = layer.state.far.rows[0, 0, method.sink : method.sink + count, 1, 0]
+        front = layer.state.store.pool[0, 0, method.sink : method.sink + count, 1, 0]
         sets.append(sorted(front.tolist()))
     return float(torch.stack(seen.mass).mean()), sets
 

@@ -16,7 +16,7 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store import rows as law
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_shape, stored_width, values_of
-from torchsparsekv.ops.store.views import Asked, Far, Hot, Stats
+from torchsparsekv.ops.store.views import Hot, Selection, Stats
 
 ENTRIES = load_all()
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
@@ -163,10 +163,10 @@ def test_a_packed_pool_of_another_width_is_refused(name):
     things = packed(name, OPS[name](World(tokens=3 if name in MANY_TOKENS else 1)))
     wider = lambda t: torch.nn.functional.pad(t, (0, 8))  # noqa: E731
     wrong = [
-        Far(wider(x.rows)) if isinstance(x, Far) else x._replace(pool=wider(x.pool)) if hasattr(x, "pool") else x
-        for x in things
+        x._replace(pool=wider(x.pool)) if hasattr(x, "pool") else wider(x) if taken.name == "pool" else x
+        for x, taken in zip(things, ENTRIES[name].signature.parameters)
     ]
-    with pytest.raises(ValueError, match=r"(far\.rows|store\.pool) must have shape .*, 2, 24\), got .*, 2, 32\)"):
+    with pytest.raises(ValueError, match=r"\w*\.?pool must have shape .*, 2, 24\), got .*, 2, 32\)"):
         ENTRIES[name].call(*wrong)
 
 
@@ -195,7 +195,7 @@ def test_fetched_blocks_are_the_raw_tokens_within_half_a_step(w, kind):
     rows = torch.full((*lead, n, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
     hot = Hot(rows, empty(w.blocks), empty(n), empty(n) + 1, torch.zeros(lead, dtype=torch.int32), empty(n))
     ids = torch.arange(w.blocks, dtype=torch.int32).flip(0)[:n].expand(*lead, n).contiguous()
-    things = (Asked(ids), Far(pack(w.truth)), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64)))
+    things = (Selection(ids), pack(w.truth), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64)))
     things = things if kind == "reference" else on(DEVICE, things)
     ENTRIES["fetch"].run(kind, *things)
     pages = w.truth.unflatten(2, (-1, w.block))[:, :, ids[0, 0].long()]

@@ -87,9 +87,9 @@ def test_torch_and_triton_agree_where_a_token_is(sink, span, age):
 
 def test_counters_by_name():
     counts = torch.zeros(2, 3, len(rows.STATS), dtype=torch.int64)
-    rows.count(counts[1], steps=1, near=7)
+    rows.count(counts[1], steps=1, in_ring=7)
     assert counts[0].sum() == 0
     assert counts[1, 2].tolist() == [1, 0, 7, 0, 0]
-    assert rows.counted(counts, "near")[1].tolist() == [7, 7, 7]
+    assert rows.counted(counts, "in_ring")[1].tolist() == [7, 7, 7]
     header = (ROOT / "csrc/store.cuh").read_text()
     assert f"enum {{ {', '.join(name.upper() for name in rows.STATS)}, ALL_OF_THEM }};" in header

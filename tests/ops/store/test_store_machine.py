@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from world import DEVICE
 
 from torchsparsekv.method import make_method
-from torchsparsekv.ops.store.forget import forget
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
@@ -106,17 +105,6 @@ class Life(RuleBasedStateMachine):
             self.run(self.state, *self.new(1))
         self.state = twin
 
-    @precondition(lambda self: hasattr(self.state, "hot"))
-    @rule(through=st.booleans(), seed=st.integers(0, 99))
-    def forget(self, through, seed):
-        """Nothing of the pool was changed: whatever is forgotten is fetched again as it was. Heads that keep what they
-        chose last would do without it until they choose anew: of these it is always written through."""
-        through |= not {"trigger", "kept"}.isdisjoint(self.state.buffers)
-        blocks = self.state.hot.slot_of.shape[-1]
-        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))
-        ids = order[: self.state.hot.chosen.shape[-1]].to(DEVICE, torch.int32).expand(2, HEADS, -1).contiguous()
-        forget(ids, self.state.far, self.state.hot, through)
-
     @rule()
     def reset(self):
         self.state.reset()
@@ -129,12 +117,3 @@ class Life(RuleBasedStateMachine):
 def test_whatever_happens_it_is_dense_attention(method, pool_dtype):
     machine = type(f"Life_{method}", (Life,), {"method": method, "pool_dtype": pool_dtype})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=12))
-
-
-def test_what_snapkv_holds_is_written_through():
-    """Found by `make fuzz`, which forgot it without."""
-    life = type("Life_snapkv", (Life,), {"method": "snapkv"})()
-    life.prompt(n=13, pad=0)
-    life.steps(n=1)
-    life.forget(seed=0, through=False)
-    life.steps(n=1)
