@@ -52,5 +52,8 @@ def write(out: Path = OUT) -> list[Path]:
     with style.styled() as plt:
         drawn = speed.tpot_lines(plt, points(of), floor(of[FLOOR]))
         drawn.set_size_inches(*SIZE)
+        for line in drawn.axes[0].lines:
+            if line.get_marker() == "D":  # another budget, which its name says
+                line.set(linestyle="-", marker="o")
         out.write_bytes(style.png(drawn, points=held()))
     return [out]

@@ -122,50 +122,57 @@ def prefill(*results: Result) -> str:
     return markdown(said, ["method", "32K", "64K", "peak GiB, 32K", "peak GiB, 64K"], rows)
 
 
-WHOLE, RENAMED = (
-    "select, all of it (beside)",
-    {"collide": "rank by votes", "select, all of it (beside)": "select as a whole"},
-)
+STAGES = {  # by column, the kernels of a layer as the files name them
+    "append": "append",
+    "index update": "index update (nothing leaves)",
+    "select": "select, all of it (beside)",
+    "fetch, all hit": "fetch, all hits",
+    "attention": "attention",
+    "fetch, nearly none hits": "fetch, nearly all misses",
+}
 
 
 @table("kernels", "h200_kernels.json", "h200_kernels_icecache.json")
 def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
-        f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch "
-        f"1, budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds; fetch "
-        "where all blocks hit and where nearly none does."
+        f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
+        f"budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds. A step fetches "
+        "once, at hits between the two columns."
     )
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for r in results:
-        for x in r.rows:
-            beside = "(beside)" in x["kernel"] and x["kernel"] != WHOLE
-            if "context" in x and not beside and (x["method"] not in DENSE or r is results[0]):
-                found.setdefault((x["method"], x["kernel"]), {})[x["context"]] = x["us"]
-    order = sorted(found.items(), key=lambda item: item[0][0] in DENSE)
-    rows = [[f"`{method}`" if method not in DENSE else "dense, ours", RENAMED.get(kernel, kernel),
-             *(number(us[c], 1) for c in (LONG, LONGEST))] for (method, kernel), us in order]  # fmt: skip
-    return markdown(said, ["method", "stage", f"{tokens(LONG)}, us", f"{tokens(LONGEST)}, us"], rows)
+    us = {
+        (x["context"], x["method"], x["kernel"]): x["us"] for r in reversed(results) for x in r.rows if "context" in x
+    }
+    rows = []
+    for context in (LONG, LONGEST):
+        for method in ("quest", "arkvale", "pariskv", "icecache"):
+            told = [number(us[context, method, kernel], 1) for kernel in STAGES.values()]
+            rows.append([tokens(context), f"`{method}`", *told])
+        dense = number(us[context, "full", "dense attention"], 1)
+        rows.append([tokens(context), "dense, ours", *(dense if column == "attention" else "-" for column in STAGES)])
+    return markdown(said, ["context", "method", *STAGES], rows)
 
 
-PLACES = {
-    "triton": "vLLM's Triton backend (dense)",
-    "device": "`quest`, pool on the GPU",
-    "host": "`quest`, pool on the host",
-}
+PLACES = ("triton", "device", "host")
 
 
 @table("serve", "h200_serve_32k.json", "h200_serve_128k.json")
 def serve(*results: Result) -> str:
     o = results[0].options
     said = (
-        f"{gpu(*results)}, {shape(*results)}, vLLM without native code, {o['steps']} tokens of each request, budget "
-        f"{o['budget']}; random weights, so blocks fetched a step stand in the place of hits."
+        f"{gpu(*results)}, host of 128 GiB, {shape(*results)} with random weights, decode steps of the whole engine, "
+        f"`quest` with budget {o['budget']} and its pool on the GPU or on the host; dense: vLLM's Triton backend, "
+        "without native code. Texts of random weights move to another topic at every step; the last column is per kv "
+        "head, layer and step."
     )
-    measured = [x for r in results for x in r.rows if "tpot_ms" in x]
-    rows = [
-        [tokens(x["context"]), PLACES[x["place"]], x["batch"], number(x["tpot_ms"], 1)]
-        + [number(x[column], 0) for column in ("tokens_per_s", "fetched_blocks")]
-        for x in measured
-    ]
-    return markdown(said, ["context", "attention", "requests", "ms a step", "tokens a second", "blocks fetched"], rows)
+    rows = []
+    for r in results:
+        of = {p: {x["batch"]: x for x in r.rows if x["place"] == p and "tpot_ms" in x} for p in PLACES}
+        usual = sorted(set.intersection(*(set(by) for by in of.values())) - {max(by) for by in of.values()})
+        for batches in [*([b] * len(PLACES) for b in usual), [max(of[p]) for p in PLACES]]:
+            found = [of[p][b] for p, b in zip(PLACES, batches)]
+            told = str(batches[0]) if batches[0] in usual else f"most: {', '.join(map(str, batches))}"
+            rows.append([tokens(found[0]["context"]), told, *(number(x["tpot_ms"], 1) for x in found)])
+            rows[-1] += [*(number(x["tokens_per_s"], 0) for x in found), number(found[-1]["fetched_blocks"], 0)]
+    head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in ("dense", "GPU", "host")]
+    return markdown(said, ["context", "requests", *head, "host, blocks fetched"], rows)

@@ -76,7 +76,8 @@ def readme_speed(*results: Result) -> str:
         shown += [x for x in found.values() if x]
         told = [f"{number(x['tpot_ms'])} ({times(x['speedup'])})" if x else "-" for x in found.values()]
         rows.append([tokens(context), number(at(files[of], "full", context)["tpot_ms"]), *told])
-    return markdown(about(shown, *used), ["context", "dense, ms a token", *(f"`{m}`" for m in methods)], rows)
+    said = f"{about(shown, *used)} In brackets the speed-up over the faster dense attention of the same run."
+    return markdown(said, ["context", "dense, ms a token", *(f"`{m}`" for m in methods)], rows)
 
 
 @table("speed-by-context", *FILES)
