@@ -43,6 +43,28 @@ def throughput(*results: Result) -> str:
     return markdown(said, head, rows)
 
 
+@table(
+    "readme-setting", "h200_decode.json", "h200_decode_pariskv.json", "h200_throughput_128k_int8.json",
+    "h200_throughput_pariskv_int8.json",
+)  # fmt: skip
+def readme_setting(quest: Result, pariskv: Result, many_quest: Result, many_pariskv: Result) -> str:
+    """One setting: time, memory and throughput of two methods beside dense attention."""
+    of = {"quest": (quest, many_quest), "pariskv": (pariskv, many_pariskv)}
+    rows = {m: (at(one, m, LONG), next(x for x in many.rows if x["method"] == m)) for m, (one, many) in of.items()}
+    said = (
+        f"{gpu(quest, pariskv)}, {shape(quest, pariskv)}, {tokens(LONG)}, pool in host memory; synthetic queries, "
+        f"hits {hits(x for pair in rows.values() for x in pair)}. Tokens a second: the largest batch that fits, pool "
+        "in int8."
+    )
+    ms = min(x["tpot_ms"] for x in quest.rows if x["method"] in DENSE and x["context"] == LONG)
+    most = max(x["tokens_per_s"] for r in (many_quest, many_pariskv) for x in r.rows if x["method"] in DENSE)
+    told = [["dense", number(ms), number(at(quest, "full", LONG)["device_GiB"], 1), number(most, 0)]]
+    for m, (one, many) in rows.items():
+        name = f"`{m}`, budget {of[m][0].options['budget']}"
+        told.append([name, number(one["tpot_ms"]), number(one["device_GiB"], 1), number(many["tokens_per_s"], 0)])
+    return markdown(said, ["method", "ms a token, batch 1", "GiB of cache on the GPU", "tokens a second"], told)
+
+
 @table("memory", *FILES, "h200_decode_int8.json")
 def memory(*results: Result) -> str:
     *usual, packed = results
@@ -137,12 +159,11 @@ def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
-        f"budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds. A step fetches "
-        "once, at hits between the two columns."
+        f"budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds. A step "
+        "fetches once, at hits between the two columns."
     )
-    us = {
-        (x["context"], x["method"], x["kernel"]): x["us"] for r in reversed(results) for x in r.rows if "context" in x
-    }
+    timed = [x for r in reversed(results) for x in r.rows if "context" in x]
+    us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}
     rows = []
     for context in (LONG, LONGEST):
         for method in ("quest", "arkvale", "pariskv", "icecache"):

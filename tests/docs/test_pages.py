@@ -16,7 +16,8 @@ from torchsparsekv.method import all_methods
 from torchsparsekv_benchmarks.recall_model import model as recall
 from torchsparsekv_benchmarks.report import tables
 
-PAGES = [*tables.pages(), *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"))]
+OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md")
+PAGES = [*tables.pages(), *(ROOT / name for name in OTHERS)]
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 COMPILED, CAPTURED = "torch.compile(model.forward", "torch.cuda.CUDAGraph()"
 
@@ -73,6 +74,11 @@ def test_the_compiled_loop_runs_as_pasted(monkeypatch, capsys):
         assert "!!" not in said
 
 
+class Stream:
+    def wait_stream(self, other: "Stream") -> None:
+        pass
+
+
 class Replayed:
     """In the place of a CUDA graph: captured code does not run before a replay."""
 
@@ -95,7 +101,7 @@ def test_the_captured_loop_runs_as_pasted(monkeypatch):
     for block in blocks(CAPTURED):
         model, prompt = tiny(max_position_embeddings=4096), prompts(1, 700, ragged=False)[0]
         names = dict(torch=torch, model=model, prompt=prompt)
-        graph, stream = Replayed(names), SimpleNamespace(wait_stream=lambda other: None)
+        graph = Replayed(names)
         with torchsparsekv.patch(model, "quest", budget=256, sink=32, window=64) as handle, torch.no_grad():
             want = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, 700:]
             cache = handle.make_cache(batch_size=1, max_length=4096)
@@ -103,7 +109,7 @@ def test_the_captured_loop_runs_as_pasted(monkeypatch):
             assert token.item() == want[0]
             names.update(cache=cache, token=token)
             stand_ins = {
-                "Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda graph=graph: graph,
+                "Stream": Stream, "current_stream": Stream, "CUDAGraph": lambda graph=graph: graph,
                 "stream": lambda s: contextlib.nullcontext(), "graph": graph.captured,
             }  # fmt: skip
             for name, stands_for in () if torch.cuda.is_available() else stand_ins.items():

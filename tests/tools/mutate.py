@@ -3,7 +3,7 @@
     python tests/tools/mutate.py                # all: a quarter of an hour
     python tests/tools/mutate.py ties clusters  # those with such a word in their names
 
-docs/mutations.md has the list; tests/tools/test_mutations.py sees that what is to be replaced is still there.
+tests/tools/test_mutations.py checks that the text to be replaced is still there.
 """
 import os
 import shutil
