@@ -34,9 +34,7 @@ def made(name: str, results: Path = RESULTS) -> str:
 def current(text: str, results: Path = RESULTS) -> str:
     """The text of a page with its tables as the files of results have them."""
     if text.count("<!-- table:") != len(MARKED.findall(text)):
-        raise ValueError(
-            "a marker `<!-- table: NAME -->` has no `<!-- end -->`, or does not stand on a line of its own"
-        )
+        raise ValueError("a marker `<!-- table: NAME -->` lacks its `<!-- end -->`, or shares its line")
     return MARKED.sub(lambda m: f"<!-- table: {m['name']} -->\n{made(m['name'], results)}\n<!-- end -->", text)
 
 

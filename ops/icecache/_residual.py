@@ -6,8 +6,8 @@ is taken in the 8 bits that queries meet it in: its product with a query is know
 rotation is needed to make the rest of equal size in all channels, and the query stays as it is. A key that is a node
 itself is taken to differ by nothing: its product is that of the node, and nobody has to read its codes.
 
-80 bytes at head_dim 128, where ParisKV's codes take 96 without their ids and the key 256; benchmarks/quality/
-recall_icecache.py has what they find.
+80 bytes at head_dim 128, where ParisKV's codes take 96 without their ids and the key 256; docs/develop/lessons.md has
+what they find.
 """
 import torch
 from torch import Tensor

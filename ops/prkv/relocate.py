@@ -13,7 +13,7 @@ and nothing waits. What the hot buffer holds of it is read and rewritten there t
 the pool's rows are packed and the hot buffer's are not, it forgets the blocks that were touched.
 
 `gathered` is what the paper does (PRKV, algorithm 1), which moves nearly all rows at every update: the static set in
-front, and behind it the others in their order. How much attention either keeps: benchmarks/quality/static_mass.py.
+front, and behind it the others in their order. How much attention either keeps: docs/develop/lessons.md.
 """
 from typing import Any
 

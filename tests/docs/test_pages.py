@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import prompts, tiny
-from test_cli import ROOT
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
 from torchsparsekv_benchmarks.recall_model import model as recall
 from torchsparsekv_benchmarks.report import tables
+from torchsparsekv_benchmarks.report.markdown import ROOT
 
 OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md")
 PAGES = [*tables.pages(), *(ROOT / name for name in OTHERS)]

@@ -3,10 +3,9 @@ import json
 import shutil
 
 import pytest
-from test_cli import ROOT
 
 from torchsparsekv_benchmarks.report import figure, tables
-from torchsparsekv_benchmarks.report.markdown import RESULTS, TABLES
+from torchsparsekv_benchmarks.report.markdown import RESULTS, ROOT, TABLES
 
 MARKED = [p for p in tables.pages() if "<!-- table:" in p.read_text()]
 

@@ -3,7 +3,7 @@
     python tests/tools/mutate.py                # all: a quarter of an hour
     python tests/tools/mutate.py ties clusters  # those with such a word in their names
 
-tests/tools/test_mutations.py checks that the text to be replaced is still there.
+tests/tools/test_mutations.py checks that the text of each mutation stands in its file once.
 """
 import os
 import shutil
@@ -101,10 +101,10 @@ MUTATIONS = (
              "tl.store(at + n % 2 * Q * D, past", "tl.store(at + (n + 1) % 2 * Q * D, past",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k find_boundary"),
     Mutation("late heads do not see what left the ring", "ops/gather/query_drift_gate.py",
-             "torch.where(late.later > 0, before, end)", "torch.where(late.later > 0, end, end)",
+             "torch.where(prefetch.later > 0, before, end)", "torch.where(prefetch.later > 0, end, end)",
              "tests/ops/gather/test_prefetch_async.py -k dense"),
     Mutation("heads are late at the first step after a prompt", "ops/gather/query_drift_gate.py",
-             "(late.seen != n - 1) | ~(found", "~(found",
+             "(prefetch.seen != n - 1) | ~(found", "~(found",
              "tests/ops/gather/test_prefetch_async.py -k second_prompt"),
     Mutation("pages that took new tokens count them beside the ring", "torchsparsekv/method.py",
              "float(self.prefetch_async), self.partial_blocks)", "float(self.prefetch_async), False)",
@@ -220,7 +220,7 @@ MUTATIONS = (
     Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
              "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)", "tests/ops/gather/test_hot_buffer.py::test_reference"),
     Mutation("a block that was overwritten is still found", "ops/gather/fetch.py",
-             "            hot.slot_of[hot.block_of[i]] = -1\n", "            pass\n",
+             "            slot_of[block_of[i]] = -1\n", "            pass\n",
              "tests/ops/gather/test_hot_buffer.py::test_reference"),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",

@@ -14,7 +14,8 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".txt")
 LIMIT = 1.0  # seconds of one core
-FIXTURES = ("test_bench.py::whole", "test_demo.py::shown", "test_report.py::evaluated")
+FIXTURES = ("test_bench.py::whole", "test_demo.py::shown", "test_report.py::evaluated", "test_segments.py::measured",
+            "test_turns.py::measured")  # fmt: skip
 KEPT = (
     "test_captured.py::test_other_weights",
     "test_cli.py::test_a_command_is_imported_when_it_is_called[methods]",
@@ -38,6 +39,7 @@ KEPT = (
     "test_packaging.py::test_installed_wheel_imports",
     "test_page_peaks.py",
     "test_plant_tree.py",
+    "test_results.py::test_the_committed_page",
     "test_sanitize.py",
     "test_store_machine.py",
     "test_use.py::test_a_broken_prompt_cannot_be_gone_on_with[model.layers.2.mlp-memory]",

@@ -53,7 +53,7 @@ class IceCache(Method):
         node, which need not become full; when there is no page left, pages are as generated. Full or not, a page
         counts as `page_size` tokens of the budget.
     rank_from: what tokens are ranked by: "codes", of 4 bits a channel, or "keys", which take three times the memory and
-        find no more (benchmarks/quality/recall_icecache.py).
+        find no more (docs/develop/lessons.md).
     reuse_every: of so many layers that follow one another the first has a tree and queries it; the others put their
         tokens where that one puts its own, and attend to the pages that it chose. 3 in the paper's "reuse". Answers are
         lost where it happens to look for other tokens than they do (docs/methods/icecache.md).

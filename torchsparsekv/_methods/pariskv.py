@@ -20,7 +20,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
 # but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
-# beta = 5-10 % for long contexts. By benchmarks/quality/recall_pariskv.py half the candidates hold no less of the exact
+# beta = 5-10 % for long contexts. On structured keys half the candidates hold no less of the exact
 # top 100 if more keys get votes (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of
 # its time when that was found.
 BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))
@@ -41,8 +41,8 @@ class ParisKV(Method):
     full_threshold: rows of fewer tokens attend to all of them. 0 turns this off. What of these is not near has to fit
         the hot buffer, and every step goes through as many places, however long the row: 192 with 512, 704 with 1024.
     group: how the query heads of a kv head choose together. "mean": by their mean query, as the authors do. "max": a
-        key counts as much as it does for the head that wants it most, in both stages. By
-        benchmarks/quality/recall_pariskv.py "max" finds more of the attention weight from 32K tokens on (128K: 86 %
+        key counts as much as it does for the head that wants it most, in both stages. On
+        structured keys "max" finds more of the attention weight from 32K tokens on (128K: 86 %
         against 83 % of what the exact top-100 holds, recall 0.58 against 0.56) and about as much below.
     m: dimensions of a subspace. seed: of the rotation.
     """
