@@ -28,7 +28,7 @@ import torchsparsekv
 from torchsparsekv_benchmarks.report.load import load, means_of
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
-COMMANDS = ("eval", "eval-text", "bench", "selecting_layers")
+COMMANDS = ("eval", "eval-text", "bench", "selecting-layers")
 WORK = ".again"  # the folder of what is in the making
 
 

@@ -207,7 +207,7 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     assert (tmp_path / "a.json").read_text() == old
 
 
-ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting_layers, got"
+ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting-layers, got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
     "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",
