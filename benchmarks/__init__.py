@@ -1,1 +1,1 @@
-"""Measurements: speed (`torchsparsekv bench`), quality (`eval`, recall), a model to measure on, and their report."""
+"""Measurements: speed (`torchsparsekv bench`), quality (`eval`, `eval-text`), a model to measure on, and their report."""

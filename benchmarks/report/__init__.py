@@ -1,1 +1,1 @@
-"""One page from the files of `torchsparsekv eval` and `bench`: every figure beside what it was measured on."""
+"""A page of figures from files of `eval` and `bench` (make.py), and the tables of the docs (tables.py)."""

@@ -6,7 +6,8 @@ have ended well. What is finished or begun waits there until the whole selection
 stopped, or after a run failed, it goes on with the rest (`eval`, `bench patterns` and `bench shapes` within a file).
 
 A file that was measured on a GPU needs one of the same name. The others do not say how long something takes, so any
-CPU will do: they get the threads they had, and do not see a GPU.
+CPU will do: they get the threads they had, and do not see a GPU. A file of means (condense.py) is left alone: its
+sources name the commands of the raw files.
 """
 import contextlib
 import fnmatch
@@ -24,18 +25,11 @@ from typing import Any
 import torch
 
 import torchsparsekv
-from torchsparsekv_benchmarks.report.load import load
+from torchsparsekv_benchmarks.report.load import load, means_of
 
 PACKAGE = Path(torchsparsekv.__file__).resolve().parent
-SCRIPTS = tuple(
-    f"benchmarks/quality/{name}.py"
-    for name in (
-        "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
-        "static_mass", "turn_mass", "turns", "units", "waiting",
-    )
-)  # fmt: skip
-COMMANDS = ("eval", "eval-text", "bench", "selecting_layers")
-WORK, HISTORY = ".again", "earlier"  # folders of the results that hold none to be made again
+COMMANDS = ("eval", "eval-text", "bench", "selecting-layers")
+WORK = ".again"  # the folder of what is in the making
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,7 @@ class File:
     path: Path
     commands: tuple[str, ...]
     environment: dict[str, Any]
+    means: int = 0  # of so many raw files; 0: the file is what its command wrote
 
     @property
     def out(self) -> Path:
@@ -54,6 +49,8 @@ class File:
 
     def obstacle(self, gpu: str | None) -> str | None:
         """Why it cannot be made where that is the GPU."""
+        if self.means:
+            return f"means of {self.means} raw files, whose commands it holds"
         wanted = self.environment.get("gpu")
         return f"needs {wanted}, this machine has {gpu or 'no GPU'}" if wanted not in (None, gpu) else None
 
@@ -76,10 +73,7 @@ def argv(command: str) -> list[str]:
         return [sys.executable, "-m", "torchsparsekv.cli", *words[1:]]
     if len(words) > 5 and (words[0], words[1], *words[3:5]) == TORCHRUN and words[5] in COMMANDS:
         return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    if len(words) > 1 and words[0] == "python" and words[1] in SCRIPTS:
-        return [sys.executable, str(PACKAGE / words[1]), *words[2:]]
-    allowed = [*(f"torchsparsekv {c}" for c in COMMANDS), *(f"python {s}" for s in SCRIPTS)]
-    raise ValueError(f"runs only {', '.join(allowed)}, got {command!r}")
+    raise ValueError(f"runs only {', '.join(f'torchsparsekv {c}' for c in COMMANDS)}, got {command!r}")
 
 
 def out_of(command: str) -> Path:
@@ -90,6 +84,8 @@ def out_of(command: str) -> Path:
 
 
 def read(path: Path, results: Path) -> File:
+    if sources := means_of(path):
+        return File(path.relative_to(results).as_posix(), path, (), {}, len(sources))
     (result,) = load([path])
     file = File(path.relative_to(results).as_posix(), path, result.commands, result.environment)
     try:
@@ -107,11 +103,10 @@ def read(path: Path, results: Path) -> File:
 
 def find(results: Path, patterns: Sequence[str] = ()) -> list[File]:
     """The files of a folder and those below it whose names match a pattern, `*` also across folders."""
-    apart = lambda p: {WORK, HISTORY} & set(p.relative_to(results).parts)  # noqa: E731
     if not results.is_dir():
         raise ValueError(f"there is no folder {results} of results; say with --results where it is")
-    every = [p for kind in ("json", "jsonl") for p in results.rglob(f"*.{kind}") if not apart(p)]
-    found = {p.relative_to(results).as_posix(): p for p in every}
+    every = {p.relative_to(results): p for kind in ("json", "jsonl") for p in results.rglob(f"*.{kind}")}
+    found = {name.as_posix(): p for name, p in every.items() if WORK not in name.parts}
     unknown = [x for x in patterns if not fnmatch.filter(found, x)]
     if not found or unknown:
         what = f" is {' or '.join(unknown)}; --dry-run lists them" if found else "; say with --results where there are"

@@ -1,4 +1,5 @@
 """Files of results, whatever made them, in one shape."""
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,16 +8,11 @@ from typing import Any
 
 from torchsparsekv_benchmarks.quality import store
 
-EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT = "eval", "decode", "kernels", "prefill", "throughput", "drift"
-TEXT, CLUSTERS, ICECACHE, STATIC, TURNS = "eval-text", "clusters", "icecache", "static_mass", "turns"
-SEGMENTS, UNITS = "segments", "units"
-NO_FIGURE = (  # in docs
-    CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "lengths", "digests",
-    "static_codes", "ablate", UNITS, "misses", "waiting", "selecting_layers",
-)  # fmt: skip
+EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefill", "throughput"
+TEXT, CLUSTERS, MEANS = "eval-text", "clusters", "means"
+NO_FIGURE = (CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "selecting_layers")
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, DRIFT, TEXT, ICECACHE, STATIC, TURNS, SEGMENTS, *NO_FIGURE)
-MODELS = {"recall": "the recall model", "smollm2": "SmolLM2-135M-Instruct"}  # whose keys some scripts take
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,7 @@ class Result:
         if self.benchmark in (KERNELS, CLUSTERS):
             heads = "{q_heads} query on {kv_heads} kv heads, head_dim {head_dim}".format(**self.options)
             return f"One layer of {heads}, bfloat16"
-        dtype = self.options.get("dtype", "float32").removeprefix("torch.")
-        name = self.options.get("model") or self.options.get("keys", "structured")
-        if name != "structured":
-            return f"{MODELS.get(name, name)}, {dtype}"
-        return f"No model: synthetic keys, {dtype}"
+        return f"{self.options.get('model', 'no model')}, {self.options.get('dtype', 'float32')}"
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
@@ -62,6 +54,14 @@ def load(paths: Iterable[Path]) -> list[Result]:
     if not found:
         raise ValueError("a report needs at least one file of results")
     return found
+
+
+def means_of(path: Path) -> list[dict]:
+    """The sources of a file of condense.py, none of any other file."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found["sources"] if isinstance(found, dict) and found.get("benchmark") == MEANS else []
+    return []
 
 
 def _load(path: Path) -> Result:

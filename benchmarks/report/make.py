@@ -5,25 +5,11 @@ from pathlib import Path
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import summary, text_summary
 from torchsparsekv_benchmarks.quality.options import DENSE
-from torchsparsekv_benchmarks.report import (
-    answers,
-    drift,
-    page,
-    scores,
-    segments,
-    speed,
-    static,
-    style,
-    text,
-    tree,
-    turns,
-)
+from torchsparsekv_benchmarks.report import answers, page, scores, speed, style, text
 from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv_benchmarks.report.load import EVAL, TEXT, Result, load
 
-FIGURES: tuple[Figure, ...] = tuple(
-    figure for part in (text, turns, segments, answers, speed, static, tree, drift) for figure in part.FIGURES
-)
+FIGURES: tuple[Figure, ...] = (*text.FIGURES, *answers.FIGURES, *speed.FIGURES)
 
 
 def check_name(out: Path) -> None:

@@ -11,7 +11,7 @@ METHODS = {
     "dense": "#1f2430", "full": "#1f2430", "quest": "#0072b2", "arkvale": "#009e73", "pariskv": "#d55e00",
     "oracle": "#8e4fb0", "streaming": "#b8860b", "prkv": "#c51b7d", "prkv_static": "#e69f00", "icecache": "#332288",
     "snapkv": "#999933", "random": "#8a8f98", "hf-static": "#b4b8c0",
-    "k-means of the prompt": "#8a8f98", "sdpa-cudnn": "#6b7280", "sdpa-flash": "#9aa1ac", "flashinfer": "#c3c7ce",
+    "sdpa-cudnn": "#6b7280", "sdpa-flash": "#9aa1ac", "flashinfer": "#c3c7ce",
 }  # fmt: skip
 OTHERS = ("#cc3a6f", "#56b4e9", "#7a8b00", "#a0522d", "#17a2a2")
 STAGES = (
@@ -66,13 +66,15 @@ def tokens(n: float) -> str:
     return f"{n:g}"
 
 
-def png(figure) -> bytes:
-    """With a palette, which a figure's few colours fit into: a third of the bytes."""
-    from PIL import Image  # matplotlib needs it too
+def png(figure, **texts: str) -> bytes:
+    """With a palette, which a figure's few colours fit into: a third of the bytes. `texts` are kept in the picture."""
+    from PIL import Image, PngImagePlugin  # matplotlib needs it too
 
-    drawn, out = io.BytesIO(), io.BytesIO()
+    drawn, out, said = io.BytesIO(), io.BytesIO(), PngImagePlugin.PngInfo()
+    for name, text in texts.items():
+        said.add_text(name, text)
     figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.12)
-    Image.open(drawn).convert("RGB").quantize(256).save(out, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(out, format="png", optimize=True, pnginfo=said)
     return out.getvalue()
 
 

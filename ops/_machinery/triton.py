@@ -26,7 +26,16 @@ except ImportError:
     tl = SimpleNamespace(constexpr=int)
 
 __all__ = [
-    "LANES", "cdiv", "launch_early", "wait_for_previous", "compiles", "next_power_of_2", "shared_bytes", "sm_count", "tl", "triton",
+    "LANES",
+    "cdiv",
+    "compiles",
+    "launch_early",
+    "next_power_of_2",
+    "shared_bytes",
+    "sm_count",
+    "tl",
+    "triton",
+    "wait_for_previous",
 ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ the other tokens of a block, and would widen the digest for all of them. In a bl
 count.
 
 PRKV, algorithm 1 (the page restructuring). The paper moves nearly all rows at each update, the static set to the front
-and the others behind it in their order: `gathered` is that order. benchmarks/quality/static_mass.py compares how much
-attention both keep.
+and the others behind it in their order: `gathered` is that order. docs/develop/lessons.md compares how much attention
+both keep.
 """
 from typing import Any, NamedTuple
 

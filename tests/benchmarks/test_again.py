@@ -69,12 +69,11 @@ def runs(monkeypatch) -> Runs:
 
 
 def test_files_are_made_again_by_what_their_heads_say(tmp_path):
-    """By the real commands: `eval`, which adds to its file in a second run, and a script, on the threads they had."""
+    """By the real commands: `eval`, which adds to its file in a second run, and `bench`, on the threads they had."""
     one = "torchsparsekv eval --tasks single --lengths 256 --samples 1 --probe 0 --budgets 32 --out s.jsonl --methods "
-    drift = "python benchmarks/quality/recall_pariskv.py drift --prefill 256 --steps 64 --points 1 --first 64 "
-    drift += "--queries 1 --heads 1 --k 4 --out benchmarks/results/drift.json"
+    loop = "torchsparsekv bench host-loop --tokens 8 --out benchmarks/results/loop.json"
     commands, samples = [one + "streaming", one + "random"], tmp_path / "quality/s.jsonl"
-    put(tmp_path, "drift.json", drift)
+    put(tmp_path, "loop.json", loop)
     old = {**OLD, "benchmark": "eval", "environment": {"threads": 1}, "model": {}}
     samples.parent.mkdir()
     samples.write_text("".join(json.dumps(x) + "\n" for x in [*({**old, "command": c} for c in commands), {"old": 1}]))
@@ -83,31 +82,37 @@ def test_files_are_made_again_by_what_their_heads_say(tmp_path):
     told = [r.get("method", r.get("command")) for r in rows]
     assert told == [commands[0], "dense", "streaming", commands[1], "random"]
     assert [(h["model"]["device"], h["environment"]["threads"]) for h in heads(rows)] == [("cpu", 1)] * 2
-    made = json.loads((tmp_path / "drift.json").read_text())
-    assert (made["command"], made["environment"]["threads"]) == (drift, 1)
-    assert made["rows"][0]["step"] == 64
-    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == [tmp_path / "drift.json", samples]
+    made = json.loads((tmp_path / "loop.json").read_text())
+    assert (made["command"], made["environment"]["threads"]) == (loop, 1)
+    assert made["rows"][0].get("is") != "old"
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == [tmp_path / "loop.json", samples]
     assert not (tmp_path / again.WORK).exists()
 
 
 def test_patterns_choose(tmp_path, runs):
-    for name in ("a_1.json", "a_2.json", "b.json", "quality/tau/a.json", "earlier/a_3.json"):
+    for name in ("a_1.json", "a_2.json", "b.json", "quality/tau/a.json"):
         put(tmp_path, name)
     assert again.run(tmp_path, ["a_*"])
     assert runs.names == ["a_1.json", "a_2.json"]
     assert [f.name for f in again.find(tmp_path, ["b*", "quality/*"])] == ["b.json", "quality/tau/a.json"]
-    assert len(again.find(tmp_path)) == 4, "not those of before"
-    with pytest.raises(ValueError, match=r"is c\* or earlier/\*; --dry-run lists them"):
-        again.find(tmp_path, ["c*", "b*", "earlier/*"])
+    assert len(again.find(tmp_path)) == 4
+    with pytest.raises(ValueError, match=r"is c\* or other/\*; --dry-run lists them"):
+        again.find(tmp_path, ["c*", "b*", "other/*"])
+
+
+def test_means_are_left_alone(tmp_path, runs, capsys):
+    (tmp_path / "means.json").write_text(json.dumps({"benchmark": "means", "sources": [{}, {}]}))
+    assert not again.run(tmp_path)
+    assert "left alone: means.json: means of 2 raw files, whose commands it holds" in capsys.readouterr().out
+    assert not runs.names
 
 
 def test_the_committed_files_are_each_told_once(capsys):
     before = sorted(RESULTS.rglob("*"))
     again.run(RESULTS, dry_run=True)
     told = [line.split(":")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
-    kinds = ("*.json", "h100/*.json", "quality/**/*.json", "quality/**/*.jsonl")
-    files = [path for kind in kinds for path in RESULTS.glob(kind)]
-    assert len(files) > 40
+    files = [*RESULTS.rglob("*.json")]
+    assert len(files) > 30
     assert sorted(told) == sorted(p.relative_to(RESULTS).as_posix() for p in files)
     assert sorted(RESULTS.rglob("*")) == before
 
@@ -203,12 +208,7 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     assert (tmp_path / "a.json").read_text() == old
 
 
-SCRIPTS = (
-    "ablate_pariskv", "misses", "recall_digests", "recall_icecache", "recall_pariskv", "segments", "static_codes",
-    "static_mass", "turn_mass", "turns", "units", "waiting",
-)  # fmt: skip
-ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting_layers, "
-ONLY += ", ".join(f"python benchmarks/quality/{name}.py" for name in SCRIPTS) + ", got"
+ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting-layers, got"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
     "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",

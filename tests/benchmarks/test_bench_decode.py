@@ -223,16 +223,15 @@ def test_every_block_new_with_tokens_and_clusters_too(watch):
 
 
 def test_the_locality_of_text(watch, monkeypatch, tmp_path):
-    """The mean over the samples of the last measurement of each, at the budget closest by ratio; the row says which."""
-    rows = [
-        {"benchmark": "eval-text"},
-        {"method": "dense", "budget": None, "index": 0},
-        *({"method": "quest", "budget": budget, "index": i, "hit_rate": rate, "length": 1024} for budget, i, rate in (
-            (16, 0, 0.1), (16, 0, 0.7), (16, 1, 0.8), (128, 0, 0.9), (129, 0, 0.99),  # again; more than an eighth of it
-        )),
-    ]  # fmt: skip
-    file = tmp_path / "text.jsonl"
-    file.write_text("\n".join(json.dumps(r) for r in rows))
+    """The mean at the budget closest by ratio, of the run that had all methods; the row says which budget."""
+    measured = ((0, 16, 0.75), (0, 128, 0.9), (0, 129, 0.99), (1, 32, 0.5))  # more than an eighth of it; another run
+    rows = [{"source": 0, "method": "dense", "budget": None, "length": 1024}]
+    rows += [
+        {"source": source, "method": "quest", "budget": budget, "hit_rate": rate, "length": 1024}
+        for source, budget, rate in measured
+    ]
+    file = tmp_path / "text.json"
+    file.write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(_text_rates, "FILE", file)
     assert _text_rates.nearest("quest", 32) == (0.75, 16)
     assert _text_rates.nearest("quest", 1000)[1] == 128
@@ -246,7 +245,7 @@ def test_the_locality_of_text(watch, monkeypatch, tmp_path):
     found = {r["method"]: (r.get("locality"), r.get("of_text_at")) for r in decode.run(o)["rows"]}
     assert found == {"hf-static": (None, None), "full": (None, None), "quest": (0.75, 16), "streaming": (None, None)}
     assert 0.75 in asked
-    with pytest.raises(ValueError, match=r"text.jsonl has no hit rate of pariskv; it has: quest"):
+    with pytest.raises(ValueError, match=r"text.json has no hit rate of pariskv; it has: quest"):
         decode.run(dataclasses.replace(o, methods=("pariskv",)))
 
 

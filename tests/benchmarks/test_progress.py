@@ -68,7 +68,7 @@ def test_a_report_says_every_figure(monkeypatch, capsys, tmp_path):
     from torchsparsekv_benchmarks.report import make
 
     monkeypatch.setattr(_progress, "SECONDS", 0.0)
-    make.make([ROOT / "benchmarks/results/cpu_drift.json"], tmp_path / "r.html")
+    make.make([ROOT / "benchmarks/results/h200_prefill.json"], tmp_path / "r.html")
     count = len(make.FIGURES)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"{count} of {count} figures in ")
 

@@ -41,13 +41,16 @@ ARROWS: dict[str, set[str]] = {
         "benchmarks.quality", "benchmarks.recall_model",
     },
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
-    "torchsparsekv_benchmarks.quality._clusters": {"ops"},
-    "torchsparsekv_benchmarks.quality._recall": {"benchmarks._results"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",
         "benchmarks.quality.summary", "benchmarks.quality.text_summary", "benchmarks.recall_model.tasks",
     },
     "torchsparsekv_benchmarks.report.load": {"benchmarks.quality.store"},
+    "torchsparsekv_benchmarks.report.style": set(),
+    "torchsparsekv_benchmarks.report.markdown": {"benchmarks.report.load", "benchmarks.report.style"},
+    "torchsparsekv_benchmarks.report.tables_code": {
+        "method", "state", "benchmarks.report.markdown", "benchmarks.report.style",
+    },
     "torchsparsekv_benchmarks.report.again": {"api", "benchmarks.report.load"},
     "torchsparsekv.commands": {"api", "method", "host", "patches", "benchmarks", "commands"},
     "torchsparsekv.cli": {"commands"},

@@ -21,7 +21,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
 # but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
-# beta = 5-10 % for long contexts. By benchmarks/quality/recall_pariskv.py half the candidates hold no less of the exact
+# beta = 5-10 % for long contexts. On structured keys half the candidates hold no less of the exact
 # top 100 if more keys get votes (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of
 # its time when that was found.
 BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))

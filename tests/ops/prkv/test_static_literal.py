@@ -1,10 +1,37 @@
 """Relocation finds the sets that the order of the paper finds, with the set in front and all others moved up."""
+from dataclasses import dataclass
+
 import torch
 from layer import BLOCK
 from static_story import Story, small
+from torch import Tensor
 
+from torchsparsekv._methods.prkv import PRKV
+from torchsparsekv.ops.index.block_bounds import VOLUMES, bounds
+from torchsparsekv.ops.prkv.relocate import gathered
+from torchsparsekv.ops.select.bound_scores import bound_scores
+from torchsparsekv.ops.store.rows import keys_of
+from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.probe import LayerProbe
-from torchsparsekv_benchmarks.quality.static_mass import Literal
+from torchsparsekv.state import LayerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Literal(PRKV):
+    """PRKV with algorithm 1 as the paper writes it: the set in front, and behind it all other tokens in their order."""
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        self.choose_static(s, a)
+        sink = s.lengths.sink
+        for b, h in s.static.updated.nonzero().tolist():
+            ids, end = s.static.ids[b, h, : int(s.static.count[b, h])].cpu(), int(s.lengths.ring_begin[b])
+            rows = s.store.pool[b, h]
+            rows[sink:end] = rows[gathered(ids, sink, end).to(rows.device)]
+            keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
+            for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
+                to[b, h, : end // self.block_size] = new
+            s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
+        return self.best(s, *bound_scores(q, s.digests, s.lengths, s.static.count))
 
 
 def run(method, story: Story) -> tuple[float, list]:

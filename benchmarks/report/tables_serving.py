@@ -1,0 +1,199 @@
+"""Tables of throughput, memory, prompts, first calls, kernels and servers. A function a table."""
+
+from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.markdown import (
+    DENSE,
+    at,
+    gpu,
+    hits,
+    markdown,
+    named,
+    number,
+    shape,
+    span,
+    table,
+    times,
+)
+from torchsparsekv_benchmarks.report.style import tokens
+from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, keyed, steps
+
+THROUGHPUT = ("32k", "32k_int8", "128k", "128k_int8", "pariskv_int8")
+
+
+@table("throughput", *(f"h200_throughput_{name}.json" for name in THROUGHPUT))
+def throughput(*results: Result) -> str:
+    o = results[0].options
+    of_methods = [x for r in results for x in r.rows if x["method"] not in DENSE]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, the largest batch in {o['caps_gib'][0]:g} GiB of GPU memory and 0.85 of "
+        f"{o['host_gib']:g} GiB of host memory, budget 1024, `pariskv` 100; dense attention in 16 bits on the GPU; "
+        f"synthetic queries of locality {span({r.options['locality'] for r in results})}, hits {hits(of_methods)}."
+    )
+    rows, seen = [], set()
+    for r in results:
+        best = max(x["tokens_per_s"] for x in r.rows if x["method"] in DENSE)
+        for x in r.rows:
+            if x["method"] in DENSE and (x["context"], x["method"]) in seen:
+                continue
+            seen.add((x["context"], x["method"]))
+            pool = "16 bits" if x["method"] in DENSE or r.options.get("pool_dtype", "auto") == "auto" else "int8"
+            rows.append([tokens(x["context"]), named(x), pool, x["batch"], number(x["tpot_ms"]),
+                         number(x["tokens_per_s"], 0), times(x["tokens_per_s"] / best)])  # fmt: skip
+    head = ["context", "method", "pool", "batch", "ms a step", "tokens a second", "over the best dense of its run"]
+    return markdown(said, head, rows)
+
+
+@table(
+    "readme-setting", "h200_decode.json", "h200_decode_pariskv.json", "h200_throughput_128k_int8.json",
+    "h200_throughput_pariskv_int8.json",
+)  # fmt: skip
+def readme_setting(quest: Result, pariskv: Result, many_quest: Result, many_pariskv: Result) -> str:
+    """One setting: time, memory and throughput of two methods beside dense attention."""
+    of = {"quest": (quest, many_quest), "pariskv": (pariskv, many_pariskv)}
+    rows = {m: (at(one, m, LONG), next(x for x in many.rows if x["method"] == m)) for m, (one, many) in of.items()}
+    said = (
+        f"{gpu(quest, pariskv)}, {shape(quest, pariskv)}, {tokens(LONG)}, pool in host memory; synthetic queries, "
+        f"hits {hits(x for pair in rows.values() for x in pair)}. Tokens a second: the largest batch that fits, pool "
+        "in int8."
+    )
+    ms = min(x["tpot_ms"] for x in quest.rows if x["method"] in DENSE and x["context"] == LONG)
+    most = max(x["tokens_per_s"] for r in (many_quest, many_pariskv) for x in r.rows if x["method"] in DENSE)
+    told = [["dense", number(ms), number(at(quest, "full", LONG)["device_GiB"], 1), number(most, 0)]]
+    for m, (one, many) in rows.items():
+        name = f"`{m}`, budget {of[m][0].options['budget']}"
+        told.append([name, number(one["tpot_ms"]), number(one["device_GiB"], 1), number(many["tokens_per_s"], 0)])
+    return markdown(said, ["method", "ms a token, batch 1", "GiB of cache on the GPU", "tokens a second"], told)
+
+
+@table("memory", *FILES, "h200_decode_int8.json")
+def memory(*results: Result) -> str:
+    *usual, packed = results
+    files = keyed(tuple(usual))
+    said = (
+        f"S{shape(*results)[1:]} in bf16, one row, two dense layers, budget 1024, `pariskv` 100: GiB of the cache, "
+        "index and hot buffer included, without weights; pool in host memory. The int8 column has a budget of 1024."
+    )
+    small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
+    rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"
+             for c in (LONG, LONGEST) for i in (0, 1)), "-"]]  # fmt: skip
+    for method in RUNS:
+        by_context = {x["context"]: x for x in steps(method, files)}
+        told = [number(by_context[c][f"{where}_GiB"], 1) if c in by_context else "-"
+                for c in (LONG, LONGEST) for where in ("device", "host")]  # fmt: skip
+        rows.append([f"`{method}`", *told, number(small.get(method), 1)])
+    head = [
+        "method",
+        *(f"{tokens(c)}, {w}" for c in (LONG, LONGEST) for w in ("GPU", "host")),
+        f"{tokens(LONG)}, host, int8 pool",
+    ]
+    return markdown(said, head, rows)
+
+
+@table("first-call", "h200_first_call_quest.json", "h200_first_call_pariskv.json")
+def first_call(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, `generate()` of {o['tokens']} tokens after a prompt of "
+        f"{tokens(o['context'])}, prompt included, steps captured, kernels compiled in the call; random weights, so "
+        "hits say nothing."
+    )
+    names = {"empty": "empty", "kept": "of an earlier process"}
+    rows = [
+        [
+            f"`{x['method']}`",
+            names[x["caches"]],
+            *(number(x[s], 1) for s in ("first_s", "second_s")),
+            number(x["tpot_ms"]),
+        ]
+        for r in results
+        for x in r.rows
+    ]
+    return markdown(said, ["method", "kernel caches", "first call, s", "second call, s", "ms a token"], rows)
+
+
+PREFILL = (
+    ("h200_prefill.json", ("quest", "pariskv", "clusterkv")), ("h200_prefill_louiskv.json", ("louiskv",)),
+    ("h200_prefill_prkv.json", ("prkv", "arkvale", "snapkv")), ("h200_prefill_icecache.json", ("icecache",)),
+)  # fmt: skip
+
+
+@table("prefill", *(f for f, _ in PREFILL))
+def prefill(*results: Result) -> str:
+    contexts = (32768, 65536)
+    dense = [[x for r in results for x in r.rows if x["method"] == "dense" and x["context"] == c] for c in contexts]
+    seconds = [span(x["ttft_ms"] / 1e3 for x in of) for of in dense]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, bf16: time to the first token over that of the unpatched model, which "
+        f"takes {seconds[0]} s at 32K and {seconds[1]} s at 64K. Prompts are attended to exactly, so queries and hits "
+        "play no part."
+    )
+    rows = [["dense", "1.000", "1.000", *(number(of[0]["peak_GiB"], 1) for of in dense)]]
+    for r, (_, methods) in zip(results, PREFILL):
+        for method, hyper in dict.fromkeys((x["method"], x.get("hyper")) for x in r.rows if x["method"] in methods):
+            found = [
+                next(x for x in r.rows if (x["method"], x.get("hyper"), x["context"]) == (method, hyper, c))
+                for c in contexts
+            ]
+            rows.append(
+                [
+                    named(found[0]),
+                    *(number(x["over_dense"], 3) for x in found),
+                    *(number(x["peak_GiB"], 1) for x in found),
+                ]
+            )
+    return markdown(said, ["method", "32K", "64K", "peak GiB, 32K", "peak GiB, 64K"], rows)
+
+
+STAGES = {  # by column, the kernels of a layer as the files name them
+    "append": "append",
+    "index update": "index update (nothing leaves)",
+    "select": "select, all of it (beside)",
+    "fetch, all hit": "fetch, all hits",
+    "attention": "attention",
+    "fetch, nearly none hits": "fetch, nearly all misses",
+}
+
+
+@table("kernels", "h200_kernels.json", "h200_kernels_icecache.json")
+def kernels(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
+        f"budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds. A step "
+        "fetches once, at hits between the two columns."
+    )
+    timed = [x for r in reversed(results) for x in r.rows if "context" in x]
+    us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}
+    rows = []
+    for context in (LONG, LONGEST):
+        for method in ("quest", "arkvale", "pariskv", "icecache"):
+            told = [number(us[context, method, kernel], 1) for kernel in STAGES.values()]
+            rows.append([tokens(context), f"`{method}`", *told])
+        dense = number(us[context, "full", "dense attention"], 1)
+        rows.append([tokens(context), "dense, ours", *(dense if column == "attention" else "-" for column in STAGES)])
+    return markdown(said, ["context", "method", *STAGES], rows)
+
+
+PLACES = ("triton", "device", "host")
+
+
+@table("serve", "h200_serve_32k.json", "h200_serve_128k.json")
+def serve(*results: Result) -> str:
+    o = results[0].options
+    said = (
+        f"{gpu(*results)}, host of 128 GiB, {shape(*results)} with random weights, decode steps of the whole engine, "
+        f"`quest` with budget {o['budget']} and its pool on the GPU or on the host; dense: vLLM's Triton backend, "
+        "without native code. Texts of random weights move to another topic at every step; the last column is per kv "
+        "head, layer and step."
+    )
+    rows = []
+    for r in results:
+        of = {p: {x["batch"]: x for x in r.rows if x["place"] == p and "tpot_ms" in x} for p in PLACES}
+        usual = sorted(set.intersection(*(set(by) for by in of.values())) - {max(by) for by in of.values()})
+        for batches in [*([b] * len(PLACES) for b in usual), [max(of[p]) for p in PLACES]]:
+            found = [of[p][b] for p, b in zip(PLACES, batches)]
+            told = str(batches[0]) if batches[0] in usual else f"most: {', '.join(map(str, batches))}"
+            rows.append([tokens(found[0]["context"]), told, *(number(x["tpot_ms"], 1) for x in found)])
+            rows[-1] += [*(number(x["tokens_per_s"], 0) for x in found), number(found[-1]["fetched_blocks"], 0)]
+    head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in ("dense", "GPU", "host")]
+    return markdown(said, ["context", "requests", *head, "host, blocks fetched"], rows)

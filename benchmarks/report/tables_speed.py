@@ -1,0 +1,261 @@
+"""Tables of time and memory. A function a table; its arguments are the files named above it, in their order."""
+
+from typing import Any
+
+from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.markdown import (
+    DENSE,
+    at,
+    floor,
+    gpu,
+    hits,
+    markdown,
+    named,
+    number,
+    queries,
+    shape,
+    span,
+    table,
+    times,
+)
+from torchsparsekv_benchmarks.report.style import tokens
+
+SHORT, LONG, LONGEST = 8192, 131072, 524288
+RUNS = {  # the files of each method; no two hold the same context of it
+    "quest": ("h200_decode_short.json", "h200_decode.json"),
+    "arkvale": ("h200_decode.json",),
+    "pariskv": ("h200_decode_pariskv.json",),
+    "icecache": ("h200_decode_icecache.json", "h200_decode_icecache_512k.json"),
+    "prkv": ("h200_decode_prkv.json",),
+    "clusterkv": ("h200_decode_p99.json",),
+    "louiskv": ("h200_decode_clusters.json",),
+    "snapkv": ("h200_decode_snapkv.json",),
+}
+FILES = tuple(dict.fromkeys(f for files in RUNS.values() for f in files))
+COLUMNS = ("ms a token", "99th percentile", "of the floor", "speed-up", "hits", "GiB on the GPU", "GiB on the host")
+RATIOS = "Floor: a step over 256 tokens. Speed-up: over the faster dense attention of the same run."
+
+
+def about(rows: list[dict[str, Any]], *results: Result) -> str:
+    """The condition line of a table with these rows."""
+    budgets = {r.options["budget"] for r in results}
+    budget = "budget 1024, `pariskv` 100" if budgets == {100, 1024} else f"budget {span(budgets, 0)}"
+    return (
+        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, batch 1, {budget}, two dense layers, pool in "
+        f"host memory, dense attention on the GPU; {queries(rows, *results)}."
+    )
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
+        number(row["tpot_ms"]), number(row.get("p99_ms")), number(row.get("over_floor")), times(row.get("speedup")),
+        number(row.get("hit_rate")), number(row.get("device_GiB") or None, 1), number(row.get("host_GiB"), 1),
+    ]  # fmt: skip
+
+
+def steps(method: str, results: dict[str, Result]) -> list[dict[str, Any]]:
+    """The rows of a method with its defaults, by context."""
+    every = [x for f in RUNS[method] for x in results[f].rows if x["method"] == method and not x.get("hyper")]
+    return [x for x in every if x["context"] >= SHORT]
+
+
+def keyed(results: tuple[Result, ...]) -> dict[str, Result]:
+    return {r.path.name: r for r in results}
+
+
+# ---------------------------------------------------------------- time per token
+
+
+@table("readme-speed", *FILES)
+def readme_speed(*results: Result) -> str:
+    files, methods = keyed(results), ("quest", "icecache", "prkv", "pariskv")
+    used = [files[f] for f in dict.fromkeys(f for m in methods for f in RUNS[m])]
+    rows, shown = [], []
+    for context, of in ((SHORT, "h200_decode_short.json"), (LONG, "h200_decode.json"), (LONGEST, "h200_decode.json")):
+        found = {m: next((x for x in steps(m, files) if x["context"] == context), None) for m in methods}
+        shown += [x for x in found.values() if x]
+        told = [f"{number(x['tpot_ms'])} ({times(x['speedup'])})" if x else "-" for x in found.values()]
+        dense = min(x["tpot_ms"] for x in files[of].rows if x["method"] in DENSE and x["context"] == context)
+        rows.append([tokens(context), number(dense), *told])
+    said = f"{about(shown, *used)} In brackets the speed-up over the faster dense attention of the same run."
+    return markdown(said, ["context", "dense, ms a token", *(f"`{m}`" for m in methods)], rows)
+
+
+@table("speed-by-context", *FILES)
+def speed_by_context(*results: Result) -> str:
+    files = keyed(results)
+    rows = [x for f in RUNS["quest"] for x in files[f].rows if x["method"] in DENSE and x["context"] >= SHORT]
+    rows += [x for method in RUNS for x in steps(method, files)]
+    rows.sort(key=lambda x: (x["context"], x["method"] not in DENSE, x["tpot_ms"]))
+    told = [[tokens(x["context"]), named(x), *cells(x)] for x in rows]
+    return markdown(f"{about(rows, *results)} {RATIOS}", ["context", "method", *COLUMNS], told)
+
+
+def _of_method(method: str) -> None:
+    @table(f"method-speed:{method}", *RUNS[method])
+    def method_speed(*results: Result) -> str:
+        rows = steps(method, keyed(results))
+        told = [[tokens(x["context"]), *cells(x)] for x in rows]
+        return markdown(f"{about(rows, *results)} {RATIOS}", ["context", *COLUMNS], told)
+
+
+for _method in RUNS:
+    _of_method(_method)
+
+
+@table("speed-reuse", "h200_decode_icecache.json")
+def speed_reuse(r: Result) -> str:
+    """IceCache where some layers choose for others."""
+    rows = [x for x in r.rows if x["method"] == "icecache"]
+    told = [[x.get("hyper", "").split("=")[0] or "every layer chooses", *cells(x)] for x in rows]
+    names = {"reuse_every": "`reuse_every=3`", "choosers": "`selecting_layers` of a file"}
+    told = [[names.get(x[0], x[0]), *x[1:]] for x in told]
+    return markdown(f"{about(rows, r)} Context {tokens(LONG)}. {RATIOS}", ["`icecache`", *COLUMNS], told)
+
+
+@table("speed-text", "h200_decode_text.json")
+def speed_text(r: Result) -> str:
+    rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: x["tpot_ms"])
+    said = (
+        f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, budget {r.options['budget']}, pool in host memory; queries "
+        "that miss as often as the method did on a real text at 256 tokens (table hit-rates). `louiskv` retrieves at "
+        f"every step. {RATIOS}"
+    )
+    dense = [at(r, "full", LONG)]
+    return markdown(
+        said, ["method", *COLUMNS], [[f"`{x['method']}`" if x in rows else named(x), *cells(x)] for x in dense + rows]
+    )
+
+
+@table(
+    "speed-worst", "h200_decode_worst.json", "h200_decode_worst_arkvale.json", "h200_decode_worst_tokens.json",
+    "h200_decode_int8_localities.json",
+)  # fmt: skip
+def speed_worst(quest: Result, arkvale: Result, others: Result, packed: Result) -> str:
+    picked = [
+        at(quest, "quest", LONG),
+        at(arkvale, "arkvale", LONG),
+        at(others, "pariskv", LONG),
+        at(others, "louiskv", LONG),
+    ]
+    rows = [(x, "16 bits") for x in picked] + [(x, "int8") for x in packed.rows if x.get("locality") == 0]
+    said = (
+        f"{gpu(quest, arkvale, others, packed)}, {shape(quest, arkvale, others, packed)}, {tokens(LONG)}, batch 1, "
+        f"budget 1024, pool in host memory; queries that move to another topic at every step (locality 0), hits "
+        f"{hits(x for x, _ in rows)}. {RATIOS}"
+    )
+    head = ["method", "pool", "ms a token", "of the floor", "speed-up", "MB a step over the link"]
+    told = [
+        [f"`{x['method']}`", pool, number(x["tpot_ms"]), number(x.get("over_floor")), times(x.get("speedup")),
+         number(x["host_MB_per_step"], 0)]
+        for x, pool in rows
+    ]  # fmt: skip
+    return markdown(said, head, told)
+
+
+@table("speed-by-hits", "h200_decode_int8_localities.json")
+def speed_by_hits(r: Result) -> str:
+    rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: -x["locality"])
+    said = (
+        f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory "
+        "in 8 bits; synthetic queries, with the locality of each row."
+    )
+    head = ["locality", "hits", "MB a step over the link", "ms a token", "of the floor"]
+    return markdown(said, head, [
+        [f"{x['locality']:g}", number(x["hit_rate"]), number(x["host_MB_per_step"], 1), number(x["tpot_ms"]),
+         number(x["over_floor"])] for x in rows
+    ])  # fmt: skip
+
+
+@table("prefetch-async-speed", "h100/decode_late.json")
+def prefetch_async_speed(r: Result) -> str:
+    rows = [x for x in r.rows if "locality" in x]
+    said = (
+        f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory; "
+        "synthetic queries with the locality of each row, of whose jumps 0.4 turn the query."
+    )
+    head = ["`prefetch_async`", "locality", "hits", "ms a token", "99th percentile", "of the floor", "speed-up"]
+    return markdown(said, head, [
+        [x.get("hyper", "=none").split("=")[1], f"{x['locality']:g}", number(x["hit_rate"]), number(x["tpot_ms"]),
+         number(x["p99_ms"]), number(x["over_floor"]), times(x["speedup"])] for x in rows
+    ])  # fmt: skip
+
+
+@table("dense-kernels", "h200_decode_dense.json")
+def dense_kernels(r: Result) -> str:
+    names = [x["method"] for x in r.rows if x["context"] == LONG]
+    said = f"{gpu(r)}, {shape(r)}, batch 1, dense attention over all tokens on the GPU; no retrieval, so no hits."
+    contexts = (LONG, LONGEST)
+    rows = [[NAMES_OF_DENSE[n], *(number(at(r, n, c)["tpot_ms"]) for c in contexts)] for n in names]
+    return markdown(said, ["kernel", *(f"{tokens(c)}, ms a token" for c in contexts)], rows)
+
+
+NAMES_OF_DENSE = {"full": "ours", "sdpa-cudnn": "cuDNN", "sdpa-flash": "flash", "flashinfer": "FlashInfer"}
+
+
+@table("compiler-option", "h100/decode_untuned.json", "h100/decode_tuned.json")
+def compiler_option(*results: Result) -> str:
+    quest = [at(r, "quest", LONG) for r in results]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, {tokens(LONG)}, batch 1, budget 1024, pool in host memory; "
+        f"{queries(quest, *results)}."
+    )
+    head = [
+        "`coordinate_descent_tuning`",
+        "a step over 256 tokens",
+        "dense, ours",
+        "`quest`",
+        "of the floor",
+        "speed-up",
+    ]
+    rows = []
+    for r, x, option in zip(results, quest, ("off", "on")):
+        rows.append([option, number(floor(r)), number(at(r, "full", LONG)["tpot_ms"]), number(x["tpot_ms"]),
+                     number(x["over_floor"]), times(x["speedup"])])  # fmt: skip
+    return markdown(said, head, rows)
+
+
+# ---------------------------------------------------------------- other shapes, GPUs and batches
+
+
+SHAPES = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-12", "gemma3-12b")
+
+
+@table("speed-shapes", *(f"h200_shapes_{name}.json" for name in SHAPES), "h200_decode_1m.json")
+def speed_shapes(*results: Result) -> str:
+    *shapes, million = results
+    said = (
+        f"{gpu(*results)}, real shapes with random weights in bf16, batch 1, `quest` with budget 1024, pool in host "
+        "memory; synthetic queries of locality 0.95, which hit as the rows say."
+    )
+    rows = []
+    for name, r in [*zip(SHAPES, shapes), ("qwen2.5-7b-1m", million)]:
+        x = next(x for x in r.rows if x["method"] == "quest")
+        dense = min(y["tpot_ms"] for y in r.rows if y["method"] in DENSE)
+        rows.append([name, tokens(x["context"]), number(dense), number(x["tpot_ms"]), times(x["speedup"]),
+                     number(x["hit_rate"]), number(x["host_GiB"], 1)])  # fmt: skip
+    return markdown(said, ["shape", "context", "dense, ms", "`quest`, ms", "speed-up", "hits", "GiB on the host"], rows)
+
+
+@table("speed-two-gpus", "h200_parallel.json")
+def speed_two_gpus(r: Result) -> str:
+    quest = {context: at(r, "quest", context) for context in (LONG, LONGEST)}
+    said = (
+        f"Two H200, {shape(r)}, half of the heads and of the pool on each, batch 1, budget 1024, pool in host memory; "
+        f"{queries(quest.values(), r)}."
+    )
+    rows = []
+    for context, x in quest.items():
+        rows.append([tokens(context), number(at(r, "full", context)["tpot_ms"]), number(x["tpot_ms"]),
+                     number(x["over_floor"]), times(x["speedup"]), number(x["device_GiB"][0], 1),
+                     number(x["host_GiB"][0], 1)])  # fmt: skip
+    head = [
+        "context",
+        "dense, ms",
+        "`quest`, ms",
+        "of the floor",
+        "speed-up",
+        "GiB on each GPU",
+        "GiB on the host for each",
+    ]
+    return markdown(said, head, rows)
