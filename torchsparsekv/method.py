@@ -47,7 +47,7 @@ class Method:
     prefetch_async: None: what a step chooses is fetched before it attends. A number: a kv head attends to what the step
         before chose if its queries are alike, by their mean cosine at least so much, and what it chooses now comes
         while later layers compute (ops/gather/query_drift_gate.py). The lower it is, the less waits for the link, and the
-        less exact are answers: docs/methods.md.
+        less exact are answers: docs/guide/memory.md.
     """
 
     budget: int = 1024

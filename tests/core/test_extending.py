@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is run as it stands there."""
+"""The code of docs/develop runs as it stands on the pages."""
 import dataclasses
 import re
 from pathlib import Path
@@ -10,27 +10,33 @@ from models import dense_logits, greedy_logits, prompts, tiny
 import torchsparsekv
 from torchsparsekv import method
 from torchsparsekv._methods.streaming import Streaming
-from torchsparsekv.ops.store.views import NewKeys
+from torchsparsekv.ops._machinery import registry
+from torchsparsekv.ops.store.views import Leaving, NewKeys
 from torchsparsekv.patches import _family, all_families
 from torchsparsekv.state import OF_STATE, Buffer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+PAGES = [Path(__file__).resolve().parents[2] / f"docs/develop/{name}.md" for name in ("method", "op", "family")]
+CHECKED = "torchsparsekv.check_method("
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 
 
 @pytest.fixture(scope="session")
 def everything():
     """Files are imported only once: what is loaded while a table is another's is not in ours afterwards."""
-    return method.all_methods(), _registry.load_all(), all_families()
+    return method.all_methods(), registry.load_all(), all_families()
+
+
+def code() -> list[str]:
+    return [b for page in PAGES for b in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)]
 
 
 @pytest.fixture(scope="session")
 def defined(everything, tmp_path_factory):
     """What the page defines, and what that put into each table; nobody knows it yet. Once in a process: torch takes an
     op's name only once, and a worker may be given these tests in several parts."""
-    tables = method._METHODS, _registry.OPS, _family.FAMILIES
+    tables = method._METHODS, registry.OPS, _family.FAMILIES
     known = [dict(table) for table in tables]
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    blocks = [b for b in code() if CHECKED not in b]
     path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
     path.write_text("\n\n".join(blocks))
     names: dict = {"__name__": "page", "__file__": str(path)}
@@ -52,7 +58,7 @@ def page(defined, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["newest", "meanest"])
-def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
+def test_methods_of_the_page_are_dense_at_full_budget(page, name):
     model = tiny()
     ids, mask = prompts(2, 60)
     with torchsparsekv.patch(model, name, budget=128, **SIZES) as handle:
@@ -66,25 +72,31 @@ def test_its_methods_are_dense_at_full_budget_and_retrieve_below(page, name):
         assert bool((chosen.block_of.gather(-1, chosen.chosen.long()) >= 2).all()), "none of the sinks"
 
 
-def test_its_op_is_as_good_as_any(page):
+@pytest.mark.skipif(not hasattr(torchsparsekv, "check_method"), reason="check_method is not there yet")
+def test_method_of_the_page_passes_the_check_that_the_page_names(page):
+    (block,) = (b for b in code() if CHECKED in b)
+    exec(compile(block, "method.md", "exec"), dict(page))
+
+
+def test_op_of_the_page_passes_opcheck(page):
     from test_ops import clones, flat, on
     from world import DEVICE, World
 
     w = World(tokens=5, seed=3)
-    entry = _registry.OPS["block_means"]
+    entry = registry.OPS["block_means"]
     means = torch.zeros(w.batch, w.heads, w.blocks, w.dim)
-    things = (w.k, w.far(torch.maximum(w.begin, w.length)), means, w.lengths_view, w.block)
+    things = (Leaving(w.k, w.pool(torch.maximum(w.begin, w.length))), means, w.lengths_view, w.block)
     there = on(DEVICE, clones(things))
     torch.library.opcheck(entry.op, tuple(flat(there)))
     entry.reference(*things)
     entry.run("triton", *there)
-    torch.testing.assert_close(there[2].cpu(), things[2])
+    torch.testing.assert_close(there[1].cpu(), things[1])
     assert means.abs().sum() > 0
     with pytest.raises(ValueError, match=r"means must have shape \(2, 2, blocks, 16\), got"):
-        entry.call(w.k, w.far(w.length), means[0], w.lengths_view, w.block)
+        entry.call(Leaving(w.k, w.pool(w.length)), means[0], w.lengths_view, w.block)
 
 
-def test_its_families_are_known(page):
+def test_families_of_the_page_are_known(page):
     assert _family.FAMILIES["my_llama"].model_types == ("my_llama",)
     plain, capped = (_family.FAMILIES[name].layers(tiny().config)[0] for name in ("my_llama", "my_capped_llama"))
     assert capped == dataclasses.replace(plain, softcap=30.0)
@@ -110,18 +122,18 @@ WRONG_OPS = {
 
 
 @pytest.mark.parametrize("what", WRONG_OPS)
-def test_an_op_that_is_not_one_is_refused(what):
+def test_op_with_a_wrong_signature_is_refused(what):
     name, reference, says = WRONG_OPS[what]
     with pytest.raises((TypeError, ValueError), match=says):
-        _registry.register(name, reference)
+        registry.register(name, reference)
 
 
-def test_an_op_of_a_reference_alone_says_so_where_kernels_are_asked_for(monkeypatch):
-    monkeypatch.setattr(_registry, "OPS", {})
-    _registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
+def test_forcing_a_kernel_of_an_op_without_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "OPS", {})
+    registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
     says = "reference_alone: kernels=None cannot run here: only a reference is registered"
     with pytest.raises(RuntimeError, match=says):
-        _registry.OPS["reference_alone"].chain.on_cuda(k)
+        registry.OPS["reference_alone"].chain.on_cuda(k)
 
 
 @pytest.fixture
@@ -129,7 +141,7 @@ def unnamed(everything, monkeypatch):
     monkeypatch.setattr(method, "_METHODS", dict(method._METHODS))
 
 
-def test_a_method_that_does_not_choose_is_named(unnamed):
+def test_method_without_choose_is_refused_by_name(unnamed):
     class Idle(method.Method):
         name = "idle"
 
@@ -138,14 +150,16 @@ def test_a_method_that_does_not_choose_is_named(unnamed):
 
 
 BUFFERS = {
-    "missing: far, near, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
+    "missing: store, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
     "index must be a Buffer or a view of some, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
-    "LayerState has lengths, tap itself": lambda g, store: store | dict.fromkeys(("tap", "lengths"), store["far"]),
+    "LayerState has lengths, on_step itself": lambda g, store: (
+        store | dict.fromkeys(("on_step", "lengths"), store["store"])
+    ),
 }
 
 
 @pytest.mark.parametrize("says", BUFFERS)
-def test_buffers_that_cannot_be_are_refused(unnamed, says):
+def test_impossible_buffers_are_refused(unnamed, says):
     class Bare(method.Method):
         name = "bare"
 
@@ -156,7 +170,7 @@ def test_buffers_that_cannot_be_are_refused(unnamed, says):
         torchsparsekv.patch(tiny(), "bare", budget=128, max_length=128)
 
 
-def test_no_buffer_can_take_a_name_of_the_state():
+def test_buffer_names_cannot_shadow_the_state():
     """Whatever a state is given beside its buffers."""
     with torchsparsekv.patch(tiny(), "quest", budget=16, sink=8, window=6, max_length=64, block_size=4) as handle:
         state = handle.make_cache(1).layers[-1].state
@@ -166,7 +180,7 @@ def test_no_buffer_can_take_a_name_of_the_state():
 FILLED = {"filled": (torch.float32, "device"), "small": (torch.float8_e4m3fn, "device"), "bulk": (torch.int32, "pool")}
 
 
-def test_every_buffer_is_filled_when_a_cache_begins_and_copied_by_fork(unnamed):
+def test_buffers_are_filled_at_the_start_and_copied_by_fork(unnamed):
     class Filled(Streaming):
         name = "filled"
 

@@ -132,9 +132,9 @@ def test_a_transformers_that_is_too_old_is_named(family, monkeypatch):
 
 
 def test_the_table_of_models_is_the_one_in_docs():
-    """`torchsparsekv models > docs/models.md` writes it."""
+    """`torchsparsekv models > docs/reference/models.md` writes it."""
     table = markdown()
-    assert (Path(__file__).resolve().parents[2] / "docs/models.md").read_text() == table
+    assert (Path(__file__).resolve().parents[2] / "docs/reference/models.md").read_text() == table
     for name in (*all_families(), *MULTIMODAL, *REFUSED):
         assert table.count(f"`{name}`") >= 1, name
 

@@ -180,7 +180,7 @@ def test_hits_are_a_share_from_the_first_step_on():
 
 @dataclass(frozen=True, kw_only=True)
 class Seldom(Quest):
-    """A user's, as docs/extending.md has them."""
+    """A user's, as docs/develop/method.md has them."""
 
     name = "seldom_for_a_test"
     offered = False
