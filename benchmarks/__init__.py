@@ -1,1 +1,1 @@
-"""Measurements: speed (`torchsparsekv bench`), quality (`eval`, `eval-text`), a model to measure on, and their report."""
+"""Benchmarks: speed (`torchsparsekv bench`), quality (`eval`, `eval-text`), a small model to run them on, tables."""

@@ -96,7 +96,7 @@ def check_model(model):
     if model_type not in families:
         raise NotImplementedError(
             f"no family for model_type {model_type!r}; available: {', '.join(families)}; with images: "
-            f"{', '.join(MULTIMODAL)}; docs/extending.md says how to add one"
+            f"{', '.join(MULTIMODAL)}; docs/develop/family.md says how to add one"
         )
     since = families[model_type].since
     if since and Version(transformers.__version__) < Version(since):

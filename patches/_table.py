@@ -1,4 +1,4 @@
-"""The table of models, from what the families say: `torchsparsekv models` prints it, docs/models.md keeps it."""
+"""The table of models, made from the families. `torchsparsekv models` prints it, docs/reference/models.md keeps it."""
 from collections.abc import Sequence
 
 from torchsparsekv.patches import all_families
@@ -7,9 +7,9 @@ from torchsparsekv.patches._refused import BY_REASON
 
 HEAD = """# Supported models
 
-By the `model_type` of a model's config. Layers that attend to everything run the method. Layers with a sliding window
-attend to their window exactly, whatever the method, and keep no more than that; where a cache is no longer than the
-window, they run the method too. Layers of linear attention and convolutions are left to transformers.
+A model is found by the `model_type` of its config. Layers with full attention run the method. Layers with a sliding
+window attend exactly to that window, whatever the method. If a cache is not longer than the window, they run the method
+too. Linear attention and convolutions are left to transformers.
 """
 
 
@@ -21,8 +21,8 @@ def markdown() -> str:
     for family, names in sorted(rows.items(), key=lambda x: x[1]):
         known.append((_code(names), family.about, f">= {family.since}" if family.since else "any supported"))
     images = (
-        f"With images, patched as a whole: {_code(MULTIMODAL)}. Of `gemma3` text only: the tokens of an image see one "
-        "another in both directions there, which is refused.\n"
+        f"Models with images, patched as a whole: {_code(MULTIMODAL)}. `gemma3` is for text only, because tokens of "
+        "an image attend to each other in both directions there, which is refused.\n"
     )
     refused = [("refused", "because"), *((_code(sorted(names)), why) for why, names in BY_REASON.items())]
     return "\n".join([HEAD, _table(known), images, _table(refused)])

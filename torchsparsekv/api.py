@@ -56,7 +56,7 @@ def patch(
     step: what generate() makes of a decode step on a GPU. "captured": a CUDA graph of the step as it is; the first call
         of a process takes about 10 seconds, or 3 where a process before left its caches. "compiled": a graph by
         torch.compile, which takes 53 or 14; such a step by itself takes three quarters of the time, through generate()
-        about as long (quest, 32K, batch 1; docs/using.md). "auto": captured, but compiled where the model is not on one
+        about as long (quest, 32K, batch 1; docs/guide/own-loop.md). "auto": captured, but compiled where the model is not on one
         CUDA device, where something waits for the host or hooks of yours have to run, which a line says, and with a
         compile_config.
     hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each

@@ -201,4 +201,5 @@ def run(o: Options, out: Path) -> None:
     _results.save(BENCHMARK, rows, dataclasses.asdict(o) | {"about": source.about()}, out)
     _results.print_table([{k: v for k, v in row.items() if k != "by"} for row in rows])
     chosen = [layers[x] for x in choosing]
-    print(f"\nselecting_layers {chosen}: {nats(lost, choosing):.3g} nats lost; reuse_every={o.every}: {nats(lost, evenly):.3g}")
+    even = f"reuse_every={o.every}: {nats(lost, evenly):.3g}"
+    print(f"\nselecting_layers {chosen}: {nats(lost, choosing):.3g} nats lost; {even}")

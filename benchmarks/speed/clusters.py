@@ -90,7 +90,8 @@ class Bench(Layers):
         return lambda i, s: fetch(Selection(rows[i], now), s.store.pool, s.hot, s.stats)
 
     def attend(self, i: int, s: LayerState) -> torch.Tensor:
-        return sparse_attention(self.q[i], s.store.ring, s.hot, s.lengths, Selection(frontier=s.segments.frontier), Attention(0.09))
+        selection = Selection(frontier=s.segments.frontier)
+        return sparse_attention(self.q[i], s.store.ring, s.hot, s.lengths, selection, Attention(0.09))
 
     def write(self, i: int, s: LayerState) -> None:
         append(Token(self.k, self.k), s.store, s.stats, s.lengths)

@@ -59,7 +59,7 @@ class Options(Setup):
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
     turning: float | None = option(
-        None, "Queries have much in common, which changes at this share of the jumps: see --hyper METHOD.prefetch_async."
+        None, "Queries have a common part, which changes at this share of the jumps; see --hyper METHOD.prefetch_async."
     )
     chunk: int = option(CHUNK, f"Tokens of all prompts that come at a time, {LEAST} of each at least; 0: all of them.")
     steps: int = 100

@@ -107,7 +107,8 @@ class Bench(Layers):
         ]
 
     def index_update(self, what: str = "nothing leaves") -> dict:
-        return self.row(f"index update ({what})", lambda i, s: self.method.step(s, self.q[i], Leaving(self.k, s.store.pool)))
+        step = lambda i, s: self.method.step(s, self.q[i], Leaving(self.k, s.store.pool))  # noqa: E731
+        return self.row(f"index update ({what})", step)
 
     @property
     def near(self) -> int:

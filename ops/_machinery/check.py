@@ -1,4 +1,4 @@
-"""What ops check of their arguments beside shapes and types, which their signatures say (ops/_machinery/signature.py)."""
+"""Checks of arguments that ops share, beside the shapes and types that their signatures declare."""
 from torch import Tensor
 
 

@@ -148,7 +148,8 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor
         "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen,
         hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1),
         heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p,
-        lengths.sink, float(attention.scale), float(attention.softcap), shared=warps * q.shape[1] // heads * (d + 4) * 4,
+        lengths.sink, float(attention.scale), float(attention.softcap),
+        shared=warps * q.shape[1] // heads * (d + 4) * 4,
     )  # fmt: skip
     return out
 

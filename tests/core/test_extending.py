@@ -1,4 +1,4 @@
-"""The code of docs/extending.md runs as it stands on the page."""
+"""The code of docs/develop runs as it stands on the pages."""
 import dataclasses
 import re
 from pathlib import Path
@@ -11,11 +11,12 @@ import torchsparsekv
 from torchsparsekv import method
 from torchsparsekv._methods.streaming import Streaming
 from torchsparsekv.ops._machinery import registry
-from torchsparsekv.ops.store.views import NewKeys
+from torchsparsekv.ops.store.views import Leaving, NewKeys
 from torchsparsekv.patches import _family, all_families
 from torchsparsekv.state import OF_STATE, Buffer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+PAGES = [Path(__file__).resolve().parents[2] / f"docs/develop/{name}.md" for name in ("method", "op", "family")]
+CHECKED = "torchsparsekv.check_method("
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 
 
@@ -25,13 +26,17 @@ def everything():
     return method.all_methods(), registry.load_all(), all_families()
 
 
+def code() -> list[str]:
+    return [b for page in PAGES for b in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)]
+
+
 @pytest.fixture(scope="session")
 def defined(everything, tmp_path_factory):
     """What the page defines, and what that put into each table; nobody knows it yet. Once in a process: torch takes an
     op's name only once, and a worker may be given these tests in several parts."""
     tables = method._METHODS, registry.OPS, _family.FAMILIES
     known = [dict(table) for table in tables]
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    blocks = [b for b in code() if CHECKED not in b]
     path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
     path.write_text("\n\n".join(blocks))
     names: dict = {"__name__": "page", "__file__": str(path)}
@@ -67,6 +72,11 @@ def test_methods_of_the_page_are_dense_at_full_budget(page, name):
         assert bool((chosen.block_of.gather(-1, chosen.chosen.long()) >= 2).all()), "none of the sinks"
 
 
+def test_method_of_the_page_passes_the_check_that_the_page_names(page):
+    (block,) = (b for b in code() if CHECKED in b)
+    exec(compile(block, "method.md", "exec"), dict(page))
+
+
 def test_op_of_the_page_passes_opcheck(page):
     from kernels import clones, flat, on
     from world import DEVICE, World
@@ -74,15 +84,15 @@ def test_op_of_the_page_passes_opcheck(page):
     w = World(tokens=5, seed=3)
     entry = registry.OPS["block_means"]
     means = torch.zeros(w.batch, w.heads, w.blocks, w.dim)
-    things = (w.k, w.far(torch.maximum(w.begin, w.length)), means, w.lengths_view, w.block)
+    things = (Leaving(w.k, w.pool(torch.maximum(w.begin, w.length))), means, w.lengths_view, w.block)
     there = on(DEVICE, clones(things))
     torch.library.opcheck(entry.op, tuple(flat(there)))
     entry.reference(*things)
     entry.run("triton", *there)
-    torch.testing.assert_close(there[2].cpu(), things[2])
+    torch.testing.assert_close(there[1].cpu(), things[1])
     assert means.abs().sum() > 0
     with pytest.raises(ValueError, match=r"means must have shape \(2, 2, blocks, 16\), got"):
-        entry.call(w.k, w.far(w.length), means[0], w.lengths_view, w.block)
+        entry.call(Leaving(w.k, w.pool(w.length)), means[0], w.lengths_view, w.block)
 
 
 def test_families_of_the_page_are_known(page):
@@ -139,9 +149,11 @@ def test_method_without_choose_is_refused_by_name(unnamed):
 
 
 BUFFERS = {
-    "missing: far, near, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
+    "missing: store, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
     "index must be a Buffer or a view of some, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
-    "LayerState has lengths, tap itself": lambda g, store: store | dict.fromkeys(("tap", "lengths"), store["far"]),
+    "LayerState has lengths, on_step itself": lambda g, store: (
+        store | dict.fromkeys(("on_step", "lengths"), store["store"])
+    ),
 }
 
 

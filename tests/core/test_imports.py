@@ -26,6 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
     "torchsparsekv.engines": {"engines", "method", "_methods", "ops", "state", "host"},
     "torchsparsekv.api": {"method", "ops", "patches"},
+    "torchsparsekv.trace": {"api", "ops", "probe", "state"},
     "torchsparsekv_benchmarks": set(),
     "torchsparsekv_benchmarks._table": set(),
     "torchsparsekv_benchmarks._progress": set(),
@@ -63,7 +64,7 @@ BOTH_WAYS = {
 GUESTS: dict[str, tuple[str, ...]] = {
     "transformers": (
         "torchsparsekv.patches", "torchsparsekv.commands", "torchsparsekv_benchmarks.speed",
-        "torchsparsekv_benchmarks.quality", "torchsparsekv_benchmarks.recall_model",
+        "torchsparsekv_benchmarks.quality", "torchsparsekv_benchmarks.recall_model", "torchsparsekv.trace",
     ),
     "packaging": ("torchsparsekv.patches",),  # transformers needs it too
     "triton": ("torchsparsekv.ops._machinery.triton",),

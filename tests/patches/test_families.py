@@ -123,9 +123,9 @@ def test_too_old_transformers_is_refused_by_name(family, monkeypatch):
 
 
 def test_table_of_models_in_docs_is_current():
-    """`torchsparsekv models > docs/models.md` writes it."""
+    """`torchsparsekv models > docs/reference/models.md` writes it."""
     table = markdown()
-    assert (Path(__file__).resolve().parents[2] / "docs/models.md").read_text() == table
+    assert (Path(__file__).resolve().parents[2] / "docs/reference/models.md").read_text() == table
     for name in (*all_families(), *MULTIMODAL, *REFUSED):
         assert table.count(f"`{name}`") >= 1, name
 

@@ -26,7 +26,7 @@ def in_step(model, prompts_of):
 
     def run(i):
         try:
-            # CUDA graphs have limits of their own in threads (docs/using.md)
+            # CUDA graphs have limits of their own in threads (docs/guide/own-loop.md)
             found[i] = generate(model, prompts_of[i], disable_compile=True, **at_each(turn.wait))
         except Exception as e:
             found[i] = e

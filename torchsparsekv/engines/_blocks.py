@@ -93,7 +93,7 @@ class BlockStore:
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, self._zeros((*lead, self.slots), i32))
 
     def bind(self, page: Tensor) -> None:
-        """Use the engine's memory, bytes [blocks, page_bytes]: digests of all blocks, then the pool if it lies there."""
+        """Use the engine's memory, bytes [blocks, page_bytes]: digests of all blocks, then the pool if it is there."""
         if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
             return
         parts, at, flat = [], 0, page.view(torch.uint8).flatten()

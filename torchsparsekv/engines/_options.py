@@ -22,7 +22,7 @@ class Options:
 
 
 def read_options(given: object, block_size: int) -> Options:
-    """Options from `{"method": ..., "kv": ..., "host_gib": ..., HYPER_PARAMETER: ...}`; `block_size` is the engine's."""
+    """Options from `{"method": ..., "kv": ..., "host_gib": ..., NAME: ...}`; `block_size` is the engine's."""
     if not isinstance(given, Mapping):
         raise TypeError(f'torchsparsekv needs additional_config={{"torchsparsekv": {{"method": ...}}}}, got {given!r}')
     hyper = {name: as_int(value) for name, value in given.items()}

@@ -180,7 +180,7 @@ def test_hit_rate_counts_from_the_first_step():
 
 @dataclass(frozen=True, kw_only=True)
 class _Seldom(Quest):
-    """A user's, as docs/extending.md has them."""
+    """A user's, as docs/develop/method.md has them."""
 
     name = "seldom_for_a_test"
 
