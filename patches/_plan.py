@@ -61,7 +61,7 @@ class Plan:
                     "own: pass per_head=True"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
-        self.traits = tuple(m and traits_of(m) for m in self.methods)
+        self.traits = tuple(None if m is None else traits_of(m) for m in self.methods)
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype
         self.config = config  # of the text model: by it transformers makes the layers that it keeps

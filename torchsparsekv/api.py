@@ -38,27 +38,22 @@ def patch(
 ) -> "Handle":
     """Make this model instance decode with `method`, a name in `torchsparsekv.methods()`.
 
-    max_length: capacity of a cache row, prompt and generation together. None: each cache is sized for the call that
-        needs it (powers of two, up to the model's own limit).
-    budget: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest tokens.
-        None, for each of the three: the method's default; a default budget above what a cache holds is lowered to it.
-    offload: where the pool of all keys and values lives. "auto" keeps it in GPU memory if the cache takes at most half
-        of what is free there.
-    pool_dtype: "int8": keys and values stand in the pool in 8 bits, with an fp32 scale for every 64 channels; sinks,
-        window and what was fetched stay in the model's type. A bit over half the memory of the pool and of what has to
-        be read from it. None: the model's type.
-    skip_layers: the first layers, which attend densely (their pool stays on the device). None: 2, but at least one
-        layer is left to the method.
-    layers: what single layers run instead, by index: the name of a method, or a dict of hyper-parameters of `method`
-        (with "method", of that one), as in `layers={0: "full", 5: dict(budget=512)}`. What is given here wins over
-        `skip_layers`. Where an entry does not name budget, sink or window, what was given to patch() holds; of its
-        other hyper-parameters an entry has the given ones if its method is `method`, else the defaults.
-    step: what generate() makes of a decode step on a GPU. "captured": a CUDA graph of the step as it is; the first call
-        of a process takes about 10 seconds, or 3 where a process before left its caches. "compiled": a graph by
-        torch.compile, which takes 53 or 14; such a step by itself takes three quarters of the time, through generate()
-        about as long (quest, 32K, batch 1; docs/guide/own-loop.md). "auto": captured, but compiled where the model is not on one
-        CUDA device, where something waits for the host or hooks of yours have to run, which a line says, and with a
-        compile_config.
+    max_length: capacity of a cache row, prompt and generation together. None: each cache gets the size that its call
+        needs (powers of two, up to the model's own limit).
+    budget, sink, window: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest
+        tokens. None: the method's default. A default budget above the capacity of a cache is lowered to it.
+    offload: where the pool of all keys and values lives. "auto": on the GPU if the cache takes at most half of the
+        memory that is free there, else in pinned host memory.
+    pool_dtype: "int8" stores the pool in 8 bits, with an fp32 scale for every 64 channels. Sinks, window and fetched
+        blocks keep the model's type. It takes a bit over half the memory and traffic. None: the model's type.
+    skip_layers: the first layers attend densely, and their pool stays on the device. None: 2, but at least one layer is
+        left to the method.
+    layers: other choices for single layers, by index, as in `layers={0: "full", 5: dict(budget=512)}`: the name of a
+        method, or a dict of hyper-parameters (with "method", of that method). An entry wins over `skip_layers`. It
+        inherits budget, sink and window of this call, and the other hyper-parameters if it runs the same method.
+    step: how generate() runs a decode step on a GPU. "captured": as a CUDA graph of the eager step. "compiled": as a
+        graph by torch.compile, which takes longer to make (docs/guide/own-loop.md). "auto": captured where that is
+        possible, else compiled, with a warning that says why.
     hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each
         with its type, default and meaning; the command `torchsparsekv methods` prints them all.
     """

@@ -105,7 +105,8 @@ def trace(method: str = "pariskv") -> tuple[list[Call], LayerState]:
     known = methods()
     if method not in known:
         raise ValueError(f"unknown method {method!r}; available: {', '.join(known)}")
-    model, hyper = tiny_model(), {name: value for name, value in TINY.items() if name in known[method]}
+    model = tiny_model()
+    hyper: dict[str, Any] = {name: value for name, value in TINY.items() if name in known[method]}
     ids = torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     with patch(model, method, max_length=CAPACITY, skip_layers=1, **hyper) as handle, torch.inference_mode():
         cache = handle.make_cache()

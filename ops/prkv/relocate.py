@@ -384,8 +384,8 @@ def arguments(parts: int, static, pool, coarse, hot, digests) -> tuple[Moved, La
     ), Layout(
         same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=volume["BALL"],
         mean=volume["MEAN"], limit=volume["LIMIT"], block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d),
-        width=width, padded_width=next_power_of_2(width), rows=ROWS, most=padded_most, bits=padded_most.bit_length() - 1,
-        looked=LOOKED,
+        width=width, padded_width=next_power_of_2(width), rows=ROWS, most=padded_most,
+        bits=padded_most.bit_length() - 1, looked=LOOKED,
     )  # fmt: skip
 
 
