@@ -86,7 +86,7 @@ __device__ int above(const float (&scores)[HALF], float s) {
 // are above it; equal ones share it, and so their numbers of keys add up at one place of `keys`.
 extern "C" __global__ void __launch_bounds__(THREADS) votes(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
-    int sink, float scale, Lengths rho, const __grid_constant__ Flips flips) {
+    int sink, float scale, ShareByLength rho, const __grid_constant__ Flips flips) {
   __shared__ __align__(16) float scores[FIELDS][HALF];
   __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
   __shared__ float x[FIELDS][8];

@@ -27,8 +27,8 @@ __device__ inline int sum_upto(int x) {
   return x;
 }
 
-// find(bins, wanted): the first of 32 * EACH bins at which the running sum reaches `wanted` (else the last bin), the sum
-// before that bin, and the count inside it. The whole warp calls it; bins are aligned to 16 bytes.
+// find(bins, wanted): the first of 32 * EACH bins at which the running sum reaches `wanted` (else the last bin), the
+// sum before that bin, and the count inside it. The whole warp calls it; bins are aligned to 16 bytes.
 struct Reached { int bin, before, inside; };
 
 template <int EACH> __device__ inline Reached find(const int* bins, int wanted) {
@@ -42,7 +42,7 @@ template <int EACH> __device__ inline Reached find(const int* bins, int wanted) 
     for (int i = 0; i < EACH; i++) each[i] = bins[EACH * lane() + i];
   }
   for (int i = 0; i < EACH; i++) all += each[i];
-  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1 (never reached) is lane 31 to a shuffle
+  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1: lane 31
   int bin = EACH * lane(), before = upto - all, inside = each[0];
   for (int i = 1; i < EACH; i++)
     if (before + inside < wanted) before += inside, inside = each[i], bin++;
@@ -71,9 +71,9 @@ __device__ inline void chain() {
 // write these bytes: a prefetch reads no value.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-// A share of the keys of a row, in millionths, that depends on the number n of these keys: share[i] for n below below[i].
-struct Lengths { int below[3], share[4]; };
+// A share of the n keys of a row, in millionths, that depends on n: share[i] where n is below below[i].
+struct ShareByLength { int below[3], share[4]; };
 
-__device__ inline long long by_length(const Lengths& x, int n) {
+__device__ inline long long by_length(const ShareByLength& x, int n) {
   return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }

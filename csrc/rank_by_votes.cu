@@ -172,7 +172,7 @@ __device__ Meeting meeting(
 // Write the candidates of a span to where those of the spans before it end.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
     const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
-    int least, int dense, int capacity, Lengths beta) {
+    int least, int dense, int capacity, ShareByLength beta) {
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;

@@ -15,7 +15,7 @@ FILES = sorted(Path(torchsparsekv.ops.__path__[0]).rglob("*.py"))
 def early(tree: ast.Module) -> set[str]:
     """The kernels of a module that take the option of an early launch."""
     functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    return {f.name for f in functions if f.name != "chain" and any(a.arg == "PDL" for a in f.args.args)}
+    return {f.name for f in functions if f.name != "wait_for_previous" and any(a.arg == "PDL" for a in f.args.args)}
 
 
 def waits(tree: ast.Module) -> set[str]:
