@@ -70,7 +70,7 @@ extern "C" __global__ void __cluster_dims__(G) __launch_bounds__(THREADS, 1) bes
   if (i == 0) s.count = 0;
   if (head == 0) s.bell.expect(G * K);
   arrive();
-  chain();
+  wait_for_previous();
   const int count = collect(scores + blockIdx.x * (long long)n, peaks + blockIdx.x * ((n + GROUP - 1) / GROUP), n, s);
   wait();
   send_ranked(head, count, s);

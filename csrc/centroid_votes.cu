@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) votes(
   const int field = pack * PACK + f;
   for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(got)[i] = 0;
   keys[f][pair] = {0, 0};
-  chain();
+  wait_for_previous();
   int up = 0, down = 0;
   if (field < F) {
     const int* count = counts + (bh * B + space) * SIZE;

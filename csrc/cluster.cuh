@@ -1,7 +1,7 @@
 #pragma once
 
-// Programs of a cluster: each can write to the shared memory of the others. Two things order these writes: a Bell, and the
-// barrier of all programs (`arrive`, then `wait`).
+// Programs of a cluster: each can write to the shared memory of the others. Two things order these writes: a Bell, and
+// the barrier of all programs (`arrive`, then `wait`).
 
 // The address in shared memory of this program.
 __device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
@@ -17,8 +17,8 @@ __device__ inline unsigned there(int rank, const void* at) {
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A bell in the shared memory of a program rings when the number of 32-bit words that it expects has come. That is faster
-// than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster: the
+// A bell in the shared memory of a program rings when the number of 32-bit words that it expects has come. That is
+// faster than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster: the
 // bell is a __syncthreads, as memcheck of compute-sanitizer refuses cluster writes there.
 template <int PROGRAMS> struct Bell {
   unsigned long long barrier;

@@ -27,8 +27,8 @@ __device__ inline int sum_upto(int x) {
   return x;
 }
 
-// find(bins, wanted): the first of 32 * EACH bins at which the running sum reaches `wanted` (else the last bin), the sum
-// before that bin, and the count inside it. The whole warp calls it; bins are aligned to 16 bytes.
+// find(bins, wanted): the first of 32 * EACH bins at which the running sum reaches `wanted` (else the last bin), the
+// sum before that bin, and the count inside it. The whole warp calls it; bins are aligned to 16 bytes.
 struct Reached { int bin, before, inside; };
 
 template <int EACH> __device__ inline Reached find(const int* bins, int wanted) {
@@ -42,7 +42,7 @@ template <int EACH> __device__ inline Reached find(const int* bins, int wanted) 
     for (int i = 0; i < EACH; i++) each[i] = bins[EACH * lane() + i];
   }
   for (int i = 0; i < EACH; i++) all += each[i];
-  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1 (never reached) is lane 31 to a shuffle
+  const int upto = sum_upto(all), from = __ffs(__ballot_sync(ALL, upto >= wanted)) - 1;  // -1: lane 31
   int bin = EACH * lane(), before = upto - all, inside = each[0];
   for (int i = 1; i < EACH; i++)
     if (before + inside < wanted) before += inside, inside = each[i], bin++;
@@ -60,7 +60,7 @@ __device__ inline void hold(unsigned& x) { asm("" : "+r"(x)); }
 // Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start.
 // Ahead of this call a kernel may read only data that an earlier kernel of the same op already waited for: the kernel
 // directly before it may still write everything else.
-__device__ inline void chain() {
+__device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -71,9 +71,16 @@ __device__ inline void chain() {
 // write these bytes: a prefetch reads no value.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
+<<<<<<< HEAD
 // A share of a row, in millionths, by its number of keys: share[i] for the first i with n < below[i], else share[3].
 struct ShareByLength { int below[3], share[4]; };
 
 __device__ inline long long share_by_length(const ShareByLength& x, int n) {
+=======
+// A share of the n keys of a row, in millionths, that depends on n: share[i] where n is below below[i].
+struct ShareByLength { int below[3], share[4]; };
+
+__device__ inline long long by_length(const ShareByLength& x, int n) {
+>>>>>>> fam4
   return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }

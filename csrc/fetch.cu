@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   __syncthreads();
   Ids x;
   Slots y;
-  chain();
+  wait_for_previous();
   for (int i = 0; i < IDS; i++) x.want[i] = index<IDS>(i) < n ? ids[32 * i] : -1;
   for (int i = 0; i < SLOTS; i++) {
     const bool there = index<SLOTS>(i) < slots;

@@ -336,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
     const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
     if (first == blockIdx.y) {  // before `chain` only queries and spans are read, which are older than products
-      chain();
+      wait_for_previous();
       source.load_threshold(threshold + bh * G);
     }
     const Run<G> next = Between(spans.at[0]).load(leaves.products), all_thresholds = all_at(threshold + bh * G);

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
-  chain();
+  wait_for_previous();
   const int end = ring_begin[blockIdx.x / heads];
   fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
@@ -172,7 +172,11 @@ __device__ Threshold find_threshold(
 
 // Write the candidates of a span behind those of the spans before it.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
+<<<<<<< HEAD
     const unsigned char* scores, const int* at_least, int* out, const int* ring_begin, int heads, int stride, int sink,
+=======
+    const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
+>>>>>>> fam4
     int least, int dense, int capacity, ShareByLength beta) {
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
@@ -183,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact(
   out += bh * capacity, scores += bh * stride, at_least += bh * gridDim.y * BINS;
   if (tid < BINS) totals[tid] = before[tid] = 0;
   __syncthreads();
-  chain();
+  wait_for_previous();
   if (part * span < end && count > 0) {
     auto load = [&](int row) {
       return row < stop ? *reinterpret_cast<const uint4*>(scores + row) : make_uint4(0, 0, 0, 0);

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
   candidates += bh * total, out += bh * total, peaks += bh * groups;
   codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
   auto pool_row = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
-  chain();
+  wait_for_previous();
   int pool_rows = pool_row(first), next_rows = pool_row(first + step);
   Rows here = load(codes, weights, pool_rows);
   unsigned query[B] = {};  // of head `row`, in the layout of the second factor: four pairs per word

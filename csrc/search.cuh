@@ -39,7 +39,7 @@ __device__ void prepare(Search& s) {
 // Threads per group, such that there are at least 2 k groups if possible.
 __device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
 
-// The places of a warp among `count`, in whole units but for the last. The order of places is that of (warp, step, lane).
+// The places of a warp among `count`, in whole units but for the last. Places are in the order of (warp, step, lane).
 struct Span {
   int first, stop;
   __device__ explicit Span(int count, int unit = 1) {
@@ -49,8 +49,8 @@ struct Span {
   __device__ int place(int step) const { return first + step * 32 + lane(); }
 };
 
-// The range of the k-th largest key. Keys above `to` are taken; of the `inside` keys between `from` and `to` the `wanted`
-// largest are taken.
+// The range of the k-th largest key. Keys above `to` are taken; of the `inside` keys between `from` and `to` the
+// `wanted` largest are taken.
 struct Range { unsigned from, to; int wanted, inside; };
 
 // The first range: from the least of the maxima of groups of `lanes` threads, if at least k groups have one, to the

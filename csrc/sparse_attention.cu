@@ -202,7 +202,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   found.bell.expect(NUMBERS);
   arrive();
   ask_for(ring, rank + CLUSTER * warp, ring_rows);
-  chain();
+  wait_for_previous();
   const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
   State s = {none()};

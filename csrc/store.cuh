@@ -1,14 +1,14 @@
 #pragma once
 
-// How a token lies in memory, as ops/store/rows.py says it. A row is a key and a value side by side, here in fp16 or bf16;
-// the rows of a head follow one another. The ring holds the sinks in its first rows and uses the others round-robin.
+// How a token lies in memory, as ops/store/rows.py says it. A row is a key and a value side by side, here in fp16 or
+// bf16; the rows of a head follow one another. The ring holds the sinks in its first rows and uses the others round-robin.
 
 namespace counter {  // the columns of the counters of a (row, kv head)
-enum { STEPS, CONTEXT, IN_RING, SELECTED, MISSED, COLUMNS };
+enum { STEPS, CONTEXT, IN_RING, SELECTED, MISSED, ALL_OF_THEM };
 }
 
 __device__ inline unsigned long long* counters_of(unsigned long long* counts, long long head) {
-  return counts + head * counter::COLUMNS;
+  return counts + head * counter::ALL_OF_THEM;
 }
 
 // Pointers into a store with `rows` rows per head, of CHANNELS numbers of 2 bytes.
@@ -21,8 +21,8 @@ template <int CHANNELS> __device__ inline const char* row_at(const char* rows, i
 template <int CHANNELS> constexpr int row_bytes = 4 * CHANNELS;
 template <int CHANNELS> __device__ inline const char* value_of(const char* row) { return row + 2 * CHANNELS; }
 
-// A packed row of a pool, in words of 16 bytes: the 8-bit numbers of the key (CHANNELS), those of the value, and the fp32
-// scales of their groups of 64 channels.
+// A packed row of a pool, in words of 16 bytes: the 8-bit numbers of the key (CHANNELS), those of the value, and the
+// fp32 scales of their groups of 64 channels.
 template <int CHANNELS> struct Packed {
   static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
 

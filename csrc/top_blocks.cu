@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) top(
   now(mine), now(span.stop), now(row_sizes), now(row.scores);
   Range r;
   int count = n;
-  chain();
+  wait_for_previous();
   const int size = row_sizes ? *row_sizes : 0;
   if constexpr (PEAKS > 0) {
     float peak[PEAKS ? PEAKS : 1];

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_pages(
   prepare(s);
   s.order[i] = EMPTY;
   scores += bh * G * blocks, ids += bh * G * n;
-  chain();
+  wait_for_previous();
   const int page = live ? ids[i] : EMPTY;
   s.key[i] = key_of(page < 0 ? 0 : scores[(long long)head * blocks + page], page);
   __syncthreads();

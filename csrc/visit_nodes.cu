@@ -197,7 +197,7 @@ extern "C" __global__ void __cluster_dims__(1, G) __launch_bounds__(THREADS) sco
     prepare(s);
     wait();
   }
-  chain();
+  wait_for_previous();
   if (blockIdx.y >= G) {
     const int step = WARPS * TILES;
     write_all(head, q, q_h, node_count, (blockIdx.y - G) * step + warp() * TILES, (gridDim.y - G) * step);

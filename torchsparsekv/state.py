@@ -13,7 +13,7 @@ from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import Hot, KVStore, Lengths, Prefetch, Stats
+from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
 
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
@@ -126,11 +126,11 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
     }
 
 
-def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> Hot:
+def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> HotBuffer:
     """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
     check_slots(slots)
     i32 = torch.int32
-    return Hot(
+    return HotBuffer(
         rows=Buffer((*g.lead, slots, block_size, *row_shape(g.head_dim)), g.dtype),
         slot_of=Buffer((*g.lead, g.rows // block_size), i32, fill=-1),
         block_of=Buffer((*g.lead, slots), i32, fill=-1),

@@ -25,7 +25,7 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
-from torchsparsekv.ops.store.views import Attention, Hot, Lengths, Query, Ring, Selection
+from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
@@ -40,7 +40,7 @@ def check(q, ring, hot, lengths, selection, attention) -> None:
 
 
 def reference(
-    q: Query, ring: Ring, hot: Hot, lengths: Lengths, selection: Selection, attention: Attention
+    q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention
 ) -> Tensor:
     frontier, fill = selection[2:]
     begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier
@@ -57,7 +57,7 @@ def reference(
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
 
-def _filled(hot: Hot, fill: Tensor | None) -> Tensor:
+def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
     """The rows of each chosen block that attention reads, [batch, heads, n]."""
     if fill is None:
         return torch.full_like(hot.chosen, hot.rows.shape[3])
@@ -107,7 +107,7 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _warps(q: Tensor, ring: Ring, hot: Hot, cluster: int) -> int:
+def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int) -> int:
     """Warps per program: the fewest that need no additional round of tiles. 8 if heads are wide or a multiprocessor
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):

@@ -32,7 +32,7 @@ class Requests(NamedTuple):
 
 class SharedHot(NamedTuple):
     """A hot buffer for all requests: blocks that were fetched lately, in slots on the device. The fields are those of
-    `Hot` (ops/store/views.py), with blocks by their id in place of a row's."""
+    `HotBuffer` (ops/store/views.py), with blocks by their id in place of a row's."""
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]

@@ -51,7 +51,7 @@ from torchsparsekv.ops.store.rows import (
     row_at,
     row_width,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import Hot, Pool, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Pool, Selection, Stats
 
 OLDEST = (1 << 16) - 1  # ages saturate here; the rank of an empty slot, above that of all others
 ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
@@ -76,7 +76,7 @@ def check_slots(slots: int) -> None:
         raise ValueError(f"a hot buffer has at most {LANES} slots a kv head, got {slots}")
 
 
-def reference(selection: Selection, pool: Pool, hot: Changed[Hot], stats: Changed[Stats]) -> None:
+def reference(selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats]) -> None:
     ids, retrieve_now = selection[:2]
     assert ids is not None
     pages = pool.unflatten(2, (-1, hot.rows.shape[3]))
@@ -238,7 +238,7 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
     )  # fmt: skip
 
 
-def _grid(ids: Tensor, hot: Hot, programs: int | None) -> tuple[int, int, int]:
+def _grid(ids: Tensor, hot: HotBuffer, programs: int | None) -> tuple[int, int, int]:
     """The grid: programs per head, at most one per tile of misses. `programs` bounds their sum; None: one per SM."""
     batch, heads, n = ids.shape
     tiles = cdiv(n * hot.rows.shape[3], ROWS)

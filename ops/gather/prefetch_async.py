@@ -19,7 +19,7 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops.gather import fetch
-from torchsparsekv.ops.store.views import Hot, Pool, Prefetch, Query, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Pool, Prefetch, Query, Selection, Stats
 
 # Programs of a fetch beside the next layers, at least one per kv head. 16 saturate the host link: at 128K tokens, all
 # blocks missing, 10 layers take 2.94 ms, and 3.03 ms with one program per multiprocessor.
@@ -30,11 +30,11 @@ def check(out, prefetch, pool, hot, join) -> None:
     fetch.check(*_as_fetch(prefetch, pool, hot))
 
 
-def reference(out: Changed[Query], prefetch: Changed[Prefetch], pool: Pool, hot: Changed[Hot], join: bool) -> None:
+def reference(out: Changed[Query], prefetch: Changed[Prefetch], pool: Pool, hot: Changed[HotBuffer], join: bool) -> None:
     fetch.reference(*_as_fetch(prefetch, pool, hot))
 
 
-def _as_fetch(prefetch: Prefetch, pool: Pool, hot: Hot) -> tuple[Selection, Pool, Hot, Stats]:
+def _as_fetch(prefetch: Prefetch, pool: Pool, hot: HotBuffer) -> tuple[Selection, Pool, HotBuffer, Stats]:
     return Selection(prefetch.ids, prefetch.later), pool, hot, Stats(prefetch.counts)
 
 

@@ -33,7 +33,7 @@ from torchsparsekv.ops.icecache.plant_tree import check_pages, search_options
 from torchsparsekv.ops.icecache.share_step import put
 from torchsparsekv.ops.icecache.views import Leaves, Promotion, Tree
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width, store_row
-from torchsparsekv.ops.store.views import Hot, KVStore, Lengths
+from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths
 
 WIDEST = 64  # tokens of a page at most: they are compared with each other in registers
 WARPS = 8  # on an H200, 32K nodes take 57 us with 8 warps and 81 us with 4
@@ -54,7 +54,7 @@ def check(store, hot, tree, leaves, lengths, promotion, region) -> None:
 
 
 def reference(
-    store: Changed[KVStore], hot: Changed[Hot], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
+    store: Changed[KVStore], hot: Changed[HotBuffer], tree: Changed[Tree], leaves: Changed[Leaves], lengths: Lengths,
     promotion: Promotion, region: int,
 ) -> None:  # fmt: skip
     """Add the page of tokens that leaves the ring.
@@ -80,7 +80,7 @@ def reference(
                 index = (b, h, row)
                 _residual.store_leaves(leaves, index, keys_of(token), leaves.node.new_tensor(mark), head_tree)
                 leaves.fill[b, h, row // page] = row % page + 1
-                put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
+                put(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
 
 

@@ -32,7 +32,7 @@ from torchsparsekv.ops.store.rows import (
     row_width,
     store_row,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import I32, Hot, KVStore, Lengths
+from torchsparsekv.ops.store.views import I32, HotBuffer, KVStore, Lengths
 
 InsertedRows = Annotated[Tensor, Of("batch heads page", I32)]
 WIDE = 256  # page numbers that are copied at a time
@@ -53,7 +53,7 @@ def head_numbers(source_heads: Tensor) -> Tensor:
     return torch.where(source_heads < 0, own, source_heads).long()
 
 
-def put(token: Tensor, row: int, pool: Tensor, hot: Hot) -> None:
+def put(token: Tensor, row: int, pool: Tensor, hot: HotBuffer) -> None:
     """Store a token [2, dim] in a pool row of one head, and in the hot buffer if the page of that row is there."""
     block, offset = divmod(row, hot.rows.shape[1])
     pool[row] = as_stored(token, pool)
@@ -63,7 +63,7 @@ def put(token: Tensor, row: int, pool: Tensor, hot: Hot) -> None:
 
 
 def reference(
-    store: Changed[KVStore], hot: Changed[Hot], shared: Changed[SharedSelection], selected_pages: SelectedPages,
+    store: Changed[KVStore], hot: Changed[HotBuffer], shared: Changed[SharedSelection], selected_pages: SelectedPages,
     inserted_rows: InsertedRows, lengths: Lengths,
 ) -> None:  # fmt: skip
     """Copy the selection, and store the page of tokens that leaves the ring.
@@ -84,7 +84,7 @@ def reference(
         tokens = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h, rows in enumerate(inserted_rows[b].tolist()):
             for row, token in zip(rows, tokens[h]):
-                put(token, row, pool[b, h], Hot(*(t[b, h] for t in hot)))
+                put(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
                 block, offset = divmod(row, page)
                 shared.fill[b, h, block] = max(int(shared.fill[b, h, block]), offset + 1)
 

@@ -34,7 +34,7 @@ from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.prkv.choose_static import ARRIVED, COUNTERS, LEFT
 from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.store.rows import row_at, stored_width
-from torchsparsekv.ops.store.views import Digests, Hot, Pool
+from torchsparsekv.ops.store.views import Digests, HotBuffer, Pool
 
 ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # homes that are compared at a time
@@ -49,7 +49,7 @@ class Moved(NamedTuple):
     """What moves with the set, as kernels take it."""
 
     pool: Tensor
-    hot: Hot
+    hot: HotBuffer
     coarse: Tensor  # the fp8 copy of the keys as bytes, or the pool where there is none
     keys: Tensor  # what the digests are made from: the fp8 copy, or the pool
     centre: Tensor
@@ -113,7 +113,7 @@ def gathered(ids: Tensor, first: int, end: int) -> Tensor:
 
 
 def reference(
-    static: Changed[StaticSet], pool: Changed[Pool], coarse: Changed[Coarse | None], hot: Changed[Hot],
+    static: Changed[StaticSet], pool: Changed[Pool], coarse: Changed[Coarse | None], hot: Changed[HotBuffer],
     digests: Changed[Digests], sink: int,
 ) -> None:  # fmt: skip
     """Move the static set to the front of the retrievable rows of the pool, where it fills whole blocks.

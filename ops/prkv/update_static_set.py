@@ -17,7 +17,7 @@ from torchsparsekv.ops.prkv import choose_static, relocate
 from torchsparsekv.ops.prkv.choose_static import choose_set
 from torchsparsekv.ops.prkv.relocate import move_set
 from torchsparsekv.ops.prkv.views import StaticSet
-from torchsparsekv.ops.store.views import Attention, Digests, Hot, KVStore, Leaving, Lengths, Observed
+from torchsparsekv.ops.store.views import Attention, Digests, HotBuffer, KVStore, Leaving, Lengths, Observed
 
 PHASES = 1 + choose_static.PHASES + relocate.PHASES
 MOVING = tl.constexpr(1 + choose_static.PHASES)  # the first phase of relocate
@@ -49,7 +49,7 @@ def check(*args) -> None:
 
 def reference(
     observed: Observed, static: Changed[StaticSet], store: Changed[KVStore], coarse: Changed[Coarse | None],
-    hot: Changed[Hot], digests: Changed[Digests], lengths: Lengths, attention: Attention,
+    hot: Changed[HotBuffer], digests: Changed[Digests], lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
     """Update the static set in one launch: block_bounds of the keys that left, choose_static, then relocate.
 

@@ -109,7 +109,7 @@ class Selection(NamedTuple):
     fill: Fill | None = None
 
 
-class Hot(NamedTuple):
+class HotBuffer(NamedTuple):
     """The hot buffer: a cache on the device for blocks of the pool. Each kv head has its own slots.
 
     rows: the keys and values of the blocks. A slot has room for one block.

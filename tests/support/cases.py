@@ -16,7 +16,7 @@ from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Attention, Digests, Hot, KVStore, Leaving, Lengths, Scored, Selection
+from torchsparsekv.ops.store.views import Attention, Digests, HotBuffer, KVStore, Leaving, Lengths, Scored, Selection
 from torchsparsekv.state import RingPlan
 
 FP8 = torch.float8_e4m3fn
@@ -176,7 +176,7 @@ def _fetch(w: World):
     age = torch.randint(0, 4, (*lead, slots), generator=w.g, dtype=I32)
     chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
     now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    hot = Hot(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    hot = HotBuffer(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
     return (Selection(w.chosen(n), now), w.truth.clone(), hot, w.stats())
 
 
@@ -264,7 +264,7 @@ def _sparse_attention(w: World):
     hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
     each = torch.arange(w.blocks, dtype=I32).expand(w.batch, w.heads, -1).contiguous()  # a block is in its own slot
     none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
-    hot = Hot(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
+    hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None

@@ -3,7 +3,7 @@ import torch
 from world import World
 
 from torchsparsekv.ops.store.rows import STATS
-from torchsparsekv.ops.store.views import Hot, Prefetch, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Prefetch, Selection, Stats
 
 I32 = torch.int32
 
@@ -25,7 +25,7 @@ def query_drift_gate(w: World):
     return (w.q[:, :, :1], ids, _prefetch(w, ids), w.stats(), w.lengths_view, alike, w.pick(False, True))
 
 
-def prefetch_async(w: World, fetched: tuple[Selection, torch.Tensor, Hot, Stats]):
+def prefetch_async(w: World, fetched: tuple[Selection, torch.Tensor, HotBuffer, Stats]):
     selection, pool, hot, _ = fetched
     prefetch = _prefetch(w, selection.ids)._replace(ids=selection.ids)
     return w.q[:, :, :1].clone(), prefetch, pool, hot, w.pick(True, False)

@@ -15,7 +15,7 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.icecache._tree import levels_of
 from torchsparsekv.ops.pariskv.views import Codes
-from torchsparsekv.ops.store.views import Hot, KVStore, Leaving, Lengths, Observed, Selection, Stats, Token
+from torchsparsekv.ops.store.views import HotBuffer, KVStore, Leaving, Lengths, Observed, Selection, Stats, Token
 from torchsparsekv.state import Geometry
 
 ENTRIES = load_all()
@@ -64,7 +64,7 @@ def test_append_and_fetch_of_a_huge_pool(huge):
     last = torch.full((1, heads, 1), rows // block - 2, dtype=i32)
     places, slots = torch.full((1, heads, rows // block), -1, dtype=i32), torch.full((1, heads, 2), -1, dtype=i32)
     hot = torch.zeros(1, heads, 2, block, 2, dim).half()
-    view = Hot(hot, places, slots, torch.zeros_like(slots), torch.zeros(1, heads, dtype=i32), last.clone())
+    view = HotBuffer(hot, places, slots, torch.zeros_like(slots), torch.zeros(1, heads, dtype=i32), last.clone())
     ENTRIES["fetch"].run("triton", Selection(last), store.pool, view, stats)
     torch.testing.assert_close(hot[:, :, 0], ring[:, :, (torch.arange(block) + rows - 2 * block) % 64], rtol=0, atol=0)
 
@@ -183,7 +183,7 @@ def test_promotion_follows_the_size_of_the_cache(monkeypatch):
 def test_too_many_slots_for_one_program_are_refused(name, monkeypatch):
     """With room for few: a hot buffer of a million slots is no test."""
     things = mapped(OPS[name](World()), lambda t: t.to(DEVICE))
-    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith("Hot")}
+    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith("HotBuffer")}
     monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots)
     ENTRIES[name].call(*things)
     monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots - 1)

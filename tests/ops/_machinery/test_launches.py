@@ -17,7 +17,7 @@ FILES = sorted(Path(torchsparsekv.ops.__path__[0]).rglob("*.py"))
 def early(tree: ast.Module) -> set[str]:
     """The kernels of a module that take the option of an early launch."""
     functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    return {f.name for f in functions if f.name != "chain" and any(a.arg == "PDL" for a in f.args.args)}
+    return {f.name for f in functions if f.name != "wait_for_previous" and any(a.arg == "PDL" for a in f.args.args)}
 
 
 def waits(tree: ast.Module) -> set[str]:
@@ -60,7 +60,7 @@ def native(tree: ast.Module) -> set[str]:
 def native_waits(source: str) -> dict[str, int]:
     """How often each kernel of a source waits; where, it may choose: see `chain` of csrc/common.cuh."""
     kernels = re.findall(r"__global__(.*?)\) \{\n(.*?)\n}\n", source, re.DOTALL)
-    return {re.findall(r"(\w+)\(", head)[-1]: body.count("  chain();\n") for head, body in kernels}
+    return {re.findall(r"(\w+)\(", head)[-1]: body.count("  wait_for_previous();\n") for head, body in kernels}
 
 
 def test_cuda_kernels_wait_first():
@@ -74,9 +74,9 @@ def test_cuda_kernels_wait_first():
 
 
 def test_cuda_kernel_without_wait_fails_the_check():
-    source = "__global__ void __launch_bounds__(32) k(\n    int* x) {\n  chain();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
+    source = "__global__ void __launch_bounds__(32) k(\n    int* x) {\n  wait_for_previous();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
     assert native_waits(source) == {"k": 1}
-    assert native_waits(source.replace("  chain();\n", "  // chain\n")) == {"k": 0}
+    assert native_waits(source.replace("  wait_for_previous();\n", "  // chain\n")) == {"k": 0}
 
 
 def test_kernel_that_reads_before_its_wait_fails_the_check():

@@ -19,7 +19,7 @@ from world import DEVICE
 from torchsparsekv.ops._machinery.chain import tensors, use_kernels
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.store.rows import STATS
-from torchsparsekv.ops.store.views import Hot, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Selection, Stats
 from torchsparsekv.state import Geometry, LayerState, RingPlan, RowLengths, hot_buffer, store_buffers
 
 ENTRIES = load_all()
@@ -209,7 +209,7 @@ def test_kernel_equals_the_model(kind):
 
 def half_full(
     n: int, slots: int, block: int, ages: tuple[int, int], filled: float, g
-) -> tuple[torch.Tensor, Hot, Stats]:
+) -> tuple[torch.Tensor, HotBuffer, Stats]:
     """The state of two heads."""
     total, lead = slots + n, (1, 2)
     pool = torch.randn(*lead, total * block, 2, DIM, generator=g)
@@ -222,7 +222,7 @@ def half_full(
     rows = pool.unflatten(2, (total, block))[:, torch.arange(2)[:, None], block_of[0].clamp(min=0).long()]
     age = torch.randint(ages[0], ages[1] + 1, block_of.shape, generator=g, dtype=I32)
     chosen = torch.randint(-1, slots, (*lead, n), generator=g, dtype=I32)
-    hot = Hot(rows.contiguous(), slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    hot = HotBuffer(rows.contiguous(), slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
     return pool, hot, Stats(torch.zeros(*lead, 5).long())
 
 

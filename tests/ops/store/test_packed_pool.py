@@ -16,7 +16,7 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store import rows as law
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_shape, stored_width, values_of
-from torchsparsekv.ops.store.views import Hot, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Selection, Stats
 
 ENTRIES = load_all()
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
@@ -193,7 +193,7 @@ def test_fetched_blocks_equal_raw_tokens_within_half_a_step(w, kind):
     lead, n = (w.batch, w.heads), min(w.blocks, 5)
     empty = lambda *shape: torch.full((*lead, *shape), -1, dtype=torch.int32)  # noqa: E731
     rows = torch.full((*lead, n, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
-    hot = Hot(rows, empty(w.blocks), empty(n), empty(n) + 1, torch.zeros(lead, dtype=torch.int32), empty(n))
+    hot = HotBuffer(rows, empty(w.blocks), empty(n), empty(n) + 1, torch.zeros(lead, dtype=torch.int32), empty(n))
     ids = torch.arange(w.blocks, dtype=torch.int32).flip(0)[:n].expand(*lead, n).contiguous()
     things = (Selection(ids), pack(w.truth), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64)))
     things = things if kind == "reference" else on(DEVICE, things)
