@@ -49,7 +49,7 @@ template <int EACH> __device__ inline Reached find(const int* bins, int wanted) 
   return {__shfl_sync(ALL, bin, from), __shfl_sync(ALL, before, from), __shfl_sync(ALL, inside, from)};
 }
 
-// Make the compiler compute x here and not at its first use: work ahead of `chain` costs no time.
+// Make the compiler compute x here and not at its first use: work ahead of `wait_for_previous` costs no time.
 __device__ inline void now(const void* x) { asm volatile("" ::"l"(x)); }
 __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 
@@ -67,20 +67,13 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Prefetch the 128 bytes at `x` into the L2. It may be called ahead of `chain`, while kernels before this one still
+// Prefetch the 128 bytes at `x` into the L2. It may be called ahead of `wait_for_previous`, while kernels before this one still
 // write these bytes: a prefetch reads no value.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-<<<<<<< HEAD
 // A share of a row, in millionths, by its number of keys: share[i] for the first i with n < below[i], else share[3].
 struct ShareByLength { int below[3], share[4]; };
 
 __device__ inline long long share_by_length(const ShareByLength& x, int n) {
-=======
-// A share of the n keys of a row, in millionths, that depends on n: share[i] where n is below below[i].
-struct ShareByLength { int below[3], share[4]; };
-
-__device__ inline long long by_length(const ShareByLength& x, int n) {
->>>>>>> fam4
   return n < x.below[0] ? x.share[0] : n < x.below[1] ? x.share[1] : n < x.below[2] ? x.share[2] : x.share[3];
 }

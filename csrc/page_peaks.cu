@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   for (int first = blockIdx.y; first < all; first += most_groups * step) {
     const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {  // before `chain` only queries and spans are read, which are older than products
+    if (first == blockIdx.y) {  // before `wait_for_previous` only queries and spans are read, which are older than products
       wait_for_previous();
       source.load_threshold(threshold + bh * G);
     }

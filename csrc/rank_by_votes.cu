@@ -172,11 +172,7 @@ __device__ Threshold find_threshold(
 
 // Write the candidates of a span behind those of the spans before it.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
-<<<<<<< HEAD
     const unsigned char* scores, const int* at_least, int* out, const int* ring_begin, int heads, int stride, int sink,
-=======
-    const unsigned char* scores, const int* reach, int* out, const int* ring_begin, int heads, int stride, int sink,
->>>>>>> fam4
     int least, int dense, int capacity, ShareByLength beta) {
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];

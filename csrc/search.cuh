@@ -29,7 +29,7 @@ struct __align__(16) Search {
   int listed;
 };
 
-// Clear the scratch; ahead of `chain` this costs no time.
+// Clear the scratch; ahead of `wait_for_previous` this costs no time.
 __device__ void prepare(Search& s) {
   for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i / BINS][i % BINS] = 0;
   for (int i = threadIdx.x; i < FEW; i += THREADS) s.few[i] = {0, 0};

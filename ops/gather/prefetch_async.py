@@ -30,7 +30,9 @@ def check(out, prefetch, pool, hot, join) -> None:
     fetch.check(*_as_fetch(prefetch, pool, hot))
 
 
-def reference(out: Changed[Query], prefetch: Changed[Prefetch], pool: Pool, hot: Changed[HotBuffer], join: bool) -> None:
+def reference(
+    out: Changed[Query], prefetch: Changed[Prefetch], pool: Pool, hot: Changed[HotBuffer], join: bool
+) -> None:
     fetch.reference(*_as_fetch(prefetch, pool, hot))
 
 

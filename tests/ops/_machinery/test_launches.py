@@ -74,7 +74,8 @@ def test_cuda_kernels_wait_first():
 
 
 def test_cuda_kernel_without_wait_fails_the_check():
-    source = "__global__ void __launch_bounds__(32) k(\n    int* x) {\n  wait_for_previous();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
+    body = "  wait_for_previous();\n  if (x) {\n    x[0] = 1;\n  }\n}\n"
+    source = f"__global__ void __launch_bounds__(32) k(\n    int* x) {{\n{body}"
     assert native_waits(source) == {"k": 1}
     assert native_waits(source.replace("  wait_for_previous();\n", "  // chain\n")) == {"k": 0}
 

@@ -62,7 +62,7 @@ class Head:
         self.chosen = [-1] * len(self.chosen)
 
 
-class HotBuffer(RuleBasedStateMachine):
+class HotBufferMachine(RuleBasedStateMachine):
     fetch, device = None, None  # what is driven, and where
 
     @initialize(
@@ -186,7 +186,7 @@ class HotBuffer(RuleBasedStateMachine):
 
 def drive(fetch, device, **options):
     driven = {"fetch": staticmethod(fetch), "device": torch.device(device)}
-    machine = type("Driven", (HotBuffer,), driven)
+    machine = type("Driven", (HotBufferMachine,), driven)
     run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
 
 
