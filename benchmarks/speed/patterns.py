@@ -118,7 +118,7 @@ class Bench:
         self.cache = handle.make_cache(batch)
         shape = (decode.BANK, model.config.num_attention_heads, head_dim_of(model.config))
         self.bank = torch.zeros(shape, dtype=torch.bfloat16, device=model.device)
-        decode.override_query(self.cache, self.bank)
+        decode.steer(self.cache, self.bank)
         self.step, self.graphs = decode.Step(model, self.cache, batch), 0
 
     def output(self, p: Pattern) -> dict:
