@@ -165,7 +165,8 @@ def reference(
 def _find(ids, x, n, C: tl.constexpr):
     """The places of `x` [most] among the n ascending ids, and whether each is there."""
     place = tl.full((C.most,), 0, tl.int32)
-    for i in tl.static_range(C.bits):
+    BITS: tl.constexpr = C.bits  # Triton 3.6 takes no field of a view here
+    for i in tl.static_range(BITS):
         probe = place + (C.most >> (i + 1))
         below = (probe <= n) & (tl.load(ids + probe - 1, mask=probe <= n, other=0) < x)
         place = tl.where(below, probe, place)
