@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from models import prompts, tiny
-from test_cli import ROOT
+from paths import ROOT
 
 import torchsparsekv
 from torchsparsekv.method import all_methods, hyper_parameters

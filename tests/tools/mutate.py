@@ -38,8 +38,8 @@ PAPERS = "tests/methods/test_snapkv.py::test_one_query_head_per_kv_head_equals_t
 CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_and_turns_keep_equal_tokens"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
-    Mutation("the heads of a group choose by their mean query", PARIS, 'group: str = "max"', 'group: str = "mean"',
-             DEFAULT),
+    Mutation("the heads of a group choose by their mean query", PARIS,
+             'group: str = option("max"', 'group: str = option("mean"', DEFAULT),
     Mutation("clusters are of consecutive tokens", "ops/clusters/_kmeans.py",
              "    return means(x, cluster, centres), cluster",
              "    cluster = (torch.arange(x.shape[1]) * clusters // x.shape[1]).expand_as(cluster)\n"

@@ -19,8 +19,6 @@ LIMIT = 1.0  # seconds of one core
 FIXTURES = (
     "benchmarks/test_bench.py::whole",
     "benchmarks/test_report.py::evaluated",
-    "benchmarks/test_segments.py::measured",
-    "benchmarks/test_turns.py::measured",
     "commands/test_demo.py::shown",
 )
 FIRST = (  # of the slow tests: CI stops after thirty minutes
@@ -34,7 +32,6 @@ KEPT = (
     "commands/test_cli.py::test_only_the_called_command_is_imported[methods]",
     "core/test_imports.py::test_core_works_without[absent0]",
     "core/test_packaging.py::test_every_module_of_an_installed_wheel_can_be_imported",
-    "docs/test_results.py::test_the_committed_page",
     "methods/test_clusters.py::test_kernels_and_references_agree_over_many_steps[clusterkv-more3-triton]",
     "methods/test_icecache.py",
     "methods/test_icecache_reuse.py",
