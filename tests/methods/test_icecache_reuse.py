@@ -143,7 +143,8 @@ def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
     with torchsparsekv.patch(model, "icecache", **SMALL | more) as handle:
         assert handle.planned.anchors == anchors
         cache, chosen = handle.make_cache(2), [[] for _ in range(8)]
-        taps = [lambda s, q, a, choice, out, i=i: chosen[i].append(choice and choice.ids.clone()) for i in range(8)]
+        copied = lambda ids: None if ids is None else ids.clone()  # noqa: E731
+        taps = [lambda s, q, a, choice, out, i=i: chosen[i].append(copied(choice.ids)) for i in range(8)]
         with tapped(cache, taps):
             greedy_logits(model, ids, mask, 12, cache)
         said = str(handle.report())
