@@ -2,13 +2,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchsparsekv.ops.store.rows import STATS, counted, stored_width
 from torchsparsekv.state import LayerState
-
-if TYPE_CHECKING:
-    from torchsparsekv.method import Method
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Counts(NamedTuple):
         return total / max(self.steps, 1)
 
 
-def layer_report(layer: int, method: "Method", state: LayerState) -> LayerReport:
+def layer_report(layer: int, method, state: LayerState) -> LayerReport:
     """Reads the device counters: waits for the device, so call it between steps, not in them."""
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())

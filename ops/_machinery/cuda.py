@@ -23,7 +23,7 @@ from torchsparsekv.ops._machinery.triton import launch_early
 # PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # Of a multiprocessor's memory. The driver would choose for each kernel, but one that wants another share than the one
-# before it cannot start beside that, and changing the share takes time: a select of ParisKV 27.0 instead of 30.5 us.
+# before it cannot start beside that, and changing the share takes time: four kernels took 27.0 us instead of 30.5.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED

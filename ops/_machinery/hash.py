@@ -1,4 +1,4 @@
-"""The hash of what is drawn, but for the first centroids of clusters, which have their own (ops/clusters/_kmeans.py).
+"""The hash that seeded draws are made with, equal in torch and in Triton.
 
 The 32-bit finaliser of MurmurHash3, in torch and in Triton.
 

@@ -262,7 +262,7 @@ def _sum_softmax(queries, ring, keys, scratch, head, attention, sizes, C: tl.con
     factor, end, sink = _log2_factor(attention, C.capped), head.end, head.sink
     for first in range(0, sizes.queries, C.part):
         x, _ = _load_queries(queries, first, head, sizes, C)
-        peak, total = tl.full((C.part,), float("-inf"), tl.float32), tl.zeros((C.part,), tl.float32)
+        peak, total = tl.full((C.part,), float("-inf"), tl.float32), tl.full((C.part,), 0.0, tl.float32)
         sinks = tl.where(head.part == head.parts - 1, tl.minimum(head.length, sink), 0)  # the last program adds them
         for tile in tl.range(tl.cdiv(sinks, C.tile), num_stages=1):
             z, live = _logits(x, ring, tile, head.bh, 0, sinks, sizes.ring_rows, attention, True, True, C)
@@ -282,7 +282,7 @@ def _log_sums(scratch, i, exists, parts, step, C: tl.constexpr):
     peak = tl.full((C.part,), float("-inf"), tl.float32)
     for other in range(parts):
         peak = tl.maximum(peak, tl.load(scratch.peaks_of_query + i + other * step))
-    total = tl.zeros((C.part,), tl.float32)
+    total = tl.full((C.part,), 0.0, tl.float32)
     for other in range(parts):
         away = tl.where(exists, tl.load(scratch.peaks_of_query + i + other * step) - peak, 0.0)
         total += tl.load(scratch.sums_of_query + i + other * step) * tl.exp2(away)

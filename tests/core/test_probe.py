@@ -117,7 +117,7 @@ def test_hooks_are_restored_after_an_error():
     ids, mask = prompts(1, 40)
     with torchsparsekv.patch(model, "quest", **PATCH, **METHODS["quest"], budget=16) as handle:
         cache, steps = handle.make_cache(1), []
-        taps = [lambda s, q, a, choice, out, i=i: steps.append((i, choice is None)) for i in range(2)]
+        taps = [lambda s, q, a, choice, out, i=i: steps.append((i, choice.ids is None)) for i in range(2)]
         with tapped(cache, taps):
             with contextlib.suppress(KeyError), probe(cache) as seen:
                 greedy_logits(model, ids, mask, 2, cache)

@@ -288,7 +288,7 @@ def check_choice(life: Life, expanded) -> None:
         for h in range(life.heads):
             heads = q[0, h * life.group : (h + 1) * life.group, 0].double()
             tree, nodes = life.trees[h], life.trees[h].nodes_in_eight_bits()
-            ranked = [tree.query(x, expanded(tree), shown[h], nodes, life.method.view.least) for x in heads]
+            ranked = [tree.query(x, expanded(tree), shown[h], nodes, life.method.view.min_nodes) for x in heads]
             want = page_select(ranked, life.pages(h), life.method.budget // PAGE)
             ids = [x for x in got[h].tolist() if x >= 0]
             assert sorted(ids) == sorted(want)
@@ -368,13 +368,13 @@ def test_numbers_of_expanded_nodes_are_pinned():
     """A tenth of the nodes; where that is more than 640 these, or those with eight times the budget in children."""
     for budget, most in ((64, 640), (256, 640), (1024, 640), (4096, 2048)):
         assert make_method("icecache", budget=budget).view == FieldOfView(100_000, 32, most, 2)
-    assert make_method("icecache", budget=1024, r=0.25).view.most == 2048
+    assert make_method("icecache", budget=1024, r=0.25).view.max_nodes == 2048
     assert make_method("icecache", least_view=700).view == FieldOfView(100_000, 700, 700, 2)
     assert make_method("icecache", field_of_view=0.1).view == FieldOfView(100_000, 32, MOST_NODES, 2), "as it was given"
     assert make_method("icecache", field_of_view=1.0, least_view=1).view == FieldOfView(1_000_000, 1, MOST_NODES, 2)
     beyond = FieldOfView(100_000, MOST_NODES, MOST_NODES, 2)
     assert make_method("icecache", field_of_view=0.1, least_view=2 * MOST_NODES).view == beyond
-    assert make_method("icecache", budget=MOST_NODES * 16).view.most == MOST_NODES
+    assert make_method("icecache", budget=MOST_NODES * 16).view.max_nodes == MOST_NODES
 
 
 @pytest.mark.parametrize("length", [1000, 1007, 1008])

@@ -183,7 +183,7 @@ def test_promotion_follows_the_size_of_the_cache(monkeypatch):
 def test_too_many_slots_for_one_program_are_refused(name, monkeypatch):
     """With room for few: a hot buffer of a million slots is no test."""
     things = mapped(OPS[name](World()), lambda t: t.to(DEVICE))
-    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith("HotBuffer")}
+    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith(("HotBuffer", "SharedHot"))}
     monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots)
     ENTRIES[name].call(*things)
     monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots - 1)

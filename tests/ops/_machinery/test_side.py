@@ -52,7 +52,7 @@ class Streams:
 
     def launched(self, join: bool, **told) -> list[str]:
         self.log.clear()
-        with _side.beside(join, Used(self.log), **told):
+        with _side.on_side_stream(join, Used(self.log), **told):
             self.log.append("launch")
         return list(self.log)
 
