@@ -23,8 +23,6 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv._methods": {"method", "ops", "state", "report", "_methods"},
     "torchsparsekv.report": {"ops", "state"},
     "torchsparsekv.probe": {"method", "ops", "state"},
-    "torchsparsekv.check": {"method", "ops", "state"},
-    "torchsparsekv.extension": {"check", "method", "ops", "report", "state"},
     "torchsparsekv.patches": {"patches", "method", "ops", "state", "host", "report"},
     "torchsparsekv.engines": {"engines", "method", "_methods", "ops", "state", "host"},
     "torchsparsekv.api": {"method", "ops", "patches"},
