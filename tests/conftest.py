@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-# Helpers (support/, tools/) are modules by their bare names, wherever they stand.
-sys.path.extend(str(p) for p in Path(__file__).parent.rglob("*/") if p.is_dir() and p.name != "__pycache__")
+# Helpers are modules by their bare names.
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("support", "tools"))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too, see below
 
