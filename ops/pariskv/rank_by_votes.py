@@ -158,7 +158,8 @@ def _score(
     if part * span < end:
         count = tl.where(bins <= 6 * B, count, 0)
         count = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-        tl.store(at_least + (bh * BINS + bins) * parts + part, count)  # summed later, so they lie side by side
+        # The counts of one score lie side by side: `_threshold` sums them.
+        tl.store(at_least + (bh * BINS + bins) * parts + part, count)
 
 
 @triton.jit
