@@ -208,9 +208,9 @@ def _load_queries(queries, first, head, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def _exp2(x, ASM: tl.constexpr):
-    if ASM != "":
-        return tl.inline_asm_elementwise(ASM, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+def _exp2(x, C: tl.constexpr):
+    if C.exp2 != "":
+        return tl.inline_asm_elementwise(C.exp2, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.exp2(x)
 
@@ -253,7 +253,7 @@ def _add_tile(z, live, factor, peak, total, C: tl.constexpr):
     z = tl.where(live[None, :], z, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(z, 1) * factor)
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    return new_peak, total * tl.exp2(peak - safe) + tl.sum(_exp2(z * factor - safe[:, None], C.exp2), 1)
+    return new_peak, total * tl.exp2(peak - safe) + tl.sum(_exp2(z * factor - safe[:, None], C), 1)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def _sum_softmax(queries, ring, keys, scratch, head, attention, sizes, C: tl.con
     factor, end, sink = _log2_factor(attention, C.capped), head.end, head.sink
     for first in range(0, sizes.queries, C.part):
         x, _ = _load_queries(queries, first, head, sizes, C)
-        peak, total = tl.full((C.part,), float("-inf"), tl.float32), tl.zeros((C.part,), tl.float32)
+        peak, total = tl.full((C.part,), float("-inf"), tl.float32), tl.full((C.part,), 0.0, tl.float32)
         sinks = tl.where(head.part == head.parts - 1, tl.minimum(head.length, sink), 0)  # the last program adds them
         for tile in tl.range(tl.cdiv(sinks, C.tile), num_stages=1):
             z, live = _logits(x, ring, tile, head.bh, 0, sinks, sizes.ring_rows, attention, True, True, C)
@@ -282,7 +282,7 @@ def _log_sums(scratch, i, exists, parts, step, C: tl.constexpr):
     peak = tl.full((C.part,), float("-inf"), tl.float32)
     for other in range(parts):
         peak = tl.maximum(peak, tl.load(scratch.peaks_of_query + i + other * step))
-    total = tl.zeros((C.part,), tl.float32)
+    total = tl.full((C.part,), 0.0, tl.float32)
     for other in range(parts):
         away = tl.where(exists, tl.load(scratch.peaks_of_query + i + other * step) - peak, 0.0)
         total += tl.load(scratch.sums_of_query + i + other * step) * tl.exp2(away)
@@ -302,7 +302,7 @@ def _score_tokens(queries, keys, scratch, head, attention, sizes, C: tl.constexp
         for tile in tl.range(part, tiles, parts, num_stages=C.stages):
             z, live = _logits(x, keys, tile, head.bh, head.sink, head.end, rows, attention, False, False, C)
             pos = tile * C.tile + i
-            mass = tl.sum(_exp2(z * factor - log_sum[None, :], C.exp2), 1)  # [tile]
+            mass = tl.sum(_exp2(z * factor - log_sum[None, :], C), 1)  # [tile]
             mass += tl.load(scores + pos, mask=live & (first > 0), other=0.0)
             # Only the sum over all queries is looked at: it may be no number.
             mass = tl.where((mass == mass) | (first + C.part < sizes.queries), mass, 0.0)

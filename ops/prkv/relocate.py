@@ -164,8 +164,9 @@ def reference(
 @triton.jit
 def _find(ids, x, n, C: tl.constexpr):
     """The places of `x` [most] among the n ascending ids, and whether each is there."""
-    place = tl.zeros((C.most,), tl.int32)
-    for i in tl.static_range(C.bits):
+    place = tl.full((C.most,), 0, tl.int32)
+    BITS: tl.constexpr = C.bits  # Triton 3.6 takes a field of a tuple for a plain number
+    for i in tl.static_range(BITS):
         probe = place + (C.most >> (i + 1))
         below = (probe <= n) & (tl.load(ids + probe - 1, mask=probe <= n, other=0) < x)
         place = tl.where(below, probe, place)
@@ -187,8 +188,8 @@ def _homes(ids, front_home, plan, first, count, most, C: tl.constexpr):
     in_front = (j < count) & (chosen - first < most)
     home = tl.load(front_home + chosen - first, mask=in_front, other=-1)
     tl.store(plan + j, tl.where(home >= 0, home, chosen))
-    tl.store(plan + C.most + j, tl.zeros((C.most,), tl.int32))
-    tl.store(plan + 2 * C.most + j, tl.zeros((C.most,), tl.int32))
+    tl.store(plan + C.most + j, tl.full((C.most,), 0, tl.int32))
+    tl.store(plan + 2 * C.most + j, tl.full((C.most,), 0, tl.int32))
     tl.debug_barrier()
     place, found = _find(ids, partner, count, C)
     tl.store(plan + place, first + j, mask=found & (partner >= 0))
