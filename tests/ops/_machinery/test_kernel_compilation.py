@@ -21,7 +21,7 @@ def has_compiler() -> bool:
 def environment() -> dict:
     """Ours without the interpreter; the checkout first on the path, whatever is installed."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**kept, "PYTHONPATH": str(TESTS / "support")}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(TESTS / "support"), str(TESTS / "tools")])}
 
 
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
