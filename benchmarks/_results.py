@@ -87,7 +87,7 @@ def begun(name: str, options: dict, out: Path | None) -> list[dict]:
 
 
 def save(name: str, rows: list[dict], options: dict, out: Path | None) -> dict:
-    """Write rows, options, environment and the command to `out`: all of it or, if stopped here, what was there."""
+    """Write rows, options, environment and the command to `out`. If stopped, the old file stays whole."""
     result = header(name, options) | {"rows": rows}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

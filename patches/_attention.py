@@ -35,7 +35,7 @@ def check_implementation(config) -> None:
 
 
 class _Stored:
-    """What an attention module of a patched model gets as its cache: the attention function does the storing."""
+    """The cache that an attention module of a patched model sees. It stores nothing: the attention function stores."""
 
     def update(self, key, value, *args, **kwargs):
         return key, value
@@ -53,8 +53,9 @@ def hand_over_layer(module, args, kwargs):
 
 
 def enter_layers(layer, args, kwargs):
-    """Forward pre-hook of the first layer, of whatever kind: nothing of the cache has changed yet. If it keeps
-    something other than keys and values there, nobody else tells that a forward begins."""
+    """Forward pre-hook of the first layer. The cache is still unchanged, so a refusal leaves it as it was.
+
+    If the first layer keeps no keys and values, this hook alone sees the beginning of a forward pass."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         owner = layer._torchsparsekv_owner
@@ -71,20 +72,20 @@ def enter_layers(layer, args, kwargs):
 
 
 def leave_layers(layer, args, kwargs, output):
-    """Forward hook of the last layer, of whatever kind."""
+    """Forward hook of the last layer, with or without keys and values."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         cache.use.end_of_layers()
 
 
 def enter_model(model, args, kwargs):
-    """Forward pre-hook of the whole model, which tells of its end."""
+    """Forward pre-hook of the whole model; `leave_model` sees the end."""
     if isinstance(cache := kwargs.get("past_key_values"), SparseCache) and not torch.compiler.is_compiling():
         cache.use.called = True
 
 
 def enter_decoder(model, args, kwargs):
-    """Forward pre-hook of the decoder, which may be called without its head: what nobody further in can refuse."""
+    """Forward pre-hook of the decoder, which may run without its head: checks that need the config of the model."""
     if isinstance(kwargs.get("past_key_values"), SparseCache):
         config, wanted = model.config.get_text_config(decoder=True), kwargs.get("output_attentions")
         check_implementation(config)
@@ -93,7 +94,7 @@ def enter_decoder(model, args, kwargs):
 
 
 def leave_model(model, args, kwargs, output):
-    """Forward hook of the whole model: it got this far, or, without an output, broke off."""
+    """Forward hook of the whole model. Without an output the forward pass broke off."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, SparseCache):
         cache.use.end_of_model(whole=output is not None)

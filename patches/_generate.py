@@ -82,7 +82,8 @@ def _refuse(model, generation_config, generation_mode) -> None:
 
 
 def _check_padding(given: SparseCache, mask) -> None:
-    """transformers counts positions by the mask, and hands on none that hides nothing: nobody further in could tell."""
+    """Refuse a call whose mask does not hide the padding of the cache. transformers counts positions by the mask and
+    drops a mask that hides nothing, so no later check could see it."""
     lengths = next(iter(given.row_lengths.values()))
     padded = bool(((lengths.view.length > 0) & (lengths.left_pad > 0)).any())
     if padded and (mask is None or bool(mask.all())):

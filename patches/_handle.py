@@ -209,7 +209,7 @@ class Handle:
             busy = c is not None and c.use.generating
             if c is not None and not keep and not busy and (c.batch, c.max_length) == (batch, length):
                 held = self.hold(c, chunked=chunked)
-                if held:  # or nobody would tell the end, and the next call would take it from this one
+                if held:  # else no hook sees the end, and the next call would take this cache
                     c.reset()
                     return c
             if not busy:

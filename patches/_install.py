@@ -59,7 +59,7 @@ def planned(
     check_layers(shapes)
     assignment = choose(method, given, shapes, layers, skip_layers, max_length, limit)
     family.modules(model, config)
-    for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run what was asked for
+    for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run the method of the call
         if m is not None:
             check_device(device, m)
     ranks, kept = getattr(model, "_tp_size", None) or 1, family.kept(config)

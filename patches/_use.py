@@ -64,7 +64,7 @@ def generating() -> Iterator[None]:
 
 
 def hold(use: Use, *, chunked: bool) -> bool:
-    """For the generate() that runs; False where none was announced, so that nobody would tell its end."""
+    """Mark the cache as used by the running generate(). False if no generate() began, so none will end."""
     if use.generating:
         raise RuntimeError(
             "another generate() is running on this SparseCache: give each call a cache of its own "

@@ -101,7 +101,7 @@ def exact_attention(
 ) -> tuple[Tensor, Tensor]:
     """Weights of all rows of pool and ring, [batch, kv heads, group, pool rows + ring rows], and the dense output.
 
-    The ring counts from `frontier` on, per (row, kv head); of a block of the pool with `fill` so many of its rows.
+    Per (row, kv head), the ring counts from `frontier` on. With `fill`, a block of the pool counts with its first rows.
     """
     pool, ring = s.store.pool, s.store.ring
     x = q[:, :, 0].unflatten(1, (pool.shape[1], -1)).float()

@@ -10,7 +10,7 @@ from torchsparsekv_benchmarks._options import PoolChoice, at_least, different, o
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-OF_THE_PATCH = ("skip_layers", "pool_dtype")  # of what is told, and no hyper-parameters
+OF_THE_PATCH = ("skip_layers", "pool_dtype")  # options of patch() that are no hyper-parameters
 
 
 # All that leave something out. The dense model always runs beside them, and has no other answers than `full`.

@@ -75,7 +75,7 @@ def digest(path: Path) -> str:
 
 
 def prepare(folder: Path = FOLDER) -> list[Path]:
-    """What is there and whole stays; a file appears under its name only when all of it is there."""
+    """Keep files that are whole. A new file gets its name when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     out = []
     for name, fetch in FETCHERS.items():

@@ -27,7 +27,7 @@ from torchsparsekv_benchmarks.quality.sources import Sample, Source, load
 from torchsparsekv_benchmarks.quality.store import Store, key
 
 BENCHMARK = "eval"
-Work = tuple[dict, Sample]  # a row without its results, and what is asked
+Work = tuple[dict, Sample]  # a row without its results, and its sample
 
 
 class Runner:

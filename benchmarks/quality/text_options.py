@@ -1,4 +1,4 @@
-"""What `eval-text` is told, and what of it can be refused before a model is loaded."""
+"""The options of `eval-text`, and the checks that need no model."""
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -183,7 +183,7 @@ class ParisKVStages:
 
 
 class PRKVStages(PageStages):
-    """Of a step at which nothing leaves and the static set stays as it is: what is asked for both is one launch."""
+    """A step at which no token leaves and the static set stays: one launch finds out both."""
 
     @staticmethod
     def select(b: Bench) -> list[dict]:

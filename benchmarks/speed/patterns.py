@@ -82,7 +82,7 @@ def check(o: Options) -> None:
 
 
 class Cell(NamedTuple):
-    """A row to be: what was asked (0: the largest), and the batch that is (0: it does not fit)."""
+    """A row to measure: the requested batch (0: the largest), and the batch that runs (0: it does not fit)."""
 
     pattern: Pattern
     method: str

@@ -36,7 +36,7 @@ OLDEST = {
 }  # fmt: skip
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"  # beside ops/, in a checkout and in a wheel
 _loaded: dict[tuple, "Module | str"] = {}
-_one_at_a_time = threading.Lock()  # compiled: what two threads need is compiled once; what is there waits for nobody
+_one_at_a_time = threading.Lock()  # two threads compile a module once
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
 

@@ -34,8 +34,7 @@ def leave_grid_barrier(arrived, gone, parts):
 
 
 def parts_of(device: torch.device, heads: int, most: int, beside: int = 1) -> int:
-    """Programs for each of `heads` heads, so that all of them run at the same time; `beside`: so many of these fit a
-    multiprocessor."""
+    """Programs for each of `heads` heads that all run at the same time; `beside` of them fit on a multiprocessor."""
     return max(1, min(most, beside * sm_count(device) // heads))
 
 

@@ -1,4 +1,4 @@
-"""The context-intensive task: what it asks for is in its prompt, and it counts what was told where it was asked for."""
+"""The context-intensive task: every answer is in the prompt, and the score counts fields in their places."""
 import json
 import subprocess
 import sys

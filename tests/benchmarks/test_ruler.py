@@ -1,4 +1,4 @@
-"""The text tasks, by what RULER says of them: what is asked is in the text, once, where the sample says."""
+"""The text tasks follow RULER: each answer stands once in the text, at the place that the sample names."""
 import hashlib
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""SnapKV: at the end of a prompt its last queries choose what of it is attended to from then on."""
+"""SnapKV: the last queries of a prompt choose the prompt tokens that later steps attend to."""
 from dataclasses import dataclass
 from typing import Any
 

@@ -18,7 +18,7 @@ SECONDS = 1.0
 
 @app.command()
 def info() -> None:
-    """Say what is here, and what of it would be refused and why."""
+    """Print hardware and versions, and which models or options would be refused and why."""
     typer.echo(f"torchsparsekv {torchsparsekv.__version__}, Python {platform.python_version()}")
     typer.echo(", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in PACKAGES)]))
     typer.echo(f"host memory: {host.available() / 2**30:.1f} GiB free; {host.memlock_said(host.memlock())}")
