@@ -1,6 +1,7 @@
 """`check_method`: whether a method keeps the promises that every method makes, found on one layer without a model."""
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torchsparsekv.ops.store.views import Attention, Selection
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 32
-STEPS, TURN = 6, 9  # decode steps behind a prompt; tokens of a second turn
+TURN = 9  # tokens of a second turn
+MOST_STEPS = 40  # behind a prompt; as many as it takes for tokens to leave the ring, but no more
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 
 
@@ -18,8 +20,8 @@ def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
     """Check an extension on random keys, on the CPU in float32. Returns one line for each promise that it keeps.
 
     1. Selected blocks are distinct and lie behind the sinks and before the ring.
-    2. With a budget of everything, each decode step equals dense attention.
-    3. A row of a ragged batch has the outputs that it has alone.
+    2. A row of a ragged batch has the outputs that it has alone.
+    3. With a budget of everything, each decode step equals dense attention.
     4. With a budget of everything, a second turn and the steps behind it equal one long prompt.
 
     method: a class, its name, or an instance. hyper: hyper-parameters. Without a `budget` the check takes four blocks;
@@ -29,8 +31,21 @@ def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
     if small.traits.attends != "selected":
         return [f"{small.name} selects nothing: there is nothing to check"]
     run = _Run(small)
-    whole = dataclasses.replace(small, budget=run.rows - run.rows % small.block_size)
-    return [_places(run, small), _full_budget(run, whole), _alone(run, small), _second_turn(run, whole)]
+    together = [*run.outputs(small, watch=_check_places)]
+    for row in range(len(run.padding)):
+        alone = [one[0] for one in run.outputs(small, row)]
+        same = [out[row, :, -one.shape[1] :] for one, out in zip(alone, together)]
+        _check_equal(small, f"row {row} of a ragged batch differs from the row alone", alone, same)
+    exact, dense = [*run.outputs(dataclasses.replace(small, budget=run.rows))], [*run.outputs(make_method("full"))]
+    turn = 1 + run.steps
+    _check_equal(small, "a budget of everything differs from dense attention", exact[1:turn], dense[1:turn])
+    _check_equal(small, "a second turn differs from dense attention", exact[turn:], dense[turn:])
+    return [
+        f"{small.name}: selected blocks are distinct and lie between sinks and ring",
+        f"{small.name}: rows of a ragged batch equal rows alone",
+        f"{small.name}: a budget of everything equals dense attention",
+        f"{small.name}: a second turn equals one long prompt",
+    ]
 
 
 def _made(method: str | type[Method] | Method, hyper: dict) -> Method:
@@ -52,7 +67,8 @@ class _Run:
         plan = method.ring_plan
         self.prompt = plan.sink + plan.window + 2 * plan.interval + 12 * method.block_size + method.budget
         self.padding = [self.prompt // 2, 3, 0]  # on the left, of each row
-        tokens = self.prompt + STEPS + TURN + STEPS
+        self.steps = min(plan.interval + 1, MOST_STEPS)
+        tokens = self.prompt + self.steps + TURN + self.steps
         self.rows = -(-tokens // method.block_size) * method.block_size
         g = torch.Generator().manual_seed(0)
         draw = lambda heads: torch.randn(3, heads, tokens, HEAD_DIM, generator=g)  # noqa: E731
@@ -69,8 +85,8 @@ class _Run:
         lengths.left_pad.copy_(torch.tensor(padding))
         g = Geometry(len(padding), KV_HEADS, HEAD_DIM, self.rows, torch.float32, GROUP)
         state = LayerState(method.buffers(g), lengths, q.device, pool_on_host=False)
-        state.on_step, at = watch, 0
-        for tokens in (self.prompt - cut, *[1] * STEPS, TURN, *[1] * STEPS):
+        state.on_step, at = watch and partial(watch, method), 0
+        for tokens in (self.prompt - cut, *[1] * self.steps, TURN, *[1] * self.steps):
             x, keys, values = (t[:, :, at : at + tokens] for t in (q, k, v))
             lengths.advance(tokens)
             if tokens == 1:
@@ -80,52 +96,24 @@ class _Run:
             at += tokens
 
 
-def _full_budget(run: _Run, whole: Method) -> str:
-    outputs, dense = [*run.outputs(whole)], [*run.outputs(make_method("full"))]
-    steps = range(1, 1 + STEPS)
-    _equal(whole, "budget of everything differs from dense attention", [(outputs[i], dense[i]) for i in steps])
-    return f"{whole.name}: a budget of everything equals dense attention"
+def _check_places(method: Method, s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
+    """Called with every decode step."""
+    if selection.ids is None:
+        return
+    ids, ordered = selection.ids.long(), selection.ids.long().sort(-1).values
+    begin = s.lengths.ring_begin[:, None] if selection.frontier is None else selection.frontier
+    first, taken = ids * method.block_size, ids >= 0
+    if ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any():
+        raise AssertionError(f"{method.name}: choose selects a block twice: {ids.tolist()}")
+    if (taken & (first < s.lengths.sink)).any():
+        raise AssertionError(f"{method.name}: choose selects blocks in the {s.lengths.sink} sinks")
+    if not method.traits.reorders_pool and (taken & (first + method.block_size > begin[..., None])).any():
+        raise AssertionError(f"{method.name}: choose selects blocks in the ring, which begins at {begin.tolist()}")
 
 
-def _alone(run: _Run, small: Method) -> str:
-    together = [*run.outputs(small)]
-    for row in range(len(run.padding)):
-        pairs = []
-        for one, out in zip(run.outputs(small, row), together):
-            pairs.append((one[0], out[row, :, -one.shape[2] :]))
-        _equal(small, f"row {row} of a ragged batch differs from the row alone", pairs)
-    return f"{small.name}: rows of a ragged batch equal rows alone"
-
-
-def _second_turn(run: _Run, whole: Method) -> str:
-    outputs, dense = [*run.outputs(whole)], [*run.outputs(make_method("full"))]
-    behind = range(1 + STEPS, len(outputs))
-    _equal(whole, "a second turn differs from dense attention", [(outputs[i], dense[i]) for i in behind])
-    return f"{whole.name}: a second turn equals one long prompt"
-
-
-def _places(run: _Run, small: Method) -> str:
-    def watch(s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
-        if selection.ids is None:
-            return
-        ids, ordered = selection.ids.long(), selection.ids.long().sort(-1).values
-        begin = s.lengths.ring_begin[:, None] if selection.frontier is None else selection.frontier
-        first, taken = ids * small.block_size, ids >= 0
-        if ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any():
-            raise AssertionError(f"{small.name}: choose selects a block twice: {ids.tolist()}")
-        if (taken & (first < s.lengths.sink)).any():
-            raise AssertionError(f"{small.name}: choose selects blocks in the {s.lengths.sink} sinks")
-        if not small.traits.reorders_pool and (taken & (first + small.block_size > begin[..., None])).any():
-            raise AssertionError(f"{small.name}: choose selects blocks in the ring, which begins at {begin.tolist()}")
-
-    for _ in run.outputs(small, watch=watch):
-        pass
-    return f"{small.name}: selected blocks are distinct and lie between sinks and ring"
-
-
-def _equal(method: Method, what: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for step, (got, want) in enumerate(pairs):
+def _check_equal(method: Method, what: str, outputs: list[Tensor], others: list[Tensor]) -> None:
+    for call, (got, want) in enumerate(zip(outputs, others, strict=True)):
         live = ~(want == 0).all(-1)  # left padding has no output
-        difference = float((got - want)[live].abs().max()) if live.any() else 0.0
         if not torch.allclose(got[live], want[live], **CLOSE):
-            raise AssertionError(f"{method.name}: {what}, by {difference:.3g} at call {step}")
+            difference = float((got - want)[live].abs().max())
+            raise AssertionError(f"{method.name}: {what}, by {difference:.3g} at call {call}")

@@ -60,9 +60,32 @@ def twice(self, s, q, a):
     return Selection(ids)
 
 
-def other_rows(self, s, q, a):
-    """The blocks of another row of the batch, where there is one."""
-    return Selection(Quest.choose(self, s, q, a).ids.roll(1, 0).contiguous())
+def fewer_in_a_batch(self, s, q, a):
+    """A row of a batch gets a block less than the row alone."""
+    ids = Quest.choose(self, s, q, a).ids.clone()
+    if len(ids) > 1:
+        ids[..., 0] = -1
+    return Selection(ids)
+
+
+def one_block_less(self, s, q, a):
+    ids = Quest.choose(self, s, q, a).ids.clone()
+    ids[..., 0] = -1
+    return Selection(ids)
+
+
+def one_block_less_after_a_second_prompt() -> dict:
+    prompts: list[int] = []
+
+    def prompt(self, s, q, leaving, *, join):
+        tokens = leaving.new.shape[2]  # a step comes here too
+        prompts[:] = prompts if tokens == 1 else [*prompts, tokens] if int(s.lengths.start.max()) else [tokens]
+        return Quest.prompt(self, s, q, leaving, join=join)
+
+    def choose(self, s, q, a):
+        return (one_block_less if len(prompts) > 1 else Quest.choose)(self, s, q, a)
+
+    return dict(prompt=prompt, choose=choose)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +94,29 @@ def other_rows(self, s, q, a):
         (dict(choose=shifted(1)), "choose selects blocks in the ring"),
         (dict(choose=twice), "choose selects a block twice"),
         (dict(choose=the_sinks), "choose selects blocks in the 4 sinks"),
-        (dict(choose=other_rows), "row 0 of a ragged batch differs from the row alone|in the ring"),
+        (dict(choose=fewer_in_a_batch), "row 0 of a ragged batch differs from the row alone"),
+        (dict(choose=one_block_less), "a budget of everything differs from dense attention"),
+        (one_block_less_after_a_second_prompt(), "a second turn differs from dense attention"),
     ],
-    ids=["blocks in the ring", "a block twice", "blocks in the sinks", "blocks of another row"],
-)
+    ids=[
+        "blocks in the ring", "a block twice", "blocks in the sinks", "fewer blocks in a batch", "a block less",
+        "a block less after a turn",
+    ],
+)  # fmt: skip
 def test_a_broken_promise_is_found(hooks, says):
     with pytest.raises(AssertionError, match=says):
         torchsparsekv.check_method(broken(**hooks), **PAGES)
+
+
+def test_tokens_leave_the_ring_in_the_steps_of_the_check():
+    """A method whose index fails only then would pass otherwise."""
+
+    def step(self, s, q, leaving):
+        if bool((s.lengths.ring_begin > s.lengths.previous_ring_begin).any()):
+            raise AssertionError("tokens left the ring in a decode step")
+
+    with pytest.raises(AssertionError, match="tokens left the ring in a decode step"):
+        torchsparsekv.check_method(broken(step=step), sink=16, window=16)
 
 
 def test_a_choose_that_returns_a_tensor_is_refused():
