@@ -298,6 +298,8 @@ class Method:
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that the layer may see, whatever the method."""
         join = last or torch.compiler.is_compiling()
+        if s.on_prompt is not None:
+            s.on_prompt(s, q, k, v, a)
         if self._attends == "window":  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)
