@@ -261,6 +261,8 @@ class Method:
             if not isinstance(selection, Selection):
                 raise TypeError(f"{self.name}: choose must return a Selection, got {type(selection).__name__}")
             if selection.ids is not None:
+                if s.override_ids is not None:
+                    selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a)

@@ -91,8 +91,8 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "on_step", "on_prompt", "override_query", "joins",
-    "_takers", "_handed",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "on_step", "on_prompt", "override_query",
+    "override_ids", "joins", "_takers", "_handed",
 }  # fmt: skip
 
 
@@ -236,11 +236,12 @@ class LayerState:
             anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"
         # For probes and benchmarks: `on_step` is called with the selection and output of every decode step
-        # (torchsparsekv/probe.py), `on_prompt` with the queries, keys and values of every prompt, and `override_query`
-        # replaces the model's queries.
+        # (torchsparsekv/probe.py), `on_prompt` with the queries, keys and values of every prompt; `override_query`
+        # replaces the model's queries, and `override_ids` the blocks that were chosen.
         self.on_step: Callable | None = None
         self.on_prompt: Callable | None = None
         self.override_query: Callable | None = None
+        self.override_ids: Callable | None = None
         with torch.inference_mode(False):  # else no one outside inference mode could update them
             for name, given in buffers.items():
                 view = isinstance(given, tuple)

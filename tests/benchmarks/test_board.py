@@ -1,4 +1,5 @@
 """The board: prompts that are read once give every method the state that it would have read itself, and its answers."""
+import dataclasses
 import random
 
 import pytest
@@ -9,10 +10,11 @@ from models import tiny
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
-from torchsparsekv_benchmarks.quality import board, replay, suite
+from torchsparsekv_benchmarks.quality import board, replay, suite, trace
 from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
 from torchsparsekv_benchmarks.quality.sources import Source
 from torchsparsekv_benchmarks.quality.store import read
+from torchsparsekv_benchmarks.speed import decode
 
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -115,3 +117,47 @@ def test_what_cannot_be_is_refused_in_a_line(source, tmp_path):
         with pytest.raises(ValueError, match=said):
             board.run(options(**given), out, source)
     assert "not of the recall model" in refused("board", "--model", "recall")
+
+
+# ---------------------------------------------------------------- traces
+
+
+def traced(tmp_path, monkeypatch, source, method: str):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000)))
+    monkeypatch.setattr(trace, "pretrained", lambda *a: (source.tokenizer, source.model))
+    o = trace.Options(model="tiny", text=str(text), length=1024, steps=6, methods=(method,), layers=2, window=64)
+    return o, trace.run(dataclasses.replace(o, skip_layers=1), tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize("method", ["quest=64", "pariskv=64"])
+def test_a_trace_is_what_every_step_chose(method, tmp_path, monkeypatch, source):
+    _, found = traced(tmp_path, monkeypatch, source, method)
+    name, budget = method.split("=")
+    ids = trace.read(tmp_path / "t.npz", name, int(budget))
+    assert torch.equal(ids, torch.from_numpy(found[method]))
+    kv_heads = source.model.config.num_key_value_heads
+    assert ids.shape[:2] == (2 * kv_heads, 6)
+    assert ((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all(), "ascending, none twice, -1 first"
+    assert int((ids >= 0).sum(-1).min()) == int(budget) // (16 if name == "quest" else 1)
+    with pytest.raises(ValueError, match="has no trace of quest=32; it has: "):
+        trace.read(tmp_path / "t.npz", "quest", 32)
+
+
+def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
+    _, _ = traced(tmp_path, monkeypatch, source, "quest=64")
+    ids = trace.read(tmp_path / "t.npz", "quest", 64)
+    with torchsparsekv.patch(source.model, "quest", max_length=1100, budget=64, sink=64, window=64, skip_layers=1) as h:
+        cache = h.make_cache(1)
+        prompt = torch.randint(1, 200, (1, 1024))
+        with torch.no_grad():
+            source.model(prompt, past_key_values=cache)
+            decode.follow(cache, ids)
+            seen: list = []
+            layer = cache.stored[1]
+            layer.state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids[0].clone())
+            for _ in range(3):
+                source.model(prompt[:, :1], past_key_values=cache)
+    heads = ids.shape[0] // 2
+    for t, chosen in enumerate(seen):
+        assert torch.equal(chosen, ids[:heads, t + 1]), "the first step takes in token 1024"
