@@ -3,8 +3,8 @@
 A stretch of text is read as a prompt; the method then decodes the tokens that follow in the text. Of some layers the
 file keeps what every kv head chose at every step, in the order of block ids.
 """
-import dataclasses
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,19 +124,11 @@ def repeated(ids: np.ndarray) -> float:
 
 def write(out: Path, found: dict[str, np.ndarray], about: dict) -> None:
     """Ascending ids as differences, which compress to about a byte each; -1, for none, comes first."""
-    packed = {}
+    packed: dict[str, Any] = {}
     for key, ids in found.items():
         steps = np.diff(ids + 1, axis=-1, prepend=0)
         packed[key] = steps.astype(np.uint16 if steps.max() < 1 << 16 else np.uint32)
-    np.savez_compressed(out, **packed, about=np.array(str(dataclasses.asdict(_About(**about)))))
-
-
-@dataclass(frozen=True)
-class _About:
-    model: str
-    text: str
-    length: int
-    yarn: float
+    np.savez_compressed(out, about=np.array(json.dumps(about)), **packed)
 
 
 def read(path: Path, method: str, budget: int) -> Tensor:

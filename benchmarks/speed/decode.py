@@ -311,9 +311,11 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         if o.trace and handle.planned.method.traits.attends == "selected":
             method = handle.planned.method
             follow(cache, trace.read(Path(o.trace), name, method.budget))
-            near = {"trace": Path(o.trace).name}
+            steered: dict = {"trace": Path(o.trace).name}
+        else:
+            steered = dict(near)
         others = o.localities if handle.planned.method.traits.attends == "selected" else ()
-        row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
+        row = {"method": name, **o.told(name), **steered, **small, "context": context, "batch": batch}
         if others:
             row |= {"locality": o.locality}
         step = Step(model, cache, batch)
