@@ -21,7 +21,7 @@ from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
 from torchsparsekv.ops.rest.group_sums import group_sums
-from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.rest.views import NO_REST
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
@@ -308,7 +308,7 @@ class Method:
             if selection.ids is not None:
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
-            rest = s.rest if self.rest_group else Rest()
+            rest = s.rest if self.rest_group else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
@@ -342,7 +342,7 @@ class Method:
         leaving = Leaving(k, s.store.pool)
         order = self.prompt(s, q, leaving, join=join)
         if self.rest_group:
-            group_sums(leaving, v, s.rest, s.lengths, order)
+            group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
 

@@ -25,10 +25,19 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
-from torchsparsekv.ops.attend._split import Parts, begun, fold, result_like, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops.attend._split import (
+    Parts,
+    begun,
+    fold,
+    result_like,
+    softmax_attention,
+    step,
+    store_part,
+    tile_of,
+)
 from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
 from torchsparsekv.ops.rest.group_sums import check_groups
-from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
@@ -40,7 +49,7 @@ NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
 NATIVE_TILE = 16  # tokens that a warp takes at a time
 
 
-def check(q, ring, hot, lengths, selection, attention, rest=Rest()) -> None:
+def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
     _check.heads(q, ring)
     if rest.sums is None:
         return
@@ -51,7 +60,7 @@ def check(q, ring, hot, lengths, selection, attention, rest=Rest()) -> None:
 
 def reference(
     q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention,
-    rest: Rest = Rest(),
+    rest: Rest = NO_REST,
 ) -> Tensor:  # fmt: skip
     frontier, fill = selection[2:]
     begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier

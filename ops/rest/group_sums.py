@@ -9,7 +9,9 @@ Args:
     leaving: the keys of the tokens that leave the ring. The pool holds the values of earlier tokens too.
     v [batch, heads, tokens, dim]: the values of the new tokens.
     rest: sums [batch, heads, groups, 2, dim], changed for the groups of the leaving tokens.
-    order [batch, heads, tokens]: the pool row of a column takes the token of column `order[column]`, as in store_prompt.
+    order [batch, heads, tokens]: the pool row of a column takes the token of column `order[column]` (store_prompt.py).
+    join: whether the sums of a prompt are made on the current stream. Otherwise they are made beside the next layer
+        (ops/_machinery/side_stream.py), where `order` is made too.
 
 Launches: one program per (row, head, group that can change in one call); it returns at once if no token of its group
 leaves.
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.rest.views import Rest
@@ -31,7 +34,7 @@ Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 32  # tokens of a group that a program adds at once
 
 
-def check(leaving, v, rest, lengths, order=None) -> None:
+def check(leaving, v, rest, lengths, order=None, join=True) -> None:
     check_groups(rest, leaving.pool.shape[2])
 
 
@@ -46,7 +49,7 @@ def check_groups(rest: Rest, rows: int) -> None:
 
 
 def reference(
-    leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None
+    leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True
 ) -> None:
     (k, pool), (sums, group) = leaving, rest
     assert sums is not None
@@ -104,7 +107,15 @@ def _sum(
         tl.store(value_at(row, D) + d, value.to(sums.dtype.element_ty), mask=there)
 
 
-def launch(leaving, v, rest, lengths, order) -> None:
+def launch(leaving, v, rest, lengths, order, join) -> None:
+    if v.shape[2] == 1:  # a step
+        return _launch(leaving, v, rest, lengths, order)
+    used = (*leaving, v, rest.sums, *lengths[:4], *(() if order is None else (order,)))
+    with on_side_stream(join, *used):
+        _launch(leaving, v, rest, lengths, order)
+
+
+def _launch(leaving, v, rest, lengths, order) -> None:
     (k, pool), (sums, group) = leaving, rest
     (batch, heads, rows), (tokens, d), groups = pool.shape[:3], k.shape[2:], sums.shape[2]
     most = min(cdiv(tokens + lengths.interval, group) + 1, groups)  # groups that can change in one call

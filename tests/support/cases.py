@@ -288,7 +288,7 @@ def _group_sums(w: World):
     rest, order = _rest(w, w.previous_begin), _order(w) if w.tokens > 1 else None
     dtype = w.pick(torch.float32, w.dtype)
     pool = w.pool(torch.maximum(w.begin, w.start) if order is None else w.start)
-    return (Leaving(w.k, pool), w.v, rest._replace(sums=rest.sums.to(dtype)), w.lengths_view, order)
+    return (Leaving(w.k, pool), w.v, rest._replace(sums=rest.sums.to(dtype)), w.lengths_view, order, True)
 
 
 def _dense_attention(w: World):

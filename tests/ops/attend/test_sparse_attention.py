@@ -12,7 +12,7 @@ from kernels import NATIVE, on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
-from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.rest.views import NO_REST
 
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 ENTRY = load_all()["sparse_attention"]
@@ -46,7 +46,7 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
     )  # fmt: skip
     q, near, hot, of_rows, reach, attention, _ = OPS["sparse_attention"](w)
     of_rows.length[torch.tensor(lengths) < 0] = -1
-    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention, Rest())
+    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention, NO_REST)
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
@@ -120,7 +120,7 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
     q, *views, attention, _ = OPS["sparse_attention"](w)
     sinks = w.sink_logits()
     attention = attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks)
-    things = (q, *views, attention, Rest())
+    things = (q, *views, attention, NO_REST)
     there = on(DEVICE, things)
     if odd == "strides":
         there = (torch.nn.functional.pad(there[0], (0, 3))[..., :64], *there[1:])
@@ -137,5 +137,5 @@ def test_cuda_kernel_runs_at_the_usual_shapes(sinks, filled):
     *before, reach, attention, _ = OPS["sparse_attention"](w)
     reach = reach._replace(fill=torch.ones_like(before[2].slot_of) if filled else None)
     attention = attention._replace(sink_logits=w.sink_logits() if sinks else None)
-    things = (*before, reach, attention, Rest())
+    things = (*before, reach, attention, NO_REST)
     assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE
