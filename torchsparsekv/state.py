@@ -11,6 +11,7 @@ from torch import Tensor
 from torchsparsekv import host
 from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather.fetch import check_slots
+from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
@@ -149,6 +150,11 @@ def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
         ids=Buffer((*g.lead, chosen), torch.int32, fill=-1),
         counts=Buffer((*g.lead, len(STATS)), torch.int64, counts=True),
     )  # fmt: skip
+
+
+def rest_buffers(g: Geometry, group: int) -> Rest:
+    """The sums of the groups of `group` tokens of a layer that estimates what it does not retrieve."""
+    return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), torch.float32), group)
 
 
 def mark_static(t: Tensor) -> Tensor:
