@@ -41,59 +41,38 @@ def labelled(means: Means, row: Row) -> str:
     return f"`{row['method']}`" + (" + rest" if patch.get(REST) else "")
 
 
-def over_tasks(means: Means, length: int) -> list[Row]:
-    """A row for each method and budget: means over the tasks, each with the same weight."""
-    cells: dict[tuple[str, int | None], list[Row]] = {}
+Cells = dict[str, dict[tuple[str, int | None], Row]]  # of a label, by text and budget
+TEXTS = ("sympy", "moby-dick")
+
+
+def by_label(means: Means) -> Cells:
+    cells: Cells = {}
     for r in means.rows:
-        if r["length"] == length:
-            cells.setdefault((labelled(means, r), r["budget"]), []).append(r)
-    tasks = max(len(x) for x in cells.values())
-    out = []
-    for (label, budget), mine in cells.items():
-        if len(mine) != tasks:
-            raise ValueError(f"{label} {budget} has {len(mine)} tasks of {tasks}")
-        mean = lambda name, mine=mine: sum(r[name] for r in mine) / tasks  # type: ignore[misc]  # noqa: E731
-        error = sum(r.get("loss_se", 0.0) ** 2 for r in mine) ** 0.5 / tasks
-        hits = [r["hit_rate"] for r in mine if r.get("hit_rate") is not None]
-        out.append({
-            "label": label, "budget": budget, "score": mean("score"), "loss": mean("loss"), "loss_se": error,
-            "read": mean("attended"), "hit_rate": sum(hits) / len(hits) if hits else None,
-            "samples": sum(r["samples"] for r in mine), "tasks": tasks,
-        })  # fmt: skip
-    return out
+        if r["method"] != "dense":
+            cells.setdefault(labelled(means, r), {})[r["task"], r["budget"]] = r
+    return cells
 
 
-def board(means: Means, length: int) -> str:
-    rows = over_tasks(means, length)
-    (dense,) = (r for r in rows if r["budget"] is None)
-    others = sorted((r for r in rows if r is not dense), key=lambda r: (r["budget"], r["loss"]))
-    told = [["dense", "-", f"{dense['score']:.3f}", "-", str(length), "-"]]
-    for r in others:
-        loss = f"{r['loss']:+.3f} ± {r['loss_se']:.3f}"
+@table("readme-real", "quality/kl_32k.json")
+def readme_real(means: Means) -> str:
+    """Of one budget each; the exact best tokens beside them."""
+    cells, told = by_label(means), []
+    shown = (("`oracle`", 256), ("`pariskv` + rest", 256), ("`pariskv`", 256), ("`icecache`", 256), ("`quest`", 1024))
+    for label, budget in shown:
+        pair = [cells[label][text, budget] for text in TEXTS]
+        kl, same, hits = ([r[name] for r in pair] for name in ("kl", "agrees", "hit_rate"))
         told.append([
-            r["label"], str(r["budget"]), f"{r['score']:.3f}", loss, f"{r['read']:.0f}", number(r["hit_rate"]),
+            label, str(budget), *(f"{x:.3f}" for x in kl), f"{100 * sum(same) / 2:.0f} %", number(sum(hits) / 2),
         ])  # fmt: skip
-    said = (
-        f"{REAL}, prompts of {tokens(length)}: mean over {dense['tasks']} tasks of "
-        f"{dense['samples'] // dense['tasks']} samples each. Below dense: paired, ± one standard error. Hits: of a hot "
-        "buffer of two budgets. Sink 64, window 256, two dense layers."
-    )
-    head = ["method", "budget", "right answers", "below dense", "tokens read a step", "hits"]
+    said = f"{REAL}, 32K tokens: distance of the next token to that of the dense model (KL, in nats)."
+    head = ["method", "budget", "KL, source code", "KL, prose", "same likeliest token", "hits"]
     return markdown(said, head, told)
-
-
-@table("board-32k", "quality/board_32k.json")
-def board_32k(means: Means) -> str:
-    return board(means, 32768)
 
 
 @table("kl-32k", "quality/kl_32k.json")
 def kl_32k(means: Means) -> str:
     """Code and prose beside one another."""
-    cells: dict[str, dict[tuple[str, int | None], Row]] = {}
-    for r in means.rows:
-        if r["method"] != "dense":
-            cells.setdefault(labelled(means, r), {})[r["task"], r["budget"]] = r
+    cells = by_label(means)
     budgets = sorted({b for by in cells.values() for _, b in by if b is not None})
     told = []
     for label, by in sorted(cells.items(), key=lambda x: min(r["kl"] for r in x[1].values())):
@@ -101,7 +80,7 @@ def kl_32k(means: Means) -> str:
             continue
         line = [label]
         for b in budgets:
-            pair = [by.get((text, b)) for text in ("sympy", "moby-dick")]
+            pair = [by.get((text, b)) for text in TEXTS]
             line.append(" / ".join("-" if r is None else f"{r['kl']:.3f}" for r in pair))
         best = [r["hit_rate"] for (_, b), r in by.items() if b == budgets[1] and r.get("hit_rate") is not None]
         told.append([*line, number(sum(best) / len(best) if best else None)])
