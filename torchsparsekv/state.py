@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchsparsekv import host
 from torchsparsekv.ops._machinery.chain import mapped
-from torchsparsekv.ops.gather.fetch import check_slots
+from torchsparsekv.ops.gather._hot_buffer import check_chosen
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
@@ -128,13 +128,14 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
 
 def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> HotBuffer:
     """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
-    check_slots(slots)
+    check_chosen(chosen)
     i32 = torch.int32
     return HotBuffer(
         rows=Buffer((*g.lead, slots, block_size, *row_shape(g.head_dim)), g.dtype),
         slot_of=Buffer((*g.lead, g.rows // block_size), i32, fill=-1),
         block_of=Buffer((*g.lead, slots), i32, fill=-1),
-        age=Buffer((*g.lead, slots), i32),
+        used=Buffer((*g.lead, slots), i32),
+        hand=Buffer(g.lead, i32),
         done_count=Buffer(g.lead, i32),
         chosen=Buffer((*g.lead, chosen), i32, fill=-1),
     )

@@ -173,10 +173,11 @@ def _fetch(w: World):
             for slot, x in enumerate(torch.randperm(w.blocks, generator=w.g)[:slots].tolist()):
                 if torch.rand((), generator=w.g) < 0.7:
                     block_of[b, h, slot], slot_of[b, h, x], rows[b, h, slot] = x, slot, pages[b, h, x]
-    age = torch.randint(0, 4, (*lead, slots), generator=w.g, dtype=I32)
+    used = torch.randint(0, 2, (*lead, slots), generator=w.g, dtype=I32)
+    hand = torch.randint(0, slots, lead, generator=w.g, dtype=I32)
     chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
     now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    hot = HotBuffer(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    hot = HotBuffer(rows, slot_of, block_of, used, hand, torch.zeros(lead, dtype=I32), chosen)
     return (Selection(w.chosen(n), now), w.truth.clone(), hot, w.stats())
 
 
