@@ -72,7 +72,8 @@ def _plan(
     tl.debug_barrier()
     claimed = miss & (tl.load(slot_of + block, mask=miss, other=0) == e - CLAIM)
     order, count = tl.cumsum(claimed.to(tl.int32), 0) - 1, tl.sum(claimed.to(tl.int32), 0)
-    tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=(slot >= 0) & (count > 0))
+    if count > 0:
+        tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=slot >= 0)
     tl.store(missing + order, block, mask=claimed)
     tl.store(misses + h, count)
     tl.debug_barrier()

@@ -126,7 +126,8 @@ def _plan(ids, slot_of, used, hand, plan, n, slots, N: tl.constexpr, WINDOW: tl.
     miss = (want >= 0) & (slot < 0)
     order = tl.cumsum(miss.to(tl.int32), 0) - 1
     misses = tl.sum(miss.to(tl.int32), 0)
-    tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=(slot >= 0) & (misses > 0))
+    if misses > 0:
+        tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=slot >= 0)
     tl.store(plan + N + order, want, mask=miss)
     tl.debug_barrier()
     passed = find_victims(used, hand, slots, misses, plan, WINDOW, HIT)
