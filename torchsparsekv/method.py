@@ -91,7 +91,9 @@ class Method:
     budget: int = option(1024, "Tokens retrieved per kv head and decode step, beside the sink and the window.")
     sink: int = option(64, "First tokens of a row; every step attends to them.")
     window: int = option(256, "Latest tokens of a row; every step attends to them.")
-    hot_budgets: int = option(2, "Size of the hot buffer on the device, in budgets; a larger one fetches fewer blocks.")
+    hot_budgets: int | str = option(
+        "auto", 'Size of the hot buffer on the device, in budgets. "auto": by the device memory that is free.'
+    )
     prefetch_async: float | None = option(
         None,
         "Least cosine of a query with the query before at which a head attends to the selection before and fetches its "
@@ -119,8 +121,10 @@ class Method:
 
     def __post_init__(self) -> None:
         self.check_int("block_size", power=True)
-        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1), ("hot_budgets", 1)):
+        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
             self.check_int(field, least)
+        if self.hot_budgets != "auto":
+            self.check_int("hot_budgets")
         for field in ("budget", "sink"):
             value = getattr(self, field)
             if value % self.block_size:
@@ -188,7 +192,11 @@ class Method:
         return {}
 
     def hot_rows(self, g: Geometry) -> int:
-        return min(self.hot_budgets * self.budget, g.rows)
+        return min(self.budgets_held(g) * self.budget, g.rows)
+
+    def budgets_held(self, g: Geometry) -> int:
+        """`hot_budgets` in this cache."""
+        return self.hot_budgets if isinstance(self.hot_budgets, int) else g.hot_budgets
 
     def buffers(self, g: Geometry) -> Buffers:
         """Everything one layer keeps. Extend what this returns with the index."""

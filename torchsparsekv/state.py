@@ -15,6 +15,8 @@ from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
 
+DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
+HOT_BUDGETS = 2  # the size of the hot buffer where nothing says how much memory is free
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
 
@@ -32,6 +34,7 @@ class Geometry:
     layers: int = 1
     follows: bool = False  # an earlier layer chooses for it: see LayerState.anchor
     pool_dtype: torch.dtype | None = None  # None: dtype
+    hot_budgets: int = HOT_BUDGETS  # what `hot_budgets="auto"` comes to in this cache
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -293,7 +296,13 @@ class LayerState:
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
         """All of it but what it counted, of the pool no more than `rows` rows, if a number is given. One row there may
         become many here."""
+        hot = getattr(self, "hot", None)
+        resized = hot is not None and hot.rows.shape[2] != other.hot.rows.shape[2]
+        if resized:
+            copy_chosen(hot, other.hot)
         for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
+            if resized and any(to is t for t in hot):
+                continue
             if b.counts:
                 to.zero_()
                 continue
@@ -307,6 +316,23 @@ class LayerState:
         for b, t in self.tensors():
             if t is not self.store.pool:
                 _fill(t, b.fill)
+
+
+def copy_chosen(to: HotBuffer, source: HotBuffer) -> None:
+    """Fill a hot buffer of another size with the blocks of the last selection alone. One row there may become many."""
+    for t in (to.slot_of, to.block_of):
+        t.fill_(-1)
+    to.used.zero_()
+    live = source.chosen >= 0
+    slot = source.chosen.clamp(min=0).long()
+    place = torch.arange(slot.shape[2], device=slot.device, dtype=torch.int32).expand(to.chosen.shape)
+    to.chosen.copy_(torch.where(live, place, -1))
+    to.block_of[:, :, : slot.shape[2]] = torch.where(live, source.block_of.gather(2, slot), -1)
+    row, head, at = (to.block_of >= 0).nonzero(as_tuple=True)
+    to.slot_of[row, head, to.block_of[row, head, at].long()] = at.int()
+    rows = source.rows.flatten(3).gather(2, slot[..., None].expand(-1, -1, -1, source.rows[0, 0, 0].numel()))
+    to.rows[:, :, : slot.shape[2]] = rows.unflatten(3, source.rows.shape[3:])
+    to.hand.fill_(slot.shape[2] % to.block_of.shape[2])
 
 
 def _fill(t: Tensor, value: float) -> None:

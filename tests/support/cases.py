@@ -265,7 +265,7 @@ def _sparse_attention(w: World):
     hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
     each = torch.arange(w.blocks, dtype=I32).expand(w.batch, w.heads, -1).contiguous()  # a block is in its own slot
     none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
-    hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
+    hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, none.clone(), chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None

@@ -65,7 +65,7 @@ def test_append_and_fetch_of_a_huge_pool(huge):
     places, slots = torch.full((1, heads, rows // block), -1, dtype=i32), torch.full((1, heads, 2), -1, dtype=i32)
     hot = torch.zeros(1, heads, 2, block, 2, dim).half()
     none = torch.zeros(1, heads, dtype=i32)
-        view = HotBuffer(hot, places, slots, torch.zeros_like(slots), none, none.clone(), last.clone())
+    view = HotBuffer(hot, places, slots, torch.zeros_like(slots), none, none.clone(), last.clone())
     ENTRIES["fetch"].run("triton", Selection(last), store.pool, view, stats)
     torch.testing.assert_close(hot[:, :, 0], ring[:, :, (torch.arange(block) + rows - 2 * block) % 64], rtol=0, atol=0)
 
