@@ -50,8 +50,7 @@ def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
 def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | None = None) -> Placement:
     """Where a cache that is made now goes."""
     on_host = pool_on_host(plan, offload, batch, length)
-    most = plan.most_budgets(length)
-    if hot_gib is not None and most:
+    if hot_gib is not None and (most := plan.most_budgets(length)):
         hot = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=on_host, hot_budgets=budgets)  # noqa: E731
         if (least := hot(1)) > hot_gib * 2**30:
             raise ValueError(
@@ -59,13 +58,20 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
                 f"tokens x batch {batch}"
             )
         return Placement(on_host, _largest(most, lambda budgets: hot(budgets) <= hot_gib * 2**30))
-    if not (on_host and most and plan.device.type == "cuda"):
+    if not on_host or plan.device.type != "cuda" or not (most := _most_budgets(plan, batch, length)):
         return Placement(on_host)
     free = free_device_bytes(plan.device)
     size = lambda budgets: plan.bytes(batch, length, pool_on_host=True, hot_budgets=budgets)[1]  # noqa: E731
     usual = min(HOT_BUDGETS, most)
     least = usual if size(usual) <= free else 1
     return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= DEVICE_SHARE * free)))
+
+
+def _most_budgets(plan: Plan, batch: int, length: int) -> int:
+    """The budgets in a row, or 0 if the hot buffers have one size whatever their number is."""
+    most = plan.most_budgets(length)
+    one, all_of_them = (plan.hot_bytes(batch, length, pool_on_host=True, hot_budgets=n) for n in (1, max(most, 2)))
+    return most if one < all_of_them else 0
 
 
 def _largest(most: int, fits) -> int:
@@ -79,7 +85,7 @@ def _largest(most: int, fits) -> int:
 
 def hot_said(plan: Plan, place: Placement, batch: int, length: int, hot_gib: float | None) -> tuple[str, ...]:
     """A line on the size of the hot buffers, where memory decided it."""
-    most = plan.most_budgets(length)
+    most = _most_budgets(plan, batch, length)
     if not most or (hot_gib is None and plan.device.type != "cuda"):
         return ()
     if not place.pool_on_host and hot_gib is None:

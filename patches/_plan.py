@@ -140,8 +140,10 @@ class Plan:
         self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS
     ) -> tuple[int, int]:
         """The same of all layers."""
-        place = dict(pool_on_host=pool_on_host, hot_budgets=hot_budgets)
-        each = [self.layer_bytes(i, batch, max_length, **place) for i in range(len(self.methods))]
+        each = [
+            self.layer_bytes(i, batch, max_length, pool_on_host=pool_on_host, hot_budgets=hot_budgets)
+            for i in range(len(self.methods))
+        ]
         return sum(h for h, _ in each), sum(d for _, d in each)
 
     def hot_bytes(self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS) -> int:

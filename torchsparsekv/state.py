@@ -296,12 +296,12 @@ class LayerState:
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
         """All of it but what it counted, of the pool no more than `rows` rows, if a number is given. One row there may
         become many here."""
-        hot = getattr(self, "hot", None)
-        resized = hot is not None and hot.rows.shape[2] != other.hot.rows.shape[2]
-        if resized:
-            copy_chosen(hot, other.hot)
+        resized: tuple[Tensor, ...] = ()
+        if "hot" in self.buffers and self.hot.rows.shape[2] != other.hot.rows.shape[2]:
+            copy_chosen(self.hot, other.hot)
+            resized = self.hot
         for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
-            if resized and any(to is t for t in hot):
+            if any(to is t for t in resized):
                 continue
             if b.counts:
                 to.zero_()

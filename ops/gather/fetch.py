@@ -94,7 +94,8 @@ def bring(
     """Bring the wanted blocks of one head into its hot buffer. Returns the number of misses."""
     missing = [x for x in wanted if slot_of[x] < 0]
     hits = [int(slot_of[x]) for x in wanted if slot_of[x] >= 0]
-    skipped, taken, at = set(hits), [], int(hand)
+    taken: list[int] = []
+    skipped, at = set(hits), int(hand)
     while len(taken) < len(missing):
         if at not in skipped and not used[at]:
             taken.append(at)
