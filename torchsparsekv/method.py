@@ -17,6 +17,7 @@ from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
+from torchsparsekv.ops.gather._admit import admit
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
@@ -301,6 +302,8 @@ class Method:
         order = self.prompt(s, q, Leaving(k, s.store.pool), join=join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
+        if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
+            admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 
     @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:

@@ -94,8 +94,8 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "on_step", "override_query", "joins", "_takers",
-    "_handed",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "admits", "on_step", "override_query", "joins",
+    "_takers", "_handed",
 }  # fmt: skip
 
 
@@ -239,6 +239,7 @@ class LayerState:
         if anchor is not None:
             anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"
+        self.admits = pool_on_host  # a prompt fills the hot buffer, which saves misses that wait for the link
         # For probes and benchmarks: `on_step` is called with the selection and output of every decode step
         # (torchsparsekv/probe.py), and `override_query` replaces the model's queries.
         self.on_step: Callable | None = None

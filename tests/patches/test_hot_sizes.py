@@ -134,3 +134,46 @@ def test_fork_into_a_smaller_buffer_decodes_the_same(name, more):
             one, three = (model(x, past_key_values=c).logits[:, -1:] for x, c in ((one, cache), (three, twin)))
             torch.testing.assert_close(three, one.expand_as(three), rtol=1e-4, atol=1e-4)
             one, three = one.argmax(-1), three.argmax(-1)
+
+
+@pytest.mark.parametrize("pool_dtype", [None, "int8"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("quest", dict(block_size=4)), ("pariskv", dict(update_interval=4, full_threshold=0)),
+     ("icecache", dict(page_size=2)), ("quest", dict(block_size=4, prefetch_async=0.0)),
+     ("louiskv", dict(budget=32)), ("prkv", dict(block_size=4, static_ratio=0.5))],
+)  # fmt: skip
+def test_prompt_fills_the_hot_buffer(name, more, pool_dtype):
+    """Only a pool in host memory needs that. Answers stay, and with a slot for every block steps read only what came
+    behind the prompt."""
+    model = tiny()
+    ids, mask = prompts(2, 150)
+    hyper = {**dict(budget=8, sink=4, window=8, max_length=256, pool_dtype=pool_dtype), **more}
+    told, fetched, selected = [], [], []
+    for offload, hot_budgets in (("device", 32), ("host", 2), ("host", 32)):
+        with patch(model, name, **hyper, offload=offload, hot_budgets=hot_budgets) as handle:
+            told.append(model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False))
+            layers = [r for r in handle.report().layers if r.method == name]
+            fetched.append(sum(r.blocks_fetched for r in layers))
+            selected.append(sum(r.blocks_selected for r in layers))
+    assert all(torch.equal(told[0], x) for x in told[1:])
+    assert len(set(selected)) == 1
+    if name in ("louiskv", "prkv"):  # they move what is selected, or keep it: nothing is brought behind their backs
+        assert fetched[2] == fetched[0]
+    else:
+        assert fetched[2] < fetched[0] / 2
+
+
+@torch.no_grad()
+def test_chunks_and_turns_bring_the_newest_blocks():
+    model = tiny()
+    ids = prompts(1, 100, ragged=False)[0]
+    with patch(model, "quest", **SMALL, offload="host", hot_budgets=5) as handle:
+        cache = handle.make_cache(1)
+        for chunk in ids.split([60, 13, 27], 1):
+            model(chunk, past_key_values=cache)
+            state = cache.layers[2].state
+            end = int(state.lengths.ring_begin[0]) // 4
+            for held in state.hot.block_of[0]:
+                assert set(range(max(1, end - 10), end)) == {x for x in held.tolist() if x >= 0}
+        assert not state.stats.counts[..., 3:].any(), "no step has selected anything"
