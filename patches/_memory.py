@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from torchsparsekv import host
-from torchsparsekv.method import Method
+from torchsparsekv.method import DEVICE_SHARE, Method
 from torchsparsekv.patches._plan import Plan
-from torchsparsekv.state import DEVICE_SHARE, HOT_BUDGETS
+from torchsparsekv.state import HOT_BUDGETS
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -31,6 +31,7 @@ from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buf
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
+DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning

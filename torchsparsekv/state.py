@@ -15,7 +15,6 @@ from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
 
-DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 HOT_BUDGETS = 2  # the size of the hot buffer where nothing says how much memory is free
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 

@@ -9,8 +9,7 @@ import typer
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.commands import app
-from torchsparsekv.method import all_methods, check_device, make_method
-from torchsparsekv.state import DEVICE_SHARE
+from torchsparsekv.method import DEVICE_SHARE, all_methods, check_device, make_method
 
 PACKAGES = ("transformers", "triton", "accelerate", "numpy")  # beside torch, which tells its build itself
 PIECE = 256 << 20  # bytes that are copied at a time
