@@ -82,7 +82,7 @@ def _plan(
     new = tl.load(victims + order, mask=claimed, other=0)
     old = tl.load(block_of + new, mask=claimed, other=-1)  # [N], the blocks that leave
     tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
-    advance_hand(used, hot.hand + h, slots, passed, WINDOW, HIT)
+    advance_hand(used, hot.hand + h, slots, passed, WINDOW)
     tl.debug_barrier()
     tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
     tl.store(slot_of + block, new, mask=claimed)

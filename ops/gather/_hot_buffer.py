@@ -44,16 +44,14 @@ def find_victims(used, hand, slots, misses, victims, WINDOW: tl.constexpr, HIT: 
 
 
 @triton.jit
-def advance_hand(used, hand, slots, passed, WINDOW: tl.constexpr, HIT: tl.constexpr):
-    """Move the hand past `passed` slots, which lose their `used` unless they are hits."""
+def advance_hand(used, hand, slots, passed, WINDOW: tl.constexpr):
+    """Move the hand past `passed` slots, whose `used` becomes 0; the caller sets that of hits afterwards."""
     w = tl.arange(0, WINDOW)
     start = tl.load(hand)
     end = tl.minimum(passed, slots)
     for first in range(0, end, WINDOW):
         step = first + w  # [WINDOW]
-        slot = (start + step) % slots
-        mark = tl.load(used + slot, mask=step < end, other=HIT)
-        tl.store(used + slot, tl.zeros((WINDOW,), tl.int32), mask=mark != HIT)
+        tl.store(used + (start + step) % slots, tl.zeros((WINDOW,), tl.int32), mask=step < end)
     tl.debug_barrier()
     tl.store(hand, (start + passed) % slots)
 

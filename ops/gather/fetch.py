@@ -155,14 +155,14 @@ def move(
 @triton.jit
 def _commit(
     slot_of, block_of, used, hand, done_count, counts, bh, chosen, n, slots, want, slot, miss, misses, passed,
-    N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write the new state of the head, and its counters."""
     j = tl.arange(0, N)
     tl.store(chosen + j, slot, mask=j < n)
     old = tl.load(block_of + slot, mask=miss, other=-1)  # [N], the blocks that leave
     tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
-    advance_hand(used, hand + bh, slots, passed, WINDOW, HIT)
+    advance_hand(used, hand + bh, slots, passed, WINDOW)
     tl.debug_barrier()
     tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=(slot >= 0) & (miss == 0))
     tl.store(slot_of + want, slot, mask=miss)
@@ -195,7 +195,7 @@ def _fetch(
         if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
             _commit(
                 slot_of, block_of, used, hand, done_count, counts, bh, chosen, n, slots, want, slot, miss, misses,
-                passed, N, WINDOW, HIT,
+                passed, N, WINDOW,
             )  # fmt: skip
     elif part == 0:
         j = tl.arange(0, N)
