@@ -64,7 +64,17 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
     size = lambda budgets: plan.bytes(batch, length, pool_on_host=True, hot_budgets=budgets)[1]  # noqa: E731
     usual = min(HOT_BUDGETS, most)
     least = usual if size(usual) <= free else 1
-    return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= DEVICE_SHARE * free)))
+    room, beside = DEVICE_SHARE * free, free - prompt_bytes(plan, batch, length)
+    if size(least) <= beside:  # else a prompt has to come in chunks
+        room = min(room, beside)
+    return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= room)))
+
+
+def prompt_bytes(plan: Plan, batch: int, length: int) -> int:
+    """What the model takes for a prompt that fills the cache in one piece: about the largest that lives at once."""
+    hidden = plan.config.hidden_size
+    inner = getattr(plan.config, "intermediate_size", None) or 4 * hidden
+    return batch * length * (4 * hidden + 3 * inner) * plan.dtype.itemsize
 
 
 def _most_budgets(plan: Plan, batch: int, length: int) -> int:

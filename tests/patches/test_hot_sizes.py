@@ -24,6 +24,7 @@ def test_auto_takes_a_share_of_free_memory(monkeypatch):
     with patch(tiny(), "quest", **SMALL, offload="host") as handle:
         plan = handle.planned
         size = lambda n: plan.bytes(2, 256, pool_on_host=True, hot_budgets=n)[1]  # noqa: E731
+        monkeypatch.setattr(_memory, "prompt_bytes", lambda *_: 0)
         found = []
         for free in range(size(1), 2 * size(32) + 4096, 2048):
             on_gpu(handle, monkeypatch, free)
@@ -40,11 +41,25 @@ def test_auto_takes_a_share_of_free_memory(monkeypatch):
     assert set(found) >= set(range(1, 33))
 
 
+def test_auto_leaves_room_for_a_prompt(monkeypatch):
+    """In one piece, if that fits beside two budgets; else prompts come in chunks, which need little."""
+    with patch(tiny(), "quest", **SMALL, offload="host") as handle:
+        plan = handle.planned
+        size = lambda n: plan.bytes(2, 256, pool_on_host=True, hot_budgets=n)[1]  # noqa: E731
+        prompt = _memory.prompt_bytes(plan, 2, 256)
+        assert prompt == 2 * 256 * 4 * (4 * plan.config.hidden_size + 3 * plan.config.intermediate_size)
+        monkeypatch.setattr(_memory, "prompt_bytes", lambda *_: 9 * size(32))
+        for free, budgets in ((9 * size(32) + size(5), 5), (10 * size(32), 32), (9 * size(32) + size(2) - 1, 32)):
+            on_gpu(handle, monkeypatch, free)
+            assert _memory.placed(plan, "host", 2, 256).hot_budgets == budgets
+
+
 def test_auto_offload_keeps_a_pool_that_fits_on_the_device(monkeypatch):
     with patch(tiny(), "quest", **SMALL) as handle:
         on_gpu(handle, monkeypatch, 1 << 40)
         assert _memory.placed(handle.planned, "auto", 1, 256) == _memory.Placement(False, 2)
         assert "every block is resident" in str(handle.plan())
+        monkeypatch.setattr(_memory, "prompt_bytes", lambda *_: 0)
         on_gpu(handle, monkeypatch, handle.planned.bytes(1, 256, pool_on_host=True)[1] * 2)
         assert '"auto" (50% of free memory): the hot buffers have room for 2 of the 32' in str(handle.plan())
 
