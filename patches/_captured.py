@@ -235,7 +235,8 @@ def fixed(model, cache: SparseCache) -> list:
     """What a graph does not look at again: where weights, other tensors of modules and the states of transformers' own
     layers lie, what steers queries, and what the switches of modules say, of which adapters have some."""
     found: list = [_address(x) for x in cache.own_tensors()]
-    found += [id(layer.state.override_query) for layer in cache.stored.values()]
+    steering = ("override_query", "override_ids")
+    found += [id(getattr(layer.state, name)) for layer in cache.stored.values() for name in steering]
     for m in model.modules():
         weights = [_address(x) for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
         own = {name: _address(x) if isinstance(x, Tensor) else repr(x) for name, x in vars(m).items() if _told(x)}

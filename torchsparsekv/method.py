@@ -21,19 +21,31 @@ from torchsparsekv.ops.gather._admit import admit
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
+from torchsparsekv.ops.rest.group_sums import group_sums
+from torchsparsekv.ops.rest.views import NO_REST
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
 from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection, Token
 from torchsparsekv.report import Counts
-from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buffer, prefetch_buffers, store_buffers
+from torchsparsekv.state import (
+    Buffers,
+    Geometry,
+    LayerState,
+    RingPlan,
+    hot_buffer,
+    prefetch_buffers,
+    rest_buffers,
+    store_buffers,
+)
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
 DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
+REST_GROUP = 32  # tokens of a group with estimate_rest=True
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
 
 
@@ -68,6 +80,8 @@ class Traits:
     couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
     selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
         selected block between steps. Such a method may set `prefetch_async`.
+    no_rest: why the method does not take `estimate_rest`; empty if it does. It must retrieve by content, and a token
+        must stay at its pool row once it has left the ring.
     least_capability: the oldest CUDA compute capability that the kernels compile for.
     older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
     """
@@ -77,6 +91,7 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
 
@@ -100,6 +115,11 @@ class Method:
         None,
         "Least cosine of a query with the query before at which a head attends to the selection before and fetches its "
         "own behind the step. None: every step waits for its selection.",
+    )
+    estimate_rest: bool | int = option(
+        False,
+        "Estimate what a step does not retrieve by the means of groups of tokens. A number: tokens of a group, a power "
+        f"of two. True: {REST_GROUP}. False: it is left out.",
     )
 
     if TYPE_CHECKING:  # a field where users can choose it
@@ -133,6 +153,7 @@ class Method:
                 raise ValueError(
                     f"{self.name}: {field} must be a multiple of block_size {self.block_size}, got {value}"
                 )
+        self._check_rest()
         if (value := self.prefetch_async) is None:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
@@ -140,6 +161,18 @@ class Method:
         if not self.traits.selects_every_step:
             raise ValueError(
                 f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
+            )
+
+    def _check_rest(self) -> None:
+        if (value := self.estimate_rest) is False:
+            return
+        if type(value) not in (bool, int) or (value is not True and (value < 2 or value & (value - 1))):
+            raise ValueError(
+                f"{self.name}: estimate_rest must be True, False or a power of two from 2 on, got {value!r}"
+            )
+        if self.traits.no_rest:
+            raise ValueError(
+                f"{self.name}: estimate_rest must be False, got {value!r}: this method {self.traits.no_rest}"
             )
 
     def check_int(self, field: str, least: int = 1, most: int | None = None, *, power: bool = False) -> None:
@@ -184,6 +217,11 @@ class Method:
         """What steps read of `traits`: of a frozen dataclass torch.compile guards every field, at every step."""
         return self.traits.attends
 
+    @property
+    def rest_group(self) -> int:
+        """Tokens of a group whose mean stands for what is not retrieved; 0: nothing does."""
+        return REST_GROUP if self.estimate_rest is True else int(self.estimate_rest)
+
     @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
@@ -204,7 +242,14 @@ class Method:
         """Everything one layer keeps. Extend what this returns with the index."""
         slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
-        return store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
+        found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
+        if not self.rest_group:
+            return found
+        if self.rest_group > g.rows:
+            raise ValueError(
+                f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {self.rest_group}"
+            )
+        return found | {"rest": rest_buffers(g, self.rest_group)}
 
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
@@ -271,9 +316,12 @@ class Method:
             if not isinstance(selection, Selection):
                 raise TypeError(f"{self.name}: choose must return a Selection, got {type(selection).__name__}")
             if selection.ids is not None:
+                if s.override_ids is not None:
+                    selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
-            out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a)
+            rest = s.rest if self.rest_group else NO_REST
+            out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
@@ -294,13 +342,19 @@ class Method:
         """One new token into the store and the index."""
         observed = self.observed_queries(s)
         append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
-        self.step(s, q, Leaving(k, s.store.pool))
+        leaving = Leaving(k, s.store.pool)
+        self.step(s, q, leaving)
+        if self.rest_group:
+            group_sums(leaving, v, s.rest, s.lengths)
 
     @final
     def ingest(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
         """Many new tokens into the store and the index."""
         flush_ring(s.store, s.lengths)
-        order = self.prompt(s, q, Leaving(k, s.store.pool), join=join)
+        leaving = Leaving(k, s.store.pool)
+        order = self.prompt(s, q, leaving, join=join)
+        if self.rest_group:
+            group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
@@ -310,6 +364,8 @@ class Method:
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
         """Many new tokens: exact attention over all that the layer may see, whatever the method."""
         join = last or torch.compiler.is_compiling()
+        if s.on_prompt is not None:
+            s.on_prompt(s, q, k, v, a)
         if self._attends == "window":  # all of its past is in the ring, where the new tokens will be
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)

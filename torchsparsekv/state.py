@@ -11,6 +11,7 @@ from torch import Tensor
 from torchsparsekv import host
 from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops.gather._hot_buffer import check_chosen
+from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
@@ -93,8 +94,8 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "admits", "on_step", "override_query", "joins",
-    "_takers", "_handed",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "admits", "on_step", "on_prompt", "override_query",
+    "override_ids", "joins", "_takers", "_handed",
 }  # fmt: skip
 
 
@@ -152,6 +153,11 @@ def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
         ids=Buffer((*g.lead, chosen), torch.int32, fill=-1),
         counts=Buffer((*g.lead, len(STATS)), torch.int64, counts=True),
     )  # fmt: skip
+
+
+def rest_buffers(g: Geometry, group: int) -> Rest:
+    """The sums of the groups of `group` tokens of a layer that estimates what it does not retrieve."""
+    return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), torch.float32), group)
 
 
 def mark_static(t: Tensor) -> Tensor:
@@ -240,9 +246,12 @@ class LayerState:
         self.pool_on_host = pool_on_host and device.type == "cuda"
         self.admits = pool_on_host  # a prompt fills the hot buffer, which saves misses that wait for the link
         # For probes and benchmarks: `on_step` is called with the selection and output of every decode step
-        # (torchsparsekv/probe.py), and `override_query` replaces the model's queries.
+        # (torchsparsekv/probe.py), `on_prompt` with the queries, keys and values of every prompt; `override_query`
+        # replaces the model's queries, and `override_ids` the blocks that were chosen.
         self.on_step: Callable | None = None
+        self.on_prompt: Callable | None = None
         self.override_query: Callable | None = None
+        self.override_ids: Callable | None = None
         with torch.inference_mode(False):  # else no one outside inference mode could update them
             for name, given in buffers.items():
                 view = isinstance(given, tuple)

@@ -22,8 +22,11 @@ class OnModel:
     """What all that is measured on a model's answers is told."""
 
     model: str = option(
-        RECALL, "The project's own recall model; or smollm2, a Hugging Face path or name, a .gguf file: RULER tasks."
+        RECALL,
+        "The project's own recall model; or qwen-1.5b, qwen-0.5b, smollm2 (`make real-model`), a Hugging Face path or "
+        "name, a .gguf file.",
     )
+    yarn: float = option(1.0, "Positions by YaRN: so many times those of the model (4: 128K of a model with 32K).")
     sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to.")
     skip_layers: int = option(2, "First layers, which attend densely.")
@@ -79,6 +82,8 @@ def check_dtype(dtype: str) -> None:
 def check_compared(o: Compared) -> None:
     """All that can be known before a model is loaded."""
     at_least(o, samples=1, probe=0, batch=1)
+    if not 1 <= o.yarn <= 64:
+        raise ValueError(f"yarn must be from 1 (the model's own positions) to 64, got {o.yarn}")
     different(o, "lengths", "methods", "budgets")
     check_dtype(o.dtype)
     if o.pool_dtype not in get_args(PoolChoice):

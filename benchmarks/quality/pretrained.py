@@ -1,4 +1,5 @@
 """A language model and its tokenizer from a name, a folder or a GGUF file, and in one line what is in the way of it."""
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ NO_TOKENIZER = "has no tokenizer that makes tokens of a text: put the model's ow
 def check_name(name: str) -> None:
     """Refuses what can be told from the name alone, before anything is loaded."""
     path = located(name)
-    if name in real_model.MODELS and not path.is_file():
+    if name in real_model.MODELS and not path.exists():
         raise ValueError(f"{name} is not in {path.parent}: run `make real-model`, or name another model")
     if path.suffix == GGUF and not path.is_file():
         raise ValueError(f"there is no file {name}")
@@ -26,20 +27,27 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name} is a folder without a config.json, so it holds no Hugging Face model{hint}")
 
 
-def pretrained(name: str, device: torch.device, dtype: Any) -> tuple[Any, Any]:
-    """(tokenizer, model in eval mode)."""
+def pretrained(name: str, device: torch.device, dtype: Any, yarn: float = 1.0) -> tuple[Any, Any]:
+    """(tokenizer, model in eval mode), with `yarn` times the model's own positions."""
     check_name(name)
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as e:
         raise RuntimeError("a language model needs transformers: pip install 'torchsparsekv[hf]'") from e
     path = located(name)
-    where, how = (str(path.parent), {"gguf_file": path.name}) if path.suffix == GGUF else (name, {})
-    if how and find_spec("gguf") is None:
+    if path.suffix == GGUF and find_spec("gguf") is None:
         raise RuntimeError(f"{name} is a {GGUF} file, which needs a package: pip install gguf")
+    if path.suffix == GGUF and name in real_model.MODELS:
+        path = convert(path, path.parent / name)
+    local = path.suffix == GGUF or name in real_model.MODELS
+    how = {"gguf_file": path.name} if path.suffix == GGUF else {}
+    where = str(path.parent if how else path) if local else name
     try:
         tokenizer = tokenizer_of(AutoTokenizer, where, name, **how)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how)
+        config = AutoConfig.from_pretrained(where, **how)
+        if yarn > 1:
+            widen(config, yarn, name)
+        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, **how)
     except ImportError as e:
         raise RuntimeError(f"{name} needs a package that is not installed: {first_line(e)}") from e
     except OSError as e:
@@ -50,9 +58,47 @@ def pretrained(name: str, device: torch.device, dtype: Any) -> tuple[Any, Any]:
     return tokenizer, model.to(device).eval()
 
 
+def convert(file: Path, folder: Path) -> Path:
+    """The model of a GGUF file in bfloat16, as a folder that loads in seconds. Reading the file takes a minute."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    how: Any = {"gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **how)
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights that are written are not quantised
+    config.dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory(dir=file.parent) as outer:
+        made = Path(outer) / "model"
+        AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(made)
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        weights = {k: x.contiguous().to(torch.bfloat16) for k, x in model.state_dict().items() if k not in tied}
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        model.generation_config.save_pretrained(made)
+        config.save_pretrained(made)
+        made.rename(folder)
+    return folder
+
+
+def widen(config: Any, factor: float, name: str) -> None:
+    """`factor` times the positions, by YaRN over the model's plain RoPE."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"yarn={factor:g} widens a plain RoPE, {name} has {rope}: leave yarn at 1")
+    own = config.max_position_embeddings
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": own}
+    config.rope_parameters = {**rope, **yarn}
+    config.max_position_embeddings = int(own * factor)
+
+
 def located(name: str) -> Path:
-    """Where a model is; for a name of the hub no file."""
-    return real_model.FOLDER / real_model.MODELS[name] if name in real_model.MODELS else Path(name)
+    """Where a model is; for a name of the hub no file. Of a model that `make real-model` fetched it is the folder that
+    `convert` made of its file, if there is one."""
+    if name not in real_model.MODELS:
+        return Path(name)
+    folder = real_model.FOLDER / name
+    return folder if (folder / "config.json").is_file() else real_model.FOLDER / real_model.MODELS[name]
 
 
 def tokenizer_of(auto: Any, where: str, name: str, **how: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import torchsparsekv
+from torchsparsekv.method import Step
 from torchsparsekv.probe import Probe, probe
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._progress import watched
@@ -90,12 +91,17 @@ def runner(source: Source, setting: Setting, length: int, o: Options) -> Iterato
         yield Runner(source.model, setting, length, o, handle)
 
 
-def patched(model, setting: Setting, length: int, o: Compared):
+def patched(model, setting: Setting, length: int, o: Compared, step: Step = "compiled"):
     offload: Any = o.offload
     told = dict(setting.patch or {})
     if told and widened(setting.method):
         told["window"] = min(told["window"], length)  # window and budget together may be all there is, and more
-    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, step="compiled", **told)
+    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, step=step, **told)
+
+
+def captured(model) -> Step:
+    """How a step of which there are many in a row becomes a graph."""
+    return "captured" if model.device.type == "cuda" else "auto"
 
 
 def cost(report, rows: int) -> dict:
@@ -107,6 +113,7 @@ def cost(report, rows: int) -> dict:
     selected, fetched = (sum(getattr(r, f"blocks_{what}") for r in sparse) for what in ("selected", "fetched"))
     return {
         "density": sum(r.attended_per_step for r in sparse) / sum(r.context_per_step for r in sparse),
+        "attended": sum(r.attended_per_step for r in sparse) / len(sparse),
         "bytes_per_token": sum(r.pool_bytes_read / r.steps for r in sparse) / rows,
         "hit_rate": 1 - fetched / selected if selected else None,
         "retrieval_rate": sum(r.retrieval_rate for r in sparse) / len(sparse),

@@ -40,6 +40,7 @@ class Source:
     tasks: tuple[str, ...]
     sample: Callable[[str, int, int], Sample]
     on_request: tuple[str, ...] = ()  # tasks that only run where they are named
+    tokenizer: Any = None
 
     def about(self) -> dict:
         """Which model this is, so that results of another one are never mixed in."""
@@ -63,7 +64,7 @@ def fingerprint(model) -> str:
 
 def load(o: OnModel) -> Source:
     device, dtype = placed(o)
-    return _recall(device, dtype) if o.model == RECALL else _hugging_face(o.model, device, dtype)
+    return _recall(device, dtype) if o.model == RECALL else _hugging_face(o, device, dtype)
 
 
 def placed(o: OnModel) -> tuple[torch.device, Any]:
@@ -90,8 +91,10 @@ def _recall(device: torch.device, dtype) -> Source:
     return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL, READOUT))
 
 
-def _hugging_face(name: str, device: torch.device, dtype) -> Source:
-    from torchsparsekv_benchmarks.quality import ruler
+def _hugging_face(o: OnModel, device: torch.device, dtype) -> Source:
+    from torchsparsekv_benchmarks.quality import ruler, suite
 
-    tokenizer, model = pretrained(name, device, dtype)
-    return Source(name, "ruler", model, ruler.TASKS, ruler.Ruler(tokenizer).sample)
+    tokenizer, model = pretrained(o.model, device, dtype, o.yarn)
+    prompts = ruler.Ruler(tokenizer, suite.TASKS)
+    name = o.model if o.yarn == 1 else f"{o.model}, {o.yarn:g} times its positions by YaRN"
+    return Source(name, "ruler", model, ruler.TASKS, prompts.sample, on_request=tuple(suite.TASKS), tokenizer=tokenizer)

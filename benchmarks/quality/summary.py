@@ -12,13 +12,13 @@ from torchsparsekv.method import make_method
 Z = 1.96  # of a two-sided interval of 95 %
 RESAMPLES = 2000
 CELL = ("task", "length", "method", "budget")
-COST = ("density", "bytes_per_token", "hit_rate", "retrieval_rate")
+COST = ("density", "attended", "bytes_per_token", "hit_rate", "retrieval_rate")
 ABOUT = (
     "score: mean share of the answers found, with the Wilson 95 % interval (wider than need be where samples score in "
-    "parts). loss: dense minus this, over the same samples, with the bootstrap 95 % interval. density, hits, retrieves "
-    "(share of the steps that choose anew), mass, error, and KB read from the pool per token: of the layers that are "
-    "not dense. mass: attention weight kept; p5: mean over samples of the 5th percentile over steps, layers and heads; "
-    "worst: the smallest of the heads' means."
+    "parts). loss: dense minus this, over the same samples, with the bootstrap 95 % interval. density, attended "
+    "(tokens that a step attends to, per kv head), hits, retrieves (share of the steps that choose anew), mass, error, "
+    "and KB read from the pool per token: of the layers that are not dense. mass: attention weight kept; p5: mean over "
+    "samples of the 5th percentile over steps, layers and heads; worst: the smallest of the heads' means."
 )
 
 
@@ -123,8 +123,8 @@ def shown(row: dict) -> dict:
 def shown_costs(row: dict) -> dict[str, str]:
     text = lambda x, f: "-" if x is None else format(x, f)  # noqa: E731
     return {
-        "density": text(row["density"], ".3f"), "hits": text(row["hit_rate"], ".2f"),
-        "retrieves": text(row["retrieval_rate"], ".2f"),
+        "density": text(row["density"], ".3f"), "attended": text(row["attended"], ".0f"),
+        "hits": text(row["hit_rate"], ".2f"), "retrieves": text(row["retrieval_rate"], ".2f"),
         "KB/token": text(row["bytes_per_token"] and row["bytes_per_token"] / 1e3, ".0f"),
         "mass": text(row["mass"], ".3f"), "p5": text(row["mass_p5"], ".3f"), "worst": text(row["mass_worst"], ".3f"),
         "error": text(row["error"], ".3f"), "s": text(row["seconds"], ".1f"),

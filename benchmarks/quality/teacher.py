@@ -46,22 +46,24 @@ def ingest(model, ids: Tensor, steps: int, cache) -> None:
 
 
 @torch.no_grad()
-def steps_through(model, ids: Tensor, teacher: Tensor, cache, before: Callable[[int], None] | None = None) -> Forced:
-    """The scored steps, one by one; `before` is told the number of each before it is taken."""
+def steps_through(
+    model, ids: Tensor, teacher: Tensor, cache, before: Callable[[int], None] | None = None,
+    step: Callable | None = None,
+) -> Forced:  # fmt: skip
+    """The scored steps, one by one; `before` is told the number of each before it is taken. `step` stands in for the
+    model, as replay.stepper() makes it."""
     steps, out = teacher.shape[1], []
     for t in range(steps):
         at = ids.shape[1] - 1 - steps + t
         if before is not None:
             before(t)
-        said = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
+        token = ids[:, at : at + 1]
+        if step is None:
+            said = model(token, past_key_values=cache).logits[:, -1]
+        else:
+            said = step(token, torch.full_like(token, at))
         out.append(against(teacher[:, t], said, ids[:, at + 1]))
     return _forced(out)
-
-
-def decoded(model, ids: Tensor, teacher: Tensor, cache) -> Forced:
-    """A patched model: the prompt, then token by token."""
-    ingest(model, ids, teacher.shape[1], cache)
-    return steps_through(model, ids, teacher, cache)
 
 
 def _forced(steps: list[Tensor]) -> Forced:

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchsparsekv.probe import probe
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._progress import watched
-from torchsparsekv_benchmarks.quality import summary, teacher, text_summary, texts
+from torchsparsekv_benchmarks.quality import replay, summary, teacher, text_summary, texts
 from torchsparsekv_benchmarks.quality.options import Setting, settings
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
-from torchsparsekv_benchmarks.quality.run import check_setting, cost, kept, patched, tell
+from torchsparsekv_benchmarks.quality.run import captured, check_setting, cost, kept, patched, tell
 from torchsparsekv_benchmarks.quality.sources import about, placed
 from torchsparsekv_benchmarks.quality.store import Store, key
 from torchsparsekv_benchmarks.quality.text_options import Options, check
@@ -33,12 +35,21 @@ class Chunk:
         self.probed = samples.start < o.probe
         self.ids = text.rows(length, samples).to(model.device)
         self._logits: Any = None
+        self._recording: Any = None
 
     @property
     def logits(self):
         if self._logits is None:
             self._logits = teacher.dense_logits(self.model, self.ids, self.o.steps)
         return self._logits
+
+    @property
+    def recording(self) -> replay.Recording:
+        """Of the prompt and the scored steps: methods take in the prompt alone."""
+        if self._recording is None:
+            ids = self.ids[:, :-1]
+            self._recording = replay.record(self.model, ids, ids.new_zeros(len(ids), dtype=torch.int32))
+        return self._recording
 
     def rows(self, setting: Setting) -> list[dict]:
         """Without results."""
@@ -52,11 +63,13 @@ class Chunk:
         if setting.patch is None:
             forced = teacher.of_the_teacher(self.logits, self.ids)
         else:
-            logits = self.logits  # before the model is patched
-            with patched(self.model, setting, self.length, self.o) as handle:
-                cache = handle.make_cache(len(self.samples), self.length)
+            logits, recording = self.logits, self.recording  # before the model is patched
+            how = captured(self.model)
+            with patched(self.model, setting, self.length, self.o, how) as handle:
+                cache = replay.filled(handle, recording, self.length, self.length - self.o.steps)
                 with probe(cache) if self.probed else contextlib.nullcontext() as found:
-                    forced = teacher.decoded(self.model, self.ids, logits, cache)
+                    step = replay.stepper(self.model, cache)
+                    forced = teacher.steps_through(self.model, self.ids, logits, cache, step=step)
                 row |= cost(handle.report(), len(self.samples))
                 if found:
                     seen = [_brief(kept(found, i)) for i in range(len(self.samples))]
@@ -118,7 +131,7 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     check(o)
     if out is None or out.suffix == ".csv":
         raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
-    tokenizer, model = pretrained(o.model, *placed(o))
+    tokenizer, model = pretrained(o.model, *placed(o), o.yarn)
     every = texts.read(o, tokenizer)
     check_model(model, o)
     which = about(o.model, model, BENCHMARK) | {"steps": o.steps, "texts": {t.name: t.digest for t in every}}

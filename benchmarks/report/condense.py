@@ -1,4 +1,4 @@
-"""Means of samples: many files of `eval` or `eval-text` in one small file, which tables are made of.
+"""Means of samples: many files of `eval`, `board` or `eval-text` in one small file, which tables are made of.
 
     python -m torchsparsekv_benchmarks.report.condense --commit COMMIT --out FILE.json RAW.jsonl [RAW.jsonl ...]
 
@@ -10,10 +10,13 @@ and versions of each raw file stand in `sources`. COMMIT is the commit that hold
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from torchsparsekv_benchmarks.quality.board import BASE
+from torchsparsekv_benchmarks.quality.options import DENSE
 from torchsparsekv_benchmarks.quality.store import heads, key, read
 from torchsparsekv_benchmarks.quality.summary import CELL, COST
 from torchsparsekv_benchmarks.quality.text_summary import percentile
@@ -31,9 +34,13 @@ def mean_and_error(name: str, values: Sequence[float]) -> dict[str, float]:
     return out
 
 
-def cell(rows: list[dict]) -> dict[str, Any]:
-    """What one cell measured: scores of `eval`, or nats and KL of `eval-text`."""
+def cell(rows: list[dict], dense: Mapping[tuple, float] = MappingProxyType({})) -> dict[str, Any]:
+    """What one cell measured: scores of `eval` or `board`, or nats and KL of `eval-text`. `loss` is what the dense
+    model scores above it on the same samples."""
     out: dict[str, Any] = {"samples": len(rows)}
+    losses = [dense[sample(r)] - r["score"] for r in rows if sample(r) in dense]
+    if losses:
+        out |= mean_and_error("loss", losses)
     for name in ("score", "nats", "agrees"):
         if rows[0].get(name) is not None:
             out |= mean_and_error(name, [r[name] for r in rows])
@@ -48,6 +55,10 @@ def cell(rows: list[dict]) -> dict[str, Any]:
         known = [r[name]["mean"] for r in rows if r.get(name)]
         out |= {name: statistics.fmean(known)} if known else {}
     return {k: round(v, DIGITS) if isinstance(v, float) else v for k, v in out.items()}
+
+
+def sample(r: dict) -> tuple:
+    return r["task"], r["length"], r["index"]
 
 
 def condensed(paths: Sequence[Path], commit: str, root: Path) -> dict[str, Any]:
@@ -69,7 +80,9 @@ def condensed(paths: Sequence[Path], commit: str, root: Path) -> dict[str, Any]:
             if setting not in settings:
                 settings.append(setting)
             cells.setdefault((*(r[k] for k in CELL), settings.index(setting)), []).append(r)
-        rows += [dict(zip((*CELL, "setting"), c), source=number) | cell(mine) for c, mine in cells.items()]
+        of_dense = (r for c, mine in cells.items() if c[2] in (DENSE, BASE) and "score" in mine[0] for r in mine)
+        dense = {sample(r): r["score"] for r in of_dense}
+        rows += [dict(zip((*CELL, "setting"), c), source=number) | cell(mine, dense) for c, mine in cells.items()]
     lists = {"sources": sources, "settings": settings, "rows": rows}
     return {"benchmark": MEANS, "about": ABOUT, "commit": commit, **lists}
 
@@ -84,7 +97,7 @@ def written(found: dict[str, Any]) -> str:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("raw", nargs="+", type=Path, help="files of `eval` or `eval-text`")
+    p.add_argument("raw", nargs="+", type=Path, help="files of `eval`, `board` or `eval-text`")
     p.add_argument("--commit", required=True, help="the commit that holds the raw files")
     p.add_argument("--root", type=Path, default=Path(), help="the checkout, which names of raw files are relative to")
     p.add_argument("--out", type=Path, required=True)

@@ -28,6 +28,94 @@ def only(rows: list[Row], **wanted: object) -> Row | None:
     return found[0] if found else None
 
 
+# ---------------------------------------------------------------- a real model
+
+
+REAL = "Qwen2.5-Coder-1.5B-Instruct in bfloat16, on an H200"
+REST = "estimate_rest"
+
+
+def labelled(means: Means, row: Row) -> str:
+    """A method as tables write it, with the rest if it is estimated, and what it has else than its defaults."""
+    patch = means.settings[row["setting"]]["patch"] or {}
+    return f"`{row['method']}`" + (" + rest" if patch.get(REST) else "")
+
+
+def over_tasks(means: Means, length: int) -> list[Row]:
+    """A row for each method and budget: means over the tasks, each with the same weight."""
+    cells: dict[tuple[str, int | None], list[Row]] = {}
+    for r in means.rows:
+        if r["length"] == length:
+            cells.setdefault((labelled(means, r), r["budget"]), []).append(r)
+    tasks = max(len(x) for x in cells.values())
+    out = []
+    for (label, budget), mine in cells.items():
+        if len(mine) != tasks:
+            raise ValueError(f"{label} {budget} has {len(mine)} tasks of {tasks}")
+        mean = lambda name, mine=mine: sum(r[name] for r in mine) / tasks  # type: ignore[misc]  # noqa: E731
+        error = sum(r.get("loss_se", 0.0) ** 2 for r in mine) ** 0.5 / tasks
+        hits = [r["hit_rate"] for r in mine if r.get("hit_rate") is not None]
+        out.append({
+            "label": label, "budget": budget, "score": mean("score"), "loss": mean("loss"), "loss_se": error,
+            "read": mean("attended"), "hit_rate": sum(hits) / len(hits) if hits else None,
+            "samples": sum(r["samples"] for r in mine), "tasks": tasks,
+        })  # fmt: skip
+    return out
+
+
+def board(means: Means, length: int) -> str:
+    rows = over_tasks(means, length)
+    (dense,) = (r for r in rows if r["budget"] is None)
+    others = sorted((r for r in rows if r is not dense), key=lambda r: (r["budget"], r["loss"]))
+    told = [["dense", "-", f"{dense['score']:.3f}", "-", str(length), "-"]]
+    for r in others:
+        loss = f"{r['loss']:+.3f} ± {r['loss_se']:.3f}"
+        told.append([
+            r["label"], str(r["budget"]), f"{r['score']:.3f}", loss, f"{r['read']:.0f}", number(r["hit_rate"]),
+        ])  # fmt: skip
+    said = (
+        f"{REAL}, prompts of {tokens(length)}: mean over {dense['tasks']} tasks of "
+        f"{dense['samples'] // dense['tasks']} samples each. Below dense: paired, ± one standard error. Hits: of a hot "
+        "buffer of two budgets. Sink 64, window 256, two dense layers."
+    )
+    head = ["method", "budget", "right answers", "below dense", "tokens read a step", "hits"]
+    return markdown(said, head, told)
+
+
+@table("board-32k", "quality/board_32k.json")
+def board_32k(means: Means) -> str:
+    return board(means, 32768)
+
+
+@table("kl-32k", "quality/kl_32k.json")
+def kl_32k(means: Means) -> str:
+    """Code and prose beside one another."""
+    cells: dict[str, dict[tuple[str, int | None], Row]] = {}
+    for r in means.rows:
+        if r["method"] != "dense":
+            cells.setdefault(labelled(means, r), {})[r["task"], r["budget"]] = r
+    budgets = sorted({b for by in cells.values() for _, b in by if b is not None})
+    told = []
+    for label, by in sorted(cells.items(), key=lambda x: min(r["kl"] for r in x[1].values())):
+        if label == "`full`":
+            continue
+        line = [label]
+        for b in budgets:
+            pair = [by.get((text, b)) for text in ("sympy", "moby-dick")]
+            line.append(" / ".join("-" if r is None else f"{r['kl']:.3f}" for r in pair))
+        best = [r["hit_rate"] for (_, b), r in by.items() if b == budgets[1] and r.get("hit_rate") is not None]
+        told.append([*line, number(sum(best) / len(best) if best else None)])
+    noise = [r["kl"] for r in cells["`full`"].values()]
+    full = next(iter(cells["`full`"].values()))
+    said = (
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, {full['samples']} stretches of "
+        f"{tokens(full['length'])} of each, {full['tokens'] // full['samples']} teacher-forced steps each. Sink 64, "
+        f"window 256, two dense layers. `full`, which leaves nothing out, has {min(noise):.4f} to {max(noise):.4f}: "
+        "the noise of bfloat16. Hits: of a hot buffer of two budgets."
+    )
+    return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
+
+
 # ---------------------------------------------------------------- next tokens of a real text
 
 

@@ -21,6 +21,7 @@ from torchsparsekv.state import LayerState
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
 from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.quality import trace
 from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
 from torchsparsekv_benchmarks.speed._synthetic import Topics
 from torchsparsekv_benchmarks.speed._text_rates import nearest
@@ -58,6 +59,9 @@ class Options(Setup):
     locality_of_text: bool = option(
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
+    trace: str = option(
+        "", "Instead: what a real model chose at each step, from a file of `torchsparsekv trace`; one run of its steps."
+    )
     turning: float | None = option(
         None, "Queries have a common part, which changes at this share of the jumps; see --hyper METHOD.prefetch_async."
     )
@@ -88,6 +92,11 @@ class Options(Setup):
         for name in methods:
             self.near(name)
         check_also(self.also, methods)
+        if self.trace and (self.localities or self.locality_of_text):
+            raise ValueError("trace says what is chosen: give no localities and no --locality-of-text with it")
+        for name in methods if self.trace else ():
+            if make_method(name).traits.attends == "selected":
+                trace.read(Path(self.trace), name, self.method(name).budget)
         if self.localities and self.locality_of_text:
             raise ValueError("localities are beside --locality, and --locality-of-text has another for each method")
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
@@ -152,6 +161,34 @@ def fill(cache, topics: Topics, begin: int, end: int, device, tokens: int = CHUN
 def bank_of(topics: Topics, locality: float, device, turning: float | None = None) -> Tensor:
     """Queries to steer by, [BANK, heads, head_dim]."""
     return topics.queries(BANK, locality, device, torch.bfloat16, turning)
+
+
+class Traced:
+    """Block ids of a trace in the place of those that a layer chose. Every row of a batch is elsewhere in it."""
+
+    def __init__(self, ids: Tensor, offset: Tensor):
+        self.ids, self.offset = ids, offset  # [steps, kv_heads, chosen]
+
+    def __call__(self, s: LayerState, ids: Tensor) -> Tensor:
+        rows = torch.arange(ids.shape[0], device=ids.device) * len(self.ids) // ids.shape[0]
+        at = (s.row_lengths.seq_len - self.offset + rows) % len(self.ids)
+        traced = self.ids.index_select(0, at)
+        return torch.where(ids == ids, traced, ids)  # the method's own work is still done
+
+
+def follow(cache, ids: Tensor) -> None:
+    """Let retrieving layers choose what a trace [heads, steps, chosen] has; its heads are taken in turn."""
+    layers = [x for x in cache.stored.values() if x.method.traits.attends == "selected"]
+    for i, layer in enumerate(layers):
+        heads, chosen = layer.state.hot.chosen.shape[1:]
+        if ids.shape[2] != chosen:
+            raise ValueError(f"the trace has {ids.shape[2]} blocks a step, {layer.method.name} chooses {chosen} here")
+        mine = torch.arange(i * heads, (i + 1) * heads) % ids.shape[0]
+        taken = ids[mine].transpose(0, 1).contiguous().to(layer.state.hot.chosen.device)
+        offset = cache.get_seq_length().clone()
+        torch._dynamo.mark_static_address(taken)
+        torch._dynamo.mark_static_address(offset)
+        layer.state.override_ids = Traced(taken, offset)
 
 
 def steer(cache, bank: Tensor) -> None:
@@ -271,8 +308,14 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         near = o.near(name)
         bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
+        if o.trace and handle.planned.method.traits.attends == "selected":
+            method = handle.planned.method
+            follow(cache, trace.read(Path(o.trace), name, method.budget))
+            steered: dict = {"trace": Path(o.trace).name}
+        else:
+            steered = dict(near)
         others = o.localities if handle.planned.method.traits.attends == "selected" else ()
-        row = {"method": name, **o.told(name), **near, **small, "context": context, "batch": batch}
+        row = {"method": name, **o.told(name), **steered, **small, "context": context, "batch": batch}
         if others:
             row |= {"locality": o.locality}
         step = Step(model, cache, batch)

@@ -61,9 +61,12 @@ def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl
 
 
 @triton.jit
-def fold(x, k, v, live, top, total, acc, scale, softcap):
-    """Add tokens with keys k and values v [n, DP] where `live` [N or 1, n] to the running softmax."""
+def fold(x, k, v, live, top, total, acc, scale, softcap, bias=None):
+    """Add tokens with keys k and values v [n, DP] where `live` [N or 1, n] to the running softmax. `bias` [1, n] is
+    added to their logits."""
     z = capped(tl.dot(x, tl.trans(k), input_precision="ieee") * scale, softcap)
+    if bias is not None:
+        z += bias
     z = tl.where(live, z, float("-inf"))
     peak = tl.maximum(top, tl.max(z, 1))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
@@ -162,12 +165,15 @@ def soft_capped(z: Tensor, softcap: float) -> Tensor:
     return torch.tanh(z / softcap) * softcap if softcap else z
 
 
-def softmax_attention(q: Tensor, rows: Tensor, live: Tensor, attention: Attention) -> Tensor:
-    """Attention by definition, in fp32. q [B, Hq, S, D], rows [B, Hkv, N, 2, D]; live broadcasts to [B, Hq, S, N]."""
+def softmax_attention(
+    q: Tensor, rows: Tensor, live: Tensor, attention: Attention, bias: Tensor | None = None
+) -> Tensor:
+    """Attention by definition, in fp32. q [B, Hq, S, D], rows [B, Hkv, N, 2, D]; live broadcasts to [B, Hq, S, N], and
+    so does `bias`, which is added to the logits."""
     group = q.shape[1] // rows.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (keys_of(rows), values_of(rows)))
     z = soft_capped(q.float() @ k.transpose(-1, -2) * attention.scale, attention.softcap)
-    z = z.masked_fill(~live, -torch.inf)
+    z = (z if bias is None else z + bias).masked_fill(~live, -torch.inf)
     top = z.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     total = 0.0
     if attention.sink_logits is not None:

@@ -1,7 +1,8 @@
 """Attention of one query token over the ring (sinks and window) and the selected blocks in the hot buffer.
 
     out = softmax(scale * q.k, with the soft cap and the sink logit) v
-          over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block
+          over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block;
+          with `rest` also over what remains of each group of the pool (ops/rest/__init__.py)
 
 Args:
     q [batch, q_heads, 1, dim]
@@ -9,10 +10,11 @@ Args:
     hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
     selection: frontier [batch, heads] (None: lengths.ring_begin) and fill [batch, heads, blocks] (None: all rows).
         `ids` is not read: fetch has turned it into hot.chosen.
+    rest: sums [batch, heads, groups, 2, dim] or None. Blocks have no `fill` then.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
-programs per multiprocessor, then one launch that combines their parts.
+programs per multiprocessor, then one launch that combines their parts. `rest` is Triton's.
 """
 import torch
 from torch import Tensor
@@ -23,7 +25,19 @@ from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
-from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops.attend._split import (
+    Parts,
+    begun,
+    fold,
+    result_like,
+    softmax_attention,
+    step,
+    store_part,
+    tile_of,
+)
+from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
+from torchsparsekv.ops.rest.group_sums import check_groups
+from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
@@ -35,13 +49,19 @@ NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
 NATIVE_TILE = 16  # tokens that a warp takes at a time
 
 
-def check(q, ring, hot, lengths, selection, attention) -> None:
+def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
     _check.heads(q, ring)
+    if rest.sums is None:
+        return
+    check_groups(rest, hot.slot_of.shape[2] * hot.rows.shape[3])
+    if selection.fill is not None:
+        raise ValueError("rest is for blocks that are full: give no selection.fill with it")
 
 
 def reference(
-    q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention
-) -> Tensor:
+    q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention,
+    rest: Rest = NO_REST,
+) -> Tensor:  # fmt: skip
     frontier, fill = selection[2:]
     begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier
     rows, length = ring.shape[2], lengths.length
@@ -51,9 +71,14 @@ def reference(
     found = (hot.chosen >= 0)[..., None] & (torch.arange(p, device=q.device) < _filled(hot, fill)[..., None])
     rows = torch.cat([ring, hot.rows.gather(2, at).flatten(2, 3)], 2)
     live = torch.cat([in_ring, found.flatten(2)], -1)
+    bias = torch.zeros_like(live, dtype=torch.float32)
+    if rest.sums is not None:
+        means, tokens = remaining(rest, ring, hot, lengths, begins)
+        rows, live = torch.cat([rows, means.to(q.dtype)], 2), torch.cat([live, tokens > 0], -1)
+        bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
-    live = live.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
-    out = softmax_attention(q, rows, live, attention)
+    live, bias = (x.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2) for x in (live, bias))
+    out = softmax_attention(q, rows, live, attention, bias)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
 
@@ -67,9 +92,11 @@ def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
 
 @triton.jit
 def _attend(
-    q, ring, hot, chosen, block_of, fill, length, begins, parts, tops, totals, q_b, q_h, heads, ring_rows, slots,
-    blocks, n, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr, FILLED: tl.constexpr, PDL: tl.constexpr,
+    q, ring, hot, chosen, block_of, fill, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
+    ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr,
+    FILLED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, CHOSEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -94,6 +121,17 @@ def _attend(
             block = tl.load(block_of + bh * slots + slot, mask=live, other=-1)
             live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
         top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
+    if GROUP > 0:
+        left = tl.load(ring_begin + b)
+        first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and on, where the blocks ended
+        for tile in range(first, tl.cdiv(left, GROUP * GROUPS), splits):
+            key, value, count = remaining_tile(
+                sums, ring, hot, chosen, block_of, bh, tile, begin, left, sink, groups, ring_rows, slots, n, GROUP,
+                GROUPS, TOKENS, CHOSEN, P, D, DP,
+            )  # fmt: skip
+            bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
+            key, value = key.to(x.dtype), value.to(x.dtype)
+            top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
@@ -117,7 +155,9 @@ def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int) -> int:
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
-def _fits(q, ring, hot, lengths, selection, attention) -> tuple[_cuda.Module, int, int] | str:
+def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Module, int, int] | str:
+    if rest.sums is not None:
+        return "the rest is estimated by Triton alone"
     d, heads, sinks = q.shape[3], ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -139,7 +179,7 @@ def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int
     return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
 
 
-def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor:
+def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> Tensor:
     """csrc/sparse_attention.cu"""
     (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, ring.shape
     out, p = result_like(q), hot.rows.shape[3]
@@ -154,17 +194,19 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention) -> Tensor
     return out
 
 
-def _launch_triton(q, ring, hot, lengths, selection, attention) -> Tensor:
-    (batch, heads, ring_rows), (frontier, fill) = ring.shape[:3], selection[2:]
+def _launch_triton(q, ring, hot, lengths, selection, attention, rest) -> Tensor:
+    (batch, heads, ring_rows), (frontier, fill), sums = ring.shape[:3], selection[2:], rest.sums
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
+    groups = 0 if sums is None else sums.shape[2]
     tile = tile_of(q)  # one tile per program at batch 1; two stages, as a program seldom has a third tile
-    parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile))
+    parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile) + cdiv(groups, GROUPS))
     _attend[(batch * heads, parts.splits)](
-        q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill, lengths.length,
-        lengths.ring_begin if frontier is None else frontier, parts.acc, parts.top, parts.total, q.stride(0),
-        q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, lengths.sink, attention.scale,
-        attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
+        q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill,
+        ring if sums is None else sums, lengths.length, lengths.ring_begin if frontier is None else frontier,
+        lengths.ring_begin, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, ring_rows,
+        hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink, attention.scale, attention.softcap,
+        parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
+        **tile_sizes(rest, n), **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

@@ -177,8 +177,8 @@ def test_a_run_goes_on_where_it_stopped(folder, ran, tmp_path, monkeypatch):
     lines = ran[2].read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]) + lines[8][:50])  # killed while it wrote the last of the first chunk's
     calls = []
-    decoded = teacher.decoded
-    monkeypatch.setattr(teacher, "decoded", lambda *a: calls.append(len(a[1])) or decoded(*a))
+    steps = teacher.steps_through
+    monkeypatch.setattr(teacher, "steps_through", lambda *a, **how: calls.append(len(a[1])) or steps(*a, **how))
     again = {r["method"]: r for r in text.run(options(folder), path)}
     assert calls == [2, 1, 1, 1], "quest of the first two samples, and the third of all three"
     for method, row in ran[0].items():

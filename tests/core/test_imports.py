@@ -152,7 +152,7 @@ def test_allowed_imports_have_no_cycle():
 
 # ---------------------------------------------------------------- shared ops know no method
 
-SHARED = ("store", "index", "select", "gather", "attend", "_machinery")
+SHARED = ("store", "index", "select", "gather", "rest", "attend", "_machinery")
 FAMILY = re.compile(r"\b(?:icecache|pariskv|prkv\w*|snapkv|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I)
 
 

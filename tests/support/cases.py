@@ -15,6 +15,7 @@ from torchsparsekv.ops.index.block_bounds import VOLUMES
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
 from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.select._top import peaks_of
 from torchsparsekv.ops.store.views import Attention, Digests, HotBuffer, KVStore, Leaving, Lengths, Scored, Selection
 from torchsparsekv.state import RingPlan
@@ -268,8 +269,27 @@ def _sparse_attention(w: World):
     hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, none.clone(), chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
-    fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w))
+    rest = _rest(w, w.begin) if w.pick(False, True) else Rest()
+    some = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32)
+    fill = some if rest.sums is None and w.pick(False, True) else None
+    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w), rest)
+
+
+def _rest(w: World, upto: torch.Tensor) -> Rest:
+    """Sums of the tokens below `upto`, NaN where a group has none."""
+    group = w.pick(4, 1, 32, 2)
+    sums = torch.full((w.batch, w.heads, -(-w.rows // group), 2, w.dim), torch.nan, dtype=torch.float64)
+    for b, end in enumerate(upto.tolist()):
+        for g in range(w.sink // group, -(-end // group) if end > w.sink else 0):
+            sums[b, :, g] = w.truth[b, :, max(g * group, w.sink) : min((g + 1) * group, end)].double().sum(1)
+    return Rest(sums.float(), group)
+
+
+def _group_sums(w: World):
+    rest, order = _rest(w, w.previous_begin), _order(w) if w.tokens > 1 else None
+    dtype = w.pick(torch.float32, w.dtype)
+    pool = w.pool(torch.maximum(w.begin, w.start) if order is None else w.start)
+    return (Leaving(w.k, pool), w.v, rest._replace(sums=rest.sums.to(dtype)), w.lengths_view, order, True)
 
 
 def _dense_attention(w: World):
@@ -327,6 +347,7 @@ OPS = {
     "fetch": _fetch,
     "prefetch_async": lambda w: cases_prefetch.prefetch_async(w, _fetch(w)),
     "sparse_attention": _sparse_attention,
+    "group_sums": _group_sums,
     "dense_attention": _dense_attention,
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,
@@ -336,7 +357,7 @@ OPS = {
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention",
+    "prompt_attention", "group_sums",
     "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 

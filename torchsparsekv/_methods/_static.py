@@ -74,7 +74,7 @@ class StaticMethod(ObservingMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(**self.capability)
+        return Traits(no_rest="retrieves nothing at a step", **self.capability)
 
     @property
     def capability(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class _Window(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="window")
+        return Traits(attends="window", no_rest="keeps no pool")
 
     @property
     def ring_plan(self) -> RingPlan:

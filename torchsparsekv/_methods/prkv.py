@@ -43,6 +43,7 @@ class PRKV(StaticMethod, PageMethod):
         return Traits(
             couples_heads=self.static_ratio == "auto" and not self.per_head,
             selects_every_step=not self.static,
+            no_rest="moves tokens in the pool, but with static_ratio=0" if self.static else "",
             least_capability=max((n["least_capability"] for n in needs), default=(8, 0)),
             older_devices=", ".join(n["older_devices"] for n in needs),
         )

@@ -1,11 +1,12 @@
 """SnapKV: the last queries of a prompt choose the prompt tokens that later steps attend to."""
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from torchsparsekv._methods._static import ObservingMethod
-from torchsparsekv.method import option
+from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling, snap_tokens
@@ -40,6 +41,10 @@ class SnapKV(ObservingMethod):
     observe: int | None = option(None, f"Tokens of the observation window. None: as `window`, at most {OBSERVED}.")
     kernel_size: int = option(5, "Neighbouring tokens over which votes are pooled, an odd number; 1: no pooling.")
     pooling: str = option("avgpool", "Pooling of votes: avgpool, as in the paper's code, or maxpool.")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(no_rest="retrieves nothing at a step")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,5 +41,7 @@ def read_options(given: object, block_size: int) -> Options:
     method = make_method(name, **hyper)
     if method.prefetch_async is not None:
         raise ValueError(f"torchsparsekv: an engine has no prefetch_async, got {method.prefetch_async!r}: leave it out")
+    if method.estimate_rest is not False:
+        raise ValueError(f"torchsparsekv: an engine has no estimate_rest, got {method.estimate_rest!r}: leave it out")
     assert isinstance(method, PageMethod)
     return Options(method, kv, None if host_gib is None else float(host_gib))

@@ -13,6 +13,7 @@ class Draft:
     prefix: str  # of the answer; in a chat the assistant has said it already
     answers: tuple[str, ...]
     needle: str | None = None  # the first statement that the answer needs, where there is one
+    wrong: tuple[str, ...] = ()  # each of these in the answer takes back one that is right
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@ import functools
 import hashlib
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torchsparsekv_benchmarks.quality.ruler import frequency, niah, variables
@@ -22,15 +24,17 @@ class Sample:
     new_tokens: int
     depth: float | None  # where in the prompt's characters, 0..1, the first needed statement stands
     tokenizer: Any
+    wrong: tuple[str, ...] = ()
 
     def score(self, output: list[int]) -> float:
-        """Share of the answers that occur in the output, in any case."""
-        return found(self.tokenizer.decode(output, skip_special_tokens=True), self.answers)
+        """Share of the answers that occur in the output, in any case, less those that are wrong."""
+        return found(self.tokenizer.decode(output, skip_special_tokens=True), self.answers, self.wrong)
 
 
-def found(text: str, answers: tuple[str, ...]) -> float:
+def found(text: str, answers: tuple[str, ...], wrong: tuple[str, ...] = ()) -> float:
     text = CONTROL.sub("\n", text).strip().lower()
-    return sum(a.lower() in text for a in answers) / len(answers)
+    right = sum(a.lower() in text for a in answers) - sum(a.lower() in text for a in wrong)
+    return max(0, right) / len(answers)
 
 
 def _rng(task: str, length: int, index: int | str) -> random.Random:
@@ -39,18 +43,19 @@ def _rng(task: str, length: int, index: int | str) -> random.Random:
 
 
 class Ruler:
-    """Samples for one tokenizer. With a chat template the question is the user's turn and the prefix begins ours."""
+    """Samples of RULER's tasks and of others for one tokenizer. With a chat template the question is the user's turn
+    and the prefix begins ours."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, others: Mapping[str, Task] = MappingProxyType({})):
+        self.tokenizer, self.tasks = tokenizer, {**_ALL, **others}
         self.chat = bool(getattr(tokenizer, "chat_template", None))
         self.size = functools.cache(self._size)
 
     def sample(self, task: str, length: int, index: int) -> Sample:
         """The index-th sample; prompt and answer have at most `length` tokens together."""
-        if task not in _ALL:
-            raise ValueError(f"unknown task {task!r}; available: {', '.join(TASKS)}")
-        t, size = _ALL[task], self.size(task, length)
+        if task not in self.tasks:
+            raise ValueError(f"unknown task {task!r}; available: {', '.join(self.tasks)}")
+        t, size = self.tasks[task], self.size(task, length)
         while True:
             draft = t.make(_rng(task, length, index), size, length)
             text = self._text(draft)
@@ -61,11 +66,12 @@ class Ruler:
                 raise ValueError(f"{task} does not fit {length} tokens: its smallest prompt and answer are longer")
             size = max(t.least, size - t.step(length))
         depth = None if draft.needle is None else text.rindex(draft.needle) / len(text)
-        return Sample(ids, draft.answers, t.new_tokens, depth, self.tokenizer)
+        return Sample(ids, draft.answers, t.new_tokens, depth, self.tokenizer, draft.wrong)
 
     def _size(self, task: str, length: int) -> int:
         """The largest haystack with which one draw fits, in whole steps; the samples start from it."""
-        t, step = _ALL[task], _ALL[task].step(length)
+        t = self.tasks[task]
+        step = t.step(length)
 
         def fits(steps: int) -> bool:
             draft = t.make(_rng(task, length, "size"), t.least + steps * step, length)

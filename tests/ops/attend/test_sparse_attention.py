@@ -12,6 +12,7 @@ from kernels import NATIVE, on
 from world import DEVICE, TOLERANCE, World
 
 from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.rest.views import NO_REST
 
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 ENTRY = load_all()["sparse_attention"]
@@ -43,9 +44,9 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
         lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
         pick=lambda *options: r.choice(options),
     )  # fmt: skip
-    q, near, hot, of_rows, reach, attention = OPS["sparse_attention"](w)
+    q, near, hot, of_rows, reach, attention, _ = OPS["sparse_attention"](w)
     of_rows.length[torch.tensor(lengths) < 0] = -1
-    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention)
+    things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention, NO_REST)
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
@@ -116,9 +117,10 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
         dim=80 if odd == "head_dim" else 64, group=9 if odd == "group" else 2, seed=1,
         dtype=torch.float32 if odd == "float32" else torch.float16,
     )  # fmt: skip
-    q, *views, attention = OPS["sparse_attention"](w)
+    q, *views, attention, _ = OPS["sparse_attention"](w)
     sinks = w.sink_logits()
-    things = (q, *views, attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks))
+    attention = attention._replace(sink_logits=sinks.float() if odd == "sinks" else sinks)
+    things = (q, *views, attention, NO_REST)
     there = on(DEVICE, things)
     if odd == "strides":
         there = (torch.nn.functional.pad(there[0], (0, 3))[..., :64], *there[1:])
@@ -132,7 +134,8 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(odd):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_cuda_kernel_runs_at_the_usual_shapes(sinks, filled):
     w = Long(dim=64, dtype=torch.float16)
-    *rest, reach, attention = OPS["sparse_attention"](w)
-    reach = reach._replace(fill=torch.ones_like(rest[2].slot_of) if filled else None)
-    things = (*rest, reach, attention._replace(sink_logits=w.sink_logits() if sinks else None))
+    *before, reach, attention, _ = OPS["sparse_attention"](w)
+    reach = reach._replace(fill=torch.ones_like(before[2].slot_of) if filled else None)
+    attention = attention._replace(sink_logits=w.sink_logits() if sinks else None)
+    things = (*before, reach, attention, NO_REST)
     assert ENTRY.chain.chosen(*on(DEVICE, things)) == NATIVE

@@ -1,0 +1,131 @@
+"""Read a prompt once, and give its keys and values to the caches of many methods.
+
+A prompt is exact whatever the method, so its keys, values and queries are too: one forward of the model makes them, and
+every method takes them into its store and index as it would have done in a forward of its own.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchsparsekv
+from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._captured import Steps
+
+QUERIES = 1024  # the latest queries of a prompt, of which methods read up to some hundred; the others are zeros
+
+
+class Prompted(NamedTuple):
+    """What one layer made of a prompt."""
+
+    queries: Tensor  # the last QUERIES of them
+    keys: Tensor
+    values: Tensor
+    attention: Attention
+
+
+@dataclass
+class Recording:
+    """Prompts padded on the left: what the layers made of them, and the logits of their last positions."""
+
+    ids: Tensor
+    pad: Tensor
+    layers: dict[int, Prompted] = field(default_factory=dict)
+    logits: Any = None
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.ids.shape[1] - self.pad
+
+
+def padded(prompts: list[list[int]], device: torch.device, pad_token: int = 0) -> tuple[Tensor, Tensor]:
+    """(ids, number of padding tokens of each row)."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad_token] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    return ids, torch.tensor([longest - len(p) for p in prompts], device=device, dtype=torch.int32)
+
+
+@torch.no_grad()
+def record(model, ids: Tensor, pad: Tensor, keep: int = 1) -> Recording:
+    """One exact forward of an unpatched model."""
+    recording = Recording(ids, pad)
+    batch, tokens = ids.shape
+    how = dict(method="full", max_length=tokens, offload="device", skip_layers=0)
+    with torchsparsekv.patch(model, **how) as handle:
+        cache = handle.make_cache(batch, tokens)
+        for i, layer in cache.stored.items():
+            layer.state.on_prompt = _taker(recording, i)
+        columns = torch.arange(tokens, device=ids.device)
+        mask = (columns >= pad[:, None]).long() if bool(pad.any()) else None
+        positions = (columns - pad[:, None]).clamp_min(0)
+        recording.logits = model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=keep
+        ).logits
+    return recording
+
+
+def _taker(recording: Recording, layer: int) -> Callable:
+    def take(state, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> None:
+        recording.layers[layer] = Prompted(q[:, :, -QUERIES:].clone(), k, v, a)
+
+    return take
+
+
+@torch.no_grad()
+def replay(recording: Recording, cache: SparseCache, tokens: int | None = None) -> None:
+    """Take the prompts, or the first `tokens` columns of them, into an empty cache."""
+    every = recording.ids.shape[1]
+    tokens = every if tokens is None else tokens
+    scratch = None
+    for i, layer in cache.stored.items():
+        q, k, v, a = recording.layers[i]
+        if scratch is None:
+            scratch = q.new_zeros((*q.shape[:2], tokens, q.shape[3]))
+        known = min(q.shape[2] - (every - tokens), tokens)
+        if known > 0:
+            end = q.shape[2] - (every - tokens)
+            scratch[:, :, tokens - known :] = q[:, :, end - known : end]
+        if layer.advances:
+            layer.state.row_lengths.advance(tokens, recording.pad)
+        layer.method.ingest(layer.state, scratch, k[:, :, :tokens], v[:, :, :tokens], a, join=True)
+    wait_for_side_stream(recording.ids.device)
+
+
+def stepper(model, cache: SparseCache) -> Callable[[Tensor, Tensor], Tensor]:
+    """step(ids [rows, 1], positions [rows, 1]): the logits of one decode step, [rows, vocabulary]. On a GPU the step is
+    captured as a graph."""
+    probed = any(layer.state.on_step for layer in cache.stored.values())
+    call: Any = model if model.device.type == "cpu" or probed else Steps(model, None)
+
+    def step(ids: Tensor, positions: Tensor) -> Tensor:
+        return call(input_ids=ids, position_ids=positions, past_key_values=cache).logits[:, -1]
+
+    return step
+
+
+@torch.no_grad()
+def answers(
+    step: Callable, logits: Tensor, positions: Tensor, new_tokens: int, ends: Tensor | None = None, look: int = 16
+) -> Tensor:
+    """Greedy: [rows, up to new_tokens]. It stops where every row has come to one of `ends`, and looks at every 16th
+    token whether it has."""
+    out = [logits.argmax(-1)]
+    done = torch.zeros_like(out[0], dtype=torch.bool)
+    for t in range(new_tokens - 1):
+        if ends is not None:
+            done |= torch.isin(out[-1], ends)
+            if t % look == look - 1 and bool(done.all()):
+                break
+        out.append(step(out[-1][:, None], (positions + t)[:, None]).argmax(-1))
+    return torch.stack(out, 1)
+
+
+def filled(handle, recording: Recording, length: int, tokens: int | None = None) -> SparseCache:
+    """A cache of these rows that has taken in the prompts."""
+    cache = handle.make_cache(recording.ids.shape[0], length)
+    replay(recording, cache, tokens)
+    return cache

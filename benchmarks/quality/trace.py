@@ -1,0 +1,142 @@
+"""Record which blocks the methods choose on a real model, step by step, for `bench decode --trace`.
+
+A stretch of text is read as a prompt; the method then decodes the tokens that follow in the text. Of some layers the
+file keeps what every kv head chose at every step, in the order of block ids.
+"""
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import all_methods, make_method
+from torchsparsekv_benchmarks._options import at_least, different, option, parse
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.quality import replay, texts
+from torchsparsekv_benchmarks.quality.options import OnModel, Setting
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.run import patched
+from torchsparsekv_benchmarks.quality.sources import placed
+from torchsparsekv_benchmarks.quality.text_options import name_of, path_of
+
+
+@dataclass(frozen=True)
+class Options(OnModel):
+    model: str = option("qwen-1.5b", "A language model by name, as eval-text takes it.")
+    sink: int = option(64, "First tokens, always attended to.")
+    text: str = option("sympy", "sympy or moby-dick, which `make real-model` fetches, or a file of plain text.")
+    length: int = option(32768, "Tokens of the prompt.")
+    steps: int = option(256, "Recorded steps.")
+    methods: tuple[str, ...] = option(
+        ("quest=1024", "pariskv=256", "icecache=256", "prkv=1024"), "comma-separated METHOD=BUDGET"
+    )
+    layers: int = option(4, "Layers that are recorded, at equal distances.")
+    window: int = option(256, "Latest tokens, always attended to.")
+    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+    offload: str = option("device", "Where the pool lives: auto, host or device.")
+    pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model.")
+
+
+def check(o: Options) -> dict[str, int]:
+    """The methods with their budgets."""
+    at_least(o, length=1024, steps=2, layers=1)
+    different(o, "methods")
+    found = {}
+    for text in o.methods:
+        name, equals, budget = text.partition("=")
+        if not equals or name not in all_methods() or not budget.isdecimal():
+            raise ValueError(f"methods are METHOD=BUDGET with a known method, got {text!r}")
+        found[name] = int(budget)
+    if not path_of(o.text).is_file():
+        raise ValueError(f"there is no text {path_of(o.text)}: run `make real-model`, or name a file")
+    return found
+
+
+class Recorder:
+    """Takes the choice of every step of some layers."""
+
+    def __init__(self, layers: dict[int, Any]):
+        self.chosen: dict[int, list[Tensor]] = {i: [] for i in layers}
+        for i, layer in layers.items():
+            layer.state.on_step = lambda s, q, a, selection, out, i=i: self.chosen[i].append(
+                selection.ids[0].sort(-1).values.cpu()
+            )
+
+    def array(self) -> np.ndarray:
+        """[layers * kv heads, steps, chosen]"""
+        by_layer = [torch.stack(steps, 1) for steps in self.chosen.values()]
+        return torch.cat(by_layer).numpy().astype(np.int32)
+
+
+@torch.no_grad()
+def record(model, ids: Tensor, method: str, budget: int, o: Options, recording: replay.Recording) -> np.ndarray:
+    patch = {"budget": budget, "sink": o.sink, "window": o.window, "skip_layers": o.skip_layers}
+    patch |= parse(o.hyper).get(method, {})
+    with patched(model, Setting(method, budget, patch), ids.shape[1], o) as handle:  # type: ignore[arg-type]
+        cache = replay.filled(handle, recording, ids.shape[1], o.length)
+        sparse = {i: x for i, x in cache.stored.items() if x.method.name == method}
+        chosen = np.linspace(0, len(sparse) - 1, min(o.layers, len(sparse))).round().astype(int)
+        recorder = Recorder({i: sparse[i] for i in np.array(list(sparse))[chosen].tolist()})
+        step = replay.stepper(model, cache)
+        for t in range(o.steps):
+            at = o.length + t
+            step(ids[:, at : at + 1], torch.full_like(ids[:, :1], at))
+    return recorder.array()
+
+
+def run(o: Options, out: Path | None = None) -> dict[str, np.ndarray]:
+    """Record and write one file for all methods."""
+    budgets = check(o)
+    if out is None or out.suffix != ".npz":
+        raise ValueError(f"out must name a file that ends with .npz, got {out}")
+    for name, budget in budgets.items():
+        make_method(name, budget=budget)
+    tokenizer, model = pretrained(o.model, *placed(o), o.yarn)
+    text = texts.read_one(o.text, tokenizer)
+    total = o.length + o.steps
+    if text.room(total) < 1:
+        raise ValueError(f"{text.name} has {len(text.ids)} tokens, a prompt and its steps need {total}")
+    ids = text.rows(total, range(1))[:, :total].to(model.device)
+    recording = replay.record(model, ids, ids.new_zeros(1, dtype=torch.int32))
+    found = {}
+    for name, budget in budgets.items():
+        now(f"{name} {budget}")
+        found[f"{name}={budget}"] = record(model, ids, name, budget, o, recording)
+    write(out, found, {"model": o.model, "text": name_of(o.text), "length": o.length, "yarn": o.yarn})
+    for key, ids_ in found.items():
+        print(f"{key}: {ids_.shape[0]} heads, {ids_.shape[1]} steps, {repeated(ids_):.1%} chosen at the step before")
+    return found
+
+
+def repeated(ids: np.ndarray) -> float:
+    """Share of the chosen blocks that the same head chose at the step before."""
+    same = total = 0
+    for head in ids:
+        for before, now_ in itertools.pairwise(head):
+            new = now_[now_ >= 0]
+            same, total = same + np.isin(new, before).sum(), total + len(new)
+    return float(same / max(total, 1))
+
+
+def write(out: Path, found: dict[str, np.ndarray], about: dict) -> None:
+    """Ascending ids as differences, which compress to about a byte each; -1, for none, comes first."""
+    packed: dict[str, Any] = {}
+    for key, ids in found.items():
+        steps = np.diff(ids + 1, axis=-1, prepend=0)
+        packed[key] = steps.astype(np.uint16 if steps.max() < 1 << 16 else np.uint32)
+    np.savez_compressed(out, about=np.array(json.dumps(about)), **packed)
+
+
+def read(path: Path, method: str, budget: int) -> Tensor:
+    """[heads, steps, chosen], int32"""
+    with np.load(path) as file:
+        name = f"{method}={budget}"
+        if name not in file:
+            has = ", ".join(k for k in file.files if k != "about")
+            raise ValueError(f"{path.name} has no trace of {name}; it has: {has}")
+        ids = file[name]
+    return torch.from_numpy(ids.cumsum(-1, dtype=np.int64) - 1).to(torch.int32)

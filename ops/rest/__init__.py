@@ -1,0 +1,12 @@
+"""The rest: an estimate of the tokens that a step does not retrieve.
+
+The pool is cut into groups of `Rest.group` rows. The store keeps the sum of the keys and the sum of the values of every
+group (`group_sums`). Attention takes what remains of each group as one more token (`remaining` in _remaining.py):
+
+    m_g = tokens of g in the sums - tokens of g that the step attends to exactly
+    k_g = (sum of keys   - keys   of the exact tokens) / m_g
+    v_g = (sum of values - values of the exact tokens) / m_g
+    logit of g = softcap(scale * q.k_g) + log m_g;   -inf if m_g = 0
+
+So a full budget is dense attention, and an empty one is attention to the means of the groups.
+"""

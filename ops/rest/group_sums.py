@@ -1,0 +1,129 @@
+"""Add the tokens that leave the ring to the sums of their groups.
+
+    sums[g] = (sums[g] or 0) + sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin
+
+The first token of a group that leaves begins a new sum, so sums need no clearing. The number of tokens in a sum follows
+from the ring begin: min((g + 1) * group, ring_begin) - max(g * group, sink).
+
+Args:
+    leaving: the keys of the tokens that leave the ring. The pool holds the values of earlier tokens too.
+    v [batch, heads, tokens, dim]: the values of the new tokens.
+    rest: sums [batch, heads, groups, 2, dim], changed for the groups of the leaving tokens.
+    order [batch, heads, tokens]: the pool row of a column takes the token of column `order[column]` (store_prompt.py).
+    join: whether the sums of a prompt are made on the current stream. Otherwise they are made beside the next layer
+        (ops/_machinery/side_stream.py), where `order` is made too.
+
+Launches: one program per (row, head, group that can change in one call); it returns at once if no token of its group
+leaves.
+"""
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.side_stream import on_side_stream
+from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.store.rows import as_numbers, load_key, load_value, row_at, rows_of, value_at
+from torchsparsekv.ops.store.views import I32, Leaving, Lengths, NewKeys
+
+Order = Annotated[Tensor, Of("batch heads tokens", I32)]
+TILE = 32  # tokens of a group that a program adds at once
+
+
+def check(leaving, v, rest, lengths, order=None, join=True) -> None:
+    check_groups(rest, leaving.pool.shape[2])
+
+
+def check_groups(rest: Rest, rows: int) -> None:
+    """Refuse groups that do not cover exactly a pool of so many rows."""
+    sums, group = rest
+    if group < 1 or group & (group - 1):
+        raise ValueError(f"group must be a power of two, got {group}")
+    if sums is None or sums.shape[2] != cdiv(rows, group):
+        have = "no sums" if sums is None else f"sums of {sums.shape[2]}"
+        raise ValueError(f"{rows} pool rows are {cdiv(rows, group)} groups of {group}, got {have}")
+
+
+def reference(
+    leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True
+) -> None:
+    (k, pool), (sums, group) = leaving, rest
+    assert sums is not None
+    for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
+        if n <= 0 or new <= old:
+            continue
+        fresh, column = min(max(old, n0), new), k.shape[2] - n
+        added = rows_of(k[b], v[b])
+        if order is not None:
+            added = added.gather(1, order[b].long()[..., None, None].expand_as(added))
+        earlier = as_numbers(pool[b, :, old:fresh], torch.float32).float()
+        rows = torch.cat([earlier, added[:, column + fresh : column + new].float()], 1)
+        for g in range(old // group, cdiv(new, group)):
+            first, last = max(g * group, old), min((g + 1) * group, new)
+            begins = old <= max(g * group, lengths.sink)
+            before = 0 if begins else sums[b, :, g].float()
+            sums[b, :, g] = before + rows[:, first - old : last - old].sum(1)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sum(
+    k, v, pool, sums, order, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, v_b, v_h, v_s, heads,
+    tokens, pool_rows, groups, sink, ORDERED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    n0, n = tl.load(start + b), tl.load(length + b)
+    old, new = tl.load(previous_ring_begin + b), tl.load(ring_begin + b)
+    g = old // GROUP + tl.program_id(0)  # the only grid dimension that may exceed 65,535
+    if (n > 0) & (old < new) & (g * GROUP < new):
+        d = tl.arange(0, DP)
+        there = d < D
+        row = row_at(sums, bh, g, groups, D)
+        before = d < tl.where(old > tl.maximum(g * GROUP, sink), D, 0)  # the sum goes on
+        key = tl.load(row + d, mask=before, other=0.0).to(tl.float32)
+        value = tl.load(value_at(row, D) + d, mask=before, other=0.0).to(tl.float32)
+        for first in range(0, GROUP, TILE):
+            pos = g * GROUP + first + tl.arange(0, TILE)
+            leaves = (pos >= old) & (pos < new)
+            fresh = leaves & (pos >= n0)
+            col = tokens - n + pos
+            if ORDERED:
+                col = tl.load(order + bh * tokens + col, mask=fresh, other=0)
+            col = col.to(tl.int64)[:, None]
+            stored, past, m = row_at(pool, bh, pos, pool_rows, D)[:, None], (leaves & ~fresh)[:, None], fresh[:, None]
+            x = load_key(stored, d[None, :], past, there[None, :], D).to(tl.float32)  # [TILE, DP]
+            x += tl.load(k + b * k_b + h * k_h + col * k_s + d[None, :], mask=m & there[None, :], other=0.0)
+            y = load_value(stored, d[None, :], past, there[None, :], D).to(tl.float32)  # [TILE, DP]
+            y += tl.load(v + b * v_b + h * v_h + col * v_s + d[None, :], mask=m & there[None, :], other=0.0)
+            key += tl.sum(x, 0)
+            value += tl.sum(y, 0)
+        tl.store(row + d, key.to(sums.dtype.element_ty), mask=there)
+        tl.store(value_at(row, D) + d, value.to(sums.dtype.element_ty), mask=there)
+
+
+def launch(leaving, v, rest, lengths, order, join) -> None:
+    if v.shape[2] == 1:  # a step
+        return _launch(leaving, v, rest, lengths, order)
+    used = (*leaving, v, rest.sums, *lengths[:4], *(() if order is None else (order,)))
+    with on_side_stream(join, *used):
+        _launch(leaving, v, rest, lengths, order)
+
+
+def _launch(leaving, v, rest, lengths, order) -> None:
+    (k, pool), (sums, group) = leaving, rest
+    (batch, heads, rows), (tokens, d), groups = pool.shape[:3], k.shape[2:], sums.shape[2]
+    most = min(cdiv(tokens + lengths.interval, group) + 1, groups)  # groups that can change in one call
+    _sum[(most, batch * heads)](
+        k, v, pool, sums, lengths.start if order is None else order, *lengths[:4], *k.stride()[:3], *v.stride()[:3],
+        heads, tokens, rows, groups, lengths.sink, ORDERED=order is not None, GROUP=group, TILE=min(group, TILE), D=d,
+        DP=next_power_of_2(d), num_warps=2, **launch_early(sums.device, batch * heads * most),
+    )  # fmt: skip
+
+
+group_sums = register("group_sums", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,163 @@
+"""The board: prompts that are read once give every method the state that it would have read itself, and its answers."""
+import dataclasses
+import random
+
+import pytest
+import torch
+from byte_tokenizer import bytes_tokenizer
+from cli import refused
+from models import tiny
+
+import torchsparsekv
+from torchsparsekv.method import all_methods
+from torchsparsekv_benchmarks.quality import board, replay, suite, trace
+from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
+from torchsparsekv_benchmarks.quality.sources import Source
+from torchsparsekv_benchmarks.quality.store import read
+from torchsparsekv_benchmarks.speed import decode
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 97) for _ in range(n)] for n in lengths]
+
+
+def how(method: str) -> dict:
+    return dict(method=method, max_length=512, budget=64, sink=32, window=64, skip_layers=1)
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, monkeypatch):
+    monkeypatch.setattr(replay, "QUERIES", 200)
+    model, rows = tiny(num_hidden_layers=3), prompts([300, 257])
+    ids, pad = replay.padded(rows, model.device)
+    recording = replay.record(model, ids, pad)
+    mask = (torch.arange(300) >= pad[:, None]).long()
+    with torchsparsekv.patch(model, **how(method)) as handle, torch.no_grad():
+        read_itself = handle.make_cache(2, 512)
+        positions = (torch.arange(300) - pad[:, None]).clamp_min(0)
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=read_itself).logits[:, -1]
+        replayed = replay.filled(handle, recording, 512)
+        torch.testing.assert_close(recording.logits[:, -1], logits)
+        step = [replay.stepper(model, cache) for cache in (read_itself, replayed)]
+        said = [replay.answers(s, logits, recording.lengths, 24) for s in step]
+        assert torch.equal(*said)
+        for i, layer in replayed.stored.items():
+            for (buffer, mine), (_, its) in zip(layer.state.tensors(), read_itself.stored[i].state.tensors()):
+                assert buffer.counts or torch.equal(mine, its) or mine.is_floating_point(), (i, buffer)
+                if mine.is_floating_point() and mine.dtype.itemsize > 1:
+                    torch.testing.assert_close(mine, its)
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    tokenizer = bytes_tokenizer(chat=CHAT)
+    model = tiny(num_hidden_layers=3, vocab_size=260, max_position_embeddings=8192)
+    made = Ruler(tokenizer, suite.TASKS)
+    return Source("tiny", "ruler", model, TASKS, made.sample, tuple(suite.TASKS), tokenizer)
+
+
+def options(**given) -> board.Options:
+    small = dict(model="tiny", lengths=(6000,), methods=("quest", "streaming"), budgets=(64,), samples=2, batch=2)
+    return board.Options(**{**small, **given})
+
+
+def generated(model, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_answers_are_those_of_the_stock_generate(source, tmp_path):
+    o = options(tasks=("niah_single_2",))
+    board.run(o, tmp_path / "b.jsonl", source)
+    rows = [r for r in read(tmp_path / "b.jsonl")[0] if r.get("method") == "quest"]
+    assert len(rows) == 2
+    for r in rows:
+        prompt = source.sample("niah_single_2", 6000, r["index"]).prompt
+        with torchsparsekv.patch(source.model, "quest", max_length=6000, **r["patch"]):
+            told = generated(source.model, prompt, 128)
+        assert told[: len(r["output"])] == r["output"]
+
+
+def test_turns_go_on_over_one_cache(source, tmp_path):
+    """Each turn's answer equals that of the whole conversation read as one prompt by the dense model."""
+    o = options(tasks=(board.TURNS,), methods=("quest",), samples=1, batch=1)
+    board.run(o, tmp_path / "b.jsonl", source)
+    full = next(r for r in read(tmp_path / "b.jsonl")[0] if r.get("method") == "full")
+    group = board.Prompts(source, o).group(board.TURNS, 6000, [0])
+    said, (more,) = list(group.prompts[0]), group.more
+    for turn in range(suite.TURNS):
+        told = generated(source.model, said, group.new_tokens)
+        assert told == full["output"][turn]
+        said += told + (more[turn] if turn < len(more) else [])
+
+
+def test_the_mean_over_tasks_is_paired_with_full(source, tmp_path):
+    found = board.run(options(tasks=("vt", "niah_single_1")), tmp_path / "b.jsonl", source)
+    mean = {r["method"]: r for r in found if r["task"] == board.MEAN}
+    assert set(mean) == {"full", "quest", "streaming"}
+    assert mean["quest"]["samples"] == 4
+    assert {r["task"] for r in found} == {"vt", "niah_single_1", board.MEAN}
+    before = (tmp_path / "b.jsonl").read_text()
+    assert board.run(options(tasks=("vt", "niah_single_1")), tmp_path / "b.jsonl", source) == found
+    assert (tmp_path / "b.jsonl").read_text() == before, "what is there is not measured again"
+
+
+def test_what_cannot_be_is_refused_in_a_line(source, tmp_path):
+    out = tmp_path / "b.jsonl"
+    for given, said in (
+        (dict(tasks=("nothing",)), "unknown task nothing"),
+        (dict(lengths=(1 << 20,)), "--yarn"),
+        (dict(budgets=(8000,)), "below a budget of 8000"),
+        (dict(yarn=0.5), "yarn must be from 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            board.run(options(**given), out, source)
+    assert "not of the recall model" in refused("board", "--model", "recall")
+
+
+# ---------------------------------------------------------------- traces
+
+
+def traced(tmp_path, monkeypatch, source, method: str):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000)))
+    monkeypatch.setattr(trace, "pretrained", lambda *a: (source.tokenizer, source.model))
+    o = trace.Options(model="tiny", text=str(text), length=1024, steps=6, methods=(method,), layers=2, window=64)
+    return o, trace.run(dataclasses.replace(o, skip_layers=1), tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize("method", ["quest=64", "pariskv=64"])
+def test_a_trace_is_what_every_step_chose(method, tmp_path, monkeypatch, source):
+    _, found = traced(tmp_path, monkeypatch, source, method)
+    name, budget = method.split("=")
+    ids = trace.read(tmp_path / "t.npz", name, int(budget))
+    assert torch.equal(ids, torch.from_numpy(found[method]))
+    kv_heads = source.model.config.num_key_value_heads
+    assert ids.shape[:2] == (2 * kv_heads, 6)
+    assert ((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all(), "ascending, none twice, -1 first"
+    assert int((ids >= 0).sum(-1).min()) == int(budget) // (16 if name == "quest" else 1)
+    with pytest.raises(ValueError, match="has no trace of quest=32; it has: "):
+        trace.read(tmp_path / "t.npz", "quest", 32)
+
+
+def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
+    _, _ = traced(tmp_path, monkeypatch, source, "quest=64")
+    ids = trace.read(tmp_path / "t.npz", "quest", 64)
+    with torchsparsekv.patch(source.model, "quest", max_length=1100, budget=64, sink=64, window=64, skip_layers=1) as h:
+        cache = h.make_cache(1)
+        prompt = torch.randint(1, 200, (1, 1024))
+        with torch.no_grad():
+            source.model(prompt, past_key_values=cache)
+            decode.follow(cache, ids)
+            seen: list = []
+            layer = cache.stored[1]
+            layer.state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids[0].clone())
+            for _ in range(3):
+                source.model(prompt[:, :1], past_key_values=cache)
+    heads = ids.shape[0] // 2
+    for t, chosen in enumerate(seen):
+        assert torch.equal(chosen, ids[:heads, t + 1]), "the first step takes in token 1024"

@@ -1,0 +1,285 @@
+"""estimate_rest: each step equals its definition, computed from the raw keys and values in fp64."""
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layer import Layer, small
+from models import dense_logits, greedy_logits, prompts, tiny
+
+import torchsparsekv
+from torchsparsekv.method import REST_GROUP, all_methods, make_method
+from torchsparsekv.ops._machinery.chain import use_kernels
+from torchsparsekv.ops.store.rows import keys_of
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Geometry
+
+METHODS = {
+    "quest": dict(budget=8), "arkvale": dict(budget=8), "random": dict(budget=8),
+    "oracle": dict(budget=6, block_size=1),
+    "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
+    "prkv": dict(budget=8, static_ratio=0),
+    "louiskv": dict(budget=8, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "clusterkv": dict(budget=8, cluster_size=4, every=10, new_clusters=2, rounds=2),
+}  # fmt: skip
+REFUSED = {"full", "icecache", "prkv_static", "snapkv", "streaming"}
+SOFT, SINKS = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+def tensors(tokens: int, *, batch=1, seed=1, heads=2, group=2, dim=16):
+    """Queries, keys and values. A channel of the keys has a large mean, as in some models."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, n, tokens, dim, generator=g) for n in (heads * group, heads, heads))
+    k[..., 3] += 9.0
+    return q, k, v
+
+
+def exact_rows(s, b: int, h: int, begin: int) -> set[int]:
+    """Pool rows that the step of a head attends to exactly: those of its blocks, and those that are in the ring."""
+    slots = s.hot.chosen[b, h]
+    blocks, p = s.hot.block_of[b, h][slots[slots >= 0].long()].tolist(), s.hot.rows.shape[3]
+    return {x * p + i for x in blocks for i in range(p)} | set(range(begin, int(s.lengths.ring_begin[b])))
+
+
+def by_definition(s, b: int, q, k, v, a: Attention, selection, group: int) -> torch.Tensor:
+    """One row of a step, in fp64: q [heads, dim], and k and v [kv heads, tokens, dim] of all its tokens."""
+    q, k, v = q.double(), k.double(), v.double()
+    n, sink, left = k.shape[1], s.lengths.sink, int(s.lengths.ring_begin[b])
+    each, out = q.shape[0] // k.shape[0], torch.empty_like(q)
+    for h in range(k.shape[0]):
+        begin = left if selection.frontier is None else int(selection.frontier[b, h])
+        found = exact_rows(s, b, h, begin)
+        # A method may put a token in the row of another one: tell them by their keys.
+        stored = keys_of(s.store.pool[b, h, sink:left]).double()
+        token_of = dict(zip(range(sink, left), torch.cdist(stored, k[h]).argmin(1).tolist())) if left > sink else {}
+        exact = [*range(min(sink, n)), *(token_of[r] for r in sorted(found) if r < begin), *range(begin, n)]
+        keys, values, counts = [k[h, exact]], [v[h, exact]], [torch.ones(len(exact))]
+        for g in range(left // group + 1):
+            which = [token_of[r] for r in range(g * group, (g + 1) * group) if sink <= r < left and r not in found]
+            if which:
+                keys.append(k[h, which].mean(0, keepdim=True))
+                values.append(v[h, which].mean(0, keepdim=True))
+                counts.append(torch.tensor([float(len(which))]))
+        z = q[h * each : (h + 1) * each] @ torch.cat(keys).T * a.scale
+        z = (torch.tanh(z / a.softcap) * a.softcap if a.softcap else z) + torch.cat(counts).double().log()
+        values = torch.cat(values)
+        if a.sink_logits is not None:
+            z = torch.cat([z, a.sink_logits[h * each : (h + 1) * each, None].double()], 1)
+            values = torch.cat([values, torch.zeros(1, values.shape[1])])
+        out[h * each : (h + 1) * each] = z.softmax(1) @ values
+    return out
+
+
+def check_steps(
+    method, sizes: list[int], *, group: int, attention=None, pads=(0,), kind: str | None = "reference", seed=1,
+) -> int:  # fmt: skip
+    """Drive a layer through prompts and steps, and compare each step of each row with its definition."""
+    q, k, v = tensors(sum(sizes), batch=len(pads), seed=seed)
+    layer = Layer(method, batch=len(pads), group=2, left_pad=list(pads), device=torch.device("cpu"))
+    layer.attention = attention or layer.attention
+    layer.state.rest.sums.fill_(torch.nan)  # a group begins with its first token, whatever is there
+    seen: list[tuple] = []
+
+    def on_step(s, q, a, selection, out):
+        end = int(s.row_lengths.seq_len)
+        for b, pad in enumerate(pads):
+            if end > pad:
+                want = by_definition(s, b, q[b, :, 0], k[b, :, pad:end], v[b, :, pad:end], a, selection, group)
+                seen.append((b, end, out[b, :, 0].double(), want))
+
+    layer.state.on_step = on_step
+    with use_kernels(kind):
+        layer.feed_parts(q, k, v, sizes)
+    for b, end, got, want in seen:
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=f"row {b} at {end} tokens")
+    return len(seen)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize("name", METHODS)
+def test_step_equals_definition_from_raw_keys_and_values(name, kind):
+    """A prompt, generated tokens that leave the ring, a second turn, and more steps; groups of 8."""
+    steps = (6, 3) if kind == "triton" else (24, 24)
+    sizes = [50, *[1] * steps[0], 13, *[1] * steps[1]]
+    assert check_steps(small(name, **METHODS[name], estimate_rest=8), sizes, group=8, kind=kind) == sum(steps)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_softcap_and_sink_logits_act_on_means(kind):
+    attention = Attention(0.25, SOFT, SINKS)
+    check_steps(small("quest", budget=8, estimate_rest=16), [60, *[1] * 5], group=16, attention=attention, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_ragged_rows_equal_definition(kind):
+    """Rows of 60, 41 and 9 tokens: the last one has nothing outside its ring."""
+    method = small("pariskv", **METHODS["pariskv"], estimate_rest=4)
+    assert check_steps(method, [60, *[1] * 6], group=4, pads=(0, 19, 51), kind=kind) == 18
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_heads_that_fetch_late_count_the_tokens_of_their_ring_once(kind):
+    """With prefetch_async a head may attend to tokens in the ring that are in the sums already."""
+    ahead = []
+    method = small("pariskv", budget=6, update_interval=2, full_threshold=0, prefetch_async=-1.0, estimate_rest=8)
+    layer = Layer(method, group=2, device=torch.device("cpu"))
+    q, k, v = tensors(80)
+
+    def on_step(s, q, a, selection, out):
+        ahead.append(int((s.lengths.ring_begin[:, None] - selection.frontier).max()))
+        end = int(s.row_lengths.seq_len)
+        want = by_definition(s, 0, q[0, :, 0], k[0, :, :end], v[0, :, :end], a, selection, 8)
+        torch.testing.assert_close(out[0, :, 0].double(), want, rtol=0, atol=2e-5)
+
+    layer.state.on_step = on_step
+    with use_kernels(kind):
+        layer.feed_parts(q, k, v, [50, *[1] * (30 if kind == "reference" else 6)])
+    assert max(ahead) > 0
+
+
+@given(
+    prompt=st.integers(2, 70), steps=st.integers(1, 12), group=st.sampled_from([2, 4, 8, 32, 128]),
+    name=st.sampled_from(["quest", "oracle", "pariskv", "clusterkv"]), pad=st.integers(0, 40), seed=st.integers(0, 99),
+    window=st.integers(1, 9), sink=st.sampled_from([0, 4, 8]),
+)  # fmt: skip
+def test_any_prompt_and_any_group_equal_definition(prompt, steps, group, name, pad, seed, window, sink):
+    hyper = METHODS[name] | dict(window=window, sink=sink, estimate_rest=group)
+    check_steps(small(name, **hyper), [prompt, *[1] * steps], group=group, pads=(0, min(pad, prompt)), seed=seed)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_full_budget_equals_dense_attention(name):
+    budget = dict(budget=256) | (dict(beta=1.0, rho=1.0) if name == "pariskv" else {})
+    layer = Layer(small(name, **{**METHODS[name], **budget, "estimate_rest": 8}), group=2, device=torch.device("cpu"))
+    q, k, v = tensors(80)
+    outs = layer.feed_parts(q, k, v, [60, *[1] * 20])
+    for i, out in enumerate(outs[1:], 61):
+        z = q[:, :, i - 1 : i].double() @ k[:, :, :i].double().repeat_interleave(2, 1).transpose(-1, -2) / 4
+        want = z.softmax(-1) @ v[:, :, :i].double().repeat_interleave(2, 1)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
+
+
+def test_estimate_is_closer_to_dense_than_the_same_budget_alone():
+    def error(rest: bool | int) -> float:
+        layer = Layer(small("oracle", budget=8, estimate_rest=rest), group=2, device=torch.device("cpu"))
+        q, k, v = tensors(220)
+        outs = layer.feed_parts(q, k, v, [200, *[1] * 20])
+        z = q[:, :, 200:].double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / 4
+        z = z.masked_fill(torch.arange(220) > torch.arange(200, 220)[:, None], -torch.inf)
+        want = z.softmax(-1) @ v.double().repeat_interleave(2, 1)
+        return float((torch.cat(outs[1:], 2) - want).norm() / want.norm())
+
+    assert error(8) < error(32) < 0.6 * error(False)
+
+
+# ---------------------------------------------------------------- models
+
+
+def logits(model, ids, mask, steps=6, **hyper):
+    with torchsparsekv.patch(model, hyper.pop("method"), max_length=128, skip_layers=1, **hyper) as handle:
+        return greedy_logits(model, ids, mask, steps, handle.make_cache(batch_size=ids.shape[0]))
+
+
+QUEST = dict(method="quest", block_size=4, budget=8, sink=4, window=6)
+
+
+def test_model_with_rest_is_closer_to_dense():
+    model, (ids, mask) = tiny(), prompts(2, 70)
+    want = dense_logits(model, ids, mask, 6)
+    error = lambda rest: float((logits(model, ids, mask, **QUEST, estimate_rest=rest) - want).norm())  # noqa: E731
+    assert error(4) < 0.7 * error(False)
+
+
+@torch.no_grad()
+def test_ragged_rows_of_a_model_equal_rows_alone():
+    model, (ids, mask) = tiny(), prompts(3, 60)
+    feed = torch.arange(5, 23).view(3, 6).to(ids)
+
+    def run(rows: slice, first: int):
+        with torchsparsekv.patch(model, **QUEST, max_length=128, skip_layers=1, estimate_rest=True) as handle:
+            cache, shown = handle.make_cache(batch_size=len(ids[rows])), mask[rows, first:]
+            at = (shown.cumsum(-1) - 1).clamp(min=0)
+            model(ids[rows, first:], attention_mask=shown, position_ids=at, past_key_values=cache)
+            step = lambda t: model(feed[rows, t : t + 1], position_ids=at[:, -1:] + t + 1, past_key_values=cache)  # noqa: E731
+            return torch.cat([step(t).logits for t in range(6)], 1)
+
+    together = run(slice(None), 0)
+    for b in range(3):
+        alone = run(slice(b, b + 1), int((mask[b] == 0).sum()))
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=0, atol=2e-5)
+
+
+def test_packed_pool_gives_nearly_the_same_estimate():
+    model, (ids, mask) = tiny(head_dim=16), prompts(2, 70)
+    one = logits(model, ids, mask, **QUEST, estimate_rest=8)
+    packed = logits(model, ids, mask, **QUEST, estimate_rest=8, pool_dtype="int8")
+    assert 0 < float((one - packed).norm()) < 0.02 * float(one.norm())
+
+
+def test_fork_copies_the_sums():
+    model, (ids, mask) = tiny(), prompts(1, 70)
+    with torchsparsekv.patch(model, "quest", max_length=128, skip_layers=1, block_size=4, budget=8, sink=4, window=6,
+                             estimate_rest=8) as handle:  # fmt: skip
+        cache = handle.make_cache(batch_size=1)
+        greedy_logits(model, ids, mask, 3, cache)
+        fork = handle.fork(cache)
+        more = torch.full((1, 1), 7, device=ids.device)
+        with torch.no_grad():
+            one = [model(more, past_key_values=cache).logits for _ in range(9)]
+            two = [model(more, past_key_values=fork).logits for _ in range(9)]
+    torch.testing.assert_close(torch.cat(one), torch.cat(two), rtol=0, atol=0)
+
+
+def test_plan_and_cache_count_the_sums():
+    model = tiny()
+    with torchsparsekv.patch(model, "quest", max_length=128, estimate_rest=8, block_size=4) as handle:
+        memory = handle.plan(batch_size=2)
+        (row,) = [r for r in memory.rows if r.name == "rest.sums"]
+        sparse = [x for x in handle.planned.methods if x.name == "quest"]
+        assert (row.layers, row.nbytes) == (len(sparse), len(sparse) * 2 * 2 * 16 * 2 * 16 * 4)
+        cache = handle.make_cache(batch_size=2)
+        assert cache.nbytes() == (memory.host_bytes, memory.device_bytes)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refusal(make: Callable) -> str:
+    with pytest.raises(ValueError, match="estimate_rest") as error:
+        make()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3, -8, 48, 2.0, "32", None])
+def test_groups_that_are_no_power_of_two_are_refused(wrong):
+    said = refusal(lambda: make_method("quest", estimate_rest=wrong))
+    assert said == f"quest: estimate_rest must be True, False or a power of two from 2 on, got {wrong!r}"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_methods_without_a_rest_to_estimate_are_refused(name):
+    assert refusal(lambda: make_method(name, estimate_rest=True)).startswith(
+        f"{name}: estimate_rest must be False, got True: this method "
+    )
+
+
+def test_prkv_takes_it_without_a_static_set():
+    assert "static_ratio=0" in refusal(lambda: make_method("prkv", estimate_rest=16))
+    assert make_method("prkv", estimate_rest=16, static_ratio=0).rest_group == 16
+
+
+def test_every_other_method_takes_it():
+    assert set(METHODS) | REFUSED == set(all_methods())
+
+
+def test_groups_larger_than_a_row_are_refused():
+    method, g = make_method("quest", estimate_rest=256), Geometry(1, 2, 16, 128, torch.float32)
+    said = refusal(lambda: method.buffers(g))
+    assert said == "quest: estimate_rest must be at most the 128 tokens of a row, got 256"
+
+
+def test_true_means_groups_of_32():
+    assert make_method("quest", estimate_rest=True).rest_group == REST_GROUP == 32
+    assert make_method("quest").rest_group == 0
