@@ -1,40 +1,38 @@
 // The hot buffer's fetch, as ops/gather/fetch.py specifies it. Mostly all blocks are there or few are
 // missing, so what counts is how many steps wait for one another.
 //
-// Why not Triton: what threads tell each other at slots that the data says (which slots are hit, whom a miss
-// replaces) has to go through global memory there, and without atomics on shared memory the oldest slots are searched
-// for by counts of two thresholds, a dozen of them. Here a round is a histogram, and one or two are enough.
+// Why not Triton: what threads tell each other (which slots are hit, which slot a miss takes) has to go through global
+// memory there. Here it stays in shared memory, and the slots at the hand are loaded while the ids are looked up.
 //
-// Set by the compilation: THREADS; IDS and SLOTS that each has; QUADS of 16 bytes in a block; OLDEST, where ages stop;
-// of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16.
+// Set by the compilation: THREADS; IDS that each has; BITS, 32-bit words with a bit for every slot; QUADS of 16 bytes in a
+// block; of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16.
 
 #include "common.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int EACH = 8, BINS = 32 * EACH, ROUNDS = 2;  // 8 bits of an age's 16 in a round
+constexpr int EACH = 4, WINDOW = EACH * THREADS;  // slots that a thread, and all threads, look at together
 constexpr int STEPS = 8;  // loads of 16 bytes that a thread has on their way: they may have to come from the host
-constexpr unsigned NEVER = 0x7FFFFFFF;  // younger than any slot
 
-static_assert(OLDEST < BINS * BINS && WARPS <= 32);
+static_assert(WARPS <= 32);
 
 using Row = Packed<UNPACK ? UNPACK : 16>;
 constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // of a block; that a warp moves
 
 struct __align__(16) Shared {
   uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
-  int bins[ROUNDS * BINS];
-  int missing[IDS * THREADS], ids[WARPS], slots[WARPS];  // of the last two: what each warp counts
-  unsigned oldest[WARPS];
-  unsigned short victims[IDS * THREADS];
-  bool used[SLOTS * THREADS], last;
+  int missing[IDS * THREADS], victims[IDS * THREADS];
+  int ids[WARPS], slots[2][WARPS];  // what each warp counts
+  unsigned hit[BITS];              // a bit for every slot
+  int passed;
+  bool last;
 };
 
-// What a thread has of a head: ids with their slots and the numbers of those missing; slots with the blocks in them,
-// how old they are, and the numbers of the misses that take them (-1: none does).
+// The ids of a thread, their slots, and the numbers of those missing.
 struct Ids { int want[IDS], slot[IDS], number[IDS]; };
-struct Slots { int block[SLOTS], age[SLOTS], number[SLOTS]; };
+// The slots of a thread in a window. used: as in the hot buffer, -1 behind the second round of the hand.
+struct Window { int slot[EACH], used[EACH]; };
 struct Counts { int misses, asked; };
 
 // A warp has N runs of 32, one after the other, so that their order is that of warps, steps, lanes.
@@ -56,47 +54,42 @@ __device__ int of_warps(const int* count, int upto) {
 
 __device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.slot[i] < 0; }
 
-__device__ unsigned age_of(int age) { return min(age, OLDEST - 2); }  // as far as it counts
+__device__ bool is_hit(const Shared& s, int slot) { return s.hit[slot / 32] >> slot % 32 & 1; }
+
+// The slot that the hand, which is at `hand`, reaches after `step` steps; below two rounds.
+__device__ int slot_at(int hand, int step, int slots) {
+  int slot = hand + step;
+  if (slot >= 2 * slots) slot -= 2 * slots;
+  return slot >= slots ? slot - slots : slot;
+}
+
+// The window that begins `first` steps ahead of the hand.
+__device__ Window look(const int* used, int hand, int first, int slots) {
+  Window y;
+  for (int i = 0; i < EACH; i++) {
+    const int step = first + index<EACH>(i);
+    y.slot[i] = step < 2 * slots ? slot_at(hand, step, slots) : 0;
+    y.used[i] = step < 2 * slots ? used[y.slot[i]] : -1;
+  }
+  return y;
+}
 
 // Marks the slots that are hit; how many ids are missing, and which of its warp's each of these is.
-__device__ Counts look_up(Ids& x, const Slots& y, const int* slot_of, Shared& s) {
+__device__ Counts look_up(Ids& x, const int* slot_of, Shared& s) {
   bool miss[IDS];
   int asked = 0;
-  unsigned oldest = 0;
   for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // unconditional, or not all at a time
   for (int i = 0; i < IDS; i++) x.slot[i] = x.want[i] >= 0 ? x.slot[i] : -1;
-  for (int i = 0; i < SLOTS; i++) oldest = max(oldest, y.block[i] < 0 ? 0 : age_of(y.age[i]));
-  oldest = __reduce_max_sync(ALL, oldest);
   for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
   for (int i = 0; i < IDS; i++) {
     miss[i] = missing(x, i);
-    if (x.slot[i] >= 0) s.used[x.slot[i]] = true;
+    if (x.slot[i] >= 0) atomicOr(&s.hit[x.slot[i] / 32], 1u << x.slot[i] % 32);
   }
   const int misses = number(miss, x.number);
-  if (lane() == 0) s.ids[warp()] = asked << 16 | misses, s.oldest[warp()] = oldest;
+  if (lane() == 0) s.ids[warp()] = asked << 16 | misses;
   __syncthreads();
   const int all = of_warps(s.ids, WARPS);
   return {all & 0xFFFF, all >> 16};
-}
-
-// Which slots are taken: those younger by less than `from` than the oldest can be, and the first `room` of those that
-// are by less than `width` more.
-struct Cut { unsigned from, width; int room; };
-
-__device__ Cut cut(const unsigned (&young)[SLOTS], int misses, unsigned youngest, Shared& s) {
-  unsigned from = 0;
-  int shift = max(0, 24 - __clz(youngest)), round = 0;
-  while (true) {
-    for (int i = 0; i < SLOTS; i++) {
-      const unsigned bin = young[i] - from >> shift;
-      if (bin < BINS) atomicAdd(&s.bins[round * BINS + bin], 1);
-    }
-    __syncthreads();
-    const Reached f = find<EACH>(s.bins + round++ * BINS, misses);
-    from += (unsigned)f.bin << shift, misses -= f.before;
-    if (shift == 0 || f.inside == misses) return {from, 1u << shift, misses};
-    shift = 0;
-  }
 }
 
 // The misses in order.
@@ -109,47 +102,52 @@ __device__ void list(Ids& x, Shared& s) {
   __syncthreads();
 }
 
-// The slots for them, in order: the oldest that are not hit, empty ones before all others.
-__device__ void choose(Slots& y, int misses, Shared& s) {
-  const unsigned oldest = __reduce_max_sync(ALL, lane() < WARPS ? s.oldest[lane()] : 0);
-  unsigned young[SLOTS];
-  for (int i = 0; i < SLOTS; i++) {
-    young[i] = y.block[i] < 0 ? 0 : 1 + oldest - age_of(y.age[i]);
-    if (s.used[index<SLOTS>(i)]) young[i] = NEVER;
+// The slots for them, in the order of the hand, from its window `y` on. In its first round the hand takes slots with
+// `used` 0, in its second those that it spared. Returns how many slots the hand passes.
+__device__ int choose(Window y, const int* used, int hand, int slots, int misses, Shared& s) {
+  for (int first = 0, found = 0, parity = 0;; first += WINDOW, parity ^= 1) {
+    bool taken[EACH];
+    int before[EACH];
+    for (int i = 0; i < EACH; i++) {
+      const int round = first + index<EACH>(i) >= slots;
+      taken[i] = y.used[i] == round && !is_hit(s, y.slot[i]);
+    }
+    const int total = number(taken, before);
+    if (lane() == 0) s.slots[parity][warp()] = total;  // what was there two windows ago is read
+    __syncthreads();
+    const int ahead = found + of_warps(s.slots[parity], warp());
+    for (int i = 0; i < EACH; i++) {
+      const int at = ahead + before[i];
+      if (!taken[i] || at >= misses) continue;
+      s.victims[at] = y.slot[i];
+      if (at == misses - 1) s.passed = first + index<EACH>(i) + 1;
+    }
+    found += of_warps(s.slots[parity], WARPS);
+    if (found >= misses) break;
+    y = look(used, hand, first + WINDOW, slots);
   }
-  const Cut c = cut(young, misses, 1 + oldest, s);
-  bool over[SLOTS], tie[SLOTS];
-  int ties[SLOTS];
-  for (int i = 0; i < SLOTS; i++) over[i] = young[i] < c.from, tie[i] = young[i] - c.from < c.width;
-  const int total = number(over, y.number) | number(tie, ties) << 16;
-  if (lane() == 0) s.slots[warp()] = total;
   __syncthreads();
-  const int before = of_warps(s.slots, warp());
-  for (int i = 0; i < SLOTS; i++) {
-    const int level = ties[i] + (before >> 16);
-    const bool taken = over[i] || tie[i] && level < c.room;
-    y.number[i] = taken ? y.number[i] + (before & 0xFFFF) + min(level, c.room) : -1;
-    if (taken) s.victims[y.number[i]] = index<SLOTS>(i);
-  }
+  return s.passed;
 }
 
 // What the head has from now on. A block that leaves is none of those that come, so all may be written at once.
 __device__ void commit(
-    const Ids& x, const Slots& y, int* slot_of, int* block_of, int* age, int* out, int n, int slots, const Shared& s) {
+    const Ids& x, int* slot_of, int* block_of, int* used, int* hand, int* out, int n, int slots, int from, int misses,
+    int passed, const Shared& s) {
   for (int i = 0; i < IDS; i++) {
     if (index<IDS>(i) < n) out[index<IDS>(i)] = missing(x, i) ? s.victims[x.number[i]] : x.slot[i];
+    if (x.slot[i] >= 0) used[x.slot[i]] = 1;
   }
-  for (int i = 0; i < SLOTS; i++) {
-    const int at = index<SLOTS>(i);
-    if (at < slots) age[at] = y.number[i] >= 0 | s.used[at] ? 0 : min(y.age[i] + 1, OLDEST);
+  for (int step = threadIdx.x; step < min(passed, slots); step += THREADS) {
+    const int slot = slot_at(from, step, slots);
+    if (!is_hit(s, slot)) used[slot] = 0;
   }
-  for (int i = 0; i < SLOTS; i++) {
-    const int at = index<SLOTS>(i);
-    if (y.number[i] < 0) continue;
-    const int block = s.missing[y.number[i]];
-    if (y.block[i] >= 0) slot_of[y.block[i]] = -1;
-    block_of[at] = block, slot_of[block] = at;
+  for (int i = threadIdx.x; i < misses; i += THREADS) {
+    const int slot = s.victims[i], leaves = block_of[slot], comes = s.missing[i];
+    if (leaves >= 0) slot_of[leaves] = -1;
+    block_of[slot] = comes, slot_of[comes] = slot;
   }
+  if (threadIdx.x == 0) *hand = slot_at(from, passed, slots);
 }
 
 // The missing blocks as they are, 512 bytes at a time per warp; to programs first, so that a few are spread over all of
@@ -250,47 +248,45 @@ __device__ void keep(const int* out, unsigned long long* counts, int n) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) fetch(
-    const int* retrieve_now, const int* blocks, const uint4* pool, uint4* hot, int* slot_of, int* block_of, int* age,
-    int* done_count, unsigned long long* counts, int* out, int n, int slots, int total) {
+    const int* retrieve_now, const int* blocks, const uint4* pool, uint4* hot, int* slot_of, int* block_of, int* used,
+    int* hand, int* done_count, unsigned long long* counts, int* out, int n, int slots, int total) {
   __shared__ Shared s;
   const long long bh = blockIdx.x;
-  blocks += bh * n, out += bh * n, slot_of += bh * total, block_of += bh * slots, age += bh * slots, counts = counters_of(counts, bh);
-  const int *ids = blocks + index<IDS>(0), *have = block_of + index<SLOTS>(0), *idle = age + index<SLOTS>(0);
-  for (int i = threadIdx.x; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
-  for (int i = threadIdx.x; i < SLOTS * THREADS; i += THREADS) s.used[i] = i >= slots;
-  now(ids), now(have), now(idle), now(slot_of);
+  blocks += bh * n, out += bh * n, slot_of += bh * total, block_of += bh * slots, used += bh * slots, hand += bh;
+  counts = counters_of(counts, bh);
+  const int* ids = blocks + index<IDS>(0);
+  for (int i = threadIdx.x; i < BITS; i += THREADS) s.hit[i] = 0;
+  now(ids), now(slot_of), now(used), now(hand);
   __syncthreads();
   Ids x;
-  Slots y;
   wait_for_previous();
   for (int i = 0; i < IDS; i++) x.want[i] = index<IDS>(i) < n ? ids[32 * i] : -1;
-  for (int i = 0; i < SLOTS; i++) {
-    const bool there = index<SLOTS>(i) < slots;
-    y.block[i] = there ? have[32 * i] : -1, y.age[i] = there ? idle[32 * i] : 0, y.number[i] = -1;
-  }
+  const int from = *hand;
   if (retrieve_now && retrieve_now[bh] == 0) {
     if (blockIdx.y == 0) keep(out, counts, n);
     return;
   }
-  const Counts count = look_up(x, y, slot_of, s);
-  bool last = blockIdx.y == 0;  // without misses the plan is made of nothing that is written
+  const Window window = look(used, from, 0, slots);  // beside the look-up of the ids
+  const Counts count = look_up(x, slot_of, s);
+  if (count.misses == 0) {  // the plan is made of nothing that is written
+    if (blockIdx.y > 0) return;
+    commit(x, slot_of, block_of, used, hand, out, n, slots, from, 0, 0, s);
+    if (threadIdx.x == 0) atomicAdd(counts + counter::SELECTED, count.asked);
+    return;
+  }
   Move m(count.misses);
   pool += bh * total * (UNPACK ? ROWS * Row::WORDS : QUADS), hot += bh * slots * QUADS;
-  if (count.misses > 0) {
-    // Its loads are done, as they were used: this program has read the state.
-    const int before = threadIdx.x == 0 ? atomicAdd(done_count + bh, 1) : 0;
-    list(x, s);
-    m.load(pool, s);
-    choose(y, count.misses, s);
-    if (threadIdx.x == 0) s.last = before == gridDim.y - 1;
-    __syncthreads();
-    last = s.last;
-  }
-  if (last) {
-    commit(x, y, slot_of, block_of, age, out, n, slots, s);
+  list(x, s);
+  m.load(pool, s);
+  const int passed = choose(window, used, from, slots, count.misses, s);
+  // All threads have what they read of the state.
+  if (threadIdx.x == 0) s.last = atomicAdd(done_count + bh, 1) == gridDim.y - 1;
+  if (m.at < m.count) m.store(hot, s);
+  __syncthreads();
+  if (s.last) {
+    commit(x, slot_of, block_of, used, hand, out, n, slots, from, count.misses, passed, s);
     if (threadIdx.x == 0) atomicAdd(counts + counter::SELECTED, count.asked), atomicAdd(counts + counter::MISSED, count.misses), done_count[bh] = 0;
   }
   if (m.at >= m.count) return;
-  m.store(hot, s);
   while (m.next()) m.load(pool, s), m.store(hot, s);
 }

@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from torchsparsekv.method import Method
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
 from torchsparsekv.patches._family import Layer
+from torchsparsekv.patches._memory import Placement
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._use import Use
 from torchsparsekv.report import cache_bytes, size_of
@@ -89,8 +90,8 @@ class SparseCache(Cache):
     Layers whose state is not keys and values are transformers' own, in the same places.
     """
 
-    def __init__(self, plan: Plan, batch: int, max_length: int, owner, *, pool_on_host: bool):
-        self.owner, self.batch, self.max_length = owner, batch, max_length
+    def __init__(self, plan: Plan, batch: int, max_length: int, owner, place: Placement):
+        self.owner, self.batch, self.max_length, self.place = owner, batch, max_length, place
         self.use = Use()
         self.graphs: list = []  # of decode steps (patches/_captured.py), and what these took for fixed
         self.fixed: list | None = None
@@ -106,7 +107,8 @@ class SparseCache(Cache):
             first, advances = not self.row_lengths, ring not in self.row_lengths
             if advances:
                 self.row_lengths[ring] = RowLengths(ring, batch, max_length, plan.device)
-            buffers, on_host = plan.buffers(i, batch, max_length), pool_on_host and plan.may_offload(i)
+            buffers = plan.buffers(i, batch, max_length, place.hot_budgets)
+            on_host = place.pool_on_host and plan.may_offload(i)
             anchor = layers[plan.anchors[i]].state if i in plan.anchors else None
             state = LayerState(buffers, self.row_lengths[ring], plan.device, pool_on_host=on_host, anchor=anchor)
             roles = dict(advances=advances, first=first, last=i == last)

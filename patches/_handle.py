@@ -7,7 +7,7 @@ import weakref
 from torchsparsekv.method import Method, as_int
 from torchsparsekv.patches import _switch, _use
 from torchsparsekv.patches._cache import SparseCache
-from torchsparsekv.patches._memory import check_memory, pool_on_host
+from torchsparsekv.patches._memory import check_memory, hot_said, placed
 from torchsparsekv.patches._plan import Memory, Plan
 from torchsparsekv.patches._precompile import precompile
 from torchsparsekv.report import LayerReport, Report, layer_report
@@ -19,10 +19,11 @@ class Handle:
     """An active patch. Use it as a context manager, or call `unpatch()`."""
 
     def __init__(
-        self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str, captures: bool
-    ):
+        self, model, plan: Plan, max_length: int | None, limit: int, offload: str, step: str, captures: bool,
+        hot_gib: float | None = None,
+    ):  # fmt: skip
         self.model, self.planned, self.max_length, self.limit = model, plan, max_length, limit
-        self.offload, self.step, self.captures = offload, step, captures
+        self.offload, self.step, self.captures, self.hot_gib = offload, step, captures, hot_gib
         self.not_captured = ""  # why generate() compiles its steps all the same
         self._owner, self._base = _switch.Owner(), ""
         self._copied = False
@@ -45,11 +46,11 @@ class Handle:
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
-        on_host = pool_on_host(self.planned, self.offload, batch, length)
+        place = placed(self.planned, self.offload, batch, length, self.hot_gib)
         if max_length is None and self.max_length is None:
             self._say_how_much(batch, length)
-        check_memory(self.planned, batch, length, pool_on_host=on_host)
-        cache = SparseCache(self.planned, batch, length, self._owner, pool_on_host=on_host)
+        check_memory(self.planned, batch, length, place)
+        cache = SparseCache(self.planned, batch, length, self._owner, place)
         precompile(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
@@ -79,8 +80,10 @@ class Handle:
     def plan(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
         """What make_cache() would take with the same arguments, by buffer; nothing is allocated."""
         batch, length = self._sizes(batch_size, max_length)
-        on_host = pool_on_host(self.planned, self.offload, batch, length) and self.planned.device.type == "cuda"
-        return self.planned.memory(batch, length, pool_on_host=on_host)
+        place = placed(self.planned, self.offload, batch, length, self.hot_gib)
+        notes = hot_said(self.planned, place, batch, length, self.hot_gib)
+        place = place._replace(pool_on_host=place.pool_on_host and self.planned.device.type == "cuda")
+        return self.planned.memory(batch, length, **place._asdict(), notes=notes)
 
     def fork(self, cache: SparseCache, batch_size: int | None = None) -> SparseCache:
         """A copy of what a cache holds, to go on with while the original stays as it is: a system prompt used again.
@@ -111,7 +114,8 @@ class Handle:
             return Report(self.planned.method.name, (), 0, 0, self._notes())
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
         host_bytes, device_bytes = cache.nbytes()
-        notes = (*self._notes(), *self._whole(rows), *self._lost(rows))
+        sizes = hot_said(self.planned, cache.place, cache.batch, cache.max_length, self.hot_gib)
+        notes = (*self._notes(), *sizes, *self._whole(rows), *self._lost(rows))
         return Report(self.planned.method.name, rows, host_bytes, device_bytes, notes)
 
     def unpatch(self) -> None:
@@ -138,6 +142,7 @@ class Handle:
         layers = f"layers={{{', '.join(exceptions)}}}, " if exceptions else ""
         notes = "".join(f"; {note}" for note in planned.notes)
         pool = f", pool_dtype={str(planned.pool_dtype).removeprefix('torch.')!r}" if planned.pool_dtype else ""
+        pool += f", hot_gib={self.hot_gib}" if self.hot_gib is not None else ""
         step = f", step={self.step!r}" if self.step != "auto" else ""
         return (
             f"<torchsparsekv {state} on {type(self.model).__name__}: {planned.method}, {layers}max_length={length}, "
@@ -229,7 +234,10 @@ class Handle:
     def __deepcopy__(self, memo):
         """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
         copy of which is still without modules: nothing here may look at them."""
-        twin = Handle(None, self.planned, self.max_length, self.limit, self.offload, self.step, self.captures)
+        twin = Handle(
+            None, self.planned, self.max_length, self.limit, self.offload, self.step, self.captures,
+            self.hot_gib,
+        )  # fmt: skip
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True

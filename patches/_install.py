@@ -13,7 +13,7 @@ from torchsparsekv.patches._assignment import choose
 from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
 from torchsparsekv.patches._handle import Handle
-from torchsparsekv.patches._memory import check_memory, pool_on_host
+from torchsparsekv.patches._memory import check_hot_gib, check_memory, placed
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
 
@@ -24,12 +24,13 @@ POOL_TYPES = {name: getattr(torch, name) for name in get_args(PoolType)}
 
 def install(
     model, method: Method, given: dict, *, max_length: int | None, offload: str, skip_layers: int | None,
-    layers: Mapping | None, pool_dtype: str | None = None, step: str = "auto",
+    layers: Mapping | None, pool_dtype: str | None = None, step: str = "auto", hot_gib: float | None = None,
 ) -> Handle:  # fmt: skip
     """`given`: the hyper-parameters of `method` that the user named."""
     model = unwrapped(model)
     check_model(model)
     captures = captures_steps(model, step)
+    hot_gib = check_hot_gib(hot_gib, method, model.device)
     plan, max_length, limit = planned(
         model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
         layers=layers, pool_dtype=pool_dtype,
@@ -37,8 +38,8 @@ def install(
     if max_length is None:
         plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
     else:
-        check_memory(plan, 1, max_length, pool_on_host=pool_on_host(plan, offload, 1, max_length))
-    handle = Handle(model, plan, max_length, limit, offload, step, captures)
+        check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
+    handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     handle.install()
     return handle
 

@@ -1,10 +1,13 @@
 """Where a cache's pool goes, and whether there is room for it. Nothing is allocated here."""
+import math
+from typing import NamedTuple
+
 import torch
 
 from torchsparsekv import host
+from torchsparsekv.method import DEVICE_SHARE, Method
 from torchsparsekv.patches._plan import Plan
-
-DEVICE_SHARE = 0.5  # offload="auto" keeps the pool on the device if the cache takes at most this share of free memory
+from torchsparsekv.state import HOT_BUDGETS
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -20,9 +23,92 @@ def pool_on_host(plan: Plan, offload: str, batch: int, length: int) -> bool:
     return needed > DEVICE_SHARE * free_device_bytes(plan.device)
 
 
-def check_memory(plan: Plan, batch: int, length: int, *, pool_on_host: bool) -> None:
+class Placement(NamedTuple):
+    """Where the bulk of a cache goes.
+
+    hot_budgets: the size of the hot buffers of layers with hot_budgets="auto".
+    """
+
+    pool_on_host: bool
+    hot_budgets: int = HOT_BUDGETS
+
+
+def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(f"hot_gib must be a number of GiB, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"hot_gib must be above 0 GiB, got {given!r}")
+    if method.hot_budgets != "auto":
+        raise ValueError(f"give hot_budgets or hot_gib, got {method.hot_budgets!r} and {given!r}")
+    if device.type == "cuda" and given * 2**30 > (free := free_device_bytes(device)):
+        raise MemoryError(f"hot_gib {given} is above the {free / 2**30:.2f} GiB of device memory that are free")
+    return float(given)
+
+
+def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | None = None) -> Placement:
+    """Where a cache that is made now goes."""
+    on_host = pool_on_host(plan, offload, batch, length)
+    if hot_gib is not None and (most := plan.most_budgets(length)):
+        hot = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=on_host, hot_budgets=budgets)  # noqa: E731
+        if (least := hot(1)) > hot_gib * 2**30:
+            raise ValueError(
+                f"hot_gib {hot_gib} is below the {least / 2**30:.4f} GiB that one budget takes in a cache of {length} "
+                f"tokens x batch {batch}"
+            )
+        return Placement(on_host, _largest(most, lambda budgets: hot(budgets) <= hot_gib * 2**30))
+    if not on_host or plan.device.type != "cuda" or not (most := _most_budgets(plan, batch, length)):
+        return Placement(on_host)
+    free = free_device_bytes(plan.device)
+    size = lambda budgets: plan.bytes(batch, length, pool_on_host=True, hot_budgets=budgets)[1]  # noqa: E731
+    usual = min(HOT_BUDGETS, most)
+    least = usual if size(usual) <= free else 1
+    room, beside = DEVICE_SHARE * free, free - prompt_bytes(plan, batch, length)
+    if size(least) <= beside:  # else a prompt has to come in chunks
+        room = min(room, beside)
+    return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= room)))
+
+
+def prompt_bytes(plan: Plan, batch: int, length: int) -> int:
+    """What the model takes for a prompt that fills the cache in one piece: about the largest that lives at once."""
+    hidden = plan.config.hidden_size
+    inner = getattr(plan.config, "intermediate_size", None) or 4 * hidden
+    return batch * length * (4 * hidden + 3 * inner) * plan.dtype.itemsize
+
+
+def _most_budgets(plan: Plan, batch: int, length: int) -> int:
+    """The budgets in a row, or 0 if the hot buffers have one size whatever their number is."""
+    most = plan.most_budgets(length)
+    one, all_of_them = (plan.hot_bytes(batch, length, pool_on_host=True, hot_budgets=n) for n in (1, max(most, 2)))
+    return most if one < all_of_them else 0
+
+
+def _largest(most: int, fits) -> int:
+    """The largest number from 1 to `most` that fits; 1 if none does."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def hot_said(plan: Plan, place: Placement, batch: int, length: int, hot_gib: float | None) -> tuple[str, ...]:
+    """A line on the size of the hot buffers, where memory decided it."""
+    most = _most_budgets(plan, batch, length)
+    if not most or (hot_gib is None and plan.device.type != "cuda"):
+        return ()
+    if not place.pool_on_host and hot_gib is None:
+        return ("the pool is on the device: every block is resident",)
+    nbytes = plan.hot_bytes(batch, length, pool_on_host=place.pool_on_host, hot_budgets=place.hot_budgets)
+    room = "every block" if place.hot_budgets >= most else f"{place.hot_budgets} of the {most} budgets of a row"
+    why = f"hot_gib {hot_gib}" if hot_gib is not None else f'hot_budgets "auto" ({DEVICE_SHARE:.0%} of free memory)'
+    return (f"{why}: the hot buffers have room for {room} and take {nbytes / 2**30:.2f} GiB",)
+
+
+def check_memory(plan: Plan, batch: int, length: int, place: Placement) -> None:
     """Refuse, with numbers, before anything is allocated."""
-    need_host, need_device = plan.bytes(batch, length, pool_on_host=pool_on_host)
+    need_host, need_device = plan.bytes(batch, length, **place._asdict())
     if plan.device.type == "cuda":
         have_device = free_device_bytes(plan.device)
     else:

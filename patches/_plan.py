@@ -7,7 +7,7 @@ import torch
 from torchsparsekv.method import Method, traits_of
 from torchsparsekv.patches._assignment import Assignment, described
 from torchsparsekv.patches._family import Kept, Layer
-from torchsparsekv.state import Buffers, Geometry, RowLengths, checked, named, total_bytes
+from torchsparsekv.state import HOT_BUDGETS, Buffers, Geometry, RowLengths, checked, named, total_bytes
 
 
 class MemoryRow(NamedTuple):
@@ -25,6 +25,7 @@ class Memory(NamedTuple):
     batch: int
     max_length: int
     rows: tuple[MemoryRow, ...]
+    notes: tuple[str, ...] = ()  # on the size of the hot buffers
 
     @property
     def host_bytes(self) -> int:
@@ -40,7 +41,7 @@ class Memory(NamedTuple):
         for r in self.rows:
             lines.append(f"{r.name:<32} {r.layers:>6} {r.nbytes / 2**20:>12.3f} {'host' if r.on_host else 'device'}")
         total = f"{self.host_bytes / 2**20:.2f} MiB host, {self.device_bytes / 2**20:.2f} MiB device"
-        return "\n".join([*lines, f"in all: {total}"])
+        return "\n".join([*lines, f"in all: {total}", *self.notes])
 
 
 OWN = "linear (transformers)"
@@ -106,7 +107,12 @@ class Plan:
             return False
         return not all(t.attends in ("everything", "window") for t in self.traits if t)
 
-    def buffers(self, i: int, batch: int, max_length: int) -> Buffers:
+    def most_budgets(self, length: int) -> int:
+        """The budgets in a row of the pool, in the layer with the most; 0 if no layer has hot_budgets="auto"."""
+        sized = (m for m, t in zip(self.methods, self.traits) if m and t and t.attends == "selected")
+        return max((-(-length // m.budget) for m in sized if m.hot_budgets == "auto"), default=0)
+
+    def buffers(self, i: int, batch: int, max_length: int, hot_budgets: int = HOT_BUDGETS) -> Buffers:
         """Nothing where transformers keeps the layer's state."""
         method, layer = self.methods[i], self.layers[i]
         if method is None or layer is None:
@@ -114,31 +120,46 @@ class Plan:
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
         pool = None if self._dense_among_others(i) else self.pool_dtype
-        g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool)
+        g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool, hot_budgets)
         return checked(method.buffers(g), method.prefetch_async is not None)
 
-    def layer_bytes(self, i: int, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
+    def layer_bytes(
+        self, i: int, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS
+    ) -> tuple[int, int]:
         """(host, device) bytes of one layer of a cache, before it exists."""
         if self.methods[i] is None:
             return 0, batch * sum(self._kept_bytes().values())
         on_host = pool_on_host and self.may_offload(i)
-        return total_bytes(self.buffers(i, batch, max_length), pool_on_host=on_host)
+        return total_bytes(self.buffers(i, batch, max_length, hot_budgets), pool_on_host=on_host)
 
     def _kept_bytes(self) -> dict[str, int]:
         """Of a row in one layer; transformers makes it when a prompt comes."""
         return {name: math.prod(shape) * (dtype or self.dtype).itemsize for name, (shape, dtype) in self.kept.items()}
 
-    def bytes(self, batch: int, max_length: int, *, pool_on_host: bool) -> tuple[int, int]:
+    def bytes(
+        self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS
+    ) -> tuple[int, int]:
         """The same of all layers."""
-        each = [self.layer_bytes(i, batch, max_length, pool_on_host=pool_on_host) for i in range(len(self.methods))]
+        each = [
+            self.layer_bytes(i, batch, max_length, pool_on_host=pool_on_host, hot_budgets=hot_budgets)
+            for i in range(len(self.methods))
+        ]
         return sum(h for h, _ in each), sum(d for _, d in each)
 
-    def memory(self, batch: int, max_length: int, *, pool_on_host: bool) -> "Memory":
+    def hot_bytes(self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS) -> int:
+        """Bytes of the hot buffers of all layers."""
+        rows = self.memory(batch, max_length, pool_on_host=pool_on_host, hot_budgets=hot_budgets).rows
+        return sum(r.nbytes for r in rows if r.name.startswith("hot."))
+
+    def memory(
+        self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS,
+        notes: tuple[str, ...] = (),
+    ) -> "Memory":  # fmt: skip
         """The same by buffer, and with the lengths of the rows: all that a cache will hold."""
         found: dict[tuple[str, bool], tuple[int, int]] = {}
         for i in self.attending:
             aside = pool_on_host and self.may_offload(i)
-            for name, b in named(self.buffers(i, batch, max_length)).items():
+            for name, b in named(self.buffers(i, batch, max_length, hot_budgets)).items():
                 key = (name, b.is_on_host(aside))
                 layers, size = found.get(key, (0, 0))
                 found[key] = layers + 1, size + b.nbytes
@@ -148,7 +169,7 @@ class Plan:
                 rows.append(MemoryRow(f"{name} (transformers)", False, others, others * batch * nbytes))
         rings = {m.ring_plan for m in self.methods if m is not None}
         rows.append(MemoryRow("row lengths", False, len(self.attending), len(rings) * RowLengths.bytes_for(batch)))
-        return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)))
+        return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)), notes)
 
     def exceptions(self) -> list[str]:
         """`layer: what it runs` where that is neither the model's method nor a layer skipped; runs of layers as one."""

@@ -14,7 +14,7 @@ from torchsparsekv.patches._cache import SparseLayer
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.state import LayerState
 
-Kind = tuple[Method, Layer, bool, torch.Size, torch.dtype, torch.device]
+Kind = tuple[Method, Layer, bool, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 NAME = "torchsparsekv: compile ahead"
 _begun: set[Kind] = set()  # in this process
 
@@ -41,7 +41,8 @@ def by_kind(layers: Iterable[SparseLayer]) -> dict[Kind, SparseLayer]:
 
 def _kind(layer: SparseLayer) -> Kind:
     ring, follows = layer.state.store.ring, layer.state.anchor is not None
-    return layer.method, layer.shape, follows, layer.state.store.pool.shape, ring.dtype, ring.device
+    hot = layer.state.buffers["hot"].rows.shape if "hot" in layer.state.buffers else ()
+    return layer.method, layer.shape, follows, layer.state.store.pool.shape, hot, ring.dtype, ring.device
 
 
 def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]) -> None:

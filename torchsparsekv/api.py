@@ -31,6 +31,7 @@ def patch(
     window: int | None = None,
     offload: Offload = "auto",
     pool_dtype: PoolType | None = None,
+    hot_gib: float | None = None,
     skip_layers: int | None = None,
     layers: Mapping[int, str | Mapping] | None = None,
     step: Step = "auto",
@@ -46,6 +47,10 @@ def patch(
         memory that is free there, else in pinned host memory.
     pool_dtype: "int8" stores the pool in 8 bits, with an fp32 scale for every 64 channels. Sinks, window and fetched
         blocks keep the model's type. It takes a bit over half the memory and traffic. None: the model's type.
+    hot_gib: device memory for the hot buffers of a cache, of all layers together, in GiB. It takes the place of
+        `hot_budgets`, the size in budgets. None: `hot_budgets`, which is "auto" by default. Where the pool is in host
+        memory, "auto" lets the cache take half of the device memory that is free when the cache is made, and two
+        budgets where that is less.
     skip_layers: the first layers attend densely, and their pool stays on the device. None: 2, but at least one layer is
         left to the method.
     layers: other choices for single layers, by index, as in `layers={0: "full", 5: dict(budget=512)}`: the name of a
@@ -64,7 +69,7 @@ def patch(
 
     return install(
         model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers,
-        pool_dtype=pool_dtype, step=step,
+        pool_dtype=pool_dtype, step=step, hot_gib=hot_gib,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torchsparsekv.ops.attend.dense_attention import dense_attention
 from torchsparsekv.ops.attend.prompt_attention import prompt_attention
 from torchsparsekv.ops.attend.sparse_attention import sparse_attention
 from torchsparsekv.ops.attend.window_attention import window_attention
+from torchsparsekv.ops.gather._admit import admit
 from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
@@ -41,6 +42,7 @@ from torchsparsekv.state import (
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
+DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
 REST_GROUP = 32  # tokens of a group with estimate_rest=True
@@ -106,7 +108,9 @@ class Method:
     budget: int = option(1024, "Tokens retrieved per kv head and decode step, beside the sink and the window.")
     sink: int = option(64, "First tokens of a row; every step attends to them.")
     window: int = option(256, "Latest tokens of a row; every step attends to them.")
-    hot_budgets: int = option(2, "Size of the hot buffer on the device, in budgets; a larger one fetches fewer blocks.")
+    hot_budgets: int | str = option(
+        "auto", 'Size of the hot buffer on the device, in budgets. "auto": by the device memory that is free.'
+    )
     prefetch_async: float | None = option(
         None,
         "Least cosine of a query with the query before at which a head attends to the selection before and fetches its "
@@ -139,8 +143,10 @@ class Method:
 
     def __post_init__(self) -> None:
         self.check_int("block_size", power=True)
-        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1), ("hot_budgets", 1)):
+        for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
             self.check_int(field, least)
+        if self.hot_budgets != "auto":
+            self.check_int("hot_budgets")
         for field in ("budget", "sink"):
             value = getattr(self, field)
             if value % self.block_size:
@@ -226,7 +232,11 @@ class Method:
         return {}
 
     def hot_rows(self, g: Geometry) -> int:
-        return min(self.hot_budgets * self.budget, g.rows)
+        return min(self.budgets_held(g) * self.budget, g.rows)
+
+    def budgets_held(self, g: Geometry) -> int:
+        """`hot_budgets` in this cache."""
+        return self.hot_budgets if isinstance(self.hot_budgets, int) else g.hot_budgets
 
     def buffers(self, g: Geometry) -> Buffers:
         """Everything one layer keeps. Extend what this returns with the index."""
@@ -347,6 +357,8 @@ class Method:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
+        if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
+            admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 
     @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:

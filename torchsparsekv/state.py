@@ -10,12 +10,13 @@ from torch import Tensor
 
 from torchsparsekv import host
 from torchsparsekv.ops._machinery.chain import mapped
-from torchsparsekv.ops.gather.fetch import check_slots
+from torchsparsekv.ops.gather._hot_buffer import check_chosen
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
 
+HOT_BUDGETS = 2  # the size of the hot buffer where nothing says how much memory is free
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
 
@@ -33,6 +34,7 @@ class Geometry:
     layers: int = 1
     follows: bool = False  # an earlier layer chooses for it: see LayerState.anchor
     pool_dtype: torch.dtype | None = None  # None: dtype
+    hot_budgets: int = HOT_BUDGETS  # what `hot_budgets="auto"` comes to in this cache
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
 
 # What a LayerState has beside its buffers and what its class has.
 OF_STATE = {
-    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "on_step", "on_prompt", "override_query",
+    "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "admits", "on_step", "on_prompt", "override_query",
     "override_ids", "joins", "_takers", "_handed",
 }  # fmt: skip
 
@@ -129,13 +131,14 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
 
 def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> HotBuffer:
     """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
-    check_slots(slots)
+    check_chosen(chosen)
     i32 = torch.int32
     return HotBuffer(
         rows=Buffer((*g.lead, slots, block_size, *row_shape(g.head_dim)), g.dtype),
         slot_of=Buffer((*g.lead, g.rows // block_size), i32, fill=-1),
         block_of=Buffer((*g.lead, slots), i32, fill=-1),
-        age=Buffer((*g.lead, slots), i32),
+        used=Buffer((*g.lead, slots), i32),
+        hand=Buffer(g.lead, i32),
         done_count=Buffer(g.lead, i32),
         chosen=Buffer((*g.lead, chosen), i32, fill=-1),
     )
@@ -241,6 +244,7 @@ class LayerState:
         if anchor is not None:
             anchor.followers += 1
         self.pool_on_host = pool_on_host and device.type == "cuda"
+        self.admits = pool_on_host  # a prompt fills the hot buffer, which saves misses that wait for the link
         # For probes and benchmarks: `on_step` is called with the selection and output of every decode step
         # (torchsparsekv/probe.py), `on_prompt` with the queries, keys and values of every prompt; `override_query`
         # replaces the model's queries, and `override_ids` the blocks that were chosen.
@@ -301,7 +305,13 @@ class LayerState:
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
         """All of it but what it counted, of the pool no more than `rows` rows, if a number is given. One row there may
         become many here."""
+        resized: tuple[Tensor, ...] = ()
+        if "hot" in self.buffers and self.hot.rows.shape[2] != other.hot.rows.shape[2]:
+            copy_chosen(self.hot, other.hot)
+            resized = self.hot
         for (b, to), (_, source) in zip(self.tensors(), other.tensors()):
+            if any(to is t for t in resized):
+                continue
             if b.counts:
                 to.zero_()
                 continue
@@ -315,6 +325,23 @@ class LayerState:
         for b, t in self.tensors():
             if t is not self.store.pool:
                 _fill(t, b.fill)
+
+
+def copy_chosen(to: HotBuffer, source: HotBuffer) -> None:
+    """Fill a hot buffer of another size with the blocks of the last selection alone. One row there may become many."""
+    for t in (to.slot_of, to.block_of):
+        t.fill_(-1)
+    to.used.zero_()
+    live = source.chosen >= 0
+    slot = source.chosen.clamp(min=0).long()
+    place = torch.arange(slot.shape[2], device=slot.device, dtype=torch.int32).expand(to.chosen.shape)
+    to.chosen.copy_(torch.where(live, place, -1))
+    to.block_of[:, :, : slot.shape[2]] = torch.where(live, source.block_of.gather(2, slot), -1)
+    row, head, at = (to.block_of >= 0).nonzero(as_tuple=True)
+    to.slot_of[row, head, to.block_of[row, head, at].long()] = at.int()
+    rows = source.rows.flatten(3).gather(2, slot[..., None].expand(-1, -1, -1, source.rows[0, 0, 0].numel()))
+    to.rows[:, :, : slot.shape[2]] = rows.unflatten(3, source.rows.shape[3:])
+    to.hand.fill_(slot.shape[2] % to.block_of.shape[2])
 
 
 def _fill(t: Tensor, value: float) -> None:

@@ -29,7 +29,7 @@ from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.rows import stored_width
-from torchsparsekv.ops.store.views import Attention, Leaving, Lengths, Scored, Selection, Token
+from torchsparsekv.ops.store.views import Attention, HotBuffer, Leaving, Lengths, Scored, Selection, Token
 from torchsparsekv.patches._install import check_pool_dtype
 from torchsparsekv.state import Geometry, LayerState
 from torchsparsekv_benchmarks import _results
@@ -43,6 +43,7 @@ READ, LINK = "read in HBM", "read of pinned host memory"
 PINNED_GIB = 16  # to be pinned for their time, a quarter of the free host memory at most; torch is slow and gets less
 TORCH_GIB = 4
 LOCALITY = 0.9  # of queries that ask for topics
+TENTH = 10  # one block in so many is a miss
 CALLS = 48  # inputs of a replay: several times the L2 even where one call's are small
 
 
@@ -88,12 +89,25 @@ class Bench(Layers):
             for x in new:
                 x.copy_(self.random_blocks(n, x.shape[-1]))
 
+        few, misses = [x.clone() for x in new], max(1, n // TENTH)
+
+        def draw_few(misses=misses):
+            for x, s in zip(few, states):
+                x[..., :n] = held_and_new(s.hot, n, misses)
+
         def get(blocks):
             return lambda i, s: fetch(Selection(blocks[i]), s.store.pool, s.hot, s.stats)
 
         def attend(i, s):
             return sparse_attention(q[i], s.store.ring, s.hot, s.lengths, Selection(), scale)
 
+        for i, s in enumerate(states):
+            get(chosen)(i, s)
+        for _ in range(2 * states[0].hot.block_of.shape[2] // n):  # until every slot holds a block
+            draw_few(n)
+            for i, s in enumerate(states):
+                get(few)(i, s)
+        draw_few()
         for i, s in enumerate(states):
             get(chosen)(i, s)
         self.still()
@@ -103,6 +117,7 @@ class Bench(Layers):
             self.row("select, all of it (beside)", lambda i, s: m.choose(s, q[i], scale)),
             self.row("fetch, all hits", get(chosen)),
             self.row("attention", attend, self.near * token),
+            self.row("fetch, a tenth misses", get(few), moved * misses // n, draw_few),
             self.row("fetch, nearly all misses", get(new), moved, draw),
         ]
 
@@ -126,6 +141,14 @@ class Bench(Layers):
         us = self.time(f, refresh)
         out = {"context": self.context, "method": self.method.name, "kernel": what, "us": us}
         return out | ({"GB_per_s": nbytes / us / 1e3} if nbytes else {})
+
+
+def held_and_new(hot: HotBuffer, n: int, misses: int) -> torch.Tensor:
+    """`n` blocks of each head, of which `misses` are not in the hot buffer, whatever its size is."""
+    draw = torch.rand(hot.slot_of.shape, device=hot.slot_of.device)
+    held = hot.slot_of >= 0
+    new = draw.masked_fill(held, -1).topk(misses).indices
+    return torch.cat([draw.masked_fill(~held, -1).topk(n - misses).indices, new], -1).sort(-1).values.int()
 
 
 class PageStages:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops.store.views import I32
+from torchsparsekv.ops.store.views import I32, PerHead
 
 # New tokens of any requests, one behind the other, and the row of the pool that each is stored in, -1 for none.
 FlatTokens: TypeAlias = Annotated[Tensor, Of("tokens heads dim", "kv", strided=True)]
@@ -37,7 +37,8 @@ class SharedHot(NamedTuple):
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]
     block_of: Annotated[Tensor, Of("batch heads slots", I32)]
-    age: Annotated[Tensor, Of("batch heads slots", I32)]
+    used: Annotated[Tensor, Of("batch heads slots", I32)]
+    hand: PerHead
 
 
 class Copies(NamedTuple):

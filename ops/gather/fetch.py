@@ -1,12 +1,16 @@
 """Bring the selected blocks into the hot buffer: find those that are there, and copy the missing ones from the pool.
 
     hits    selected blocks that are in a slot: nothing is copied
-    misses  the m missing blocks take m slots that are no hits: empty slots first, then those with the largest age
-            (ties: the lower slot). The misses take them in order of slot.
-    age     0 for slots of selected blocks, else + 1
+    misses  each missing block takes the slot of a block that was not selected lately. A hand goes round the slots of
+            the head. It skips the slots of hits and those that misses have taken. It spares a slot with `used` 1 and
+            sets `used` to 0; it takes a slot with `used` 0. The misses take the slots in the order of the hand.
+    used    1 for hits. A block that has just come has 0: the hand spares it once it is selected again.
 
-A head with `retrieve_now` 0 keeps its previous selection: its slots and ages do not change, and its blocks count as
-selected. The pool may be in host memory: the kernel reads it in place.
+This is the clock algorithm ("second chance"). Its cost follows the misses, whatever the number of slots. Without misses
+the hand does not move.
+
+A head with `retrieve_now` 0 keeps its previous selection: its slots do not change, and its blocks count as selected.
+The pool may be in host memory: the kernel reads it in place.
 
 Args:
     selection: ids [batch, heads, n], distinct within a head, -1 for none; retrieve_now [batch, heads] or None.
@@ -29,7 +33,6 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import (
-    LANES,
     cdiv,
     launch_early,
     next_power_of_2,
@@ -38,8 +41,7 @@ from torchsparsekv.ops._machinery.triton import (
     triton,
     wait_for_previous,
 )
-from torchsparsekv.ops.gather._hot_buffer import check_blocks
-from torchsparsekv.ops.select._top import take_top
+from torchsparsekv.ops.gather._hot_buffer import HIT, advance_hand, check_blocks, check_chosen, find_victims
 from torchsparsekv.ops.store.rows import (
     MISSED,
     PACKED,
@@ -53,11 +55,11 @@ from torchsparsekv.ops.store.rows import (
 )  # fmt: skip
 from torchsparsekv.ops.store.views import HotBuffer, Pool, Selection, Stats
 
-OLDEST = (1 << 16) - 1  # ages saturate here; the rank of an empty slot, above that of all others
 ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
-# The shapes of csrc/fetch.cu; Triton takes the others. A program keeps the plan of a head in registers (at most 8 slots
-# per thread) and in 30 KiB of shared memory. It moves 16 bytes at a time.
-NATIVE_SLOTS, NATIVE_THREADS, NATIVE_BYTES = 4096, (128, 512), 16
+WINDOW = 512  # slots that the Triton kernel looks at together
+# The shapes of csrc/fetch.cu; Triton takes the others. A program keeps its ids in registers (at most 8 per thread), and
+# the plan in shared memory: 8 bytes an id and a bit a slot. It moves 16 bytes at a time.
+NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 40 << 10, 16
 HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows
 
 
@@ -67,13 +69,8 @@ def check(selection, pool, hot, stats) -> None:
         raise ValueError("a selection without ids selects nothing to fetch")
     if ids.shape[-1] > hot.rows.shape[2]:
         raise ValueError(f"{ids.shape[-1]} blocks do not fit a hot buffer of {hot.rows.shape[2]}")
-    check_slots(hot.rows.shape[2])
+    check_chosen(ids.shape[-1])
     check_blocks(pool, hot.rows, hot.slot_of)
-
-
-def check_slots(slots: int) -> None:
-    if slots > LANES:  # a program plans for all slots of a head
-        raise ValueError(f"a hot buffer has at most {LANES} slots a kv head, got {slots}")
 
 
 def reference(selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats]) -> None:
@@ -86,60 +83,58 @@ def reference(selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: 
                 count(stats.counts[b, h], selected=int((hot.chosen[b, h] >= 0).sum()))
                 continue
             wanted = [int(x) for x in ids[b, h] if x >= 0]
-            missing = bring(wanted, pages[b, h], *(t[b, h] for t in hot[:4]))
+            missing = bring(wanted, pages[b, h], *(t[b, h] for t in hot[:5]))
             count(stats.counts[b, h], selected=len(wanted), missed=missing)
             hot.chosen[b, h] = torch.where(ids[b, h] >= 0, hot.slot_of[b, h][ids[b, h].clamp(min=0).long()], -1)
 
 
-def bring(wanted: list[int], pages: Tensor, rows: Tensor, slot_of: Tensor, block_of: Tensor, age: Tensor) -> int:
+def bring(
+    wanted: list[int], pages: Tensor, rows: Tensor, slot_of: Tensor, block_of: Tensor, used: Tensor, hand: Tensor
+) -> int:
     """Bring the wanted blocks of one head into its hot buffer. Returns the number of misses."""
     missing = [x for x in wanted if slot_of[x] < 0]
-    hits = {int(slot_of[x]) for x in wanted} - {-1}
-    rank = [OLDEST if x < 0 else min(int(since), OLDEST - 2) for x, since in zip(block_of.tolist(), age)]
-    free = sorted((i for i in range(len(rank)) if i not in hits), key=lambda i: (-rank[i], i))
-    taken = sorted(free[: len(missing)])
+    hits = [int(slot_of[x]) for x in wanted if slot_of[x] >= 0]
+    taken: list[int] = []
+    skipped, at = set(hits), int(hand)
+    while len(taken) < len(missing):
+        if at not in skipped and not used[at]:
+            taken.append(at)
+            skipped.add(at)
+        elif at not in skipped:
+            used[at] = 0
+        at = (at + 1) % len(used)
+    used[hits] = 1
+    hand.fill_(at)
     for x, i in zip(missing, taken):
         if block_of[i] >= 0:
             slot_of[block_of[i]] = -1
         block_of[i], slot_of[x] = x, i
     rows[taken] = as_numbers(pages[missing], rows.dtype)
-    age.copy_((age + 1).clamp(max=OLDEST))
-    age[[int(slot_of[x]) for x in wanted]] = 0
     return len(missing)
 
 
 @triton.jit
-def _plan(
-    ids, slot_of, block_of, age, flags, n, slots, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Plan the fetch of a head: hits mark their slots, and misses take the oldest other slots. All programs plan alike.
+def _plan(ids, slot_of, used, hand, plan, n, slots, N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr):
+    """Plan the fetch of a head: hits mark their slots, and misses take the next slots of the hand. All programs plan
+    alike.
 
-    Returns, per id [N]: the id, its slot, whether it is a miss; per slot [C]: its block, its age, whether it is a hit,
-    whether a miss takes it; and the number of misses. `flags` [C + 2 N] is scratch of this program. Behind its first C
-    numbers the plan writes the slots that are taken and the blocks that take them, both in order.
+    Returns, per id [N]: the id, its slot, whether it is a miss; then the number of misses, and how many slots the hand
+    passes. `plan` [2 N] is scratch of this program: the slots that are taken, and the blocks that take them.
     """
-    j, s = tl.arange(0, N), tl.arange(0, C)
-    victims, missing = flags + C, flags + C + N
-    want = tl.load(ids + j, mask=j < n, other=-1)
-    tl.store(flags + s, tl.zeros((C,), tl.int32))
+    j = tl.arange(0, N)
+    want = tl.load(ids + j, mask=j < n, other=-1)  # [N]
     slot = tl.load(slot_of + want, mask=want >= 0, other=-1)
-    have = tl.load(block_of + s, mask=s < slots, other=-1)
-    old = tl.load(age + s, mask=s < slots, other=0)
     miss = (want >= 0) & (slot < 0)
     order = tl.cumsum(miss.to(tl.int32), 0) - 1
     misses = tl.sum(miss.to(tl.int32), 0)
+    if misses > 0:
+        tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=slot >= 0)
+    tl.store(plan + N + order, want, mask=miss)
     tl.debug_barrier()
-    tl.store(flags + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
+    passed = find_victims(used, hand, slots, misses, plan, WINDOW, HIT)
     tl.debug_barrier()
-    used = tl.load(flags + s) > 0
-    rank = tl.where(have < 0, OLDEST, tl.minimum(old, OLDEST - 2) + 1)
-    rank = tl.where(used | (s >= slots), 0, rank).to(tl.uint32)
-    taken = take_top(rank, misses)
-    tl.store(victims + tl.cumsum(taken.to(tl.int32), 0) - 1, s, mask=taken)
-    tl.store(missing + order, want, mask=miss)
-    tl.debug_barrier()
-    slot = tl.where(miss, tl.load(victims + order, mask=miss, other=-1), slot)
-    return want, slot, miss, have, old, used, taken, misses
+    slot = tl.where(miss, tl.load(plan + order, mask=miss, other=-1), slot)
+    return want, slot, miss, misses, passed
 
 
 @triton.jit
@@ -159,15 +154,17 @@ def move(
 
 @triton.jit
 def _commit(
-    slot_of, block_of, age, done_count, counts, bh, chosen, n, slots, want, slot, miss, have, old, used, taken, misses,
-    OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    slot_of, block_of, used, hand, done_count, counts, bh, chosen, n, slots, want, slot, miss, misses, passed,
+    N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write the new state of the head, and its counters."""
-    j, s = tl.arange(0, N), tl.arange(0, C)
+    j = tl.arange(0, N)
     tl.store(chosen + j, slot, mask=j < n)
-    tl.store(slot_of + have, tl.full((C,), -1, tl.int32), mask=taken & (have >= 0))
-    tl.store(age + s, tl.where(used | taken, 0, tl.minimum(old + 1, OLDEST)), mask=s < slots)
+    old = tl.load(block_of + slot, mask=miss, other=-1)  # [N], the blocks that leave
+    tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
+    advance_hand(used, hand + bh, slots, passed, WINDOW)
     tl.debug_barrier()
+    tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=(slot >= 0) & (miss == 0))
     tl.store(slot_of + want, slot, mask=miss)
     tl.store(block_of + slot, want, mask=miss)
     add_count(counts, bh, SELECTED, tl.sum((want >= 0).to(tl.int32), 0))
@@ -177,9 +174,9 @@ def _commit(
 
 @triton.jit
 def _fetch(
-    retrieve_now, ids, pool, hot, slot_of, block_of, age, done_count, counts, scratch, chosen, n, slots, blocks,
-    ALL: tl.constexpr, OLDEST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    retrieve_now, ids, pool, hot, slot_of, block_of, used, hand, done_count, counts, scratch, chosen, n, slots, blocks,
+    ALL: tl.constexpr, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, HIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -189,18 +186,16 @@ def _fetch(
         now = tl.load(retrieve_now + bh) != 0
     chosen += bh * n
     if now:
-        ids, slot_of, block_of, age = ids + bh * n, slot_of + bh * blocks, block_of + bh * slots, age + bh * slots
-        flags = scratch + (bh * parts + part) * (C + 2 * N)  # of this program alone
-        want, slot, miss, have, old, used, taken, misses = _plan(
-            ids, slot_of, block_of, age, flags, n, slots, OLDEST, N, C
-        )
+        ids, slot_of, block_of, used = ids + bh * n, slot_of + bh * blocks, block_of + bh * slots, used + bh * slots
+        plan = scratch + (bh * parts + part) * 2 * N  # of this program alone
+        want, slot, miss, misses, passed = _plan(ids, slot_of, used, hand + bh, plan, n, slots, N, WINDOW, HIT)
         pool, hot = row_at(pool, bh, 0, blocks * P, D), row_at(hot, bh, 0, slots * P, D)
-        move(pool, hot, flags + C, flags + C + N, misses, part, parts, P, D, ROW, ROWS)
+        move(pool, hot, plan, plan + N, misses, part, parts, P, D, ROW, ROWS)
         tl.debug_barrier()
         if tl.atomic_add(done_count + bh, 1) == parts - 1:  # every program of this head has read the state
             _commit(
-                slot_of, block_of, age, done_count, counts, bh, chosen, n, slots, want, slot, miss, have, old, used,
-                taken, misses, OLDEST, N, C,
+                slot_of, block_of, used, hand, done_count, counts, bh, chosen, n, slots, want, slot, miss, misses,
+                passed, N, WINDOW,
             )  # fmt: skip
     elif part == 0:
         j = tl.arange(0, N)
@@ -225,17 +220,19 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
     if packed and (rows.dtype not in HALVES or rows.shape[5] % NATIVE_BYTES):
         return f"packed rows become halves of multiples of {NATIVE_BYTES} channels, not {rows.shape[5]} of {rows.dtype}"
     slots, block = rows.shape[2], math.prod(rows.shape[3:]) * rows.element_size()
-    if slots > NATIVE_SLOTS:
-        return f"{slots} slots are more than {NATIVE_SLOTS}"
+    if n > NATIVE_IDS:
+        return f"{n} ids are more than {NATIVE_IDS}"
     if block % NATIVE_BYTES:
         return f"blocks of {block} bytes are not multiples of {NATIVE_BYTES}"
     least, most = NATIVE_THREADS
-    threads = min(most, max(least, next_power_of_2(cdiv(slots, 4))))  # 4 slots per thread before more warps
-    each = max(1, cdiv(n, threads))
+    threads = min(most, max(least, next_power_of_2(cdiv(n, 2))))  # 2 ids per thread before more warps
+    each, words = cdiv(n, threads), next_power_of_2(cdiv(slots, 32))
+    if (plan := each * threads * 8 + words * 4) > NATIVE_PLAN:
+        return f"{n} ids and {slots} slots need {plan} bytes of shared memory, more than {NATIVE_PLAN}"
     return dict(
-        THREADS=threads, IDS=each, SLOTS=cdiv(slots, threads), QUADS=block // NATIVE_BYTES, OLDEST=OLDEST,
-        UNPACK=rows.shape[5] * packed, BF16=int(packed and rows.dtype is torch.bfloat16),
-    )  # fmt: skip
+        THREADS=threads, IDS=each, BITS=words, QUADS=block // NATIVE_BYTES, UNPACK=rows.shape[5] * packed,
+        BF16=int(packed and rows.dtype is torch.bfloat16),
+    )
 
 
 def _grid(ids: Tensor, hot: HotBuffer, programs: int | None) -> tuple[int, int, int]:
@@ -249,7 +246,7 @@ def launch_cuda(fitting, selection, pool, hot, stats, programs=None) -> None:
     """csrc/fetch.cu"""
     (kernels, shape), (ids, retrieve_now) = fitting, selection[:2]
     kernels.launch(
-        "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, pool, *hot[:5], stats.counts,
+        "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, pool, *hot[:6], stats.counts,
         hot.chosen, ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
     )  # fmt: skip
 
@@ -258,12 +255,12 @@ def launch_triton(selection, pool, hot, stats, programs=None) -> None:
     ids, retrieve_now = selection[:2]
     slots, p, _, d = hot.rows.shape[2:]
     n, grid = ids.shape[2], _grid(ids, hot, programs)
-    wide_n, wide_c, programs = max(16, next_power_of_2(n)), max(16, next_power_of_2(slots)), grid[0] * grid[1]
-    scratch = torch.empty(programs * (wide_c + 2 * wide_n), dtype=torch.int32, device=ids.device)
+    wide, programs = max(16, next_power_of_2(n)), grid[0] * grid[1]
+    scratch = torch.empty(programs * 2 * wide, dtype=torch.int32, device=ids.device)
     _fetch[grid](
-        ids if retrieve_now is None else retrieve_now, ids, pool, *hot[:5], stats.counts, scratch, hot.chosen, n,
-        slots, hot.slot_of.shape[2], ALL=retrieve_now is None, OLDEST=OLDEST, N=wide_n, C=wide_c, P=p,
-        D=d, ROW=next_power_of_2(row_width(d)), ROWS=ROWS, num_warps=4 if wide_c <= 512 else 8,
+        ids if retrieve_now is None else retrieve_now, ids, pool, *hot[:6], stats.counts, scratch, hot.chosen, n,
+        slots, hot.slot_of.shape[2], ALL=retrieve_now is None, N=wide, P=p, D=d, ROW=next_power_of_2(row_width(d)),
+        ROWS=ROWS, WINDOW=WINDOW, HIT=HIT, num_warps=4 if wide <= 512 else 8,
         **launch_early(ids.device, programs),
     )  # fmt: skip
 

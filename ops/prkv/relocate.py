@@ -158,7 +158,7 @@ def reference(
             if slot >= 0 and rows.dtype is hot.rows.dtype:
                 hot.rows[b, h, slot] = rows[every]
             elif slot >= 0:
-                hot.slot_of[b, h, block], hot.block_of[b, h, slot] = -1, -1
+                hot.slot_of[b, h, block], hot.block_of[b, h, slot], hot.used[b, h, slot] = -1, -1, 0
 
 
 @triton.jit
@@ -335,7 +335,8 @@ def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.con
             if not C.same_type:
                 slot = tl.load(hot.slot_of + bh * moved.blocks + block)
                 if slot >= 0:
-                    empty_slot(hot.slot_of + bh * moved.blocks, hot.block_of + bh * moved.slots, block, slot)
+                    block_of, used = hot.block_of + bh * moved.slots, hot.used + bh * moved.slots
+                    empty_slot(hot.slot_of + bh * moved.blocks, block_of, used, block, slot)
 
 
 @triton.jit

@@ -115,7 +115,8 @@ class HotBuffer(NamedTuple):
     rows: the keys and values of the blocks. A slot has room for one block.
     slot_of: the slot that holds a block; -1 if the block is not in the buffer.
     block_of: the block that a slot holds; -1 if the slot is empty.
-    age: calls of fetch since the block of a slot was last selected. Misses replace the oldest slots.
+    used: 1 for a block that was selected again since the hand passed its slot, else 0.
+    hand: the slot at which the next miss begins to look for one (ops/gather/fetch.py).
     done_count: scratch of fetch. It counts the programs of a head that have read the state, and is 0 between calls.
     chosen: the slots of the last selection, which attention reads; -1 for none.
     """
@@ -123,7 +124,8 @@ class HotBuffer(NamedTuple):
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]
     block_of: Annotated[Tensor, Of("batch heads slots", I32)]
-    age: Annotated[Tensor, Of("batch heads slots", I32)]
+    used: Annotated[Tensor, Of("batch heads slots", I32)]
+    hand: PerHead
     done_count: PerHead
     chosen: Candidates
 

@@ -66,7 +66,7 @@ class Cache:
     """What a report reads when the patch is taken off, where no cache of an earlier test is the latest."""
 
     def __init__(self):
-        self.stored = {}
+        self.stored, self.batch, self.max_length, self.place = {}, 1, 64, _memory.Placement(False)
 
     def nbytes(self) -> tuple[int, int]:
         return 0, 0

@@ -28,7 +28,7 @@ def test_a_tensor_is_marked_as_changed_only_if_it_changed():
     (inserted,) = (c for c in calls if c.op == "insert_page")
     declared = {name for name, _ in inserted.written}
     assert "leaves.fill" in inserted.changed
-    assert "hot.age" in declared - inserted.changed, "no node's open page was in the hot buffer"
+    assert "hot.used" in declared - inserted.changed, "no node's open page was in the hot buffer"
     assert not any(c.changed for c in calls if c.op == "visit_nodes")
 
 

@@ -17,7 +17,7 @@ def acting(method) -> dict[str, object]:
     return method.effective()
 
 
-IN_RING = dict(sink=64, window=256, hot_budgets=2, prefetch_async=None, estimate_rest=False)
+IN_RING = dict(sink=64, window=256, hot_budgets="auto", prefetch_async=None, estimate_rest=False)
 CLUSTERED = dict(**IN_RING, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", volume="cuboid-mean"),

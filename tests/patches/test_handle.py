@@ -314,7 +314,7 @@ def test_memory_is_the_sum_of_the_tensors(method, offload):
         cache = handle.make_cache(3)
         report = handle.report()
         found = tensors(cache)
-        promised = sum(handle.planned.bytes(3, 64, pool_on_host=offload == "host"))
+        promised = sum(handle.planned.bytes(3, 64, **cache.place._asdict()))
         lengths = sum(x.nbytes for x in cache.row_lengths.values())
     assert len({t.data_ptr() for t in found if t.numel()}) == len([t for t in found if t.numel()]), "counted twice"
     assert report.host_bytes + report.device_bytes == sum(t.nbytes for t in found) == promised + lengths
@@ -352,7 +352,7 @@ def test_methods_lists_every_hyper_parameter_and_default():
     found = torchsparsekv.methods()
     assert list(found) == sorted(METHODS)
     defaults = {name: {field: h.default for field, h in hyper.items()} for name, hyper in found.items()}
-    common = dict(budget=1024, sink=64, window=256, hot_budgets=2, prefetch_async=None)
+    common = dict(budget=1024, sink=64, window=256, hot_budgets="auto", prefetch_async=None)
     assert defaults["quest"] == {**common, "block_size": 16, "digest": "float8"}
     assert defaults["arkvale"] == {**common, "block_size": 32, "digest": "float8", "volume": "cuboid-mean"}
     assert defaults["streaming"] == {**common, "block_size": 16}

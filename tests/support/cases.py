@@ -174,10 +174,11 @@ def _fetch(w: World):
             for slot, x in enumerate(torch.randperm(w.blocks, generator=w.g)[:slots].tolist()):
                 if torch.rand((), generator=w.g) < 0.7:
                     block_of[b, h, slot], slot_of[b, h, x], rows[b, h, slot] = x, slot, pages[b, h, x]
-    age = torch.randint(0, 4, (*lead, slots), generator=w.g, dtype=I32)
+    used = torch.randint(0, 2, (*lead, slots), generator=w.g, dtype=I32)
+    hand = torch.randint(0, slots, lead, generator=w.g, dtype=I32)
     chosen = torch.randint(-1, slots, (*lead, n), generator=w.g, dtype=I32)
     now = torch.randint(0, 2, lead, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    hot = HotBuffer(rows, slot_of, block_of, age, torch.zeros(lead, dtype=I32), chosen)
+    hot = HotBuffer(rows, slot_of, block_of, used, hand, torch.zeros(lead, dtype=I32), chosen)
     return (Selection(w.chosen(n), now), w.truth.clone(), hot, w.stats())
 
 
@@ -265,7 +266,7 @@ def _sparse_attention(w: World):
     hot = w.truth.unflatten(2, (-1, w.block)).contiguous()
     each = torch.arange(w.blocks, dtype=I32).expand(w.batch, w.heads, -1).contiguous()  # a block is in its own slot
     none, chosen = torch.zeros(w.batch, w.heads, dtype=I32), w.chosen(max(1, w.blocks // 3))
-    hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, chosen)
+    hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, none.clone(), chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
     rest = _rest(w, w.begin) if w.pick(False, True) else Rest()

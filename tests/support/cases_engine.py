@@ -90,7 +90,9 @@ def _hot(w: World, pool: torch.Tensor, slots: int) -> SharedHot:
         for slot, x in enumerate(torch.randperm(blocks, generator=w.g)[:slots].tolist()):
             if torch.rand((), generator=w.g) < 0.7:
                 block_of[0, h, slot], slot_of[0, h, x], rows[0, h, slot] = x, slot, pages[0, h, x]
-    return SharedHot(rows, slot_of, block_of, torch.randint(0, 4, block_of.shape, generator=w.g, dtype=I32))
+    used = torch.randint(0, 2, block_of.shape, generator=w.g, dtype=I32)
+    hand = torch.randint(0, slots, (1, w.heads), generator=w.g, dtype=I32)
+    return SharedHot(rows, slot_of, block_of, used, hand)
 
 
 def fetch_shared(w: World):

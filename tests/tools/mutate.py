@@ -224,12 +224,15 @@ MUTATIONS = (
              "frontier)",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k keep_leaving"),
     # ---- fetch
-    Mutation("the slot asked for last is given away first", "ops/gather/fetch.py",
-             "key=lambda i: (-rank[i], i)", "key=lambda i: (rank[i], i)",
+    Mutation("a slot in use is taken at once", "ops/gather/fetch.py",
+             "if at not in skipped and not used[at]:", "if at not in skipped:",
              "tests/ops/gather/test_hot_buffer.py::test_reference_equals_the_model"),
     Mutation("a block that was overwritten is still found", "ops/gather/fetch.py",
              "            slot_of[block_of[i]] = -1\n", "            pass\n",
              "tests/ops/gather/test_hot_buffer.py::test_reference_equals_the_model"),
+    Mutation("the hand passes a slot less", "ops/gather/_hot_buffer.py",
+             "tl.where(taken, step + 1, 0)", "tl.where(taken, step, 0)",
+             "tests/ops/gather/test_hot_buffer.py -k over_many_calls"),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",
              "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",

@@ -180,7 +180,7 @@ class IceCache(Method):
         # A budget of everything that is not attended to anyway is every page, full or not.
         everything = self.budget >= g.rows - self.sink - self.window
         chosen = (grown.rows if everything else self.budget) // page
-        slots = min(self.hot_budgets * chosen, grown.rows // page)
+        slots = min(self.budgets_held(g) * chosen, grown.rows // page)
         store = super().buffers(grown) | self.hot_buffers(grown, slots, chosen)
         if g.follows:
             shared = SharedSelection(

@@ -9,7 +9,7 @@ import typer
 import torchsparsekv
 from torchsparsekv import host
 from torchsparsekv.commands import app
-from torchsparsekv.method import all_methods, check_device, make_method
+from torchsparsekv.method import DEVICE_SHARE, all_methods, check_device, make_method
 
 PACKAGES = ("transformers", "triton", "accelerate", "numpy")  # beside torch, which tells its build itself
 PIECE = 256 << 20  # bytes that are copied at a time
@@ -45,6 +45,7 @@ def about(device: torch.device) -> list[str]:
     name = torch.cuda.get_device_name(device)
     room = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     lines = [f"{device}: {name}, compute capability {major}.{minor}, {room}"]
+    lines.append(f'    a cache with hot_budgets "auto" takes up to {DEVICE_SHARE * free / 2**30:.1f} GiB')
     try:
         lines.append(f"    reads pinned host memory at {link_speed(device) / 1e9:.1f} GB/s")
     except MemoryError as e:

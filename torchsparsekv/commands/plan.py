@@ -24,6 +24,7 @@ BATCH = typer.Option(1, min=1, help="Rows.")
 OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
 HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
 POOL = typer.Option(None, "--pool-dtype", help="int8: keys and values in 8 bits.  [default: the model's type]")
+HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers.  [default: hot_budgets]")
 SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend densely.  [default: as for patch]")
 
 
@@ -31,10 +32,13 @@ SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend dens
 def plan(
     model: str = MODEL, method: str = METHOD, max_length: int | None = TOKENS, batch: int = BATCH,
     offload: str = OFFLOAD, hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
+    hot_gib: float = HOT,
 ) -> None:  # fmt: skip
     """Say what a cache would take of host and device memory, by buffer; no weights are loaded."""
     try:
-        found, said = planned(model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype)
+        found, said = planned(
+            model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype, hot_gib
+        )
     except TOLD as e:
         typer.echo(f"plan: {e}", err=True)
         raise typer.Exit(2) from e
@@ -43,12 +47,13 @@ def plan(
 
 def planned(
     name: str, method: str, max_length: int | None, batch: int, offload: str, hyper: dict, skip_layers: int | None,
-    pool_dtype: str | None,
+    pool_dtype: str | None, hot_gib: float | None,
 ):  # fmt: skip
     """The table, and the method as it acts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
+    from torchsparsekv.patches._memory import check_hot_gib, hot_said, placed
 
     if offload not in ("host", "device"):
         raise ValueError(f"offload must be host or device, got {offload!r}")
@@ -60,13 +65,17 @@ def planned(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.bfloat16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = make_method(method, **hyper)
+    hot_gib = check_hot_gib(hot_gib, chosen, device)
     plan, length, _ = planned(
-        model.eval(), make_method(method, **hyper), hyper, device, max_length=max_length, offload=offload,
+        model.eval(), chosen, hyper, device, max_length=max_length, offload=offload,
         skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
     lines = "; ".join([said, *plan.pool_said(), *plan.notes])
-    return plan.memory(batch, as_int(length), pool_on_host=offload == "host"), lines
+    place = placed(plan, offload, batch, as_int(length), hot_gib)
+    notes = hot_said(plan, place, batch, as_int(length), hot_gib)
+    return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
 
 
 def _parsed(texts: list[str]) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class BlockStore:
         none = self._zeros((*lead, blocks + self.slots), i32) - 1
         slot_of, block_of = (t.contiguous() for t in none.split([blocks, self.slots], 2))
         assert self._hot_rows is not None
-        self.hot = SharedHot(self._hot_rows, slot_of, block_of, self._zeros((*lead, self.slots), i32))
+        used, hand = self._zeros((*lead, self.slots), i32), self._zeros(lead, i32)
+        self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
     def bind(self, page: Tensor) -> None:
         """Use the engine's memory, bytes [blocks, page_bytes]: digests of all blocks, then the pool if it is there."""

@@ -54,7 +54,7 @@ VARIANTS = {
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
         for n, slots, p, dim in ((9, 9, 4, 16), (64, 128, 16, 128), (704, 704, 1, 128), (100, 2000, 1, 80),
-                                  (FETCH.NATIVE_SLOTS, FETCH.NATIVE_SLOTS, 2, 256))
+                                  (FETCH.NATIVE_IDS, 1 << 16, 16, 256))
         for dtype, pool in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.int8), (torch.float16, torch.int8))
     ],
     "top_blocks": [

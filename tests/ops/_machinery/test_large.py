@@ -64,7 +64,8 @@ def test_append_and_fetch_of_a_huge_pool(huge):
     last = torch.full((1, heads, 1), rows // block - 2, dtype=i32)
     places, slots = torch.full((1, heads, rows // block), -1, dtype=i32), torch.full((1, heads, 2), -1, dtype=i32)
     hot = torch.zeros(1, heads, 2, block, 2, dim).half()
-    view = HotBuffer(hot, places, slots, torch.zeros_like(slots), torch.zeros(1, heads, dtype=i32), last.clone())
+    none = torch.zeros(1, heads, dtype=i32)
+    view = HotBuffer(hot, places, slots, torch.zeros_like(slots), none, none.clone(), last.clone())
     ENTRIES["fetch"].run("triton", Selection(last), store.pool, view, stats)
     torch.testing.assert_close(hot[:, :, 0], ring[:, :, (torch.arange(block) + rows - 2 * block) % 64], rtol=0, atol=0)
 
@@ -139,7 +140,7 @@ def test_grids_of_clusters_fit_a_huge_prompt(monkeypatch):
     ("name", "most", "said"),
     [
         ("prkv_static", 65_536, "prkv_static: a static set has at most 65536 tokens, this budget makes it 65537"),
-        ("oracle", 524_288, "a hot buffer has at most 1048576 slots a kv head, got 1048578"),
+        ("oracle", 1_048_576, "a step selects at most 1048576 blocks a kv head, got 1048577"),
     ],
 )
 def test_budgets_too_large_for_one_program(name, most, said):
@@ -180,12 +181,13 @@ def test_promotion_follows_the_size_of_the_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fetch", "fetch_shared"])
-def test_too_many_slots_for_one_program_are_refused(name, monkeypatch):
-    """With room for few: a hot buffer of a million slots is no test."""
+def test_too_many_blocks_for_one_program_are_refused(name, monkeypatch):
+    """With room for few: a selection of a million blocks is no test."""
     things = mapped(OPS[name](World()), lambda t: t.to(DEVICE))
-    (slots,) = {t.rows.shape[2] for t in things if type(t).__name__.endswith(("HotBuffer", "SharedHot"))}
-    monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots)
+    ids = things[0].ids if name == "fetch" else things[0]
+    n = ids.shape[2] if name == "fetch" else ids.shape[0] * ids.shape[2]
+    monkeypatch.setattr("torchsparsekv.ops.gather._hot_buffer.LANES", n)
     ENTRIES[name].call(*things)
-    monkeypatch.setitem(ENTRIES["fetch"].reference.__globals__, "LANES", slots - 1)
-    with pytest.raises(ValueError, match=f"a hot buffer has at most {slots - 1} slots a kv head, got {slots}"):
+    monkeypatch.setattr("torchsparsekv.ops.gather._hot_buffer.LANES", n - 1)
+    with pytest.raises(ValueError, match=f"a step selects at most {n - 1} blocks a kv head, got {n}"):
         ENTRIES[name].call(*things)

@@ -193,7 +193,8 @@ def test_fetched_blocks_equal_raw_tokens_within_half_a_step(w, kind):
     lead, n = (w.batch, w.heads), min(w.blocks, 5)
     empty = lambda *shape: torch.full((*lead, *shape), -1, dtype=torch.int32)  # noqa: E731
     rows = torch.full((*lead, n, w.block, 2, w.dim), torch.nan, dtype=w.dtype)
-    hot = HotBuffer(rows, empty(w.blocks), empty(n), empty(n) + 1, torch.zeros(lead, dtype=torch.int32), empty(n))
+    none = empty() + 1
+    hot = HotBuffer(rows, empty(w.blocks), empty(n), empty(n) + 1, none, none.clone(), empty(n))
     ids = torch.arange(w.blocks, dtype=torch.int32).flip(0)[:n].expand(*lead, n).contiguous()
     things = (Selection(ids), pack(w.truth), hot, Stats(torch.zeros(*lead, 5, dtype=torch.int64)))
     things = things if kind == "reference" else on(DEVICE, things)
