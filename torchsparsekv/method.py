@@ -80,8 +80,8 @@ class Traits:
     couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
     selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
         selected block between steps. Such a method may set `prefetch_async`.
-    no_rest: why the method does not take `estimate_rest`; empty if it does. It must retrieve by content, and a token
-        must stay at its pool row once it has left the ring.
+    no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
+        token stays at the pool row that took it when it left the ring (`leaving_rows`).
     least_capability: the oldest CUDA compute capability that the kernels compile for.
     older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
     """
@@ -276,6 +276,11 @@ class Method:
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
 
+    def leaving_rows(self, s: LayerState) -> Tensor | None:
+        """The pool rows that took the tokens which left the ring at this step, [batch, kv_heads, interval]; None: those
+        of their positions. Only methods that put tokens at rows of their own choice have them."""
+        return None
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
@@ -345,7 +350,7 @@ class Method:
         leaving = Leaving(k, s.store.pool)
         self.step(s, q, leaving)
         if self.rest_group:
-            group_sums(leaving, v, s.rest, s.lengths)
+            group_sums(leaving, v, s.rest, s.lengths, rows=self.leaving_rows(s))
 
     @final
     def ingest(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:

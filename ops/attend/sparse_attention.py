@@ -10,7 +10,7 @@ Args:
     hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
     selection: frontier [batch, heads] (None: lengths.ring_begin) and fill [batch, heads, blocks] (None: all rows).
         `ids` is not read: fetch has turned it into hot.chosen.
-    rest: sums [batch, heads, groups, 2, dim] or None. Blocks have no `fill` then.
+    rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
@@ -54,8 +54,11 @@ def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
     if rest.sums is None:
         return
     check_groups(rest, hot.slot_of.shape[2] * hot.rows.shape[3])
-    if selection.fill is not None:
-        raise ValueError("rest is for blocks that are full: give no selection.fill with it")
+    block_size = hot.rows.shape[3]
+    if selection.fill is not None and (selection.frontier is not None or rest.group % block_size):
+        raise ValueError(
+            f"rest with fill: whole blocks of {block_size} in groups of {rest.group}, and no selection.frontier"
+        )
 
 
 def reference(
@@ -73,7 +76,7 @@ def reference(
     live = torch.cat([in_ring, found.flatten(2)], -1)
     bias = torch.zeros_like(live, dtype=torch.float32)
     if rest.sums is not None:
-        means, tokens = remaining(rest, ring, hot, lengths, begins)
+        means, tokens = remaining(rest, ring, hot, lengths, begins, fill)
         rows, live = torch.cat([rows, means.to(q.dtype)], 2), torch.cat([live, tokens > 0], -1)
         bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
@@ -123,11 +126,13 @@ def _attend(
         top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
     if GROUP > 0:
         left = tl.load(ring_begin + b)
+        if FILLED:
+            begin, left = groups * GROUP, groups * GROUP
         first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and on, where the blocks ended
         for tile in range(first, tl.cdiv(left, GROUP * GROUPS), splits):
             key, value, count = remaining_tile(
-                sums, ring, hot, chosen, block_of, bh, tile, begin, left, sink, groups, ring_rows, slots, n, GROUP,
-                GROUPS, TOKENS, CHOSEN, P, D, DP,
+                sums, ring, hot, chosen, block_of, fill, bh, tile, begin, left, sink, groups, ring_rows, slots, blocks,
+                n, FILLED, GROUP, GROUPS, TOKENS, CHOSEN, P, D, DP,
             )  # fmt: skip
             bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
             key, value = key.to(x.dtype), value.to(x.dtype)

@@ -1,7 +1,8 @@
 """What remains of each group of the pool when a step has attended to some of its tokens exactly, in torch and Triton.
 
-Exact tokens are those of the chosen blocks, and those that have left the ring and are still read there: the positions
-from the frontier of a head up to `ring_begin`.
+With `fill` the first rows of every block of the pool hold a token. Without it, those from the sinks up to `ring_begin`
+do. Exact tokens are those of the chosen blocks, and those that have left the ring and are still read there: the
+positions from the frontier of a head up to `ring_begin`.
 """
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ TOKENS = 32  # exact tokens that a program takes out of a tile at once
 CHOSEN = 1024  # blocks that a program looks through at once
 
 
-def remaining(rest: Rest, ring: Tensor, hot: HotBuffer, lengths: Lengths, frontier: Tensor) -> tuple[Tensor, Tensor]:
+def remaining(
+    rest: Rest, ring: Tensor, hot: HotBuffer, lengths: Lengths, frontier: Tensor, fill: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The mean key and the mean value of what remains of each group, and the number of tokens that remain.
 
     frontier [batch, heads]: the first position that a head attends to in the ring.
@@ -33,12 +36,16 @@ def remaining(rest: Rest, ring: Tensor, hot: HotBuffer, lengths: Lengths, fronti
             begin, slots = int(frontier[b, h]), hot.chosen[b, h]
             slots = slots[slots >= 0].long()
             at = (hot.block_of[b, h, slots].long()[:, None] * p + torch.arange(p)).flatten()
-            found = (at >= sink) & (at < begin)
-            near = torch.arange(begin, left[b])
+            if fill is None:
+                held, found = torch.arange(sink, left[b]), (at >= sink) & (at < begin)
+                near = torch.arange(begin, left[b])
+            else:
+                full = torch.arange(p) < fill[b, h][:, None]
+                held, near, found = full.flatten().nonzero()[:, 0], torch.arange(0), full.flatten()[at]
             exact = torch.cat([at[found], near]) // group
             rows = [hot.rows[b, h, slots].flatten(0, 1)[found], ring[b, h, ring_row(near, sink, ring.shape[2])]]
             means[b, h].index_add_(0, exact, torch.cat(rows).float(), alpha=-1)
-            tokens[b, h] = torch.bincount(torch.arange(sink, left[b]) // group, minlength=groups)
+            tokens[b, h] = torch.bincount(held // group, minlength=groups)
             tokens[b, h] -= torch.bincount(exact, minlength=groups)
     count = tokens[..., None, None]
     return (means / count).masked_fill(count <= 0, 0.0), tokens
@@ -58,17 +65,23 @@ def _take_out(keys, values, count, rows, group, live, GROUPS: tl.constexpr, D: t
 
 @triton.jit
 def remaining_tile(
-    sums, ring, hot, chosen, block_of, bh, tile, begin, left, sink, groups, ring_rows, slots, n, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, TOKENS: tl.constexpr, CHOSEN: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    sums, ring, hot, chosen, block_of, fill, bh, tile, begin, left, sink, groups, ring_rows, slots, blocks, n,
+    FILLED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, CHOSEN: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Mean keys and values [GROUPS, DP] of what remains of the groups of a tile, and the numbers of tokens [GROUPS].
+
+    With FILLED, `begin` and `left` are the end of the pool.
 
     A tile looks for its blocks between the first and the last place of `chosen` that has one: few where the ids ascend.
     """
     at, d = tile * GROUPS + tl.arange(0, GROUPS), tl.arange(0, DP)[None, :]
     low, high = tile * (GROUPS * GROUP), (tile + 1) * (GROUPS * GROUP)
-    count = tl.maximum(tl.minimum((at + 1) * GROUP, left) - tl.maximum(at * GROUP, sink), 0)
+    if FILLED:
+        page = at[:, None] * (GROUP // P) + tl.arange(0, GROUP // P)[None, :]
+        count = tl.sum(tl.load(fill + bh * blocks + page, mask=page < blocks, other=0), 1)
+    else:
+        count = tl.maximum(tl.minimum((at + 1) * GROUP, left) - tl.maximum(at * GROUP, sink), 0)
     row, there = row_at(sums, bh, at, groups, D)[:, None], ((count > 0) & (at < groups))[:, None]
     keys = load_key(row, d, there, d < D, D).to(tl.float32)  # [GROUPS, DP]
     values = load_value(row, d, there, d < D, D).to(tl.float32)  # [GROUPS, DP]
@@ -86,6 +99,8 @@ def remaining_tile(
         block = tl.load(block_of + bh * slots + slot, mask=slot >= 0, other=-1)
         pos = block * P + token % P
         live = (block >= 0) & (pos >= tl.maximum(low, sink)) & (pos < tl.minimum(high, begin))
+        if FILLED:
+            live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
         rows = row_at(hot, bh, tl.maximum(slot, 0) * P + token % P, slots * P, D)
         keys, values, count = _take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
     for some in range(tl.maximum(begin, low), tl.minimum(left, high), TOKENS):

@@ -1,9 +1,8 @@
 """Add the tokens that leave the ring to the sums of their groups.
 
-    sums[g] = (sums[g] or 0) + sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin
+    sums[g] += sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin
 
-The first token of a group that leaves begins a new sum, so sums need no clearing. The number of tokens in a sum follows
-from the ring begin: min((g + 1) * group, ring_begin) - max(g * group, sink).
+The number of tokens in a sum follows from the ring begin: min((g + 1) * group, ring_begin) - max(g * group, sink).
 
 Args:
     leaving: the keys of the tokens that leave the ring. The pool holds the values of earlier tokens too.
@@ -12,9 +11,10 @@ Args:
     order [batch, heads, tokens]: the pool row of a column takes the token of column `order[column]` (store_prompt.py).
     join: whether the sums of a prompt are made on the current stream. Otherwise they are made beside the next layer
         (ops/_machinery/side_stream.py), where `order` is made too.
+    rows [batch, heads, interval]: at a step of a method that chooses pool rows, those that took the leaving tokens.
 
 Launches: one program per (row, head, group that can change in one call); it returns at once if no token of its group
-leaves.
+leaves. With `rows` one program per (row, head) adds the tokens one by one.
 """
 from typing import Annotated
 
@@ -27,15 +27,28 @@ from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.rest.views import Rest
-from torchsparsekv.ops.store.rows import as_numbers, load_key, load_value, row_at, rows_of, value_at
+from torchsparsekv.ops.store.rows import (
+    as_numbers,
+    in_row,
+    load_key,
+    load_row,
+    load_value,
+    row_at,
+    row_width,
+    rows_of,
+    value_at,
+)
 from torchsparsekv.ops.store.views import I32, Leaving, Lengths, NewKeys
 
+InsertedRows = Annotated[Tensor, Of("batch heads interval", I32)]
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 32  # tokens of a group that a program adds at once
 
 
-def check(leaving, v, rest, lengths, order=None, join=True) -> None:
+def check(leaving, v, rest, lengths, order=None, join=True, rows=None) -> None:
     check_groups(rest, leaving.pool.shape[2])
+    if rows is not None and v.shape[2] > 1:
+        raise ValueError(f"rows are those of a step, got {v.shape[2]} new tokens")
 
 
 def check_groups(rest: Rest, rows: int) -> None:
@@ -49,30 +62,34 @@ def check_groups(rest: Rest, rows: int) -> None:
 
 
 def reference(
-    leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True
-) -> None:
+    leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True,
+    rows: InsertedRows | None = None,
+) -> None:  # fmt: skip
     (k, pool), (sums, group) = leaving, rest
     assert sums is not None
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
+            continue
+        if rows is not None:
+            for h, taken in enumerate(rows[b].long()):
+                tokens = as_numbers(pool[b, h, taken], torch.float32).float()
+                sums[b, h] = sums[b, h].float().index_add(0, taken // group, tokens)
             continue
         fresh, column = min(max(old, n0), new), k.shape[2] - n
         added = rows_of(k[b], v[b])
         if order is not None:
             added = added.gather(1, order[b].long()[..., None, None].expand_as(added))
         earlier = as_numbers(pool[b, :, old:fresh], torch.float32).float()
-        rows = torch.cat([earlier, added[:, column + fresh : column + new].float()], 1)
+        tokens = torch.cat([earlier, added[:, column + fresh : column + new].float()], 1)
         for g in range(old // group, cdiv(new, group)):
             first, last = max(g * group, old), min((g + 1) * group, new)
-            begins = old <= max(g * group, lengths.sink)
-            before = 0 if begins else sums[b, :, g].float()
-            sums[b, :, g] = before + rows[:, first - old : last - old].sum(1)
+            sums[b, :, g] = sums[b, :, g].float() + tokens[:, first - old : last - old].sum(1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum(
     k, v, pool, sums, order, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, v_b, v_h, v_s, heads,
-    tokens, pool_rows, groups, sink, ORDERED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    tokens, pool_rows, groups, ORDERED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
@@ -85,9 +102,8 @@ def _sum(
         d = tl.arange(0, DP)
         there = d < D
         row = row_at(sums, bh, g, groups, D)
-        before = d < tl.where(old > tl.maximum(g * GROUP, sink), D, 0)  # the sum goes on
-        key = tl.load(row + d, mask=before, other=0.0).to(tl.float32)
-        value = tl.load(value_at(row, D) + d, mask=before, other=0.0).to(tl.float32)
+        key = tl.load(row + d, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(value_at(row, D) + d, mask=there, other=0.0).to(tl.float32)
         for first in range(0, GROUP, TILE):
             pos = g * GROUP + first + tl.arange(0, TILE)
             leaves = (pos >= old) & (pos < new)
@@ -107,12 +123,41 @@ def _sum(
         tl.store(value_at(row, D) + d, value.to(sums.dtype.element_ty), mask=there)
 
 
-def launch(leaving, v, rest, lengths, order, join) -> None:
+@triton.jit
+def _add_rows(
+    pool, sums, rows, length, previous_ring_begin, ring_begin, heads, n, pool_rows, groups, GROUP: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    bh = tl.program_id(0).to(tl.int64)
+    b = bh // heads
+    if (tl.load(length + b) > 0) & (tl.load(previous_ring_begin + b) < tl.load(ring_begin + b)):
+        c = tl.arange(0, ROW)
+        there = in_row(c, D)
+        for i in range(n):
+            at = tl.load(rows + bh * n + i)
+            token = load_row(row_at(pool, bh, at, pool_rows, D), c, at >= 0, there, D)
+            to = row_at(sums, bh, at // GROUP, groups, D) + c
+            found = tl.load(to, mask=there, other=0.0).to(tl.float32) + token
+            tl.store(to, found.to(sums.dtype.element_ty), mask=there)
+
+
+def launch(leaving, v, rest, lengths, order, join, rows) -> None:
+    if rows is not None:
+        return _launch_rows(leaving.pool, rest, lengths, rows, v.shape[3])
     if v.shape[2] == 1:  # a step
         return _launch(leaving, v, rest, lengths, order)
     used = (*leaving, v, rest.sums, *lengths[:4], *(() if order is None else (order,)))
     with on_side_stream(join, *used):
         _launch(leaving, v, rest, lengths, order)
+
+
+def _launch_rows(pool, rest, lengths, rows, d) -> None:
+    (batch, heads, pool_rows), (sums, group) = pool.shape[:3], rest
+    _add_rows[(batch * heads,)](
+        pool, sums, rows, *lengths[1:4], heads, rows.shape[2], pool_rows, sums.shape[2], GROUP=group, D=d,
+        ROW=next_power_of_2(row_width(d)), num_warps=2, **launch_early(sums.device, batch * heads),
+    )  # fmt: skip
 
 
 def _launch(leaving, v, rest, lengths, order) -> None:
@@ -121,7 +166,7 @@ def _launch(leaving, v, rest, lengths, order) -> None:
     most = min(cdiv(tokens + lengths.interval, group) + 1, groups)  # groups that can change in one call
     _sum[(most, batch * heads)](
         k, v, pool, sums, lengths.start if order is None else order, *lengths[:4], *k.stride()[:3], *v.stride()[:3],
-        heads, tokens, rows, groups, lengths.sink, ORDERED=order is not None, GROUP=group, TILE=min(group, TILE), D=d,
+        heads, tokens, rows, groups, ORDERED=order is not None, GROUP=group, TILE=min(group, TILE), D=d,
         DP=next_power_of_2(d), num_warps=2, **launch_early(sums.device, batch * heads * most),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ class Rest(NamedTuple):
     """The sums of the keys and values of every group of pool rows (ops/rest/group_sums.py).
 
     sums: row g is the sum of the keys and the sum of the values in the pool rows g * group to (g + 1) * group, of
-        tokens that have left the ring. A group without such tokens holds anything. None: nothing is estimated.
+        tokens that have left the ring. None: nothing is estimated.
     group: pool rows of a group; 0 without sums.
     """
 

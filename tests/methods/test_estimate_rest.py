@@ -19,11 +19,12 @@ METHODS = {
     "quest": dict(budget=8), "arkvale": dict(budget=8), "random": dict(budget=8),
     "oracle": dict(budget=6, block_size=1),
     "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
+    "icecache": dict(budget=8, page_size=4, r=0.25, least_view=8),
     "prkv": dict(budget=8, static_ratio=0),
     "louiskv": dict(budget=8, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "clusterkv": dict(budget=8, cluster_size=4, every=10, new_clusters=2, rounds=2),
 }  # fmt: skip
-REFUSED = {"full", "icecache", "prkv_static", "snapkv", "streaming"}
+REFUSED = {"full", "prkv_static", "snapkv", "streaming"}
 SOFT, SINKS = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
@@ -35,28 +36,38 @@ def tensors(tokens: int, *, batch=1, seed=1, heads=2, group=2, dim=16):
     return q, k, v
 
 
-def exact_rows(s, b: int, h: int, begin: int) -> set[int]:
-    """Pool rows that the step of a head attends to exactly: those of its blocks, and those that are in the ring."""
+def held_rows(s, b: int, h: int, fill: torch.Tensor | None) -> list[int]:
+    """Pool rows of the tokens that have left the ring."""
+    if fill is None:
+        return list(range(s.lengths.sink, int(s.lengths.ring_begin[b])))
+    p = s.hot.rows.shape[3]
+    return [x * p + i for x, n in enumerate(fill[b, h].tolist()) for i in range(n)]
+
+
+def retrieved_rows(s, b: int, h: int) -> set[int]:
+    """Pool rows of the blocks that the step of a head attends to."""
     slots = s.hot.chosen[b, h]
     blocks, p = s.hot.block_of[b, h][slots[slots >= 0].long()].tolist(), s.hot.rows.shape[3]
-    return {x * p + i for x in blocks for i in range(p)} | set(range(begin, int(s.lengths.ring_begin[b])))
+    return {x * p + i for x in blocks for i in range(p)}
 
 
 def by_definition(s, b: int, q, k, v, a: Attention, selection, group: int) -> torch.Tensor:
     """One row of a step, in fp64: q [heads, dim], and k and v [kv heads, tokens, dim] of all its tokens."""
     q, k, v = q.double(), k.double(), v.double()
     n, sink, left = k.shape[1], s.lengths.sink, int(s.lengths.ring_begin[b])
-    each, out = q.shape[0] // k.shape[0], torch.empty_like(q)
+    each, out, groups = q.shape[0] // k.shape[0], torch.empty_like(q), s.store.pool.shape[2] // group + 1
     for h in range(k.shape[0]):
         begin = left if selection.frontier is None else int(selection.frontier[b, h])
-        found = exact_rows(s, b, h, begin)
+        held, found = held_rows(s, b, h, selection.fill), retrieved_rows(s, b, h)
         # A method may put a token in the row of another one: tell them by their keys.
-        stored = keys_of(s.store.pool[b, h, sink:left]).double()
-        token_of = dict(zip(range(sink, left), torch.cdist(stored, k[h]).argmin(1).tolist())) if left > sink else {}
-        exact = [*range(min(sink, n)), *(token_of[r] for r in sorted(found) if r < begin), *range(begin, n)]
+        stored = keys_of(s.store.pool[b, h, held]).double()
+        token_of = dict(zip(held, torch.cdist(stored, k[h]).argmin(1).tolist() if held else []))
+        assert sorted(token_of.values()) == list(range(sink, left))
+        found = {r for r in held if (r in found and token_of[r] < begin) or token_of[r] >= begin}
+        exact = [*range(min(sink, n)), *(token_of[r] for r in found if token_of[r] < begin), *range(begin, n)]
         keys, values, counts = [k[h, exact]], [v[h, exact]], [torch.ones(len(exact))]
-        for g in range(left // group + 1):
-            which = [token_of[r] for r in range(g * group, (g + 1) * group) if sink <= r < left and r not in found]
+        for g in range(groups):
+            which = [token_of[r] for r in range(g * group, (g + 1) * group) if r in token_of and r not in found]
             if which:
                 keys.append(k[h, which].mean(0, keepdim=True))
                 values.append(v[h, which].mean(0, keepdim=True))
@@ -78,7 +89,6 @@ def check_steps(
     q, k, v = tensors(sum(sizes), batch=len(pads), seed=seed)
     layer = Layer(method, batch=len(pads), group=2, left_pad=list(pads), device=torch.device("cpu"))
     layer.attention = attention or layer.attention
-    layer.state.rest.sums.fill_(torch.nan)  # a group begins with its first token, whatever is there
     seen: list[tuple] = []
 
     def on_step(s, q, a, selection, out):

@@ -270,8 +270,9 @@ def _sparse_attention(w: World):
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
     rest = _rest(w, w.begin) if w.pick(False, True) else Rest()
-    some = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32)
-    fill = some if rest.sums is None and w.pick(False, True) else None
+    fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
+    if fill is not None and rest.sums is not None:
+        frontier, rest = None, _filled_rest(w, fill)
     return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w), rest)
 
 
@@ -285,11 +286,25 @@ def _rest(w: World, upto: torch.Tensor) -> Rest:
     return Rest(sums.float(), group)
 
 
+def _filled_rest(w: World, fill: torch.Tensor) -> Rest:
+    """Sums of the rows that hold a token, by groups of whole blocks."""
+    group = w.block * w.pick(2, 1, 8)
+    there = torch.arange(w.block) < fill[..., None]
+    rows = w.truth.double() * there.flatten(2)[..., None, None]
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, -w.rows % group))
+    return Rest(rows.unflatten(2, (-1, group)).sum(3).float(), group)
+
+
 def _group_sums(w: World):
     rest, order = _rest(w, w.previous_begin), _order(w) if w.tokens > 1 else None
     dtype = w.pick(torch.float32, w.dtype)
     pool = w.pool(torch.maximum(w.begin, w.start) if order is None else w.start)
-    return (Leaving(w.k, pool), w.v, rest._replace(sums=rest.sums.to(dtype)), w.lengths_view, order, True)
+    rows = None
+    if w.tokens == 1 and w.pick(False, True):
+        rows = torch.rand(w.batch, w.heads, w.rows, generator=w.g).argsort(-1)[..., : w.interval].to(I32).contiguous()
+        pool = w.truth.clone()
+    sums = rest.sums.nan_to_num(0).to(dtype)
+    return (Leaving(w.k, pool), w.v, rest._replace(sums=sums), w.lengths_view, order, True, rows)
 
 
 def _dense_attention(w: World):

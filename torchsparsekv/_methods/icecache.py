@@ -17,7 +17,7 @@ from torchsparsekv.ops.icecache.insert_page import WIDEST, insert_page
 from torchsparsekv.ops.icecache.page_peaks import page_peaks
 from torchsparsekv.ops.icecache.plant_tree import plant_tree
 from torchsparsekv.ops.icecache.share_prompt import share_prompt
-from torchsparsekv.ops.icecache.share_step import share_step
+from torchsparsekv.ops.icecache.share_step import head_numbers, share_step
 from torchsparsekv.ops.icecache.top_tokens_of_last_queries import top_tokens_of_last_queries
 from torchsparsekv.ops.icecache.views import FieldOfView, Leaves, Promotion, SharedSelection, Tree
 from torchsparsekv.ops.icecache.visit_nodes import MILLION, MOST_NODES, visit_nodes
@@ -84,8 +84,13 @@ class IceCache(Method):
     def traits(self) -> Traits:
         return Traits(
             reorders_pool=True, partial_blocks=True, selects_every_step=True,
-            no_rest="puts tokens into pages that are not full",
+            no_rest=self._no_rest(),
         )  # fmt: skip
+
+    def _no_rest(self) -> str:
+        if self.rest_group and self.rest_group < self.block_size:
+            return f"has pages of {self.block_size}, and a group holds whole pages"
+        return "" if self.prefetch_async is None else "cannot have it with prefetch_async"
 
     def __post_init__(self) -> None:
         selecting = lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None]  # noqa: E731
@@ -258,6 +263,12 @@ class IceCache(Method):
             return share_step(s.store, s.hot, s.shared, anchor.selected_pages, anchor.tree.inserted_rows, s.lengths)
         region = self._rows(s)
         insert_page(s.store, s.hot, s.tree, s.leaves, s.lengths, self.promoted(region), region)
+
+    def leaving_rows(self, s: LayerState) -> Tensor:
+        if s.anchor is None:
+            return s.tree.inserted_rows
+        rows = s.anchor.tree.inserted_rows
+        return rows.gather(1, head_numbers(s.shared.source_heads)[..., None].expand_as(rows))
 
     def _rows(self, s: LayerState) -> int:
         """Of the pool, without those for generated tokens."""
