@@ -197,7 +197,8 @@ class IceCache(Method):
                 code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=number, norm2=number,
                 parent=inner, level=inner, open_page=Buffer((*lead, nodes), i32, fill=-1),
                 node_count=Buffer(lead, i32, fill=1), page_count=none,
-                max_norm2=Buffer(lead, torch.float32), done_count=none, inserted_rows=Buffer((*lead, page), i32),
+                max_norm2=Buffer(lead, torch.float32), search_done_count=none,
+                inserted_rows=Buffer((*lead, page), i32),
             ),
             "leaves": Leaves(
                 key=Buffer((*lead, g.rows, width), torch.uint8 if codes else g.dtype),

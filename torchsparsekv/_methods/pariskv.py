@@ -111,23 +111,23 @@ class ParisKV(Method):
         return RingPlan(self.sink, self.window, self.interval)
 
     @property
-    def dense_below(self) -> int:
-        """Rows with at most this many retrievable tokens attend to all of them: `full_threshold` less what is near."""
+    def dense_up_to(self) -> int:
+        """Rows with at most this many retrievable tokens attend to all of them."""
         return max(self.budget, self.full_threshold - self.sink - self.window)
 
     @property
     def dense_threshold(self) -> int:
-        return self.sink + self.window + self.dense_below
+        return self.sink + self.window + self.dense_up_to
 
     @property
-    def least(self) -> int:
-        """Candidates that are reranked at least."""
+    def min_candidates(self) -> int:
+        """The least number of candidates that are reranked."""
         return self.budget * (2 if self.beta is None else 1)
 
     def sizes(self, rows: int) -> tuple[int, int]:
-        """(candidates, tokens chosen) at most, for a pool of so many rows."""
-        dense = min(self.dense_below, rows)
-        return candidate_capacity(rows, self.ratios, self.least, dense), dense
+        """The most candidates and the most selected tokens, for a pool of `rows` rows."""
+        take_all_up_to = min(self.dense_up_to, rows)
+        return candidate_capacity(rows, self.ratios, self.min_candidates, take_all_up_to), take_all_up_to
 
     def buffers(self, g: Geometry) -> Buffers:
         self._check_size(g)
@@ -155,7 +155,7 @@ class ParisKV(Method):
             )
         most = g.rows - self.sink - self.window  # tokens that can be retrieved
         share = candidates_of(most, self.ratios, 0, 0)
-        if self.beta is not None and most > self.dense_below and self.budget > share:
+        if self.beta is not None and most > self.dense_up_to and self.budget > share:
             raise ValueError(
                 f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
                 "a larger beta, or a smaller budget"
@@ -175,13 +175,16 @@ class ParisKV(Method):
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         rows = s.store.pool.shape[2]
-        capacity, dense = self.sizes(rows)
-        ratios, keep, least = self.ratios, min(self.budget, capacity), min(self.least, rows)
+        max_candidates, take_all_up_to = self.sizes(rows)
+        ratios, min_candidates = self.ratios, min(self.min_candidates, rows)
+        budget = min(self.budget, max_candidates)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
-        candidates = rank_by_votes(votes, s.codes, s.lengths, ratios, least, dense, capacity)
+        candidates = rank_by_votes(
+            votes, s.codes, s.lengths, ratios, min_candidates, take_all_up_to, max_candidates
+        )  # fmt: skip
         scored = rerank(rotated, s.codes, candidates)
-        if dense <= keep:
-            return Selection(top_blocks(scored, keep, candidates))
-        # Where there are few, every retrievable token is a candidate: take them all.
-        counter = s.lengths.ring_begin
-        return Selection(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))
+        if take_all_up_to <= budget:
+            return Selection(top_blocks(scored, budget, candidates))
+        # In a row of at most `take_all_up_to` retrievable tokens, every such token is a candidate and is selected.
+        ends = s.lengths.ring_begin
+        return Selection(top_blocks(scored, budget, candidates, ends, self.sink + take_all_up_to, take_all_up_to))
