@@ -218,7 +218,7 @@ def main(words: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--method", default="pariskv", choices=sorted(methods()), metavar="NAME", help="[pariskv]")
-    parser.add_argument("--marks", action="store_true", help="print where the tokens of a sequence are, instead of the ops")
+    parser.add_argument("--marks", action="store_true", help="print where tokens of a sequence are, not the ops")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="renew what stands between markers in PAGE")
     given = parser.parse_args(words)
     if given.write is None:

@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
         |  sinks    |  in the pool,     |  leave the ring in this  |  stay in the ring    |  new    |
         |  (ring)   |  retrievable      |  forward: ring to pool   |  (window)            |  token  |
 
-    start: tokens before this forward. A prompt or a chunk of `tokens` has start = length - tokens, less its left padding.
+    start: tokens before this forward. A prompt or chunk of `tokens` has start = length - tokens, less its left padding.
     length: tokens after this forward; -1 for a row that has overrun its capacity.
     previous_ring_begin: the oldest token after the sinks that was in the ring before this forward.
     ring_begin: the oldest token after the sinks that is in the ring after this forward. Both are `sink` at first.
@@ -119,7 +119,7 @@ class HotBuffer(NamedTuple):
     block_of: the block that a slot holds; -1 if the slot is empty.
     age: calls of fetch since the block of a slot was last selected. Misses replace the oldest slots.
     done_count: scratch of fetch. It counts the programs of a head that have read the state, and is 0 between calls.
-    chosen: the slots of the last selection, which attention reads; -1 for none. These are numbers of slots, not of blocks.
+    chosen: the slots of the last selection, which attention reads; -1 for none. They are slot numbers, not block ids.
     """
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]

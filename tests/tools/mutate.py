@@ -260,7 +260,7 @@ MUTATIONS = (
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
     # ---- what generate() does with a step
     Mutation("a step that waits for the host is captured", "patches/_captured.py",
-             "        if waits:\n            self._compile_instead",
+             "        if sync_ops:\n            self._compile_instead",
              "        if not out:\n            self._compile_instead",
              "tests/patches/test_auto.py::test_step_that_waits_for_the_device_is_compiled"),
     Mutation("a row past its capacity goes to the pool", "ops/store/flush_ring.py",
