@@ -73,10 +73,10 @@ class IceCache(Method):
     rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
     reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")
     match_heads: bool = option(
-        True, "A head of a sharing layer takes the pages of the head with most tokens in common. False: of the same number."
+        True, "A head of a sharing layer takes the pages of the head with most tokens in common. False: of its number."
     )
     selecting_layers: tuple[int, ...] | str | None = option(
-        None, "The selecting layers, or a file of `torchsparsekv selecting-layers`. Each selects for the layers after it."
+        None, "The selecting layers, each for the layers after it; or a file of `torchsparsekv selecting-layers`."
     )
     seed: int = option(0, "Seed of promotion and projection.")
 
