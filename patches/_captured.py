@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs of eager ops: what generate() gets for torch.compile, which takes a minute at first.
+"""Decode steps as CUDA graphs of eager ops. generate() uses them instead of torch.compile, which first takes a minute.
 
-With `patch(..., step="captured")` what cannot be captured is refused; with "auto" it is compiled, and a line says why.
-What is found out by a capture that breaks off is refused either way: torch does not get over it well enough to compile.
+`patch(..., step="captured")` refuses a step that cannot be captured. `step="auto"` compiles such a step and reports the
+reason. If the capture itself fails, both refuse the step: after a failed capture torch cannot compile reliably.
 """
 import contextlib
 import functools
@@ -18,18 +18,19 @@ from torchsparsekv.patches._cache import SparseCache, check_active
 from torchsparsekv.state import EAGER_ONLY
 
 aten = torch.ops.aten
-EAGER = 3  # steps of the answer that run as they are first: what they compile and allocate must not be in the graph
-KINDS = 4  # of inputs for which a cache keeps graphs; more in one generate() are inputs that change at every step
-WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# The first steps of an answer run eagerly, so that what they compile and allocate is not in the graph.
+WARM_UP_STEPS = 3
+KINDS = 4  # kinds of inputs for which a cache keeps graphs; a generate() with more kinds changes inputs at every step
+SYNC_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-OURS = ("torchsparsekv.", "transformers.")  # modules whose hooks a replay can do without
+OURS = ("torchsparsekv.", "transformers.")  # a replay may skip the hooks of these modules
 GLOBAL = torch.nn.modules.module
-_one_at_a_time = threading.Lock()  # captures in a process, says torch
-_stream = functools.cache(lambda device: torch.cuda.Stream(device))  # on which they are made
+_one_at_a_time = threading.Lock()  # torch allows one capture at a time in a process
+_stream = functools.cache(lambda device: torch.cuda.Stream(device))  # captures run on this stream
 
 
 class Refused(RuntimeError):
-    """A step that cannot be captured, and why."""
+    """The step cannot be captured; `why` is the reason."""
 
     def __init__(self, model, why: str):
         self.why = why
@@ -40,12 +41,12 @@ class Refused(RuntimeError):
 
 
 class Steps:
-    """What a generate() calls for its steps. Bound to the patched instance, the class is its get_compiled_call()."""
+    """The callable that generate() runs for every step. The patched model has this class as its get_compiled_call()."""
 
     def __init__(self, model, compile_config):
         self.model, self.compile_config, self.handle = model, compile_config, model._torchsparsekv
-        self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # seen by this call
-        self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # when it last looked
+        self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # kinds in this call
+        self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # at the last check
 
     @property
     def auto(self) -> bool:
@@ -55,7 +56,7 @@ class Steps:
         cache = kwargs.get("past_key_values")
         if cache is None and not self.auto:
             raise ValueError("step='captured' needs its cache by name: past_key_values=handle.make_cache(...)")
-        if not isinstance(cache, SparseCache):  # the user asked for another cache, and gets what goes with it
+        if not isinstance(cache, SparseCache):  # the user chose another cache, and transformers' step for it
             return self._compiled(*args, **kwargs)
         check_active(cache.owner)
         ids = args[0] if args else kwargs.get("input_ids")
@@ -71,26 +72,26 @@ class Steps:
                 raise
             self._compile_instead(cache, e.why)
             return self._compiled(*args, **kwargs)
-        waits: list[str] = []  # of a step that runs as it is and so comes to its end, what a capture could not have
-        out = step.run(self.model, forward, leaves, cache, waits.append if self.auto else self._refuse)
+        sync_ops: list[str] = []  # ops of an eager step that wait for the device, which a capture cannot contain
+        out = step.run(self.model, forward, leaves, cache, sync_ops.append if self.auto else self._refuse)
         self.begun[cache] = cache.use.begun
-        if waits:
-            self._compile_instead(cache, waits[0])
+        if sync_ops:
+            self._compile_instead(cache, sync_ops[0])
         return out
 
     def _compiled(self, *args, **kwargs):
-        """What the class has generate() call."""
+        """The step that the model's class gives generate()."""
         return type(self.model).get_compiled_call(self.model, self.compile_config)(*args, **kwargs)
 
     def _compile_instead(self, cache: SparseCache, why: str) -> None:
-        cache.graphs = []  # and their memory
+        cache.graphs = []  # this frees their memory
         self.handle.compile_instead(why)
 
     def _refuse(self, why: str) -> None:
         raise Refused(self.model, why)
 
     def _taken_apart(self, args: tuple, kwargs: dict, cache: SparseCache) -> tuple[list, Callable, tuple]:
-        """The inputs in a row; the model as a function of these; and what kind of inputs they are."""
+        """The inputs as a flat list, the model as a function of this list, and the kind of the inputs."""
         named = {name: x for name, x in sorted(kwargs.items()) if x is not cache}
         leaves, spec = pytree.tree_flatten((args, named))
 
@@ -103,7 +104,7 @@ class Steps:
     def _step(self, cache: SparseCache, kind: tuple) -> "Step":
         if any(layer.state.on_step for layer in cache.stored.values()):
             raise RuntimeError(EAGER_ONLY)
-        if self.begun.get(cache) != cache.use.begun:  # a prompt came, and before it whatever may have come
+        if self.begun.get(cache) != cache.use.begun:  # a prompt came since the last step
             self._look_again(cache)
         for step in cache.graphs:
             if step.kind == kind:
@@ -115,7 +116,7 @@ class Steps:
         return cache.graphs[-1]
 
     def _look_again(self, cache: SparseCache) -> None:
-        if self.auto and (found := code_of_yours(self.model)):
+        if self.auto and (found := user_hooks(self.model)):
             raise Refused(self.model, found)
         now = fixed(self.model, cache)
         if now != cache.fixed:
@@ -123,16 +124,16 @@ class Steps:
 
 
 class Step:
-    """A step with inputs of one kind: eager, then captured, then replayed. It belongs to a cache, whose addresses never
-    change, and holds neither that nor the model."""
+    """A step with inputs of one kind: first eager, then captured, then replayed. The step belongs to a cache whose
+    addresses never change. It keeps no reference to the cache or the model."""
 
     def __init__(self, kind: tuple):
-        self.kind, self.eager = kind, EAGER
+        self.kind, self.eager = kind, WARM_UP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, model, forward, leaves: list, cache: SparseCache, tell: Callable[[str], None]):
+    def run(self, model, forward, leaves: list, cache: SparseCache, report: Callable[[str], None]):
         if self.eager:
-            with NoWaits(model.device, tell) if self.eager == 1 else contextlib.nullcontext():
+            with SyncOps(model.device, report) if self.eager == 1 else contextlib.nullcontext():
                 out = forward(leaves)
             self.eager -= 1
             return out
@@ -142,12 +143,12 @@ class Step:
             if isinstance(mine, Tensor):
                 mine.copy_(given)
         graph.replay()
-        # Copies: the next replay writes over what this one wrote, and the user may keep what he gets.
+        # Return copies: the next replay overwrites the outputs, and users may keep them.
         given = [x.clone() if isinstance(x, Tensor) else cache if x is SparseCache else x for x in self.outputs]
         return pytree.tree_unflatten(given, self.spec)
 
     def _capture(self, model, forward, leaves: list, cache: SparseCache) -> torch.cuda.CUDAGraph:
-        with torch.inference_mode(False):  # else no one outside inference mode could write to them
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         self.graph, out = self._recorded(model, forward)
         outputs, self.spec = pytree.tree_flatten(out)
@@ -155,16 +156,16 @@ class Step:
         return self.graph
 
     def _recorded(self, model, forward):
-        """A graph of the step on `inputs`, and what it puts out."""
+        """A graph of the step on `inputs`, and the outputs of the step."""
         graph, side, broken = torch.cuda.CUDAGraph(), _stream(model.device), None
-        # The outer stream too: where a capture fails, torch's own `with` does not go back to the stream before.
+        # The outer `with` sets the stream too: after a failed capture torch's own `with` does not restore the stream.
         with _one_at_a_time, torch.cuda.stream(side):
-            torch._C._cuda_clearCublasWorkspaces()  # the graph's is to be its own: inductor frees all there are
+            torch._C._cuda_clearCublasWorkspaces()  # the graph needs its own workspace: inductor frees all others
             try:
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     try:
                         out = forward(self.inputs)
-                    except Exception as e:  # what the end of a broken capture says hides it
+                    except Exception as e:  # the error at the end of a failed capture would hide this one
                         broken = e
                         raise
             except Exception as e:
@@ -177,38 +178,39 @@ class Step:
         return graph, out
 
 
-class NoWaits(TorchDispatchMode):
-    """Tell of what waits for the device before a capture does: broken off, one leaves torch's generator capturing."""
+class SyncOps(TorchDispatchMode):
+    """Report ops that wait for the device, before a capture meets them: a failed capture leaves torch's random
+    generator in capture mode."""
 
-    def __init__(self, device: torch.device, tell: Callable[[str], None]):
+    def __init__(self, device: torch.device, report: Callable[[str], None]):
         super().__init__()
-        self.device, self.tell = device, tell
+        self.device, self.report = device, report
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What the model has compiled itself stays so in here, as without this mode."""
+        """Parts of the model that the user compiled stay compiled under this mode."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         devices = {x.device.type for x in given}
-        waits = WAITS.intersection(func.tags) and self.device.type in devices
-        if func is aten.index.Tensor:  # only masks have shapes that must be found out
+        waits = SYNC_TAGS.intersection(func.tags) and self.device.type in devices
+        if func is aten.index.Tensor:  # indexing by a mask: the host must read the number of set elements
             waits = waits and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
-        if func in PUTS:  # by a mask too, but for one number, which fills
+        if func in PUTS:  # writing through a mask too, except filling it with one number
             masked = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
             waits = masked and args[2].numel() > 1 and self.device.type in devices
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if func in (aten._to_copy.default, aten.copy_.default) and not asynchronous:
             waits = len(devices | {torch.device(kwargs.get("device") or given[0].device).type}) > 1
         if waits:
-            self.tell(f"{func} waits for the device")
+            self.report(f"{func} waits for the device")
         return func(*args, **kwargs)
 
 
-def code_of_yours(model) -> str:
-    """Where Python code of the user's has to run at every step, as far as it can be told from the model's own."""
+def user_hooks(model) -> str:
+    """The first sign of user code that must run at every step, which a replay would skip; "" if there is none."""
     if model._compiled_call_impl is not None:
         return "model.compile() was called, and may have graphs of its own"
     if GLOBAL._global_forward_hooks or GLOBAL._global_forward_pre_hooks:
@@ -223,7 +225,7 @@ def code_of_yours(model) -> str:
 
 
 def changes(before: tuple, now: tuple) -> str:
-    """Which inputs differ between two kinds, and what they were."""
+    """The inputs that differ between two kinds, with both values."""
     if before[0] != now[0]:
         return "other arguments each time"
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(now[1])), now[0]))
@@ -232,20 +234,23 @@ def changes(before: tuple, now: tuple) -> str:
 
 
 def fixed(model, cache: SparseCache) -> list:
-    """What a graph does not look at again: where weights, other tensors of modules and the states of transformers' own
-    layers lie, what steers queries, and what the switches of modules say, of which adapters have some."""
+    """Everything that a graph fixes at capture. A change of this list needs a new graph.
+
+    The list has the addresses of weights, of other tensors of modules and of the states of transformers' own layers,
+    the hooks that override queries, and the switches of modules (adapters have some).
+    """
     found: list = [_address(x) for x in cache.own_tensors()]
     steering = ("override_query", "override_ids")
     found += [id(getattr(layer.state, name)) for layer in cache.stored.values() for name in steering]
     for m in model.modules():
         weights = [_address(x) for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
-        own = {name: _address(x) if isinstance(x, Tensor) else repr(x) for name, x in vars(m).items() if _told(x)}
+        own = {name: _address(x) if isinstance(x, Tensor) else repr(x) for name, x in vars(m).items() if _compared(x)}
         found.append((id(m), weights, own))
     return found
 
 
-def _told(x) -> bool:
-    """Tensors, and what is as short as a switch."""
+def _compared(x) -> bool:
+    """True for tensors and for values as small as a switch."""
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set)) else (x,)
     return isinstance(x, Tensor) or all(isinstance(y, (bool, int, float, str)) for y in parts)
 
@@ -253,5 +258,5 @@ def _told(x) -> bool:
 def _address(x: Tensor) -> int:
     try:
         return x.data_ptr()
-    except RuntimeError:  # a wrapper of several tensors
+    except RuntimeError:  # x wraps several tensors
         return id(x)

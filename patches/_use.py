@@ -1,4 +1,4 @@
-"""Who uses a cache at the moment, and whether the last forward on it came to its end."""
+"""Whether a cache is in use, and whether the last forward on the cache finished."""
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ import torch
 
 
 class Use:
-    """Shared by a cache and its layers. Plain attributes, for a compiled step looks at them too."""
+    """Shared by a cache and its layers. The attributes are plain, because compiled steps read them."""
 
     def __init__(self) -> None:
-        self.begun = 0  # forwards that did not run as a graph
-        self.generating = False  # a generate() runs on it
-        self.chunked = False  # with prefill_chunk_size: rows may begin with chunks of nothing but padding
-        self.called = False  # the forward that runs now is one of the whole model, which tells of its end
-        self.open = ""  # "model" or "layers": a forward has begun to change the cache, and this will tell of its end
+        self.begun = 0  # number of forwards that did not run as a graph
+        self.generating = False  # a generate() runs on this cache
+        self.chunked = False  # with prefill_chunk_size: the first chunks of a row may be padding only
+        self.called = False  # the current forward is of the whole model, whose end a hook will see
+        self.open = ""  # "model" or "layers": a forward is changing the cache, and its end will be seen there
 
     def check(self) -> None:
         if self.open:
@@ -23,7 +23,7 @@ class Use:
                 "is not whole. Call reset() on it and begin again with the prompt, or make a new one"
             )
 
-    # ---- of a forward; those that run as a graph leave no trace here, unless one that did not broke off before
+    # ---- begin and end of a forward. Forwards that run as a graph change nothing here, unless one broke off.
 
     def begin(self) -> None:
         if not torch.compiler.is_compiling():
@@ -36,7 +36,7 @@ class Use:
             self.open = ""
 
     def end_of_model(self, whole: bool = True) -> None:
-        if self.called:  # it was refused before it began
+        if self.called:  # the forward was refused before it began
             self.called = False
         if self.open and whole:
             self.open = ""
@@ -48,13 +48,13 @@ _thread = threading.local()
 
 
 def _running() -> list[list[Use]]:
-    """What the generate() calls of this thread hold, a list for each."""
+    """For each running generate() of this thread, the caches that it holds."""
     return _thread.__dict__.setdefault("running", [])
 
 
 @contextlib.contextmanager
 def generating() -> Iterator[None]:
-    """The caches that are held inside are free again afterwards, however it ends."""
+    """Free the caches that are held inside the `with`, also after an error."""
     _running().append([])
     try:
         yield
@@ -64,7 +64,7 @@ def generating() -> Iterator[None]:
 
 
 def hold(use: Use, *, chunked: bool) -> bool:
-    """Mark the cache as used by the running generate(). False if no generate() began, so none will end."""
+    """Mark the cache as used by the running generate(). Returns False if no generate() runs in this thread."""
     if use.generating:
         raise RuntimeError(
             "another generate() is running on this SparseCache: give each call a cache of its own "

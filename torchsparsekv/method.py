@@ -113,8 +113,8 @@ class Method:
     )
     prefetch_async: float | None = option(
         None,
-        "Least cosine of a query with the query before at which a head attends to the selection before and fetches its "
-        "own behind the step. None: every step waits for its selection.",
+        "Heads whose query has at least this cosine to the last step's reuse the last selection, and fetch the new one "
+        "after attention. None: every step waits for its selection.",
     )
     estimate_rest: bool | int = option(
         False,
@@ -198,7 +198,7 @@ class Method:
 
     @property
     def dense_threshold(self) -> int:
-        """Rows of so many tokens, and shorter ones, are attended to whole."""
+        """Rows of up to this many tokens are attended in full. `choose` runs for them too."""
         return self.sink + self.window + self.budget
 
     # ---- what a method declares
@@ -260,9 +260,10 @@ class Method:
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor | None:
         """A prompt, or a chunk of one, came: take the keys that leave the ring into the index.
 
-        Tokens that were in the ring are in the pool by now, and still in the ring. The keys of the new tokens, of those
-        too that stay in the ring, are in `leaving.new` alone. Returns the order in which the pool is to take the new
-        tokens (ops/store/store_prompt.py), or None for their own. `join`: see ops/_machinery/side_stream.py.
+        Tokens that were in the ring before are now in the pool too. `leaving.new` has the keys of all new tokens,
+        including those that stay; the pool does not have them yet. Returns the order in which the pool stores the new
+        tokens (ops/store/store_prompt.py), or None for the order of the text. `join`: see
+        ops/_machinery/side_stream.py.
         """
 
     def observed_queries(self, s: LayerState) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Print the ops of one decode step of a tiny model, in order, with shapes and with what each op changes.
 
     python -m torchsparsekv.trace --method pariskv
-    python -m torchsparsekv.trace --method quest --marks    # where the tokens of a row are after that step
+    python -m torchsparsekv.trace --method quest --marks    # where the tokens of a sequence are after it
 
 The model is a llama of two layers with random weights, made from a config: nothing is downloaded, and a CPU suffices.
 The first layer is dense, as the first layers are by default. The printed step is the first step at which generated
@@ -30,8 +30,8 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 16, 97
 PROMPT, STEPS, CAPACITY = 40, 200, 128
 # Hyper-parameters of the size of the tiny prompt. A method takes those that it has.
 TINY = dict(
-    budget=16, sink=4, window=8, block_size=4, page_size=4, cluster_size=4, every=16, segment_max=8, full_threshold=0,
-    update_every=8, static_ratio=0.5,
+    budget=16, sink=4, window=8, block_size=4, page_size=4, cluster_size=4, every=16, segment_max=8, update_every=8,
+    full_threshold=40, static_ratio=0.5,
 )  # fmt: skip
 MARKS, LABEL = ("previous_ring_begin", "ring_begin", "start", "length"), 24
 WIDTH, INDENT, GLUE = 112, 12, "\xa0"  # no line is broken inside brackets
@@ -39,7 +39,7 @@ MARKED = re.compile(r"(<!-- (trace|marks): (\w+) -->\n```\n).*?(```\n<!-- end --
 HEAD = (
     "{method}: one decode step of a tiny llama, {layers} layers, {heads} query heads, {kv_heads} kv heads, "
     "head_dim {dim}.\n"
-    "Shapes are in brackets. `*` marks a tensor that this step really changed. `lengths` are the marks of a row."
+    "Shapes are in brackets. `*` marks a tensor that this step really changed. `lengths` are the marks of a sequence."
 )
 
 
@@ -133,7 +133,7 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 
 def _tensors(signature: Signature, given: tuple[tuple[str, tuple[int, ...]], ...], changed: frozenset[str]) -> str:
-    """Names and shapes. The marks of a row stand for themselves, and fields of one shape share its brackets."""
+    """Names and shapes. The marks of a sequence stand for themselves, and fields of one shape share its brackets."""
     shapes = dict(given)
     parts: list[str] = []
     for parameter in signature.parameters:
@@ -188,7 +188,7 @@ def marks(method: str = "quest") -> str:
     read = {*ring, *_positions(attended_blocks(state)[0, 0].tolist(), size)}
     rows = {"in the ring": ring, "in the pool": pool, "in the hot buffer": hot, "read by the step": read}
     lines = [
-        f"{method}: one row, one kv head, after the step that stored token {length - 1}; blocks of {size}.",
+        f"{method}: one sequence, one kv head, after the step that stored token {length - 1}; blocks of {size}.",
         "",
         " " * LABEL + "".join(str(i // 10) if i % 10 == 0 else " " for i in range(length)).rstrip(),
         "position".ljust(LABEL) + "".join(str(i % 10) for i in range(length)),
@@ -218,7 +218,7 @@ def main(words: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--method", default="pariskv", choices=sorted(methods()), metavar="NAME", help="[pariskv]")
-    parser.add_argument("--marks", action="store_true", help="print where the tokens of a row are, instead of the ops")
+    parser.add_argument("--marks", action="store_true", help="print where tokens of a sequence are, not the ops")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="renew what stands between markers in PAGE")
     given = parser.parse_args(words)
     if given.write is None:

@@ -84,7 +84,7 @@ def rows(tokens: int) -> Iterator[dict[str, Any]]:
     yield {"cache": "static", "us": per_token(model, tokens, cache_implementation="static", disable_compile=True)}
     with (
         torchsparsekv.patch(model, "quest", max_length=PROMPT + SHORT + tokens + 1),
-        mock.patch.object(_captured, "Step", Replayed), mock.patch.object(_captured, "code_of_yours", return_value=""),
+        mock.patch.object(_captured, "Step", Replayed), mock.patch.object(_captured, "user_hooks", return_value=""),
         mock.patch.object(_attention, "_check_mask"),  # of one token a GPU's is not looked at
         mock.patch.object(type(model), "_valid_auto_compile_criteria", return_value=True),
         mock.patch.object(model, "get_compiled_call", MethodType(_captured.Steps, model)),

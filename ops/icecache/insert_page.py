@@ -5,17 +5,18 @@ In the order of their positions, every token t of the page:
     level(t), parent(t)   as in plant_tree; the nodes include promoted tokens of this page that precede t
     row(t)                = the next row of the parent's open page; if that page is full or missing, the node opens a
                             new page behind the first `region` rows of the pool
-    pool[row(t)]          = key and value; also in the hot buffer, if it holds the page
+    pool[row(t)]          = key and value. If the page has a slot (slot_of >= 0; slot 0 counts), its copy there is
+                            written too
     leaves[row(t)]        = the code of the key
 
-If the pool has too few pages left for the tokens of a head, they stay together in the page of their positions, where
-`append` stored them. tree.inserted_rows has the rows of the tokens (share_step.py). c is the largest norm with the keys
-of this page.
+If the pool has too few pages left for the tokens of a head, then all tokens of this head keep the pool rows of their
+positions, into which `append` wrote them. tree.inserted_rows has the rows of the tokens (share_step.py). c is the
+largest norm of all keys, those of this page included.
 
 Launches: 1, of (batch * kv_heads, parts) programs. When nothing leaves the ring it returns at once. Time goes into
 reading the nodes: 2 MB a kv head at 128K tokens and r = 1/16. So the nodes of a head are cut into parts, one for each
 multiprocessor that would be idle. A program searches its part for the parents of the whole page; the last program to
-finish (tree.done_count) takes the best and does the rest, in parallel over the tokens.
+finish (tree.search_done_count) takes the best and does the rest, in parallel over the tokens.
 
 Paper: section 4.1, appendix B.1 (last paragraph), algorithm 1 lines 26 to 37.
 """
@@ -30,7 +31,7 @@ from torchsparsekv.ops.attend._split import tile_of
 from torchsparsekv.ops.gather._hot_buffer import check_blocks
 from torchsparsekv.ops.icecache import _residual, _tree
 from torchsparsekv.ops.icecache.plant_tree import check_pages, search_options
-from torchsparsekv.ops.icecache.share_step import put
+from torchsparsekv.ops.icecache.share_step import store_in_pool_and_hot
 from torchsparsekv.ops.icecache.views import Leaves, Promotion, Tree
 from torchsparsekv.ops.store.rows import in_row, keys_of, ring_row, ring_row_of, row_at, row_width, store_row
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths
@@ -80,7 +81,7 @@ def reference(
                 index = (b, h, row)
                 _residual.store_leaves(leaves, index, keys_of(token), leaves.node.new_tensor(mark), head_tree)
                 leaves.fill[b, h, row // page] = row % page + 1
-                put(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
+                store_in_pool_and_hot(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
     leaves.span.copy_(_tree.spans_of(leaves.node, leaves.span.shape[2]))
 
 
@@ -125,7 +126,7 @@ def _assign_rows(parents: list[int], tree: Tree, fill: Tensor, page: int, region
 @triton.jit
 def _insert(
     ring, pool, hot, slot_of, key, code, scale, norm2, parent, key_level, open_page, node_count, page_count, max_norm2,
-    done_count, inserted_rows, row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, part_scores,
+    search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, part_scores,
     part_nodes, heads, ring_rows, slots, nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr,
     LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
     NODES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -157,7 +158,7 @@ def _insert(
         tl.store(part_scores + scratch, best)
         tl.store(part_nodes + scratch, node)
         tl.debug_barrier()
-        if tl.atomic_add(done_count + bh, 1) == parts - 1:  # all parts are searched
+        if tl.atomic_add(search_done_count + bh, 1) == parts - 1:  # all parts are searched
             best = tl.full((T,), float("-inf"), tl.float32)
             node = tl.zeros((T,), tl.int32)
             for p in range(parts):
@@ -169,7 +170,7 @@ def _insert(
             node = _nearest_in_page(x, level, new_node, c2, best, node, T)
             _commit(
                 from_row, x, pool, hot, slot_of, key, code, scale, norm2, parent, key_level, open_page, node_count,
-                page_count, max_norm2, done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh, old,
+                page_count, max_norm2, search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh, old,
                 count, node, level, new_node, c2, slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
             )  # fmt: skip
 
@@ -201,7 +202,7 @@ def _store_spans(span, page, node, promoted, live, fits):
 @triton.jit
 def _commit(
     from_row, x, pool, hot, slot_of, key, code, scale, norm2, parent, key_level, open_page, node_count, page_count,
-    max_norm2, done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh, old, count, node, level,
+    max_norm2, search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh, old, count, node, level,
     new_node, c2, slots, nodes, pages, region, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROW: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -215,20 +216,21 @@ def _commit(
     # Tokens of one node follow each other in its open page, then in one new page: they are at most a page of tokens.
     same = (node[:, None] == node[None, :]) & live[None, :] & live[:, None]  # [T, T]
     page = tl.load(open_page + bh * nodes + node, mask=live & (node < count), other=-1)
-    slot = tl.load(fill + bh * pages + page, mask=page >= 0, other=P)  # the row in the page; P and more: in a new page
-    slot += tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    opens = live & (slot == P)
+    # offset: the row in the page; P and more: in a new page.
+    offset = tl.load(fill + bh * pages + page, mask=page >= 0, other=P)
+    offset += tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    opens = live & (offset == P)
     taken = tl.load(page_count + bh)
     new_page = region // P + taken + tl.cumsum(opens.to(tl.int32), 0) - 1
     new_page = tl.sum(tl.where(same & opens[None, :], new_page[None, :], 0), 1)
     taken += tl.sum(opens.to(tl.int32), 0)
     fits = tl.full((T,), 0, tl.int32) + taken <= pages - region // P
-    page = tl.where(fits, tl.where(slot < P, page, new_page), old // P)
-    slot = tl.where(fits, slot % P, i)
+    page = tl.where(fits, tl.where(offset < P, page, new_page), old // P)
+    offset = tl.where(fits, offset % P, i)
     tl.debug_barrier()  # all threads have read fill and open_page, and the keys of new nodes are stored
     tl.store(open_page + bh * nodes + node, new_page, mask=opens & fits)
-    tl.atomic_max(fill + bh * pages + page, slot + 1, mask=live)
-    row = page.to(tl.int64) * P + slot
+    tl.atomic_max(fill + bh * pages + page, offset + 1, mask=live)
+    row = page.to(tl.int64) * P + offset
     tl.store(inserted_rows + bh * P + i, row.to(tl.int32), mask=live)
     _store_spans(span + bh * pages + page, page, node, promoted, live, fits)
     _residual.store_leaves_tl(
@@ -240,12 +242,12 @@ def _commit(
     to = row_at(pool, bh, row[:, None], pages * P, D)
     values = store_row(to, c[None, :], values, live[:, None], in_row(c, D)[None, :], D)
     hot_slot = tl.load(slot_of + bh * pages + page, mask=live, other=-1).to(tl.int64)
-    copy = row_at(hot, bh, (hot_slot * P + slot)[:, None], slots * P, D) + c[None, :]
+    copy = row_at(hot, bh, (hot_slot * P + offset)[:, None], slots * P, D) + c[None, :]
     tl.store(copy, values, mask=m & (hot_slot >= 0)[:, None])
     tl.store(page_count + bh, tl.where(taken <= pages - region // P, taken, tl.load(page_count + bh)))
     tl.store(node_count + bh, count + tl.sum(promoted.to(tl.int32), 0))
     tl.store(max_norm2 + bh, c2)
-    tl.store(done_count + bh, 0)
+    tl.store(search_done_count + bh, 0)
 
 
 def launch(store, hot, tree, leaves, lengths, promotion, region) -> None:

@@ -4,8 +4,8 @@
     shared.pages[h] = selected_pages[source]
     when a page of tokens leaves the ring: token i of head h goes to the pool row inserted_rows[source][i]
 
-so the pages of both layers hold the same tokens. A row whose page is in the hot buffer is written there too, so the hot
-buffer is never stale.
+so the pages of both layers hold the same tokens. Every page with slot_of >= 0 is written in its slot too, so copies
+equal the pool.
 
 Launches: 1, a program for each kv head. When no page leaves the ring it only copies the selection.
 
@@ -53,7 +53,7 @@ def head_numbers(source_heads: Tensor) -> Tensor:
     return torch.where(source_heads < 0, own, source_heads).long()
 
 
-def put(token: Tensor, row: int, pool: Tensor, hot: HotBuffer) -> None:
+def store_in_pool_and_hot(token: Tensor, row: int, pool: Tensor, hot: HotBuffer) -> None:
     """Store a token [2, dim] in a pool row of one head, and in the hot buffer if the page of that row is there."""
     block, offset = divmod(row, hot.rows.shape[1])
     pool[row] = as_stored(token, pool)
@@ -84,7 +84,7 @@ def reference(
         tokens = ring[b][:, ring_row(position, lengths.sink, ring.shape[2])]
         for h, rows in enumerate(inserted_rows[b].tolist()):
             for row, token in zip(rows, tokens[h]):
-                put(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
+                store_in_pool_and_hot(token, row, pool[b, h], HotBuffer(*(t[b, h] for t in hot)))
                 block, offset = divmod(row, page)
                 shared.fill[b, h, block] = max(int(shared.fill[b, h, block]), offset + 1)
 

@@ -26,7 +26,7 @@ class Tree(NamedTuple):
     node_count: nodes in use, with the root.
     page_count: pages in use behind the pages of prompts (insert_page.py).
     max_norm2: the largest squared norm of any key so far: c^2 of the paper's lifted space.
-    done_count: how many of the programs that share a kv head have finished; 0 between launches.
+    search_done_count: how many of the programs that search for a kv head have finished; 0 between launches.
     inserted_rows: the pool rows that took the tokens of the last inserted page.
     """
 
@@ -40,7 +40,7 @@ class Tree(NamedTuple):
     node_count: PerHead
     page_count: PerHead
     max_norm2: Annotated[Tensor, Of("batch heads", torch.float32)]
-    done_count: PerHead
+    search_done_count: PerHead
     inserted_rows: Annotated[Tensor, Of("batch heads page", I32)]
 
 

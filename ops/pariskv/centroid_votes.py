@@ -2,7 +2,7 @@
 
     y = rotate(q)                             of every query head, or of the mean of a group's heads
     score[c] = <y_s, pattern_c>               in subspace s, for all 2^m sign patterns c
-    before[c] = keys of the centroids with strictly larger scores
+    before[c] = number of keys of the centroids with strictly larger scores
     votes[c] = the number of p in (5, 15, 30, 50, 75, 100) with  before[c] < ceil(p % of rho * n)
 
 n is the number of retrievable keys of the row. So the keys of the best centroids get 6 votes, and keys beyond the first

@@ -6,8 +6,8 @@
     weight_s = |y_s|^2 / <v_s, y_s>                   v_s: the direction that the codes stand for
     counts[s, id_s] += 1
 
-weight_s * <v_s, q_s>, summed over s, estimates <key, q>. The weight is |k| r / alpha of the paper. Keys need not be
-normalized: ids and codes do not depend on the length of a key, and in the weight the norm cancels.
+weight_s * <v_s, q_s>, summed over s, estimates <key, q>. Keys need not be normalized: ids and codes do
+not depend on the length of a key, and in the weight the norm cancels.
 
 Launches: `_encode`, (tiles of keys, row * kv head). A key is read once, and 112 bytes are written at dim 128, m = 8.
 Tiles without keys return at once; on most decode steps these are all.

@@ -34,18 +34,18 @@ Pool: TypeAlias = Annotated[Tensor, Of("batch heads rows 2 dim", "kv", packed=(P
 
 
 class Lengths(NamedTuple):
-    """How many tokens each row of the batch holds, and which of them are in the ring, before and after this call.
+    """How many tokens each row of the batch holds, and which of them are in the ring, before and after this forward.
 
     A row of the batch at a decode step, by positions of its tokens::
 
         0 ........ sink .............. previous_ring_begin ...... ring_begin .......... start ... length
         |  sinks    |  in the pool,     |  leave the ring in this  |  stay in the ring    |  new    |
-        |  (ring)   |  retrievable      |  call: ring to pool      |  (window)            |  token  |
+        |  (ring)   |  retrievable      |  forward: ring to pool   |  (window)            |  token  |
 
-    start: tokens before this call. A prompt or a chunk of `tokens` has start = length - tokens, less its left padding.
-    length: tokens after this call; -1 for a row that has overrun its capacity.
-    previous_ring_begin: the oldest token behind the sinks that was in the ring before this call.
-    ring_begin: the oldest token behind the sinks that is in the ring after this call. Both are `sink` at first.
+    start: tokens before this forward. A prompt or chunk of `tokens` has start = length - tokens, less its left padding.
+    length: tokens after this forward; -1 for a row that has overrun its capacity.
+    previous_ring_begin: the oldest token after the sinks that was in the ring before this forward.
+    ring_begin: the oldest token after the sinks that is in the ring after this forward. Both are `sink` at first.
     sink: the first tokens of a row. They stay in the ring, and every step attends to them.
     interval: tokens leave the ring in groups of `interval`. At most steps none leaves, and both ring begins are equal.
 
@@ -74,8 +74,9 @@ class KVStore(NamedTuple):
 
     ring: on the device. The first rows hold the sinks, and the newest tokens use the other rows round-robin. Every step
         attends to the ring.
-    pool: in host memory or on the device. The row of a token is its position. The pool holds all tokens of prompts, and
-        generated tokens once they have left the ring. A layer with a sliding window has a pool of 0 rows.
+    pool: in host memory or on the device. The pool holds every prompt token, and generated tokens once they left the
+        ring. The pool row of a token is its position, unless the method reorders the pool (`reorders_pool`) or inserts
+        generated tokens elsewhere (`insert_page`). A layer with a sliding window has a pool of 0 rows.
     """
 
     ring: Ring
@@ -83,11 +84,12 @@ class KVStore(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """The keys of the tokens that leave the ring in this call. Every index stores these keys.
+    """Where an index reads the keys of the tokens that leave the ring in this forward (ops/index/_leaving.py).
 
-    `Lengths` says which positions leave: from `previous_ring_begin` up to `ring_begin`.
-    new: the keys of the tokens of this call, in its last columns. Tokens from position `start` on are there.
-    pool: holds the keys of all earlier tokens.
+    The tokens with positions from `previous_ring_begin` up to `ring_begin` leave (`Lengths`). The view holds more keys:
+    new: the keys of all new tokens of this forward, those that stay in the ring included. The last columns are the new
+        tokens of a row, from position `start` on; the columns before them are padding.
+    pool: the pool. An index reads the leaving keys of earlier tokens, before `start`, there.
     """
 
     new: NewKeys
@@ -99,7 +101,7 @@ class Selection(NamedTuple):
 
     ids: numbers of blocks of the pool, distinct within a head; -1 in unused places. None: the method selects nothing.
     retrieve_now: heads with 0 keep the blocks of their last selection. None: every head takes `ids`.
-    frontier: the first position that a head attends to in the ring, behind the sinks. None: `Lengths.ring_begin`.
+    frontier: the first position that a head attends to in the ring, after the sinks. None: `Lengths.ring_begin`.
     fill: the number of rows of each block that hold a token, counted from its first row. None: all rows hold one.
     """
 
@@ -113,12 +115,12 @@ class HotBuffer(NamedTuple):
     """The hot buffer: a cache on the device for blocks of the pool. Each kv head has its own slots.
 
     rows: the keys and values of the blocks. A slot has room for one block.
-    slot_of: the slot that holds a block; -1 if the block is not in the buffer.
+    slot_of: the slot of a block, counted from 0; -1 if the block has no slot. Test `slot >= 0`.
     block_of: the block that a slot holds; -1 if the slot is empty.
     used: 1 for a block that was selected again since the hand passed its slot, else 0.
     hand: the slot at which the next miss begins to look for one (ops/gather/fetch.py).
     done_count: scratch of fetch. It counts the programs of a head that have read the state, and is 0 between calls.
-    chosen: the slots of the last selection, which attention reads; -1 for none.
+    chosen: the slots of the last selection, which attention reads; -1 for none. They are slot numbers, not block ids.
     """
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]

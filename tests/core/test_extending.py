@@ -16,7 +16,7 @@ from torchsparsekv.patches import _family, all_families
 from torchsparsekv.state import OF_STATE, Buffer
 
 PAGES = [Path(__file__).resolve().parents[2] / f"docs/develop/{name}.md" for name in ("method", "op", "family")]
-CHECKED = "torchsparsekv.check_method("
+CHECKED, PATCHED = "torchsparsekv.check_method(", "torchsparsekv.patch(model"
 SIZES = dict(max_length=128, sink=8, window=6, skip_layers=1, block_size=4)
 
 
@@ -36,7 +36,7 @@ def defined(everything, tmp_path_factory):
     op's name only once, and a worker may be given these tests in several parts."""
     tables = method._METHODS, registry.OPS, _family.FAMILIES
     known = [dict(table) for table in tables]
-    blocks = [b for b in code() if CHECKED not in b]
+    blocks = [b for b in code() if CHECKED not in b and PATCHED not in b]
     path = tmp_path_factory.mktemp("page") / "page.py"  # kernels are read from their file
     path.write_text("\n\n".join(blocks))
     names: dict = {"__name__": "page", "__file__": str(path)}
@@ -75,6 +75,23 @@ def test_methods_of_the_page_are_dense_at_full_budget(page, name):
 def test_method_of_the_page_passes_the_check_that_the_page_names(page):
     (block,) = (b for b in code() if CHECKED in b)
     exec(compile(block, "method.md", "exec"), dict(page))
+
+
+def test_brute_force_of_the_page_sees_what_the_method_selects(page):
+    (block,) = (b for b in code() if PATCHED in b)
+    model, steps = tiny(), []
+    ids, mask = prompts(1, 200)
+
+    def brute_force(s, q, a, selection, out):
+        page["brute_force"](s, q, a, selection, out)
+        with pytest.raises(AssertionError):
+            page["brute_force"](s, -q, a, selection, out)
+        steps.append(int(selection.ids.shape[2]))
+
+    inputs = dict(input_ids=ids, attention_mask=mask)
+    names = dict(page, torchsparsekv=torchsparsekv, model=model, inputs=inputs, brute_force=brute_force)
+    exec(compile(block, "method.md", "exec"), names)
+    assert steps == [64 // 16] * 19 * len(model.model.layers)
 
 
 def test_op_of_the_page_passes_opcheck(page):

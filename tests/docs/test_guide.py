@@ -81,10 +81,11 @@ def test_decode_step_needs_few_concepts():
 
 
 def test_glossary_defines_a_word_once():
-    page = (ROOT / "docs/concepts/glossary.md").read_text().split("## ")[0]
-    words = re.findall(r"^\| (?!word|---)(.+?) \|", page, re.M)
-    assert len(words) == len(set(words)) > 60
-    assert words == sorted(words, key=lambda w: re.sub(r"\W", "", w).lower())
+    page = (ROOT / "docs/concepts/glossary.md").read_text()
+    tables = [re.findall(r"^\| (?!word|---)(.+?) \|", part, re.M) for part in page.split("## ")[1:3]]
+    for words in tables:
+        assert words == sorted(words, key=lambda w: re.sub(r"\W", "", w).lower())
+    assert len(set().union(*tables)) == sum(map(len, tables)) > 60
 
 
 @pytest.mark.parametrize("name", sorted(all_methods()))

@@ -280,7 +280,7 @@ def test_chosen_tokens_are_the_best_estimates_among_the_candidates(group):
 
 def test_rows_below_the_dense_threshold_take_everything():
     method = make_method("pariskv", **{**SMALL, "full_threshold": 50}, beta=0.5, rho=0.6)
-    assert method.dense_below == 40
+    assert method.dense_up_to == 40
     for s, _, _, chosen in driven(method, [20, 49, 80], 4):
         assert chosen.shape[-1] == 40
         for b, end in enumerate(s.lengths.ring_begin.tolist()):

@@ -58,7 +58,7 @@ def test_auto_is_the_default_and_captures(replays, compiled):
         assert torch.equal(said(model), want)
         assert torch.equal(said(model), want)
         assert not any("compiled" in note for note in handle.report().notes)
-    assert replays == {0: 2 * (NEW - 1) - _captured.EAGER}
+    assert replays == {0: 2 * (NEW - 1) - _captured.WARM_UP_STEPS}
     assert not compiled
 
 
@@ -85,11 +85,11 @@ def test_step_that_waits_for_the_device_is_compiled(why, replays, compiled):
         with pytest.warns(UserWarning, match=says) as warned:
             assert torch.equal(said(model), want)
         assert len([w for w in warned if "from now on" in str(w.message)]) == 1
-        assert len(compiled) == NEW - 1 - _captured.EAGER
+        assert len(compiled) == NEW - 1 - _captured.WARM_UP_STEPS
         assert not handle._recycled.graphs
         cache = handle.make_cache(3)
         assert torch.equal(said(model, past_key_values=cache), want)
-        assert len(compiled) == 2 * (NEW - 1) - _captured.EAGER
+        assert len(compiled) == 2 * (NEW - 1) - _captured.WARM_UP_STEPS
         (note,) = [note for note in handle.report().notes if "not captured" in note]
         assert note.startswith("decode steps are compiled, not captured: ")
         assert {r.steps for r in handle.report().layers} == {NEW - 1}
@@ -202,7 +202,7 @@ def test_every_family_is_captured(family, replays, monkeypatch):
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         assert torch.equal(said(model), want)
         assert not handle.not_captured
-    assert replays == {0: NEW - 1 - _captured.EAGER}
+    assert replays == {0: NEW - 1 - _captured.WARM_UP_STEPS}
 
 
 def test_user_hooks_run_at_every_step(replays, compiled):

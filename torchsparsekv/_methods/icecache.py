@@ -48,9 +48,9 @@ class IceCache(Method):
     A generated token goes to the page of its node, which need not become full. When no page is left, tokens fill pages
     in the order of generation. A page counts as `page_size` tokens of the budget, full or not.
 
-    Layers may share a selection: one layer has a tree and queries it; the layers that share put their tokens where that
-    layer puts its own, and attend to the pages that it selected (`reuse_every` or `selecting_layers`). The paper's
-    "reuse" has 3. Answers are lost where the selecting layer looks for other tokens (docs/methods/icecache.md).
+    Layers may share a selection (`reuse_every` or `selecting_layers`). A selecting layer has a tree and queries it. The
+    sharing layers after it store their tokens in the same order and attend to the pages that it selected. The paper's
+    "reuse" has 3. Answers get worse where the selecting layer looks for other tokens (docs/methods/icecache.md).
 
     A prompt with less than a page beyond window and sinks is attended to as a whole.
     """
@@ -71,12 +71,12 @@ class IceCache(Method):
     least_view: int = option(32, "Least nodes of a level that a query expands.")
     growth: float = option(0.25, "Pages for generated tokens, as a share of the other pages.")
     rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
-    reuse_every: int = option(1, "Consecutive layers that share one selection, the first layer's.")
+    reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")
     match_heads: bool = option(
-        True, "A kv head shares the selection of the head that looks for most of the same tokens. False: of its number."
+        True, "A head of a sharing layer takes the pages of the head with most tokens in common. False: of its number."
     )
     selecting_layers: tuple[int, ...] | str | None = option(
-        None, "The layers that select, each for those behind it; or a file of `torchsparsekv selecting-layers`."
+        None, "The selecting layers, each for the layers after it; or a file of `torchsparsekv selecting-layers`."
     )
     seed: int = option(0, "Seed of promotion and projection.")
 
@@ -205,7 +205,8 @@ class IceCache(Method):
                 code=Buffer((*lead, nodes, g.head_dim), torch.int8), scale=number, norm2=number,
                 parent=inner, level=inner, open_page=Buffer((*lead, nodes), i32, fill=-1),
                 node_count=Buffer(lead, i32, fill=1), page_count=none,
-                max_norm2=Buffer(lead, torch.float32), done_count=none, inserted_rows=Buffer((*lead, page), i32),
+                max_norm2=Buffer(lead, torch.float32), search_done_count=none,
+                inserted_rows=Buffer((*lead, page), i32),
             ),
             "leaves": Leaves(
                 key=Buffer((*lead, g.rows, width), torch.uint8 if codes else g.dtype),

@@ -1,4 +1,4 @@
-"""ParisKV: single tokens by collision counting, then by a 4-bit estimate of q.k; nothing learned, so nothing drifts."""
+"""ParisKV: single tokens by votes of fixed centroids, then by a 4-bit estimate of q.k. Nothing is learned."""
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -19,11 +19,10 @@ from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
-# (below this many retrievable tokens, beta, rho): what the authors' implementation does with a context of that length,
-# but the last, where it has 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
-# beta = 5-10 % for long contexts. On structured keys half the candidates hold no less of the exact
-# top 100 if more keys get votes (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II took two thirds of
-# its time when that was found.
+# (below this many retrievable tokens, beta, rho). All entries but the last are those of the authors' implementation,
+# whose last entry is 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
+# beta = 5-10 % for long contexts. With more voters, half the candidates hold as much of the exact top 100 on structured
+# keys (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II takes less time.
 BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))
 
 
@@ -35,12 +34,11 @@ class ParisKV(Method):
     step attends to them: the ring holds `window` to `window + update_interval - 1` tokens. The paper has intervals of
     256 and 512 with windows of 128 and 256 (table 1).
 
-    A step attends to all of a row that is shorter than `full_threshold`. The hot buffer must hold such a row, and every
-    step goes through as many places, however long its row is.
+    A step attends to all tokens of a row of up to `full_threshold` tokens. The hot buffer and the selection have room
+    for the retrievable tokens of such a row (`dense_up_to`), also while the row is longer.
 
     The query heads of a kv head select together. With group="mean" they vote by their mean query, as in the authors'
-    code; with "max" a key counts as for the head that wants it most, in both stages. docs/methods/pariskv.md compares
-    the two.
+    code; with "max" a key counts for the head that wants it most, in both stages.
     """
 
     name = "pariskv"
@@ -52,7 +50,7 @@ class ParisKV(Method):
     beta: float | None = option(
         None, "Share of the keys that are reranked, at least `budget`. None: by length, at least twice `budget`."
     )
-    full_threshold: int = option(512, "Rows of fewer tokens attend to all of them; 0: none does.")
+    full_threshold: int = option(512, "Rows of up to this many tokens attend to all of them; 0: none does.")
     group: str = option("max", "How the query heads of a kv head vote together: mean or max.")
     m: int = option(8, "Dimensions of a subspace.")
     seed: int = option(0, "Seed of the rotation.")
@@ -93,7 +91,7 @@ class ParisKV(Method):
 
     @property
     def ratios(self) -> list[int]:
-        """`_by_length` as the op wants it: in millionths."""
+        """The numbers of `_by_length` as one list, in millionths: the argument `ratios` of the ops."""
         flat = [(below, round(beta * MILLION), round(rho * MILLION)) for below, beta, rho in self._by_length()]
         return [x for row in flat for x in row if x is not None]
 
@@ -111,30 +109,30 @@ class ParisKV(Method):
         return RingPlan(self.sink, self.window, self.interval)
 
     @property
-    def dense_below(self) -> int:
-        """Rows with at most this many retrievable tokens attend to all of them: `full_threshold` less what is near."""
+    def dense_up_to(self) -> int:
+        """Rows with at most this many retrievable tokens attend to all of them."""
         return max(self.budget, self.full_threshold - self.sink - self.window)
 
     @property
     def dense_threshold(self) -> int:
-        return self.sink + self.window + self.dense_below
+        return self.sink + self.window + self.dense_up_to
 
     @property
-    def least(self) -> int:
-        """Candidates that are reranked at least."""
+    def min_candidates(self) -> int:
+        """The least number of candidates that are reranked."""
         return self.budget * (2 if self.beta is None else 1)
 
     def sizes(self, rows: int) -> tuple[int, int]:
-        """(candidates, tokens chosen) at most, for a pool of so many rows."""
-        dense = min(self.dense_below, rows)
-        return candidate_capacity(rows, self.ratios, self.least, dense), dense
+        """The most candidates and the most selected tokens, for a pool of `rows` rows."""
+        take_all_up_to = min(self.dense_up_to, rows)
+        return candidate_capacity(rows, self.ratios, self.min_candidates, take_all_up_to), take_all_up_to
 
     def buffers(self, g: Geometry) -> Buffers:
         self._check_size(g)
         spaces, u8 = next_power_of_2(g.head_dim) // self.m, torch.uint8
         slots, chosen = self.hot_rows(g), self.sizes(g.rows)[1]
         return super().buffers(g) | {
-            # Room for a context below `full_threshold`, whole.
+            # Room for all retrievable tokens of a row of `full_threshold` tokens.
             **self.hot_buffers(g, max(slots, chosen), chosen),
             "codes": Codes(
                 ids=Buffer((*g.lead, g.rows, spaces), u8),
@@ -155,7 +153,7 @@ class ParisKV(Method):
             )
         most = g.rows - self.sink - self.window  # tokens that can be retrieved
         share = candidates_of(most, self.ratios, 0, 0)
-        if self.beta is not None and most > self.dense_below and self.budget > share:
+        if self.beta is not None and most > self.dense_up_to and self.budget > share:
             raise ValueError(
                 f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
                 "a larger beta, or a smaller budget"
@@ -175,13 +173,16 @@ class ParisKV(Method):
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         rows = s.store.pool.shape[2]
-        capacity, dense = self.sizes(rows)
-        ratios, keep, least = self.ratios, min(self.budget, capacity), min(self.least, rows)
+        max_candidates, take_all_up_to = self.sizes(rows)
+        ratios, min_candidates = self.ratios, min(self.min_candidates, rows)
+        budget = min(self.budget, max_candidates)
         rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
-        candidates = rank_by_votes(votes, s.codes, s.lengths, ratios, least, dense, capacity)
+        candidates = rank_by_votes(
+            votes, s.codes, s.lengths, ratios, min_candidates, take_all_up_to, max_candidates
+        )  # fmt: skip
         scored = rerank(rotated, s.codes, candidates)
-        if dense <= keep:
-            return Selection(top_blocks(scored, keep, candidates))
-        # Where there are few, every retrievable token is a candidate: take them all.
-        counter = s.lengths.ring_begin
-        return Selection(top_blocks(scored, keep, candidates, counter, self.sink + dense, dense))
+        if take_all_up_to <= budget:
+            return Selection(top_blocks(scored, budget, candidates))
+        # In a row of at most `take_all_up_to` retrievable tokens, every such token is a candidate and is selected.
+        ends = s.lengths.ring_begin
+        return Selection(top_blocks(scored, budget, candidates, ends, self.sink + take_all_up_to, take_all_up_to))
