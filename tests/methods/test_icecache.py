@@ -1,4 +1,4 @@
-"""IceCache on one layer grows the tree of the paper and searches it exactly, as plain Python does (support/dci_tree.py)."""
+"""IceCache on one layer grows the tree of its paper and searches it as the plain Python of support/dci_tree.py does."""
 import math
 
 import pytest
@@ -29,8 +29,8 @@ SLACK = 2e-3  # in the lifted space: the root of a rounding error of fp32 at the
 
 
 class Life:
-    """A layer, all that it was fed, and the tree that algorithms 1 and 2 of the paper make of it. The first number of a value
-    is the number of its token, so that copies can be told apart."""
+    """A layer, all that it was fed, and the tree that algorithms 1 and 2 of the paper make of it. The first number of a
+    value is the number of its token, so that copies can be told apart."""
 
     def __init__(self, *, heads=1, group=1, rows=512, seed=0, **hyper):
         self.method = make_method("icecache", **{**SIZES, **hyper})

@@ -16,7 +16,8 @@ from dci_tree import ROOT, DciTree, lifted
 
 def directions(composite: int, simple: int, dim: int, g: torch.Generator) -> torch.Tensor:
     """Unit vectors [composite, simple, dim + 1], for the lifted space."""
-    return torch.nn.functional.normalize(torch.randn(composite, simple, dim + 1, generator=g, dtype=torch.float64), dim=-1)
+    u = torch.randn(composite, simple, dim + 1, generator=g, dtype=torch.float64)
+    return u / u.norm(dim=-1, keepdim=True)
 
 
 def outwards(line: list[tuple[float, int]], at: float) -> Iterator[tuple[float, int]]:
