@@ -1,4 +1,4 @@
-"""IceCache on one layer equals the algorithms of the paper, written in plain Python (support/dci_tree.py)."""
+"""IceCache on one layer grows the tree of its paper and searches it as the plain Python of support/dci_tree.py does."""
 import math
 
 import pytest
@@ -29,8 +29,8 @@ SLACK = 2e-3  # in the lifted space: the root of a rounding error of fp32 at the
 
 
 class Life:
-    """A layer, all that it was fed, and the tree that the paper's algorithms make of it. The first number of a value
-    is the number of its token, so that copies can be told apart."""
+    """A layer, all that it was fed, and the tree that algorithms 1 and 2 of the paper make of it. The first number of a
+    value is the number of its token, so that copies can be told apart."""
 
     def __init__(self, *, heads=1, group=1, rows=512, seed=0, **hyper):
         self.method = make_method("icecache", **{**SIZES, **hyper})
@@ -288,7 +288,7 @@ def check_choice(life: Life, expanded) -> None:
         for h in range(life.heads):
             heads = q[0, h * life.group : (h + 1) * life.group, 0].double()
             tree, nodes = life.trees[h], life.trees[h].nodes_in_eight_bits()
-            ranked = [tree.query(x, expanded(tree), shown[h], nodes, life.method.view.min_nodes) for x in heads]
+            ranked = [tree.exact_search(x, expanded(tree), shown[h], nodes, life.method.view.min_nodes) for x in heads]
             want = page_select(ranked, life.pages(h), life.method.budget // PAGE)
             ids = [x for x in got[h].tolist() if x >= 0]
             assert sorted(ids) == sorted(want)
@@ -301,7 +301,7 @@ def test_visiting_all_nodes_equals_brute_force(group, levels):
     life = lived(group, 1.0, levels=levels)
 
     def everything(tree):
-        assert len(tree.query(torch.zeros(DIM).double(), None)) == life.begin - SINK
+        assert len(tree.exact_search(torch.zeros(DIM).double(), None)) == life.begin - SINK
         return None
 
     check_choice(life, everything)
@@ -309,14 +309,14 @@ def test_visiting_all_nodes_equals_brute_force(group, levels):
 
 @pytest.mark.parametrize("rank_from", ["codes", "keys"])
 @pytest.mark.parametrize(("group", "levels"), [(1, 2), (8, 2), (8, 3)])
-def test_visiting_some_nodes_equals_the_query_of_the_paper(group, levels, rank_from):
+def test_visiting_some_nodes_equals_an_exact_search_of_each_level(group, levels, rank_from):
     life = lived(group, 0.2, levels=levels, rank_from=rank_from, least_view=4)
 
     def some(tree):
         count = {at: sum(level == at for level in tree.level.values()) for at in range(2, levels + 1)}
         return {at: max(4, math.ceil(0.2 * n)) for at, n in count.items()}
 
-    seen = life.trees[0].query(torch.ones(DIM).double(), some(life.trees[0]))
+    seen = life.trees[0].exact_search(torch.ones(DIM).double(), some(life.trees[0]))
     assert 0 < len(seen) < (life.begin - SINK) / 2  # else the test would say nothing
     check_choice(life, some)
 

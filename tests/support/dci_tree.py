@@ -1,11 +1,18 @@
-"""IceCache's algorithms 1 to 4 as the paper has them, of one head, in plain Python over raw keys and tokens by number.
+"""IceCache's tree and its exact search, of one head, in plain Python over raw keys and tokens by number.
 
-Which tokens rise is given (a draw is no definition). Candidates are compared exactly where the paper searches by
-projections, and a query expands as many nodes of a level as it is told.
+The tree is that of the paper's algorithms 1 and 2. Which tokens rise is given, because a draw is no definition. The
+search is ours: it compares all children of an expanded node, where algorithm 4 searches them by prioritised DCI
+(prioritized_dci.py), and it expands a given number of nodes of a level, where algorithm 4 expands all that it found.
 """
 import torch
 
 ROOT = -1
+
+
+def lifted(keys: torch.Tensor, c: float) -> torch.Tensor:
+    """Equation 2 of keys [n, dim], with c at least the largest norm: [n, dim + 1], of length 1."""
+    x = keys / c
+    return torch.cat([x, (1 - x.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()], -1)
 
 
 class DciTree:
@@ -25,17 +32,16 @@ class DciTree:
         above = [t for t, level in self.level.items() if level == self.level[token] + 1]
         if not above:
             return {}
-        x = torch.stack([self.keys[t] for t in [token, *above]]) / self.c
-        x = torch.cat([x, (1 - x.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()], -1)
+        x = lifted(torch.stack([self.keys[t] for t in [token, *above]]), self.c)
         return dict(zip(above, (x[1:] - x[0]).norm(dim=-1).tolist()))
 
     # ---- queries
 
-    def query(
+    def exact_search(
         self, q: torch.Tensor, expanded: dict[int, int] | None, shown: dict[int, torch.Tensor] | None = None,
         nodes_by: dict[int, torch.Tensor] | None = None, always: int = 1,
     ) -> list[int]:  # fmt: skip
-        """Algorithm 4 with Flag = True: all tokens it sees, best first. `expanded`: nodes of each level, None: all.
+        """All tokens under expanded nodes, best first. `expanded`: nodes of each level, the best by q.k, None: all.
         `shown`: what tokens are ranked by, and `nodes_by`: what nodes are, None: their keys. `always`: so many are
         expanded anyway, the root and the first that rose."""
         by = self.keys | (nodes_by or {})

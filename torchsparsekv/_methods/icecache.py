@@ -25,7 +25,7 @@ from torchsparsekv.ops.store.views import Attention, Leaving, Scored, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 EVERY, SURE_NODES = 16, 64_000  # by default a node of so many tokens; nodes that there is room for, drawn or counted
-PAGES, FEWER = 32, 16  # that a budget should hold; the paper's are 256 tokens in 16 pages
+PAGES, FEWER = 32, 16  # that a budget should hold; the authors' benchmarks have 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
 # What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
 # children.
@@ -42,8 +42,8 @@ class IceCache(Method):
     Without `field_of_view` a query expands a tenth of the nodes, but no more than 640; where eight budgets of children
     have more parents than that, no more than those. A query expands the first `least_view` nodes in any case, because
     early tokens hang under them. Above 1024 nodes the share is met in the mean (ops/icecache/visit_nodes.py). At 1.0
-    the selection is exact, and so it is where the budget is all of the cache. The paper's k is as many tokens as fill
-    the budget with their pages.
+    the selection is exact, and so it is where the budget is all of the cache. The paper's k is as
+    many tokens as fill the budget with their pages, as in the authors' code.
 
     A generated token goes to the page of its node, which need not become full. When no page is left, tokens fill pages
     in the order of generation. A page counts as `page_size` tokens of the budget, full or not.
