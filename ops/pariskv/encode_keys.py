@@ -1,6 +1,7 @@
 """Encode every key that leaves the ring: a centroid id and a weight per subspace, a 4-bit code per coordinate.
 
     y = rotate(key) / sqrt(size)                      size is dim rounded up to a power of two; y is cut into parts y_s
+    y_j = 0  where |y_j| sqrt(size) <= size 2^-24 |key|_1        fp32 cannot tell such a sum from 0
     id_s = sum over j of 2^j * (y_sj >= 0)            the nearest of 2^m sign patterns
     code_sj = 8 * (y_sj >= 0) + magnitude number of |y_sj| / |y_s|        (ops/pariskv/_lloyd_max.py)
     weight_s = |y_s|^2 / <v_s, y_s>                   v_s: the direction that the codes stand for
@@ -8,6 +9,9 @@
 
 weight_s * <v_s, q_s>, summed over s, estimates <key, q>. Keys need not be normalized: ids and codes do
 not depend on the length of a key, and in the weight the norm cancels.
+
+Keys of an int8 pool are integers times a scale, so some of their rotated coordinates are 0. The second line gives these
+a sign that depends on nothing else: the sign of a rounding error differs with the scale and with the order of the sum.
 
 Launches: `_encode`, (tiles of keys, row * kv head). A key is read once, and 112 bytes are written at dim 128, m = 8.
 Tiles without keys return at once; on most decode steps these are all.
@@ -31,6 +35,7 @@ from torchsparsekv.ops.store.views import Leaving, Lengths
 TILE = 32  # keys per program: one tensor-core tile, and little waste where few keys leave the ring
 COLUMNS = 64  # rotated coordinates that a program computes at a time
 LARGEST = 65504.0  # of fp16
+NOISE = 2.0**-24  # of a sum in fp32: its largest relative error per term
 
 
 def check(leaving, codes, lengths, m, seed) -> None:
@@ -48,6 +53,7 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [..., spaces], codes [..., size / 2], weights [..., spaces]) of keys [..., dim]."""
     x = rotate(keys, seed)
     size = x.shape[-1]
+    x = torch.where(x.abs() <= size * NOISE * keys.float().abs().sum(-1, keepdim=True), 0.0, x)
     x = x.unflatten(-1, (-1, m))
     thresholds, levels = (torch.tensor(t, dtype=torch.float64) for t in quantiser(m))
     square = x.square().sum(-1)
@@ -83,7 +89,8 @@ def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int,
 def _encode(
     k, pool, ids, codes, weights, counts, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
     rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, LARGEST: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    NOISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
@@ -96,12 +103,14 @@ def _encode(
         live = (pos < new)[:, None]
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)  # [TILE, DP]
         x = tl.where(is_flipped(d, seed)[None, :], -x, x)
+        noise = tl.sum(tl.abs(x.to(tl.float32)), 1)[:, None] * (DP * NOISE)
         j = tl.arange(0, M)[None, None, :]
         spaces: tl.constexpr = COLUMNS // M
         for part in range(0, DP, COLUMNS):
             minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
             # [TILE, COLUMNS]; the products are exact
             y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
+            y = tl.where(tl.abs(y) <= noise, 0.0, y)
             y = tl.reshape(y, (TILE, spaces, M))
             square = tl.sum(y * y, 2)
             s, y2 = tl.reshape(square, (TILE, spaces, 1)), y * y
@@ -130,8 +139,8 @@ def launch(leaving, codes, lengths, m, seed) -> None:
     squares = [t * t for t in quantiser(m)[0]]
     _encode[(cdiv(most, TILE), batch * heads)](
         k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
-        k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, M=m, D=d, DP=size, TILE=TILE,
-        COLUMNS=min(COLUMNS, size), **launch_early(k.device, batch * heads * cdiv(most, TILE)),
+        k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, NOISE=NOISE, M=m, D=d, DP=size,
+        TILE=TILE, COLUMNS=min(COLUMNS, size), **launch_early(k.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 
 
