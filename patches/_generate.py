@@ -8,6 +8,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
 from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._names import NAME, cache_in
 
 if TYPE_CHECKING:
     from torchsparsekv.patches._handle import Handle
@@ -34,7 +35,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     if handle._copied:  # what the original compiled came along in the copy, and would run the original
         forget_compiled(self)
         handle._copied = False
-    given = model_kwargs.get("past_key_values")
+    given = cache_in(model_kwargs)
     if given is not None and not isinstance(given, SparseCache):  # the user asked for another cache, and gets it
         return type(self)._prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -48,7 +49,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     if given is None:
         keep = bool(generation_config.return_dict_in_generate)
         made = handle.cache_for_generate(batch, max_cache_length, keep=keep, chunked=chunked)
-        model_kwargs["past_key_values"] = made
+        model_kwargs[NAME] = made
         return None
     if given.batch != batch:
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
@@ -74,7 +75,7 @@ def _refuse(model, generation_config, generation_mode) -> None:
     if generation_config.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation={generation_config.cache_implementation!r} would bypass torchsparsekv silently; "
-            "unpatch the model, or pass past_key_values"
+            f"unpatch the model, or pass {NAME}"
         )
     check_implementation(model.config.get_text_config(decoder=True))
     if generation_config.output_attentions:
