@@ -129,6 +129,11 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     for name in COMMON if max_length is not None else ():
         if name in given and getattr(method, name) > max_length:
             raise ValueError(f"{name} {getattr(method, name)} is above max_length {max_length}")
+    if max_length is not None and method.traits.attends == "selected" and max_length <= method.dense_threshold:
+        notes.append(
+            f"nothing will be saved: {method.name} attends to all of rows of up to {method.dense_threshold} tokens "
+            f"(sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
+        )
     if method.budget <= limit or "budget" in given:
         return method
     budget = max(limit // method.block_size, 1) * method.block_size

@@ -37,11 +37,13 @@ class Handle:
     def active(self) -> bool:
         return self._owner.active
 
-    def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
+    def make_cache(
+        self, batch_size: int = 1, max_length: int | None = None, *, into: SparseCache | None = None
+    ) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
         Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
-        warns, and says what that takes, as plan() does.
+        warns, and says what that takes, as plan() does. `into` is for SparseCache(model) alone.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
@@ -49,7 +51,7 @@ class Handle:
         if max_length is None and self.max_length is None:
             self._say_how_much(batch, length)
         check_memory(self.planned, batch, length, pool_on_host=on_host)
-        cache = SparseCache(self.planned, batch, length, self._owner, pool_on_host=on_host)
+        cache = SparseCache.of_plan(self.planned, batch, length, self._owner, pool_on_host=on_host, into=into)
         precompile(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
@@ -178,6 +180,7 @@ class Handle:
 
     def install(self) -> None:
         self._base = _switch.on(self.model, self, self._owner)
+        self._owner.handle = weakref.ref(self)
 
     def compile_instead(self, why: str) -> None:
         """From now on generate() captures no step; said once."""
@@ -233,6 +236,7 @@ class Handle:
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True
+        twin._owner.handle = weakref.ref(twin)
         if twin.active:
             _switch.activate(twin._owner)
         return twin

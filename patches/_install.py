@@ -16,6 +16,7 @@ from torchsparsekv.patches._handle import Handle
 from torchsparsekv.patches._memory import check_memory, pool_on_host
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
+from torchsparsekv.patches._unwrapped import unwrapped
 
 OFFLOAD = get_args(Offload)
 STEPS = get_args(Step)
@@ -65,18 +66,6 @@ def planned(
     ranks, kept = getattr(model, "_tp_size", None) or 1, family.kept(config)
     plan = Plan(shapes, assignment, model.dtype, device, ranks, config, pool, kept)
     return plan, max_length, limit
-
-
-def unwrapped(model):
-    """The model in an adapter of PEFT, whose generate() and forward are this one's; what compiles is refused."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise TypeError(
-            "patch takes the model itself, got what torch.compile made of it: patch model._orig_mod, and compile "
-            "after that; generate() on a GPU compiles its steps anyway"
-        )
-    if type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
-        return model.get_base_model()
-    return model
 
 
 def check_model(model):

@@ -14,7 +14,7 @@ class Full(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="everything")
+        return Traits(attends="everything", cannot_crop="")
 
     @property
     def ring_plan(self) -> RingPlan:

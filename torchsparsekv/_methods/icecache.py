@@ -82,7 +82,10 @@ class IceCache(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(reorders_pool=True, partial_blocks=True, selects_every_step=True)
+        return Traits(
+            reorders_pool=True, partial_blocks=True, selects_every_step=True,
+            cannot_crop="stores tokens in the order of its tree",
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         selecting = lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None]  # noqa: E731

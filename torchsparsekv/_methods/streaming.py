@@ -17,7 +17,7 @@ class Streaming(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="recent")
+        return Traits(attends="recent", cannot_crop="")
 
     @property
     def dense_threshold(self) -> int:

@@ -21,7 +21,7 @@ TOKENS = typer.Option(
     help=f"Tokens of a row, prompt and generation together.  [default: {LONG}, or as many as the model has positions]",
 )  # fmt: skip
 BATCH = typer.Option(1, min=1, help="Rows.")
-OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
+OFFLOAD = typer.Option("auto", help="Where the pool is to live: auto, host or device, as for patch.")
 HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
 POOL = typer.Option(None, "--pool-dtype", help="int8: keys and values in 8 bits.  [default: the model's type]")
 SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend densely.  [default: as for patch]")
@@ -49,9 +49,8 @@ def planned(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
+    from torchsparsekv.patches._memory import pool_on_host
 
-    if offload not in ("host", "device"):
-        raise ValueError(f"offload must be host or device, got {offload!r}")
     check_name(name)
     hyper = renamed(hyper)
     config = AutoConfig.from_pretrained(name)
@@ -65,8 +64,10 @@ def planned(
         skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
-    lines = "; ".join([said, *plan.pool_said(), *plan.notes])
-    return plan.memory(batch, as_int(length), pool_on_host=offload == "host"), lines
+    on_host = pool_on_host(plan, offload, batch, as_int(length))
+    where = f"offload {offload}: the pool on the {'host' if on_host else 'device'}"
+    lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
+    return plan.memory(batch, as_int(length), pool_on_host=on_host), lines
 
 
 def _parsed(texts: list[str]) -> dict[str, Any]:
