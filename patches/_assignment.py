@@ -7,6 +7,7 @@ from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers,
 from torchsparsekv.patches._family import Layer
 
 SKIP_LAYERS = 2
+NOTHING_SAVED = "nothing will be saved"
 COMMON = ("budget", "sink", "window")  # what patch() takes for all methods
 
 
@@ -131,7 +132,7 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
             raise ValueError(f"{name} {getattr(method, name)} is above max_length {max_length}")
     if max_length is not None and method.traits.attends == "selected" and max_length <= method.dense_threshold:
         notes.append(
-            f"nothing will be saved: {method.name} attends to all of rows of up to {method.dense_threshold} tokens "
+            f"{NOTHING_SAVED}: {method.name} attends to all of rows of up to {method.dense_threshold} tokens "
             f"(sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
         )
     if method.budget <= limit or "budget" in given:

@@ -107,7 +107,9 @@ class SparseCache(Cache):
     Layers whose state is not keys and values are transformers' own, in the same places.
     """
 
-    def __init__(self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options):
+    def __init__(
+        self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options
+    ):  # fmt: skip
         """A cache for a model, which is patched if it is not: `model.generate(ids, cache=SparseCache(model, "quest"))`.
 
         options: those of patch(). The model stays patched until `cache.handle.unpatch()`. Further caches of a patched

@@ -1,4 +1,5 @@
 """patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
+import warnings
 from collections.abc import Mapping
 from typing import get_args
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from torchsparsekv.method import Method, Offload, PoolType, Step, as_int, check_device
 from torchsparsekv.patches import all_families
-from torchsparsekv.patches._assignment import choose
+from torchsparsekv.patches._assignment import NOTHING_SAVED, choose
 from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
 from torchsparsekv.patches._handle import Handle
@@ -41,6 +42,9 @@ def install(
         check_memory(plan, 1, max_length, pool_on_host=pool_on_host(plan, offload, 1, max_length))
     handle = Handle(model, plan, max_length, limit, offload, step, captures)
     handle.install()
+    for note in plan.notes:
+        if note.startswith(NOTHING_SAVED):
+            warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
     return handle
 
 

@@ -63,7 +63,7 @@ def test_outputs_are_not_overwritten_by_later_replays(replays):
     model = tiny()
     told = dict(return_dict_in_generate=True, output_logits=True, output_scores=True, output_hidden_states=True)
     with captured(model) as handle:
-        want = said(model, disable_compile=True, (cache|past_key_values)=handle.make_cache(3), **told)
+        want = said(model, disable_compile=True, past_key_values=handle.make_cache(3), **told)
         cache = handle.make_cache(3)
         got = said(model, past_key_values=cache, **told)
         assert got.past_key_values is cache

@@ -1,11 +1,12 @@
 """SnapKV: the last queries of a prompt choose the prompt tokens that later steps attend to."""
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from torchsparsekv._methods._static import ObservingMethod
-from torchsparsekv.method import option
+from torchsparsekv._methods._static import QUERIES, ObservingMethod
+from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling, snap_tokens
@@ -56,6 +57,10 @@ class SnapKV(ObservingMethod):
     @property
     def observed(self) -> int:
         return min(OBSERVED, self.window) if self.observe is None else self.observe
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(cannot_crop=QUERIES)
 
     def effective(self) -> dict[str, object]:
         """`generates`: so many tokens can be generated before any of them, or of the observation window, leaves it."""
