@@ -1,6 +1,6 @@
 """A conversation: chat template, streamer, a second turn, an answer again, and a message that was edited.
 
-    python examples/conversation.py --model MODEL --messages "What is a cache?|And a sparse cache?" --edited "Who wrote it?"
+    python examples/conversation.py --model MODEL --messages "What is a cache?|And a page?" --edited "Who wrote it?"
 
 The cache keeps the conversation, and each turn reads only its new tokens. A template may write the same messages with
 other tokens than those that were generated. So each turn crops the cache to the tokens that both begin with.
