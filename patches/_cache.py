@@ -1,4 +1,6 @@
 """The store of torchsparsekv, presented to transformers as a cache."""
+import weakref
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
@@ -107,6 +109,8 @@ class SparseCache(Cache):
     Layers whose state is not keys and values are transformers' own, in the same places.
     """
 
+    patched_by: weakref.ref
+
     def __init__(
         self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options
     ):  # fmt: skip
@@ -170,7 +174,7 @@ class SparseCache(Cache):
     @property
     def handle(self):
         """The patch of the model that this cache is for."""
-        return self.owner.handle()
+        return self.patched_by()
 
     def crop(self, max_length: int) -> None:
         """Go back to the first `max_length` tokens, or take the last `-max_length` away: to regenerate or edit.

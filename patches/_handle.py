@@ -52,6 +52,7 @@ class Handle:
             self._say_how_much(batch, length)
         check_memory(self.planned, batch, length, pool_on_host=on_host)
         cache = SparseCache.of_plan(self.planned, batch, length, self._owner, pool_on_host=on_host, into=into)
+        cache.patched_by = weakref.ref(self)
         precompile(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache
@@ -180,7 +181,6 @@ class Handle:
 
     def install(self) -> None:
         self._base = _switch.on(self.model, self, self._owner)
-        self._owner.handle = weakref.ref(self)
 
     def compile_instead(self, why: str) -> None:
         """From now on generate() captures no step; said once."""
@@ -236,7 +236,6 @@ class Handle:
         memo[id(self)] = twin
         twin.model, twin._owner = copy.deepcopy(self.model, memo), copy.deepcopy(self._owner, memo)
         twin._base, twin._copied = self._base, True
-        twin._owner.handle = weakref.ref(twin)
         if twin.active:
             _switch.activate(twin._owner)
         return twin

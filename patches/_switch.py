@@ -29,7 +29,6 @@ class Owner:
     active = False
     first = 0  # the first layer with keys and values
     private: Private | None = None  # the configs of the patched model
-    handle: Callable = staticmethod(lambda: None)  # a weak reference to the handle
 
 
 def on(model, handle, owner: Owner) -> str:
