@@ -4,8 +4,9 @@ import weakref
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
-from torchsparsekv.method import Method, as_int
+from torchsparsekv.method import Method, as_int, make_method, renamed
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
+from torchsparsekv.patches._assignment import COMMON
 from torchsparsekv.patches._crop import check_cropped, crop
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._plan import Plan
@@ -36,11 +37,14 @@ def check_active(owner) -> None:
 
 def handle_for(model, method: str, max_length: int | None, options: dict):
     """The patch that is on a model, or a new one."""
-    from torchsparsekv.api import patch  # which imports this file
+    from torchsparsekv.patches._install import install  # which imports this file
 
     handle = getattr(unwrapped(model), "_torchsparsekv", None)
     if handle is None:
-        return patch(model, method, max_length=max_length, **options)
+        how = dict(offload="auto", skip_layers=None, layers=None)
+        how |= {name: options.pop(name) for name in (*how, "pool_dtype", "step") if name in options}
+        given = {name: as_int(x) for name, x in renamed(options).items() if x is not None or name not in COMMON}
+        return install(model, make_method(method, **given), given, max_length=max_length, **how)
     if options or method != handle.planned.method.name:
         raise ValueError(
             f"this model is patched already with {handle.planned.method}: give SparseCache(model, "

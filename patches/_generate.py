@@ -50,7 +50,6 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     chunked = generation_config.prefill_chunk_size is not None
     mask = model_kwargs.get("attention_mask")
     columns = _columns(generation_config, mask)
-    _check_begun(given, columns)
     _fit_chunks(generation_config, mask, columns, given)
     limit = handle.limit if given is None else given.max_length
     if limit == self.config.get_text_config(decoder=True).max_position_embeddings:
@@ -67,6 +66,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     _check_padding(given, mask)
     handle.hold(given, chunked=chunked)  # first: where another call runs a forward, check() would tell to reset()
     given.use.check()
+    _check_begun(given, columns)
     return None
 
 
@@ -111,9 +111,9 @@ def _columns(generation_config, mask) -> int | None:
     return None if new is None else generation_config.max_length - new
 
 
-def _check_begun(given: SparseCache | None, columns: int | None) -> None:
+def _check_begun(given: SparseCache, columns: int | None) -> None:
     """Refuse a prompt that is not longer than what the cache holds already."""
-    if given is None or columns is None:
+    if columns is None:
         return
     held = int(given.get_seq_length())
     if held and columns <= held:

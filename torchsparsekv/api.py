@@ -86,9 +86,9 @@ def _seam():
 
 def _misfit(e: ImportError, needs: str) -> ImportError:
     """The error for a transformers that lacks a name which patch() imports."""
-    import transformers
+    from importlib.metadata import version
 
-    return ImportError(f"patch does not fit transformers {transformers.__version__}: {e}; {needs} has one that fits")
+    return ImportError(f"patch does not fit transformers {version('transformers')}: {e}; {needs} has one that fits")
 
 
 def methods() -> dict[str, dict[str, HyperParameter]]:

@@ -102,7 +102,7 @@ def test_the_command_takes_an_old_name_with_a_warning(folder):
         (["MODEL", "--max-length", "64", "--set", "budget=128"], "budget 128 is above max_length 64"),
         (["MODEL", "--set", "budget"], "--set takes NAME=VALUE, got 'budget'"),
         (["MODEL", "--set", "budget=64", "--set", "budget=32"], "--set names budget twice"),
-        (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
+        (["MODEL", "--offload", "disk"], "offload must be one of auto, host, device, got 'disk'"),
     ],
 )
 def test_plan_command_refuses_wrong_arguments(folder, args, says):
