@@ -41,7 +41,7 @@ def handle_for(model, method: str, max_length: int | None, options: dict):
 
     handle = getattr(unwrapped(model), "_torchsparsekv", None)
     if handle is None:
-        how = dict(offload="auto", skip_layers=None, layers=None)
+        how: dict = dict(offload="auto", skip_layers=None, layers=None)
         how |= {name: options.pop(name) for name in (*how, "pool_dtype", "step") if name in options}
         given = {name: as_int(x) for name, x in renamed(options).items() if x is not None or name not in COMMON}
         return install(model, make_method(method, **given), given, max_length=max_length, **how)
