@@ -5,9 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo docs results real-model test slow full fuzz sanitize long lint clean
+.PHONY: help demo docs results real-model test slow full fuzz sanitize long wheel versions lint clean
 help:
-	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
 	@echo "make real-model: the language models and texts that eval, eval-text and board measure with;  ONLY='qwen-1.5b sympy' chooses"
 
@@ -52,6 +52,21 @@ sanitize: $(READY)
 # Ten thousand tokens with every method: nothing may grow, recompile or leave the graph.
 long: $(READY)
 	$(BIN)/python tests/tools/long_run.py
+
+# The wheel in dist/, and a first token from it in an empty environment of every Python from 3.10 to 3.13 that is here.
+wheel: $(READY)
+	$(BIN)/python tests/tools/wheel.py --torch "$(TORCH)" $(PYTHONS)
+
+# The short suite at both ends and in the middle of the supported versions, each pair (torch/transformers) in its own
+# environment. ARGS chooses the tests.
+VERSIONS ?= 2.11.0/5.5.4 2.13.0/5.17.0 2.14.1/5.24.0
+ARGS ?= -m "not slow" tests/patches tests/core tests/docs
+versions:
+	@status=0; for pair in $(VERSIONS); do here="$(VENV)/versions/$$pair"; \
+	$(MAKE) --no-print-directory "$$here/.ready" VENV="$$here" TORCH="torch==$${pair%/*}" \
+	&& "$$here/bin/python" -m pip install --quiet "transformers==$${pair#*/}" \
+	&& echo "torch $${pair%/*}, transformers $${pair#*/}:" \
+	&& "$$here/bin/python" -m pytest -n auto --dist worksteal $(ARGS) || status=1; done; exit $$status
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

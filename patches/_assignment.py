@@ -7,6 +7,7 @@ from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers,
 from torchsparsekv.patches._family import Layer
 
 SKIP_LAYERS = 2
+NOTHING_SAVED = "nothing will be saved"
 COMMON = ("budget", "sink", "window")  # what patch() takes for all methods
 
 
@@ -129,6 +130,17 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     for name in COMMON if max_length is not None else ():
         if name in given and getattr(method, name) > max_length:
             raise ValueError(f"{name} {getattr(method, name)} is above max_length {max_length}")
+    fitted = _lowered(method, given, limit, notes)
+    if max_length is not None and fitted.traits.attends == "selected" and max_length <= fitted.dense_threshold:
+        notes.append(
+            f"{NOTHING_SAVED}: {fitted.name} attends to all of rows of up to {fitted.dense_threshold} tokens "
+            f"(sink {fitted.sink}, window {fitted.window}, budget {fitted.budget}), and max_length is {max_length}"
+        )
+    return fitted
+
+
+def _lowered(method: Method, given: dict, limit: int, notes: list[str]) -> Method:
+    """With a default budget that a cache can fill."""
     if method.budget <= limit or "budget" in given:
         return method
     budget = max(limit // method.block_size, 1) * method.block_size

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SENTINEL, SparseCache
 from torchsparsekv.patches._family import Layer
+from torchsparsekv.patches._names import NAME, cache_in, name_in
 
 PREFIX = "torchsparsekv_over_"
 NOTHING_BUT_PADDING = "torchsparsekv: a row of the batch is nothing but padding"
@@ -46,9 +47,9 @@ _STORED = _Stored()
 
 def hand_over_layer(module, args, kwargs):
     """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, SparseCache):
-        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], "past_key_values": _STORED}
+    name = name_in(kwargs)
+    if name and isinstance(cache := kwargs[name], SparseCache):
+        kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], name: _STORED}
     return args, kwargs
 
 
@@ -56,7 +57,7 @@ def enter_layers(layer, args, kwargs):
     """Forward pre-hook of the first layer. The cache is still unchanged, so a refusal leaves it as it was.
 
     If the first layer keeps no keys and values, this hook alone sees the beginning of a forward pass."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, SparseCache):
         owner = layer._torchsparsekv_owner
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -73,20 +74,20 @@ def enter_layers(layer, args, kwargs):
 
 def leave_layers(layer, args, kwargs, output):
     """Forward hook of the last layer, with or without keys and values."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, SparseCache):
         cache.use.end_of_layers()
 
 
 def enter_model(model, args, kwargs):
     """Forward pre-hook of the whole model; `leave_model` sees the end."""
-    if isinstance(cache := kwargs.get("past_key_values"), SparseCache) and not torch.compiler.is_compiling():
+    if isinstance(cache := cache_in(kwargs), SparseCache) and not torch.compiler.is_compiling():
         cache.use.called = True
 
 
 def enter_decoder(model, args, kwargs):
     """Forward pre-hook of the decoder, which may run without its head: checks that need the config of the model."""
-    if isinstance(kwargs.get("past_key_values"), SparseCache):
+    if isinstance(cache_in(kwargs), SparseCache):
         config, wanted = model.config.get_text_config(decoder=True), kwargs.get("output_attentions")
         check_implementation(config)
         if config.output_attentions if wanted is None else wanted:
@@ -95,7 +96,7 @@ def enter_decoder(model, args, kwargs):
 
 def leave_model(model, args, kwargs, output):
     """Forward hook of the whole model. Without an output the forward pass broke off."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, SparseCache):
         cache.use.end_of_model(whole=output is not None)
 
@@ -132,7 +133,7 @@ def _warn_dense(module) -> None:
         return
     warnings.warn(
         "torchsparsekv: this decode step is dense, its cache is not one of this patch: use generate(), or pass "
-        "past_key_values=handle.make_cache(...) (what guidance_scale compares with is dense in any case)",
+        f"{NAME}=handle.make_cache(...) (what guidance_scale compares with is dense in any case)",
         stacklevel=2,
     )
 

@@ -1,12 +1,17 @@
 """The store of torchsparsekv, presented to transformers as a cache."""
+import weakref
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
-from torchsparsekv.method import Method
+from torchsparsekv.method import Method, as_int, make_method, renamed
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
+from torchsparsekv.patches._assignment import COMMON
+from torchsparsekv.patches._crop import check_cropped, crop
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._memory import Placement
 from torchsparsekv.patches._plan import Plan
+from torchsparsekv.patches._unwrapped import unwrapped
 from torchsparsekv.patches._use import Use
 from torchsparsekv.report import cache_bytes, size_of
 from torchsparsekv.state import LayerState, RingPlan, RowLengths
@@ -29,6 +34,24 @@ class Offset(int):
 def check_active(owner) -> None:
     if not owner.active:
         raise RuntimeError("the patch that made this SparseCache was taken off the model")
+
+
+def handle_for(model, method: str, max_length: int | None, options: dict):
+    """The patch that is on a model, or a new one."""
+    from torchsparsekv.patches._install import install  # which imports this file
+
+    handle = getattr(unwrapped(model), "_torchsparsekv", None)
+    if handle is None:
+        how: dict = dict(offload="auto", skip_layers=None, layers=None)
+        how |= {name: options.pop(name) for name in (*how, "pool_dtype", "step") if name in options}
+        given = {name: as_int(x) for name, x in renamed(options).items() if x is not None or name not in COMMON}
+        return install(model, make_method(method, **given), given, max_length=max_length, **how)
+    if options or method != handle.planned.method.name:
+        raise ValueError(
+            f"this model is patched already with {handle.planned.method}: give SparseCache(model, "
+            f"{handle.planned.method.name!r}) no other method and no options, or call unpatch() first"
+        )
+    return handle
 
 
 class SparseLayer(CacheLayerMixin):
@@ -78,7 +101,8 @@ class SparseLayer(CacheLayerMixin):
 
     def _refuse(self, *args, **kwargs):
         raise NotImplementedError(
-            "torchsparsekv caches cannot be reordered, forked or cropped (beam search, assisted decoding)"
+            "layers of a SparseCache cannot be reordered, forked or cropped (beam search, assisted decoding); a whole "
+            "cache has crop(length), and Handle.fork(cache) copies it"
         )
 
     reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
@@ -90,7 +114,27 @@ class SparseCache(Cache):
     Layers whose state is not keys and values are transformers' own, in the same places.
     """
 
-    def __init__(self, plan: Plan, batch: int, max_length: int, owner, place: Placement):
+    patched_by: weakref.ref
+
+    def __init__(
+        self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options
+    ):  # fmt: skip
+        """A cache for a model, which is patched if it is not: `model.generate(ids, cache=SparseCache(model, "quest"))`.
+
+        options: those of patch(). The model stays patched until `cache.handle.unpatch()`. Further caches of a patched
+        model take its method: they get the name of that method, or no method and options at all.
+        """
+        handle_for(model, method, max_length, options).make_cache(batch_size, max_length, into=self)
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, batch: int, max_length: int, owner, place: Placement, *, into: "SparseCache | None" = None
+    ) -> "SparseCache":
+        cache = cls.__new__(cls) if into is None else into
+        cache._build(plan, batch, max_length, owner, place)
+        return cache
+
+    def _build(self, plan: Plan, batch: int, max_length: int, owner, place: Placement) -> None:
         self.owner, self.batch, self.max_length, self.place = owner, batch, max_length, place
         self.use = Use()
         self.graphs: list = []  # of decode steps (patches/_captured.py), and what these took for fixed
@@ -116,7 +160,7 @@ class SparseCache(Cache):
         late = [layer.state for layer in layers if isinstance(layer, SparseLayer) and "prefetch" in layer.state.buffers]
         for state in late[:-1]:
             state.joins = False
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
 
     def __repr__(self) -> str:
         """Waits for the device: it reads how many tokens the longest row holds."""
@@ -132,6 +176,33 @@ class SparseCache(Cache):
         """(host, device) bytes that this cache holds."""
         host, device = cache_bytes([layer.state for layer in self.stored.values()])
         return host, device + sum(x.nbytes for x in self.row_lengths.values()) + self.own_bytes()
+
+    @property
+    def handle(self):
+        """The patch of the model that this cache is for."""
+        return self.patched_by()
+
+    def crop(self, max_length: int) -> None:
+        """Go back to the first `max_length` tokens, or take the last `-max_length` away: to regenerate or edit.
+
+        The index is built again from the keys that stay, as a prompt of these tokens builds it, and no forward pass
+        runs. Refused for methods that cannot do that, with the reason.
+        """
+        check_active(self.owner)
+        self.use.check()
+        if self.use.generating:
+            raise RuntimeError("crop: a generate() is running on this SparseCache: wait for its end")
+        held, length = int(self.get_seq_length()), as_int(max_length)
+        if type(length) is not int or abs(length) > held:
+            raise ValueError(f"crop takes a number of tokens, from -{held} to {held} here, got {max_length!r}")
+        columns = held + length if length < 0 else length
+        if columns == held:
+            return
+        if columns == 0:
+            return self.reset()
+        check_cropped(self)
+        with torch.no_grad():
+            crop(self, columns)
 
     def reset(self) -> None:
         """As it was made. What an interrupted prompt still does to it on another stream is waited for."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsparsekv.patches._cache import SparseCache, check_active
+from torchsparsekv.patches._names import NAME, cache_in
 from torchsparsekv.state import EAGER_ONLY
 
 aten = torch.ops.aten
@@ -53,9 +54,9 @@ class Steps:
         return self.handle.step == "auto"
 
     def __call__(self, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if cache is None and not self.auto:
-            raise ValueError("step='captured' needs its cache by name: past_key_values=handle.make_cache(...)")
+            raise ValueError(f"step='captured' needs its cache by name: {NAME}=handle.make_cache(...)")
         if not isinstance(cache, SparseCache):  # the user chose another cache, and transformers' step for it
             return self._compiled(*args, **kwargs)
         check_active(cache.owner)
@@ -97,7 +98,7 @@ class Steps:
 
         def forward(leaves):
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            return self.model(*args, **kwargs, past_key_values=cache)
+            return self.model(*args, **kwargs, **{NAME: cache})
 
         return leaves, forward, (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
 

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from torchsparsekv.patches._names import NAMES, blamed
+
 FAMILIES: dict[str, "Family"] = {}
 # Models with eyes whose text model is of a family: patched as a whole, for generate() is theirs. What they put between
 # the words is a prompt like any other, attended to causally.
@@ -109,7 +111,8 @@ def is_self_attention(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     takes = inspect.signature(forward).parameters
     crosses = any(p.startswith(("encoder_", "cross_attention_", "key_value_states")) for p in takes)
-    return "past_key_values" in takes and not crosses and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    cached = any(name in takes for name in NAMES)
+    return cached and not crosses and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Family:
             raise NotImplementedError(
                 f"{type(model).__name__} has {len(found)} attention modules that torchsparsekv can reach, for "
                 f"{len(expected)} layers ({said}); it reaches modules with a layer_idx whose forward takes "
-                "past_key_values and asks ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise (is_attention)"
+                f"{' or '.join(NAMES)} and asks ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise "
+                f"(is_attention){blamed()}"
             )
         return sorted(found, key=lambda m: m.layer_idx)

@@ -1,5 +1,7 @@
 """What stands in for generate() and for its own way to a cache, on the patched instance."""
 import functools
+import itertools
+import warnings
 from typing import TYPE_CHECKING
 
 from transformers import GenerationMixin
@@ -8,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
 from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._names import NAME, cache_in
 
 if TYPE_CHECKING:
     from torchsparsekv.patches._handle import Handle
@@ -34,8 +37,9 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     if handle._copied:  # what the original compiled came along in the copy, and would run the original
         forget_compiled(self)
         handle._copied = False
-    given = model_kwargs.get("past_key_values")
-    if given is not None and not isinstance(given, SparseCache):  # the user asked for another cache, and gets it
+    given = cache_in(model_kwargs)
+    dynamic = given is None and generation_config.cache_implementation == "dynamic"  # as for cache=DynamicCache()
+    if dynamic or (given is not None and not isinstance(given, SparseCache)):  # another cache was asked for
         return type(self)._prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -44,19 +48,25 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
         raise ValueError("compile_config is for the compiler, which a patch with step='captured' does not use")
     batch = max(generation_config.num_return_sequences or 1, 1) * batch_size
     chunked = generation_config.prefill_chunk_size is not None
-    _check_chunks(generation_config, model_kwargs.get("attention_mask"), given)
+    mask = model_kwargs.get("attention_mask")
+    columns = _columns(generation_config, mask)
+    _fit_chunks(generation_config, mask, columns, given)
+    limit = handle.limit if given is None else given.max_length
+    if limit == self.config.get_text_config(decoder=True).max_position_embeddings:
+        max_cache_length -= _cap(generation_config, max_cache_length - limit, columns, limit)
     if given is None:
         keep = bool(generation_config.return_dict_in_generate)
         made = handle.cache_for_generate(batch, max_cache_length, keep=keep, chunked=chunked)
-        model_kwargs["past_key_values"] = made
+        model_kwargs[NAME] = made
         return None
     if given.batch != batch:
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
-    _check_padding(given, model_kwargs.get("attention_mask"))
+    _check_padding(given, mask)
     handle.hold(given, chunked=chunked)  # first: where another call runs a forward, check() would tell to reset()
     given.use.check()
+    _check_begun(given, columns)
     return None
 
 
@@ -74,7 +84,7 @@ def _refuse(model, generation_config, generation_mode) -> None:
     if generation_config.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation={generation_config.cache_implementation!r} would bypass torchsparsekv silently; "
-            "unpatch the model, or pass past_key_values"
+            f"unpatch the model, or pass {NAME}"
         )
     check_implementation(model.config.get_text_config(decoder=True))
     if generation_config.output_attentions:
@@ -93,21 +103,60 @@ def _check_padding(given: SparseCache, mask) -> None:
         )
 
 
-def _check_chunks(generation_config, mask, given: SparseCache | None) -> None:
-    """A chunk of one token cannot be told from a decode step, which is not exact as prompts are to be."""
+def _columns(generation_config, mask) -> int | None:
+    """Tokens of the longest row that this call begins with, those in the cache too; None if nothing says so."""
+    if mask is not None:
+        return mask.shape[-1]
+    new = generation_config.max_new_tokens
+    return None if new is None else generation_config.max_length - new
+
+
+def _check_begun(given: SparseCache, columns: int | None) -> None:
+    """Refuse a prompt that is not longer than what the cache holds already."""
+    if columns is None:
+        return
+    held = int(given.get_seq_length())
+    if held and columns <= held:
+        raise ValueError(
+            f"this call has {columns} tokens and the SparseCache holds {held}: pass the token ids of the whole "
+            "conversation, those in the cache first (torch.cat([ids, new], 1)); cache.reset() begins another "
+            "conversation, and cache.crop(length) goes back in this one"
+        )
+
+
+def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
+    """Take as many tokens off the answer as it has more than the positions of the model; how many that was."""
+    new = generation_config.max_new_tokens
+    if over <= 0 or new is None or columns is None:
+        return 0
+    if over >= new:
+        raise ValueError(
+            f"the prompt has {columns} tokens, which leaves no room for an answer: max_position_embeddings of the "
+            f"model is {limit}"
+        )
+    generation_config.max_length -= over
+    generation_config.max_new_tokens = new - over
+    warnings.warn(
+        f"torchsparsekv: max_new_tokens is {new - over} instead of {new}, because {columns} tokens are there and "
+        f"max_position_embeddings of the model is {limit}",
+        stacklevel=2,
+    )
+    return over
+
+
+def _fit_chunks(generation_config, mask, columns: int | None, given: SparseCache | None) -> None:
+    """A chunk of one token cannot be told from a decode step, which is not exact as prompts are to be: choose the
+    nearest size of chunks, smaller ones first, that leaves no token alone."""
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     if chunk is None:
         return
     if type(chunk) is not int or chunk < 1:
         raise ValueError(f"prefill_chunk_size must be a positive int, got {chunk!r}")
-    if mask is None and generation_config.max_new_tokens is None:
+    if columns is None:
         raise ValueError("prefill_chunk_size needs max_new_tokens or an attention_mask: the prompt's length is unknown")
-    end = mask.shape[-1] if mask is not None else generation_config.max_length - generation_config.max_new_tokens
-    prompt = end - (int(given.get_seq_length()) if given is not None else 0)
-    if chunk == 1 or (prompt > 1 and prompt % chunk == 1):
-        raise ValueError(
-            f"prefill_chunk_size={chunk} cuts a prompt of {prompt} tokens so that one token is left alone, which would "
-            "be taken for a decode step; choose another size"
-        )
+    prompt = columns - (int(given.get_seq_length()) if given is not None else 0)
+    if prompt > 1:
+        sizes = itertools.chain(range(chunk, 1, -1), itertools.count(max(chunk + 1, 2)))
+        generation_config.prefill_chunk_size = next(size for size in sizes if prompt % size != 1)
     if mask is not None and not bool(mask.any(-1).all()):
         raise ValueError(NOTHING_BUT_PADDING)

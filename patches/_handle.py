@@ -38,11 +38,13 @@ class Handle:
     def active(self) -> bool:
         return self._owner.active
 
-    def make_cache(self, batch_size: int = 1, max_length: int | None = None) -> SparseCache:
+    def make_cache(
+        self, batch_size: int = 1, max_length: int | None = None, *, into: SparseCache | None = None
+    ) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
         Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
-        warns, and says what that takes, as plan() does.
+        warns, and says what that takes, as plan() does. `into` is for SparseCache(model) alone.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
@@ -50,7 +52,8 @@ class Handle:
         if max_length is None and self.max_length is None:
             self._say_how_much(batch, length)
         check_memory(self.planned, batch, length, place)
-        cache = SparseCache(self.planned, batch, length, self._owner, place)
+        cache = SparseCache.of_plan(self.planned, batch, length, self._owner, place, into=into)
+        cache.patched_by = weakref.ref(self)
         precompile(cache.stored.values())
         self._latest = weakref.ref(cache)
         return cache

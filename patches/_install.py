@@ -1,4 +1,5 @@
 """patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
+import warnings
 from collections.abc import Mapping
 from typing import get_args
 
@@ -9,13 +10,14 @@ from transformers import PreTrainedModel
 
 from torchsparsekv.method import Method, Offload, PoolType, Step, as_int, check_device
 from torchsparsekv.patches import all_families
-from torchsparsekv.patches._assignment import choose
+from torchsparsekv.patches._assignment import NOTHING_SAVED, choose
 from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
 from torchsparsekv.patches._handle import Handle
 from torchsparsekv.patches._memory import check_hot_gib, check_memory, placed
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
+from torchsparsekv.patches._unwrapped import unwrapped
 
 OFFLOAD = get_args(Offload)
 STEPS = get_args(Step)
@@ -41,6 +43,9 @@ def install(
         check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     handle.install()
+    for note in plan.notes:
+        if note.startswith(NOTHING_SAVED):
+            warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
     return handle
 
 
@@ -66,18 +71,6 @@ def planned(
     ranks, kept = getattr(model, "_tp_size", None) or 1, family.kept(config)
     plan = Plan(shapes, assignment, model.dtype, device, ranks, config, pool, kept)
     return plan, max_length, limit
-
-
-def unwrapped(model):
-    """The model in an adapter of PEFT, whose generate() and forward are this one's; what compiles is refused."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise TypeError(
-            "patch takes the model itself, got what torch.compile made of it: patch model._orig_mod, and compile "
-            "after that; generate() on a GPU compiles its steps anyway"
-        )
-    if type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
-        return model.get_base_model()
-    return model
 
 
 def check_model(model):

@@ -18,6 +18,7 @@ from torchsparsekv.patches._attention import (
 from torchsparsekv.patches._captured import Steps
 from torchsparsekv.patches._family import decoder_type
 from torchsparsekv.patches._generate import forget_compiled, generate, prepare_cache
+from torchsparsekv.patches._private import Private
 
 RECOMPILE_LIMIT = 64  # at least: torch's is per code object, and every cache length or batch size may need a graph
 
@@ -27,12 +28,16 @@ class Owner:
 
     active = False
     first = 0  # the first layer with keys and values
+    private: Private | None = None  # the configs of the patched model
 
 
 def on(model, handle, owner: Owner) -> str:
     """Patch the instance; returns the attention implementation that it had. Interrupted, it leaves no half of it."""
     base = model.config.get_text_config(decoder=True)._attn_implementation
+    private = Private(model)
     try:
+        owner.private = private
+        private.put_on(model)
         _put_on(model, handle, owner, base)
     except BaseException:
         off(model, owner, base)
@@ -81,6 +86,9 @@ def off(model, owner: Owner, base: str) -> None:
             delattr(model, name)
     for name in ("_prepare_cache_for_generation", "_torchsparsekv"):
         vars(model).pop(name, None)
+    if owner.private is not None:
+        owner.private.take_off(model)
+        owner.private = None
     forget_compiled(model)
     owner.active = False
     _limit.drop(owner)

@@ -65,12 +65,35 @@ def patch(
     given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
     given = {name: as_int(value) for name, value in (given | renamed(hyper)).items()}
     chosen = make_method(method, **given)
-    from torchsparsekv.patches._install import install  # transformers is imported here and nowhere above
+    install = _seam().install  # transformers is imported here and nowhere above
 
     return install(
         model, chosen, given, max_length=max_length, offload=offload, skip_layers=skip_layers, layers=layers,
         pool_dtype=pool_dtype, step=step, hot_gib=hot_gib,
     )  # fmt: skip
+
+
+def _seam():
+    """The module that installs patches, or an error that says which transformers is needed."""
+    needs = "pip install 'torchsparsekv[hf]'"
+    try:
+        from torchsparsekv.patches import _install
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "transformers":
+            raise
+        if e.name == "transformers":
+            raise ImportError(f"patch needs transformers, which is not installed: {needs}", name=e.name) from None
+        raise _misfit(e, needs) from e
+    except ImportError as e:
+        raise _misfit(e, needs) from e
+    return _install
+
+
+def _misfit(e: ImportError, needs: str) -> ImportError:
+    """The error for a transformers that lacks a name which patch() imports."""
+    from importlib.metadata import version
+
+    return ImportError(f"patch does not fit transformers {version('transformers')}: {e}; {needs} has one that fits")
 
 
 def methods() -> dict[str, dict[str, HyperParameter]]:

@@ -84,6 +84,8 @@ class Traits:
         token stays at the pool row that took it when it left the ring (`leaving_rows`).
     least_capability: the oldest CUDA compute capability that the kernels compile for.
     older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
+    cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from the keys
+        that it gets, without their queries, and returns None: then `SparseCache.crop` runs it again.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -94,6 +96,7 @@ class Traits:
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
+    cannot_crop: str = "does not say that its index can be built from keys alone (Traits.cannot_crop)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch
 
 import torchsparsekv
 from torchsparsekv.patches import _attention, _captured
+from torchsparsekv.patches._names import NAME, cache_in
 from torchsparsekv_benchmarks import _results
 
 PROMPT, SHORT, TOKEN, REPEATS = 64, 100, 5, 5
@@ -54,10 +55,10 @@ def quick() -> Any:
     logits = torch.nn.functional.one_hot(torch.tensor([[TOKEN]]), model.config.vocab_size).float()
     real = model.forward
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, **kwargs):
         if input_ids.shape[1] > 1:
-            return real(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+            return real(input_ids=input_ids, **kwargs)
+        return CausalLMOutputWithPast(logits=logits, **{NAME: cache_in(kwargs)})
 
     model.forward = MethodType(forward, model)
     return model

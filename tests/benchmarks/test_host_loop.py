@@ -5,6 +5,7 @@ from transformers import DynamicCache, StaticCache
 
 from torchsparsekv.patches import _captured
 from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._names import cache_in
 from torchsparsekv_benchmarks.speed import host_loop
 
 
@@ -16,9 +17,9 @@ def test_a_row_of_each_cache_and_what_it_is_patched_with_is_gone(monkeypatch):
         model = quick()
         step = model.forward
 
-        def forward(self, *args, past_key_values=None, **kwargs):
-            seen["forward"].append(type(past_key_values))
-            return step(*args, past_key_values=past_key_values, **kwargs)
+        def forward(self, *args, **kwargs):
+            seen["forward"].append(type(cache_in(kwargs)))
+            return step(*args, **kwargs)
 
         model.forward = forward.__get__(model)
         return model

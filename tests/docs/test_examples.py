@@ -12,6 +12,10 @@ CALLS = {
     "chat.py": (
         ["--words", "300", "--new-tokens", "4"], ["tokens read in", "> w001 w002", "> w003 w004", "cache memory"],
     ),
+    "conversation.py": (
+        ["--words", "300"],
+        ["0 tokens of 0 stay, 302 are new", "309 tokens of 309 stay", "the same answer again: True"],
+    ),
     "batch_scoring.py": ([], ["'w001 w002 w003 w004 w005' -> 'w006 w007'", "'w008 w009' -> 'w010'", "nats a token"]),
     "own_loop.py": (
         ["--words", "257", "--chunk", "128", "--new-tokens", "6", "--compiled", "0"], ["pariskv", "cache memory"],

@@ -31,7 +31,7 @@ def test_quickstart_answers_from_a_sparse_cache(capsys):
 
 def test_chat_turns_and_forks_answer_as_the_unpatched_model():
     """With a budget that holds everything; a fork does not see other questions."""
-    turns, forks = BLOCK.findall((GUIDE / "chat.md").read_text())
+    turns, edits, alone, forks = BLOCK.findall((GUIDE / "chat.md").read_text())
     model = tiny(max_position_embeddings=4096)
     ids = prompts(1, 40, ragged=False)[0]
     questions = [prompts(1, 5, seed=seed, ragged=False)[0] for seed in (2, 3)]
@@ -45,11 +45,18 @@ def test_chat_turns_and_forks_answer_as_the_unpatched_model():
         names = dict(torch=torch, model=model, handle=handle, prompt=ids, questions=questions)
         exec(compile(small(turns), "chat.md", "exec"), names)
         assert names["ids"].tolist() == whole.tolist()
+        names["edited"], names["length"] = torch.cat([ids, questions[1]], 1), 40
+        exec(compile(small(edits), "chat.md", "exec"), names)
+        assert names["again"].tolist() == want[1].tolist(), "the first question became the second"
         answered = []
         answer = lambda *a, **k: answered.append(names["made"](*a, **k)) or answered[-1]  # noqa: E731
         names["made"], names["model"] = model.generate, Answering(model, answer)
         exec(compile(small(forks), "chat.md", "exec"), names)
     assert [a.tolist() for a in answered] == [w.tolist() for w in want]
+    names = dict(torchsparsekv=torchsparsekv, model=model, ids=ids)
+    exec(compile(small(alone), "chat.md", "exec"), names)
+    assert int(names["cache"].get_seq_length()) == 45
+    assert not hasattr(model, "_torchsparsekv")
 
 
 class Answering:

@@ -34,7 +34,11 @@ def test_default_budget_above_the_capacity_is_lowered_and_reported():
         said = "quest has budget 96: the default of 1024 is above the 100 of a cache"
         assert said in repr(handle)
         assert said in str(handle.report())
-        assert handle.report().as_dict()["notes"] == (said,)
+        saves = (
+            "nothing will be saved: quest attends to all of rows of up to 416 tokens (sink 64, window 256, budget 96), "
+            "and max_length is 100"
+        )
+        assert handle.report().as_dict()["notes"] == (said, saves)
     with torchsparsekv.patch(tiny(), "louiskv", max_length=24) as handle:
         assert "louiskv keeps its default budget of 1024" in repr(handle)
     with patch(tiny()) as handle:

@@ -68,7 +68,8 @@ def test_plan_without_a_length_uses_the_limit_of_the_model(folder):
 
 
 def test_plan_command_equals_the_plan_of_a_patched_model(folder):
-    told = answered("plan", folder, "--method", "quest", "--max-length", "64", "--batch", "3", "--skip-layers", "1", *(
+    sizes = ("--max-length", "64", "--batch", "3", "--skip-layers", "1", "--offload", "host")
+    told = answered("plan", folder, "--method", "quest", *sizes, *(
         x for name in ("budget", "sink", "window", "block_size") for x in ("--set", f"{name}={SMALL[name]}")
     ))  # fmt: skip
     with torchsparsekv.patch(tiny(), "quest", **SMALL) as handle:
@@ -83,6 +84,17 @@ def test_plan_command_equals_the_plan_of_a_patched_model(folder):
     assert host_mib + device_mib == pytest.approx((memory.host_bytes + memory.device_bytes) / 2**20, abs=0.02)
     assert host_mib > 0
     assert "budget=16" in told
+
+
+def test_plan_command_and_patch_have_one_default_for_offload(folder):
+    small = ("plan", folder, "--method", "quest", "--max-length", "128", "--set", "budget=16")
+    told = answered(*small)
+    assert told == answered(*small, "--offload", "auto")
+    with torchsparsekv.patch(tiny(), "quest", max_length=128, budget=16) as handle:
+        assert handle.offload == "auto"
+        where = "host" if handle.plan().host_bytes else "device"
+    assert f"offload auto: the pool on the {where}" in told
+    assert "offload host: the pool on the host" in answered(*small, "--offload", "host")
 
 
 def test_the_command_takes_an_old_name_with_a_warning(folder):
@@ -102,7 +114,7 @@ def test_the_command_takes_an_old_name_with_a_warning(folder):
         (["MODEL", "--max-length", "64", "--set", "budget=128"], "budget 128 is above max_length 64"),
         (["MODEL", "--set", "budget"], "--set takes NAME=VALUE, got 'budget'"),
         (["MODEL", "--set", "budget=64", "--set", "budget=32"], "--set names budget twice"),
-        (["MODEL", "--offload", "disk"], "offload must be host or device, got 'disk'"),
+        (["MODEL", "--offload", "disk"], "offload must be one of auto, host, device, got 'disk'"),
     ],
 )
 def test_plan_command_refuses_wrong_arguments(folder, args, says):

@@ -85,10 +85,15 @@ def patch_twice(model):
 
 
 def patch_one_of_two(model):
-    """Unpatched in the order in which they were patched, both would be left with our implementation."""
-    other = type(model)(model.config).eval()
-    with torchsparsekv.patch(other, "quest", **SMALL):
-        patch()(model)
+    """Made of the config that the patched model has for as long as it is patched."""
+    with torchsparsekv.patch(model, "quest", **SMALL):
+        patch()(type(model)(model.config).eval())
+
+
+def shorter(model, handle):
+    cache = handle.make_cache(2)
+    model(IDS, past_key_values=cache)
+    model.generate(IDS[:, :12], past_key_values=cache, max_new_tokens=4)
 
 
 def of_another_patch(model, handle):
@@ -266,7 +271,10 @@ ROWS = [
     Row("contrastive search", generate(penalty_alpha=0.6, top_k=4), ValueError, r"contrastive_search|Contrastive Search requires"),
     Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
     Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
-    Row("prefill chunk of one token", generate(prefill_chunk_size=19), ValueError, r"cuts a prompt of 20 tokens so that one token"),
+    Row("shorter prompt on a used cache", used(shorter), ValueError, r"this call has 12 tokens and the SparseCache holds 20: pass the token ids of the whole conversation.*cache\.crop"),
+    Row("prompt above the positions of the model", used(lambda m, h: m.generate(IDS.repeat(1, 7), max_new_tokens=4), max_length=None), ValueError, r"the prompt has 140 tokens, which leaves no room.*max_position_embeddings of the model is 128"),
+    Row("crop of more than is held", used(lambda m, h: h.make_cache(2).crop(5)), ValueError, r"crop takes a number of tokens, from -0 to 0 here, got 5"),
+    Row("SparseCache with another method", used(lambda m, h: torchsparsekv.SparseCache(m, "arkvale")), ValueError, r"patched already with Quest\(.*give SparseCache\(model, 'quest'\) no other"),
     Row("prefill chunk size zero", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
     Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
     # other people's caches and masks

@@ -33,12 +33,20 @@ def test_adapter_is_patched_inside_its_model():
     assert snapshot(adapted.get_base_model()) == before
 
 
-def test_compiled_model_is_refused_with_advice():
-    model = tiny()
-    compiled, before = torch.compile(model), snapshot(model)
-    with pytest.raises(TypeError, match=r"what torch\.compile made of it: patch model\._orig_mod, and compile after"):
-        torchsparsekv.patch(compiled, "quest", **FULL)
+def test_wrapper_of_torch_compile_is_looked_through():
+    model = tiny(num_hidden_layers=2)
+    compiled, before, (ids, mask) = torch.compile(model, backend="eager"), snapshot(model), prompts(3, 41)
+    want = dense_logits(model, ids, mask, 8)
+    with torchsparsekv.patch(compiled, "quest", **FULL) as handle:
+        assert handle.model is model
+        got = greedy_logits(compiled, ids, mask, 8, cache := handle.make_cache(3))
+        assert [layer.state.stats.counts[0, 0, 0] for layer in cache.layers] == [8] * 2
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert snapshot(model) == before
+
+
+def test_model_that_compiled_itself_is_refused_with_advice():
+    model = tiny()
     model.compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"this model is compiled already.*: patch first, compile\(\) then"):
         torchsparsekv.patch(model, "quest", **FULL)

@@ -13,6 +13,7 @@ from world import DEVICE
 
 from torchsparsekv.patches import _install
 from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._names import cache_in
 
 
 def tensors(x) -> list[torch.Tensor]:
@@ -111,7 +112,7 @@ class Stream:
 
 def asked_for(model, model_kwargs, config) -> bool:
     """generate() asks for its steps on a CPU as it does on a GPU."""
-    return not config.disable_compile and isinstance(model_kwargs.get("past_key_values"), SparseCache)
+    return not config.disable_compile and isinstance(cache_in(model_kwargs), SparseCache)
 
 
 def pretend(monkeypatch) -> dict[int, int]:

@@ -32,6 +32,7 @@ class PageMethod(Method):
             selects_every_step=True,
             least_capability=(8, 9) if fp8 else (8, 0),
             older_devices='digest="bfloat16"' if fp8 else "",
+            cannot_crop="",
         )
 
     def __post_init__(self) -> None:

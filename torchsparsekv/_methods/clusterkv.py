@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchsparsekv._methods._clusters import ClusterMethod
+from torchsparsekv._methods._clusters import CLUSTERED, ClusterMethod
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH, Kmeans
 from torchsparsekv.ops.clusters.cluster_keys import cluster_keys
@@ -80,7 +80,7 @@ class ClusterKV(ClusterMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=self.run is None)
+        return Traits(selects_every_step=self.run is None, cannot_crop=CLUSTERED)
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         return Method.report_row(self, s, counts) if self.run is None else super().report_row(s, counts)

@@ -14,7 +14,7 @@ class Full(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="everything", no_rest="attends to every token")
+        return Traits(attends="everything", no_rest="attends to every token", cannot_crop="")
 
     @property
     def ring_plan(self) -> RingPlan:

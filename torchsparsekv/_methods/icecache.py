@@ -84,7 +84,7 @@ class IceCache(Method):
     def traits(self) -> Traits:
         return Traits(
             reorders_pool=True, partial_blocks=True, selects_every_step=True,
-            no_rest=self._no_rest(),
+            no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
         )  # fmt: skip
 
     def _no_rest(self) -> str:

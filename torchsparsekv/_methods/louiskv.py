@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchsparsekv._methods._clusters import ClusterMethod
+from torchsparsekv._methods._clusters import CLUSTERED, ClusterMethod
 from torchsparsekv._methods._file import read_file
 from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH
@@ -33,7 +33,7 @@ class LouisKV(ClusterMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(couples_heads=not self.per_head)
+        return Traits(couples_heads=not self.per_head, cannot_crop=CLUSTERED)
 
     def __post_init__(self) -> None:
         read_file(self, "tau", "calibrate", lambda found: found["tau"])

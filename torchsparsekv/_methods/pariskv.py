@@ -161,7 +161,7 @@ class ParisKV(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True)
+        return Traits(selects_every_step=True, cannot_crop="")
 
     # ---- the index
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from torchsparsekv._methods._pages import PageMethod
-from torchsparsekv._methods._static import StaticMethod
+from torchsparsekv._methods._static import QUERIES, StaticMethod
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.index.block_bounds import block_bounds
 from torchsparsekv.ops.index.observe import observe
@@ -44,6 +44,7 @@ class PRKV(StaticMethod, PageMethod):
             couples_heads=self.static_ratio == "auto" and not self.per_head,
             selects_every_step=not self.static,
             no_rest="moves tokens in the pool, but with static_ratio=0" if self.static else "",
+            cannot_crop=QUERIES if self.static else "",
             least_capability=max((n["least_capability"] for n in needs), default=(8, 0)),
             older_devices=", ".join(n["older_devices"] for n in needs),
         )

@@ -22,7 +22,7 @@ class Random(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True)
+        return Traits(selects_every_step=True, cannot_crop="")
 
     def __post_init__(self) -> None:
         super().__post_init__()

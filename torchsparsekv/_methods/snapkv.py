@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchsparsekv._methods._static import ObservingMethod
+from torchsparsekv._methods._static import QUERIES, ObservingMethod
 from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
@@ -42,10 +42,6 @@ class SnapKV(ObservingMethod):
     kernel_size: int = option(5, "Neighbouring tokens over which votes are pooled, an odd number; 1: no pooling.")
     pooling: str = option("avgpool", "Pooling of votes: avgpool, as in the paper's code, or maxpool.")
 
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(no_rest="retrieves nothing at a step")
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_int("kernel_size")
@@ -61,6 +57,10 @@ class SnapKV(ObservingMethod):
     @property
     def observed(self) -> int:
         return min(OBSERVED, self.window) if self.observe is None else self.observe
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES)
 
     def effective(self) -> dict[str, object]:
         """`generates`: so many tokens can be generated before any of them, or of the observation window, leaves it."""

@@ -17,7 +17,7 @@ class Streaming(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="recent", no_rest="retrieves nothing")
+        return Traits(attends="recent", no_rest="retrieves nothing", cannot_crop="")
 
     @property
     def dense_threshold(self) -> int:

@@ -21,7 +21,7 @@ TOKENS = typer.Option(
     help=f"Tokens of a row, prompt and generation together.  [default: {LONG}, or as many as the model has positions]",
 )  # fmt: skip
 BATCH = typer.Option(1, min=1, help="Rows.")
-OFFLOAD = typer.Option("host", help="Where the pool is to live: host or device.")
+OFFLOAD = typer.Option("auto", help="Where the pool is to live: auto, host or device, as for patch.")
 HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
 POOL = typer.Option(None, "--pool-dtype", help="int8: keys and values in 8 bits.  [default: the model's type]")
 HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers.  [default: hot_budgets]")
@@ -55,8 +55,6 @@ def planned(
     from torchsparsekv.patches._install import planned
     from torchsparsekv.patches._memory import check_hot_gib, hot_said, placed
 
-    if offload not in ("host", "device"):
-        raise ValueError(f"offload must be host or device, got {offload!r}")
     check_name(name)
     hyper = renamed(hyper)
     config = AutoConfig.from_pretrained(name)
@@ -72,8 +70,9 @@ def planned(
         skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
-    lines = "; ".join([said, *plan.pool_said(), *plan.notes])
     place = placed(plan, offload, batch, as_int(length), hot_gib)
+    where = f"offload {offload}: the pool on the {'host' if place.pool_on_host else 'device'}"
+    lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
     notes = hot_said(plan, place, batch, as_int(length), hot_gib)
     return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
 

@@ -1,0 +1,28 @@
+"""The names that transformers gives to the cache, and the versions of transformers that the tests run with."""
+import inspect
+
+import transformers
+from packaging.version import Version
+from transformers.masking_utils import create_causal_mask
+
+NAMES = ("cache", "past_key_values")  # the second up to 5.23, and as an old name of the first after that
+NAME = next(name for name in NAMES if name in (*inspect.signature(create_causal_mask).parameters, NAMES[-1]))
+TESTED = "5.24"  # the newest minor version that the tests run with; a newer version is tried
+
+
+def name_in(kwargs: dict) -> str | None:
+    """The name under which these arguments of a forward pass have a cache."""
+    return next((name for name in NAMES if kwargs.get(name) is not None), None)
+
+
+def cache_in(kwargs: dict):
+    """The cache among the arguments of a forward pass, None if there is no cache."""
+    return kwargs.get(name_in(kwargs) or NAME)
+
+
+def blamed() -> str:
+    """The end of a refusal that a version of transformers newer than the tested versions may be the cause of."""
+    now = transformers.__version__
+    if Version(now).release[:2] <= Version(TESTED).release[:2]:
+        return ""
+    return f"; this is transformers {now}, and torchsparsekv is tested up to {TESTED}: install transformers=={TESTED}.*"

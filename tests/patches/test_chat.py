@@ -1,0 +1,243 @@
+"""Chat: taking tokens back, editing, answers at the end of the positions, and caches of other kinds."""
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from cases import METHODS, hyper_of
+from models import prompts, tiny
+from snapshot import snapshot
+from transformers import DynamicCache, GenerationConfig
+
+import torchsparsekv
+from torchsparsekv.method import make_method
+
+SMALL = dict(max_length=128, budget=8, sink=8, window=6, skip_layers=1, block_size=4)
+IDS, _ = prompts(2, 60, ragged=False)
+PADDED, MASK = prompts(2, 60)
+NEXT, _ = prompts(2, 9, seed=6, ragged=False)
+
+
+def patch(model, method="quest", **changes):
+    return torchsparsekv.patch(model, method, **hyper_of(method, **{**SMALL, **changes}))
+
+
+def made(method):
+    known = {n: x for n, x in hyper_of(method, **SMALL).items() if n not in ("max_length", "skip_layers")}
+    return make_method(method, **known)
+
+
+CAN = [m for m in METHODS if not made(m).traits.cannot_crop]
+
+
+def after(model, cache, keep: int, mask) -> torch.Tensor:
+    """Logits of another turn and of five steps, after the first `keep` tokens."""
+    turn = torch.cat([mask[:, :keep], torch.ones_like(NEXT)], 1)
+    position = turn.cumsum(-1)[:, keep:] - 1
+    out = [model(NEXT, attention_mask=turn, position_ids=position, past_key_values=cache).logits]
+    for t in range(5):
+        out.append(model(NEXT[:, t : t + 1], position_ids=position[:, -1:] + t + 1, past_key_values=cache).logits)
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("keep", [2, 13, 43])
+@pytest.mark.parametrize("method", CAN)
+@torch.no_grad()
+def test_cache_cropped_into_its_prompt_equals_a_shorter_prompt(method, keep):
+    model = tiny()
+    with patch(model, method) as handle:
+        fresh, cache = handle.make_cache(2), handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        for t in range(8):
+            model(NEXT[:, t : t + 1], past_key_values=cache)
+        cache.crop(keep)
+        assert int(cache.get_seq_length()) == keep
+        model(IDS[:, :keep], past_key_values=fresh)
+        got, want = (after(model, c, keep, torch.ones_like(IDS)) for c in (cache, fresh))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert [r.steps for r in handle.report().layers] == [8 + 5] * 3, "reports go on"
+
+
+@pytest.mark.parametrize("method", CAN)
+@torch.no_grad()
+def test_cache_cropped_into_generated_tokens_continues_as_if_they_had_ended_there(method):
+    model = tiny()
+    with patch(model, method) as handle:
+        cache = handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        for t in range(8):
+            model(NEXT[:, t : t + 1], past_key_values=cache)
+            if t == 2:
+                twin = handle.fork(cache)
+        cache.crop(-5)
+        ones = torch.ones_like(IDS[:, :1]).expand(-1, 63)
+        torch.testing.assert_close(after(model, cache, 63, ones), after(model, twin, 63, ones), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", CAN)
+@torch.no_grad()
+def test_cropped_ragged_batch_equals_shorter_prompts(method):
+    model = tiny()
+    with patch(model, method) as handle:
+        cache, fresh = handle.make_cache(2), handle.make_cache(2)
+        position = (MASK.cumsum(-1) - 1).clamp(min=0)
+        model(PADDED, attention_mask=MASK, position_ids=position, past_key_values=cache)
+        cache.crop(-17)
+        given = dict(attention_mask=MASK[:, :43], position_ids=position[:, :43])
+        model(PADDED[:, :43], **given, past_key_values=fresh)
+        torch.testing.assert_close(after(model, cache, 43, MASK), after(model, fresh, 43, MASK), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in CAN])
+@torch.no_grad()
+def test_crop_is_refused_with_the_reason_and_the_cache_stays(method):
+    model = tiny()
+    with patch(model, method) as handle:
+        cache = handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        twin = handle.fork(cache)
+        with pytest.raises(NotImplementedError, match=rf"crop: {method} (stores|selects by).*Handle\.fork"):
+            cache.crop(20)
+        assert torch.equal(after(model, cache, 60, torch.ones_like(IDS)), after(model, twin, 60, torch.ones_like(IDS)))
+
+
+@torch.no_grad()
+def test_crop_of_a_sliding_window_needs_what_the_window_dropped():
+    model = tiny("mistral", sliding_window=16)
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        model(IDS, past_key_values=cache)
+        with pytest.raises(NotImplementedError, match=r"window of 16 tokens and has dropped the tokens before it"):
+            cache.crop(30)
+        short, fresh = handle.make_cache(2), handle.make_cache(2)
+        model(IDS[:, :16], past_key_values=short)
+        short.crop(12)
+        model(IDS[:, :12], past_key_values=fresh)
+        ones = torch.ones_like(IDS)
+        torch.testing.assert_close(after(model, short, 12, ones), after(model, fresh, 12, ones), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_regenerated_answer_is_the_same_answer():
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        first = model.generate(IDS, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        cache.crop(40)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, max_new_tokens=12, do_sample=False), first)
+        cache.crop(0)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, max_new_tokens=12, do_sample=False), first)
+
+
+# ---------------------------------------------------------------- generate()
+
+
+@torch.no_grad()
+def test_answer_is_capped_at_the_positions_of_the_model():
+    model = tiny(max_position_embeddings=64)
+    config = GenerationConfig(max_new_tokens=50, do_sample=False)
+    with patch(model, max_length=None) as handle:
+        for cache in (None, handle.make_cache(2, 64)):
+            said = r"max_new_tokens is 5 instead of 50.*max_position_embeddings of the model is 64"
+            with pytest.warns(UserWarning, match=said):
+                got = model.generate(IDS, generation_config=config, past_key_values=cache)
+            assert got.shape[1] == 65, "the last token needs no place in a cache"
+        assert config.max_new_tokens == 50
+        assert torch.equal(got, model.generate(IDS, max_new_tokens=5, do_sample=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.generate(IDS, max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.parametrize("chunk", [59, 1, 2, 3, 60, 200])
+@torch.no_grad()
+def test_chunks_of_a_prompt_are_balanced(chunk):
+    """61 tokens in chunks of 59 would leave two, 60 in chunks of 59 one."""
+    model, seen = tiny(), []
+    config = GenerationConfig(prefill_chunk_size=chunk, max_new_tokens=4, do_sample=False)
+    with patch(model, budget=64, sink=8) as handle:
+        want = model.generate(IDS, max_new_tokens=4, do_sample=False)
+        hook = model.model.layers[0].register_forward_pre_hook(lambda m, a: seen.append(a[0].shape[1]))
+        for ids in (IDS, torch.cat([IDS, NEXT[:, :1]], 1)):
+            seen.clear()
+            got = model.generate(ids, generation_config=config)
+            prompt = seen[: len(seen) - 3]
+            assert sum(prompt) == ids.shape[1]
+            assert min(prompt) > 1
+            assert ids.shape[1] > 60 or torch.equal(got, want)
+        hook.remove()
+        assert config.prefill_chunk_size == chunk
+        assert handle.active
+
+
+@torch.no_grad()
+def test_dynamic_cache_by_either_way_is_dense_and_warns():
+    model = tiny()
+    want = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    with patch(model, budget=4) as handle:
+        for options in (dict(cache_implementation="dynamic"), dict(past_key_values=DynamicCache())):
+            with pytest.warns(UserWarning, match="this decode step is dense"):
+                got = model.generate(IDS, max_new_tokens=4, do_sample=False, **options)
+            assert torch.equal(got, want)
+        assert handle._latest is None
+
+
+# ---------------------------------------------------------------- patch()
+
+
+def test_config_of_two_models_shows_nothing_of_a_patch():
+    model = tiny()
+    other, before = type(model)(model.config).eval(), snapshot(model)
+    config = model.config
+    with patch(model) as first:
+        assert config._attn_implementation == other.config._attn_implementation == "sdpa"
+        with patch(other):
+            assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False)[:, :60], IDS)
+            first.unpatch()
+            with torch.no_grad():
+                other.generate(IDS, max_new_tokens=4, do_sample=False)
+        assert model.config is other.config is config
+    assert snapshot(model) == before
+
+
+def test_config_that_the_user_changed_while_patched_stays_changed():
+    model = tiny()
+    handle = patch(model)
+    model.config.bos_token_id, model.config.mine = 7, "mine"
+    twin = copy.deepcopy(model)
+    handle.unpatch()
+    assert (model.config.bos_token_id, model.config.mine) == (7, "mine")
+    assert model.config._attn_implementation == "sdpa"
+    twin._torchsparsekv.unpatch()
+    assert (twin.config.bos_token_id, twin.config._attn_implementation) == (7, "sdpa")
+    assert twin.model.config is twin.config is not model.config
+
+
+def test_short_cache_says_that_nothing_will_be_saved():
+    said = "nothing will be saved: quest attends to all of rows of up to 78 tokens .*and max_length is 64"
+    with pytest.warns(UserWarning, match=said), patch(tiny(), budget=64, max_length=64) as handle:
+        assert any(re.search(said, note) for note in handle.report().notes)
+    with warnings.catch_warnings(), patch(tiny()) as handle:
+        warnings.simplefilter("error")
+        assert not handle.report().notes
+
+
+# ---------------------------------------------------------------- SparseCache(model)
+
+
+@torch.no_grad()
+def test_cache_that_is_constructed_patches_its_model():
+    model = tiny()
+    with patch(model):
+        want = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    before = snapshot(model)
+    options = {n: x for n, x in SMALL.items() if n != "max_length"}
+    cache = torchsparsekv.SparseCache(model, "quest", batch_size=2, max_length=128, **options)
+    assert torch.equal(model.generate(IDS, past_key_values=cache, max_new_tokens=8, do_sample=False), want)
+    assert int(cache.get_seq_length()) == 67
+    second = torchsparsekv.SparseCache(model, "quest", batch_size=2)
+    assert second.handle is cache.handle
+    assert torch.equal(model.generate(IDS, past_key_values=second, max_new_tokens=8, do_sample=False), want)
+    cache.handle.unpatch()
+    assert snapshot(model) == before
