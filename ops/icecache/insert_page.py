@@ -126,8 +126,8 @@ def _assign_rows(parents: list[int], tree: Tree, fill: Tensor, page: int, region
 @triton.jit
 def _insert(
     ring, pool, hot, slot_of, key, code, scale, norm2, parent, key_level, open_page, node_count, page_count, max_norm2,
-    search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin, part_scores,
-    part_nodes, heads, ring_rows, slots, nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr,
+    search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, length, old_begin, ring_begin,
+    part_scores, part_nodes, heads, ring_rows, slots, nodes, pages, sink, region, chance, salt, EVERY: tl.constexpr,
     LEVELS: tl.constexpr, P: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
     NODES: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +170,8 @@ def _insert(
             node = _nearest_in_page(x, level, new_node, c2, best, node, T)
             _commit(
                 from_row, x, pool, hot, slot_of, key, code, scale, norm2, parent, key_level, open_page, node_count,
-                page_count, max_norm2, search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh, old,
-                count, node, level, new_node, c2, slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
+                page_count, max_norm2, search_done_count, inserted_rows, row_key, row_scale, row_node, fill, span, bh,
+                old, count, node, level, new_node, c2, slots, nodes, pages, region, P, T, D, DP, ROW, GROUPS,
             )  # fmt: skip
 
 
