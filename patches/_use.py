@@ -23,8 +23,8 @@ class Use:
                 "is not whole. Call reset() on it and begin again with the prompt, or make a new one"
             )
 
-    # ---- begin and end of a forward. A forward that runs as a graph changes nothing here, except after an eager forward
-    # that broke off.
+    # ---- begin and end of a forward. A forward that runs as a graph changes nothing here, except after an eager
+    # forward that broke off.
 
     def begin(self) -> None:
         if not torch.compiler.is_compiling():
