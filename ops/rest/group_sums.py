@@ -132,11 +132,11 @@ def _add_rows(
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     if (tl.load(length + b) > 0) & (tl.load(previous_ring_begin + b) < tl.load(ring_begin + b)):
-        c = tl.arange(0, ROW)
+        c, one = tl.arange(0, ROW)[None, :], tl.zeros((1, 1), tl.int32)
         there = in_row(c, D)
         for i in range(n):
-            at = tl.load(rows + bh * n + i)
-            token = load_row(row_at(pool, bh, at, pool_rows, D), c, at >= 0, there, D)
+            at = tl.load(rows + bh * n + i) + one
+            token = load_row(row_at(pool, bh, at, pool_rows, D), c, at >= 0, there, D)  # [1, ROW]
             to = row_at(sums, bh, at // GROUP, groups, D) + c
             found = tl.load(to, mask=there, other=0.0).to(tl.float32) + token
             tl.store(to, found.to(sums.dtype.element_ty), mask=there)
