@@ -39,10 +39,10 @@ def test_planned_memory_equals_allocated_memory(method):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_planned_memory_is_within_1_percent_of_device_memory(method):
-    hyper = hyper_of(method, max_length=65536, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
-    with torchsparsekv.patch(tiny(max_position_embeddings=65536), method, **hyper, offload="host") as handle:
+    hyper = hyper_of(method, max_length=131072, budget=1024, sink=64, window=256, skip_layers=1, block_size=16)
+    with torchsparsekv.patch(tiny(max_position_embeddings=131072), method, **hyper, offload="host") as handle:
         gc.collect()
-        torch.cuda.empty_cache()  # what a test before left is given whole where less than 1 MiB would be left over
+        torch.cuda.empty_cache()  # torch gives up to 1 MiB more than is asked for where that is left of a block
         before = torch.cuda.memory_allocated()
         cache = handle.make_cache()
         taken = torch.cuda.memory_allocated() - before
