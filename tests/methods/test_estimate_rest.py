@@ -134,8 +134,8 @@ def test_heads_that_fetch_late_count_the_tokens_of_their_ring_once(kind):
     ahead = []
     method = small("pariskv", budget=6, update_interval=2, full_threshold=0, prefetch_async=-1.0, estimate_rest=8)
     layer = Layer(method, group=2, device=torch.device("cpu"))
-    steps = 30 if kind == "reference" else 6
-    q, k, v = tensors(50 + steps)
+    sizes = [50, *[1] * (30 if kind == "reference" else 6)]
+    q, k, v = tensors(sum(sizes))
 
     def on_step(s, q, a, selection, out):
         ahead.append(int((s.lengths.ring_begin[:, None] - selection.frontier).max()))
@@ -145,7 +145,7 @@ def test_heads_that_fetch_late_count_the_tokens_of_their_ring_once(kind):
 
     layer.state.on_step = on_step
     with use_kernels(kind):
-        layer.feed_parts(q, k, v, [50, *[1] * steps])
+        layer.feed_parts(q, k, v, sizes)
     assert max(ahead) > 0
 
 
