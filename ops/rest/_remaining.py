@@ -98,8 +98,10 @@ def remaining_tile(
         slot = tl.load(chosen + bh * n + token // P, mask=token < last * P, other=-1)
         block = tl.load(block_of + bh * slots + slot, mask=slot >= 0, other=-1)
         pos = block * P + token % P
-        live = (block >= 0) & (pos >= tl.maximum(low, sink)) & (pos < tl.minimum(high, begin))
-        if FILLED:
+        live = (block >= 0) & (pos >= low) & (pos < tl.minimum(high, begin))
+        if not FILLED:
+            live &= pos >= sink
+        else:
             live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
         rows = row_at(hot, bh, tl.maximum(slot, 0) * P + token % P, slots * P, D)
         keys, values, count = _take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
