@@ -53,8 +53,8 @@ def readme_setting(quest: Result, pariskv: Result, many_quest: Result, many_pari
     rows = {m: (at(one, m, LONG), next(x for x in many.rows if x["method"] == m)) for m, (one, many) in of.items()}
     said = (
         f"{gpu(quest, pariskv)}, {shape(quest, pariskv)}, {tokens(LONG)}, pool in host memory, hot buffer of "
-        f"two budgets; synthetic queries, hits {hits(x for pair in rows.values() for x in pair)}. Tokens a second: the largest batch that fits, pool "
-        "in int8."
+        f"two budgets; synthetic queries, hits {hits(x for pair in rows.values() for x in pair)}. Tokens a second: the "
+        "largest batch that fits, pool in int8."
     )
     ms = min(x["tpot_ms"] for x in quest.rows if x["method"] in DENSE and x["context"] == LONG)
     most = max(x["tokens_per_s"] for r in (many_quest, many_pariskv) for x in r.rows if x["method"] in DENSE)
