@@ -194,7 +194,7 @@ class SparseCache(Cache):
             raise RuntimeError("crop: a generate() is running on this SparseCache: wait for its end")
         held, length = int(self.get_seq_length()), as_int(max_length)
         if type(length) is not int or abs(length) > held:
-            raise ValueError(f"crop takes a number of tokens, from -{held} to {held} here, got {max_length!r}")
+            raise ValueError(f"crop takes a number of tokens, from {-held} to {held} here, got {max_length!r}")
         columns = held + length if length < 0 else length
         if columns == held:
             return

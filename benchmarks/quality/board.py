@@ -20,13 +20,12 @@ from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._options import option
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import replay, suite, summary
-from torchsparsekv_benchmarks.quality.options import METHODS, RECALL, Compared, Setting, check_compared, settings
+from torchsparsekv_benchmarks.quality.options import BASE, METHODS, RECALL, Compared, Setting, check_compared, settings
 from torchsparsekv_benchmarks.quality.run import captured, check_setting, cost, patched, tell
 from torchsparsekv_benchmarks.quality.sources import Source, load
 from torchsparsekv_benchmarks.quality.store import Store, key
 
 BENCHMARK = "board"
-BASE = "full"  # the dense model, as a method: what all others are held against
 TURNS = "turns"
 MEAN = "mean"  # over all tasks
 TASKS = (

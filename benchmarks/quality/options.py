@@ -7,6 +7,7 @@ from typing import Any, get_args
 from torchsparsekv.method import all_methods, make_method
 from torchsparsekv_benchmarks._options import PoolChoice, at_least, different, option, parse, pool_told
 
+BASE = "full"  # the dense model as a method, beside which all others of the board stand
 DENSE = "dense"  # the unpatched model: the first row, beside which all others stand
 RECALL = "recall"
 DTYPES = ("auto", "float32", "float16", "bfloat16")

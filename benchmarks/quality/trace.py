@@ -3,8 +3,6 @@
 A stretch of text is read as a prompt; the method then decodes the tokens that follow in the text. Of some layers the
 file keeps what every kv head chose at every step, in the order of block ids.
 """
-import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor
 from torchsparsekv.method import all_methods, make_method
 from torchsparsekv_benchmarks._options import at_least, different, option, parse
 from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks._traces import repeated, write
 from torchsparsekv_benchmarks.quality import replay, texts
 from torchsparsekv_benchmarks.quality.options import OnModel, Setting
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
@@ -110,33 +109,3 @@ def run(o: Options, out: Path | None = None) -> dict[str, np.ndarray]:
     for key, ids_ in found.items():
         print(f"{key}: {ids_.shape[0]} heads, {ids_.shape[1]} steps, {repeated(ids_):.1%} chosen at the step before")
     return found
-
-
-def repeated(ids: np.ndarray) -> float:
-    """Share of the chosen blocks that the same head chose at the step before."""
-    same = total = 0
-    for head in ids:
-        for before, now_ in itertools.pairwise(head):
-            new = now_[now_ >= 0]
-            same, total = same + np.isin(new, before).sum(), total + len(new)
-    return float(same / max(total, 1))
-
-
-def write(out: Path, found: dict[str, np.ndarray], about: dict) -> None:
-    """Ascending ids as differences, which compress to about a byte each; -1, for none, comes first."""
-    packed: dict[str, Any] = {}
-    for key, ids in found.items():
-        steps = np.diff(ids + 1, axis=-1, prepend=0)
-        packed[key] = steps.astype(np.uint16 if steps.max() < 1 << 16 else np.uint32)
-    np.savez_compressed(out, about=np.array(json.dumps(about)), **packed)
-
-
-def read(path: Path, method: str, budget: int) -> Tensor:
-    """[heads, steps, chosen], int32"""
-    with np.load(path) as file:
-        name = f"{method}={budget}"
-        if name not in file:
-            has = ", ".join(k for k in file.files if k != "about")
-            raise ValueError(f"{path.name} has no trace of {name}; it has: {has}")
-        ids = file[name]
-    return torch.from_numpy(ids.cumsum(-1, dtype=np.int64) - 1).to(torch.int32)

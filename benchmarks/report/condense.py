@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchsparsekv_benchmarks.quality.board import BASE
-from torchsparsekv_benchmarks.quality.options import DENSE
+from torchsparsekv_benchmarks.quality.options import BASE, DENSE
 from torchsparsekv_benchmarks.quality.store import heads, key, read
 from torchsparsekv_benchmarks.quality.summary import CELL, COST
 from torchsparsekv_benchmarks.quality.text_summary import percentile

@@ -18,10 +18,9 @@ from torchsparsekv.method import make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
-from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks import _results, _traces
 from torchsparsekv_benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
 from torchsparsekv_benchmarks._progress import now
-from torchsparsekv_benchmarks.quality import trace
 from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
 from torchsparsekv_benchmarks.speed._synthetic import Topics
 from torchsparsekv_benchmarks.speed._text_rates import nearest
@@ -96,7 +95,7 @@ class Options(Setup):
             raise ValueError("trace says what is chosen: give no localities and no --locality-of-text with it")
         for name in methods if self.trace else ():
             if make_method(name).traits.attends == "selected":
-                trace.read(Path(self.trace), name, self.method(name).budget)
+                _traces.read(Path(self.trace), name, self.method(name).budget)
         if self.localities and self.locality_of_text:
             raise ValueError("localities are beside --locality, and --locality-of-text has another for each method")
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
@@ -310,7 +309,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         steer(cache, bank)
         if o.trace and handle.planned.method.traits.attends == "selected":
             method = handle.planned.method
-            follow(cache, trace.read(Path(o.trace), name, method.budget))
+            follow(cache, _traces.read(Path(o.trace), name, method.budget))
             steered: dict = {"trace": Path(o.trace).name}
         else:
             steered = dict(near)

@@ -10,6 +10,7 @@ from models import tiny
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
+from torchsparsekv_benchmarks import _traces
 from torchsparsekv_benchmarks.quality import board, replay, suite, trace
 from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
 from torchsparsekv_benchmarks.quality.sources import Source
@@ -134,19 +135,19 @@ def traced(tmp_path, monkeypatch, source, method: str):
 def test_a_trace_is_what_every_step_chose(method, tmp_path, monkeypatch, source):
     _, found = traced(tmp_path, monkeypatch, source, method)
     name, budget = method.split("=")
-    ids = trace.read(tmp_path / "t.npz", name, int(budget))
+    ids = _traces.read(tmp_path / "t.npz", name, int(budget))
     assert torch.equal(ids, torch.from_numpy(found[method]))
     kv_heads = source.model.config.num_key_value_heads
     assert ids.shape[:2] == (2 * kv_heads, 6)
     assert ((ids.diff(dim=-1) > 0) | (ids[..., 1:] < 0)).all(), "ascending, none twice, -1 first"
     assert int((ids >= 0).sum(-1).min()) == int(budget) // (16 if name == "quest" else 1)
     with pytest.raises(ValueError, match="has no trace of quest=32; it has: "):
-        trace.read(tmp_path / "t.npz", "quest", 32)
+        _traces.read(tmp_path / "t.npz", "quest", 32)
 
 
 def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
     _, _ = traced(tmp_path, monkeypatch, source, "quest=64")
-    ids = trace.read(tmp_path / "t.npz", "quest", 64)
+    ids = _traces.read(tmp_path / "t.npz", "quest", 64)
     with torchsparsekv.patch(source.model, "quest", max_length=1100, budget=64, sink=64, window=64, skip_layers=1) as h:
         cache = h.make_cache(1)
         prompt = torch.randint(1, 200, (1, 1024))

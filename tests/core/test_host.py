@@ -84,14 +84,14 @@ def make_cache(monkeypatch):
             handle.make_cache(2)
         return len(made)
 
-    monkeypatch.setattr(_handle, "SparseCache", lambda *_, **__: made.append(Cache()) or made[-1])
+    monkeypatch.setattr(_handle.SparseCache, "of_plan", lambda *_, **__: made.append(Cache()) or made[-1])
     return make
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_enforced_memlock_limit_is_refused_before_allocating(driver, make_cache, monkeypatch, limit):
     driver.soft = limit
-    monkeypatch.setattr(_handle, "SparseCache", lambda *_, **__: pytest.fail("allocated"))
+    monkeypatch.setattr(_handle.SparseCache, "of_plan", lambda *_, **__: pytest.fail("allocated"))
     says = rf"64 tokens x batch 2 needs 3.00 GiB of pinned host memory.*limit is {limit // KIB} KiB \(`ulimit -l`\)"
     with pytest.raises(MemoryError, match=says):
         make_cache()

@@ -33,15 +33,16 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv_benchmarks._table": set(),
     "torchsparsekv_benchmarks._progress": set(),
     "torchsparsekv_benchmarks._options": {"method"},
+    "torchsparsekv_benchmarks._traces": set(),
     "torchsparsekv_benchmarks._results": {"api", "benchmarks._table"},
     "torchsparsekv_benchmarks.speed": {
         *CORE, "patches", "engines", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
-        "benchmarks.speed",
+        "benchmarks._traces", "benchmarks.speed",
     },
     "torchsparsekv_benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
     "torchsparsekv_benchmarks.quality": {  # its scripts take the parts apart; one has a method of its own
         *CORE, "patches", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
-        "benchmarks.quality", "benchmarks.recall_model",
+        "benchmarks._traces", "benchmarks.quality", "benchmarks.recall_model",
     },
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them
@@ -74,7 +75,12 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "tqdm": ("torchsparsekv_benchmarks._progress",),
     "matplotlib": ("torchsparsekv_benchmarks.report",),
     "PIL": ("torchsparsekv_benchmarks.report.style",),
-    "numpy": ("torchsparsekv_benchmarks.recall_model", "torchsparsekv_benchmarks.report.style"),
+    "numpy": (
+        "torchsparsekv_benchmarks.recall_model", "torchsparsekv_benchmarks.report.style",
+        "torchsparsekv_benchmarks._traces", "torchsparsekv_benchmarks.quality.trace",
+    ),
+    "gguf": ("torchsparsekv_benchmarks.quality.real_model",),
+    "safetensors": ("torchsparsekv_benchmarks.quality.pretrained",),
     "tokenizers": ("torchsparsekv_benchmarks.recall_model.model",),
     "vllm": ("torchsparsekv.engines", "torchsparsekv_benchmarks.speed.serve"),
     "flashinfer": ("torchsparsekv_benchmarks.speed._flashinfer",),

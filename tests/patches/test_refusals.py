@@ -145,10 +145,6 @@ def with_gradients_of_inputs(model, handle):
         model(inputs_embeds=model.get_input_embeddings()(IDS).requires_grad_(), past_key_values=handle.make_cache(2))
 
 
-def crop(model, handle):
-    handle.make_cache(2).crop(-1)
-
-
 def reorder(model, handle):
     handle.make_cache(2).reorder_cache(torch.tensor([1, 0], device=DEVICE))
 
@@ -272,8 +268,8 @@ ROWS = [
     Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
     Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
     Row("shorter prompt on a used cache", used(shorter), ValueError, r"this call has 12 tokens and the SparseCache holds 20: pass the token ids of the whole conversation.*cache\.crop"),
-    Row("prompt above the positions of the model", used(lambda m, h: m.generate(IDS.repeat(1, 7), max_new_tokens=4), max_length=None), ValueError, r"the prompt has 140 tokens, which leaves no room.*max_position_embeddings of the model is 128"),
-    Row("crop of more than is held", used(lambda m, h: h.make_cache(2).crop(5)), ValueError, r"crop takes a number of tokens, from -0 to 0 here, got 5"),
+    Row("prompt above the positions of the model", used(lambda m, h: m.generate(IDS.repeat(1, 26), attention_mask=torch.ones_like(IDS.repeat(1, 26)), max_new_tokens=4), max_length=None), ValueError, r"the prompt has 520 tokens, which leaves no room.*max_position_embeddings of the model is 512"),
+    Row("crop of more than is held", used(lambda m, h: h.make_cache(2).crop(5)), ValueError, r"crop takes a number of tokens, from 0 to 0 here, got 5"),
     Row("SparseCache with another method", used(lambda m, h: torchsparsekv.SparseCache(m, "arkvale")), ValueError, r"patched already with Quest\(.*give SparseCache\(model, 'quest'\) no other"),
     Row("prefill chunk size zero", generate(prefill_chunk_size=0), ValueError, r"prefill_chunk_size must be a positive int, got 0"),
     Row("patching an inner model", used(lambda m, h: torchsparsekv.patch(m.model)), RuntimeError, r"patched already, through"),
@@ -285,7 +281,6 @@ ROWS = [
     Row("make_cache after unpatch", used(make_cache_after_unpatch), RuntimeError, r"this handle is unpatched"),
     Row("batch size", call(rows=3), ValueError, r"made for batch size 3, got 2"),
     Row("batch size in generate", generate(cache=lambda h: h.make_cache(3)), ValueError, r"made for batch size 3, this call has 2"),
-    Row("crop a cache", used(crop), NotImplementedError, r"cannot be reordered, forked or cropped"),
     Row("reorder a cache", used(reorder), NotImplementedError, r"cannot be reordered, forked or cropped"),
     Row("copy a cache", used(copy_cache), TypeError, r"cannot be copied by copy or deepcopy: Handle.fork\(cache\) makes a copy"),
     Row("right padding", call(mask=MASK.flip(1)), ValueError, r"padded on the left only"),

@@ -15,7 +15,7 @@ def all_pages_hot(w: World, hot: HotBuffer, pages: torch.Tensor, shift: int) -> 
     slot_of, block_of = ((at + by) % w.blocks for by in (shift, -shift))
     return hot._replace(
         rows=pages[:, :, block_of].clone(), slot_of=slot_of.int().expand(lead).clone(),
-        block_of=block_of.int().expand(lead).clone(), age=torch.zeros(lead, dtype=torch.int32),
+        block_of=block_of.int().expand(lead).clone(), used=torch.zeros(lead, dtype=torch.int32),
     )  # fmt: skip
 
 
