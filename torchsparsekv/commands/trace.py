@@ -1,9 +1,0 @@
-"""`torchsparsekv trace`: record which blocks the methods choose on a real model, for `bench decode --trace`."""
-from inspect import getdoc
-from pathlib import Path
-
-from torchsparsekv.commands import app
-from torchsparsekv.commands._options import add
-from torchsparsekv_benchmarks.quality import trace
-
-add(app, "trace", trace.Options, trace.run, getdoc(trace), Path("trace.npz"), "The file of all recorded choices, .npz.")
