@@ -59,7 +59,7 @@ class Options(Setup):
         False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
     )
     trace: str = option(
-        "", "Instead: what a real model chose at each step, from a file of `torchsparsekv record`; one run of its steps."
+        "", "Instead: what a real model chose at each step, from a file of `torchsparsekv record`."
     )
     turning: float | None = option(
         None, "Queries have a common part, which changes at this share of the jumps; see --hyper METHOD.prefetch_async."
