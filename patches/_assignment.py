@@ -3,12 +3,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torchsparsekv.method import Method, all_methods, as_int, check_skip_layers, layer_method, make_method, renamed
+from torchsparsekv.method import (
+    COMMON,
+    Method,
+    all_methods,
+    as_int,
+    check_skip_layers,
+    layer_method,
+    make_method,
+    renamed,
+)
 from torchsparsekv.patches._family import Layer
 
 SKIP_LAYERS = 2
-NOTHING_SAVED = "nothing will be saved"
-COMMON = ("budget", "sink", "window")  # what patch() takes for all methods
 
 
 class Assignment(NamedTuple):
@@ -18,6 +25,7 @@ class Assignment(NamedTuple):
     methods: tuple[Method | None, ...]  # of all; None: transformers' own, which is no attention over keys and values
     skip_layers: int
     notes: tuple[str, ...]  # what acts instead of a default that does not fit
+    warned: tuple[str, ...]  # notes that patch() also gives as warnings
 
 
 def choose(
@@ -56,7 +64,21 @@ def choose(
             f"{method.name} runs in no layer: {windowed} of {layers} attend to a sliding window or keep no keys and "
             f"values{rest}"
         )
-    return Assignment(method, runs, skip_layers, tuple(dict.fromkeys(notes)))
+    every = dict.fromkeys(m for m in (method, *runs) if m is not None)
+    warned = tuple(_saves_nothing(m, max_length) for m in every if _whole_rows(m, max_length))
+    return Assignment(method, runs, skip_layers, (*dict.fromkeys(notes), *warned), warned)
+
+
+def _whole_rows(method: Method, max_length: int | None) -> bool:
+    """True if a retrieving method attends to all tokens of every row that fits a cache of `max_length`."""
+    return max_length is not None and method.traits.attends == "selected" and max_length <= method.dense_threshold
+
+
+def _saves_nothing(method: Method, max_length: int | None) -> str:
+    return (
+        f"nothing will be saved: {method.name} attends to all of rows of up to {method.dense_threshold} tokens "
+        f"(sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
+    )
 
 
 def _fixed(shape: Layer | None, limit: int) -> str:
@@ -130,17 +152,6 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     for name in COMMON if max_length is not None else ():
         if name in given and getattr(method, name) > max_length:
             raise ValueError(f"{name} {getattr(method, name)} is above max_length {max_length}")
-    fitted = _lowered(method, given, limit, notes)
-    if max_length is not None and fitted.traits.attends == "selected" and max_length <= fitted.dense_threshold:
-        notes.append(
-            f"{NOTHING_SAVED}: {fitted.name} attends to all of rows of up to {fitted.dense_threshold} tokens "
-            f"(sink {fitted.sink}, window {fitted.window}, budget {fitted.budget}), and max_length is {max_length}"
-        )
-    return fitted
-
-
-def _lowered(method: Method, given: dict, limit: int, notes: list[str]) -> Method:
-    """With a default budget that a cache can fill."""
     if method.budget <= limit or "budget" in given:
         return method
     budget = max(limit // method.block_size, 1) * method.block_size

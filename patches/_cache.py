@@ -1,12 +1,12 @@
 """The store of torchsparsekv, presented to transformers as a cache."""
+import inspect
 import weakref
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
-from torchsparsekv.method import Method, as_int, make_method, renamed
+from torchsparsekv.method import Method, as_int, named_method
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
-from torchsparsekv.patches._assignment import COMMON
 from torchsparsekv.patches._crop import check_cropped, crop
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._memory import Placement
@@ -37,15 +37,14 @@ def check_active(owner) -> None:
 
 
 def handle_for(model, method: str, max_length: int | None, options: dict):
-    """The patch that is on a model, or a new one."""
-    from torchsparsekv.patches._install import install  # which imports this file
+    """The handle of the patch on a model; a model without a patch is patched. `options`: keywords of patch()."""
+    from torchsparsekv.patches._install import install  # _install imports this file
 
     handle = getattr(unwrapped(model), "_torchsparsekv", None)
     if handle is None:
-        how: dict = dict(offload="auto", skip_layers=None, layers=None)
-        how |= {name: options.pop(name) for name in (*how, "pool_dtype", "step") if name in options}
-        given = {name: as_int(x) for name, x in renamed(options).items() if x is not None or name not in COMMON}
-        return install(model, make_method(method, **given), given, max_length=max_length, **how)
+        keywords = inspect.signature(install).parameters.keys() & options.keys()  # the others are hyper-parameters
+        chosen, given = named_method(method, {n: x for n, x in options.items() if n not in keywords})
+        return install(model, chosen, given, max_length=max_length, **{n: options[n] for n in keywords})
     if options or method != handle.planned.method.name:
         raise ValueError(
             f"this model is patched already with {handle.planned.method}: give SparseCache(model, "

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from torchsparsekv.method import Method, Offload, PoolType, Step, as_int, check_device
 from torchsparsekv.patches import all_families
-from torchsparsekv.patches._assignment import NOTHING_SAVED, choose
+from torchsparsekv.patches._assignment import choose
 from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
 from torchsparsekv.patches._handle import Handle
@@ -25,8 +25,9 @@ POOL_TYPES = {name: getattr(torch, name) for name in get_args(PoolType)}
 
 
 def install(
-    model, method: Method, given: dict, *, max_length: int | None, offload: str, skip_layers: int | None,
-    layers: Mapping | None, pool_dtype: str | None = None, step: str = "auto", hot_gib: float | None = None,
+    model, method: Method, given: dict, *, max_length: int | None, offload: str = "auto",
+    skip_layers: int | None = None, layers: Mapping | None = None, pool_dtype: str | None = None, step: str = "auto",
+    hot_gib: float | None = None,
 ) -> Handle:  # fmt: skip
     """`given`: the hyper-parameters of `method` that the user named."""
     model = unwrapped(model)
@@ -43,9 +44,8 @@ def install(
         check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     handle.install()
-    for note in plan.notes:
-        if note.startswith(NOTHING_SAVED):
-            warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
+    for note in plan.warned:
+        warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
     return handle
 
 

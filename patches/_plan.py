@@ -62,6 +62,7 @@ class Plan:
                     "own: pass per_head=True"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
+        self.warned = assignment.warned
         self.traits = tuple(None if m is None else traits_of(m) for m in self.methods)
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype

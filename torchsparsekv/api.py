@@ -8,10 +8,8 @@ from torchsparsekv.method import (
     PoolType,
     Step,
     all_methods,
-    as_int,
     hyper_parameters,
-    make_method,
-    renamed,
+    named_method,
 )  # fmt: skip
 from torchsparsekv.ops._machinery.chain import use_kernels
 
@@ -62,9 +60,7 @@ def patch(
     hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each
         with its type, default and meaning; the command `torchsparsekv methods` prints them all.
     """
-    given = {name: n for name, n in (("budget", budget), ("sink", sink), ("window", window)) if n is not None}
-    given = {name: as_int(value) for name, value in (given | renamed(hyper)).items()}
-    chosen = make_method(method, **given)
+    chosen, given = named_method(method, dict(budget=budget, sink=sink, window=window, **hyper))
     install = _seam().install  # transformers is imported here and nowhere above
 
     return install(

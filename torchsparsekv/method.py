@@ -405,7 +405,7 @@ def hyper_parameters(cls: type[Method]) -> dict[str, HyperParameter]:
     return found
 
 
-def renamed(hyper: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(hyper: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """The same hyper-parameters by today's names; each old name costs one warning."""
     found = dict(hyper)
     for old, new in RENAMED.items():
@@ -413,7 +413,7 @@ def renamed(hyper: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if new in found:
             raise TypeError(f"{old} is the old name of {new}: give {new} alone")
-        warnings.warn(f"{old} is now {new}; the next release refuses {old}", FutureWarning, stacklevel=3)
+        warnings.warn(f"{old} is now {new}; the next release refuses {old}", FutureWarning, stacklevel=stacklevel)
         found[new] = found.pop(old)
     return found
 
@@ -429,6 +429,16 @@ def make_method(name: str, **hyper) -> Method:
     method = known[name](**hyper)
     traits_of(method)
     return method
+
+
+COMMON = ("budget", "sink", "window")  # hyper-parameters of all methods that attend to a part of the cache
+
+
+def named_method(name: str, hyper: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """A method by the arguments of patch(), and the hyper-parameters that the user named. A budget, sink or window of
+    None means the default of the method."""
+    named = {n: as_int(x) for n, x in renamed(hyper, 4).items() if x is not None or n not in COMMON}
+    return make_method(name, **named), named
 
 
 def layer_method(name: str, **hyper) -> Method:

@@ -1,5 +1,6 @@
 """Chat: taking tokens back, editing, answers at the end of the positions, and caches of other kinds."""
 import copy
+import inspect
 import re
 import warnings
 
@@ -241,3 +242,17 @@ def test_cache_that_is_constructed_patches_its_model():
     assert torch.equal(model.generate(IDS, past_key_values=second, max_new_tokens=8, do_sample=False), want)
     cache.handle.unpatch()
     assert snapshot(model) == before
+
+
+def test_constructed_cache_takes_every_keyword_of_patch():
+    """With one exception: `max_length` and `method` are arguments of their own."""
+    keywords = set(inspect.signature(torchsparsekv.patch).parameters) - {"model", "method", "max_length", "hyper"}
+    given = dict(
+        budget=8, sink=8, window=None, offload="host", pool_dtype="int8", hot_gib=0.001, skip_layers=1,
+        layers={2: "full"}, step="compiled",
+    )  # fmt: skip
+    assert set(given) == keywords
+    cache = torchsparsekv.SparseCache(tiny(), "quest", max_length=512, block_size=4, **given)
+    with torchsparsekv.patch(tiny(), "quest", max_length=512, block_size=4, **given) as handle:
+        assert repr(cache.handle) == repr(handle)
+    cache.handle.unpatch()
