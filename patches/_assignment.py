@@ -76,8 +76,8 @@ def _whole_rows(method: Method, max_length: int | None) -> bool:
 
 def _saves_nothing(method: Method, max_length: int | None) -> str:
     return (
-        f"nothing will be saved: {method.name} attends to all of rows of up to {method.dense_threshold} tokens "
-        f"(sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
+        f"nothing will be saved: {method.name} attends to every token of a row of up to {method.dense_threshold} "
+        f"tokens (sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
     )
 
 

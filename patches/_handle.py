@@ -164,8 +164,8 @@ class Handle:
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
         methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
         return [
-            f"density 1.000: {m.name} attends to all of rows of up to {m.dense_threshold} tokens, so nothing was "
-            "saved here"
+            f"density 1.000: {m.name} attends to every token of a row of up to {m.dense_threshold} tokens, so nothing "
+            "was saved here"
             for m in dict.fromkeys(methods)
         ]
 
