@@ -6,13 +6,13 @@ all methods answer from equal keys. `eval` gives the same answers by the stock g
 """
 import dataclasses
 import hashlib
+import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,16 +66,18 @@ def wanted(o: Options) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts of one task that are answered together: for each row its turns, and what is right in each."""
+    """Prompts of one task that are answered together.
 
-    task: str
+    more: for each row, the token ids of its later questions. ended: an answer may end before `new_tokens`. score: a
+    function of a row and the answers to its questions, from 0 to 1.
+    """
+
     length: int
-    indices: list[int]
     prompts: list[list[int]]
-    more: list[list[list[int]]]  # of each row the turns behind the first
+    more: list[list[list[int]]]
     new_tokens: int
-    ended: bool  # rows may end before they have new_tokens
-    score: Any  # (row, outputs of its turns) -> 0..1
+    ended: bool
+    score: Callable[[int, list[list[int]]], float]
 
 
 class Prompts:
@@ -88,10 +90,10 @@ class Prompts:
     def group(self, task: str, length: int, indices: list[int]) -> Group:
         if task == TURNS:
             return self._turns(length, indices)
-        samples = [self.source.sample(task, length, i + 1_000_000 * self.o.seed) for i in indices]
+        samples = [self.source.sample(task, length, number(i, self.o)) for i in indices]
         return Group(
-            task, length, indices, [s.prompt for s in samples], [[] for _ in samples], samples[0].new_tokens, True,
-            lambda row, said: samples[row].score(said[0]),
+            length, [s.prompt for s in samples], [[] for _ in samples], samples[0].new_tokens, True,
+            lambda row, answers: samples[row].score(answers[0]),
         )  # fmt: skip
 
     def _turns(self, length: int, indices: list[int]) -> Group:
@@ -99,7 +101,7 @@ class Prompts:
         room = length - suite.TURNS * 80
         made, prompts, more = [], [], []
         for i in indices:
-            draw = int.from_bytes(hashlib.sha256(f"{TURNS}/{length}/{i}/{self.o.seed}".encode()).digest()[:8], "big")
+            draw = int.from_bytes(hashlib.sha256(f"{TURNS}/{length}/{number(i, self.o)}".encode()).digest()[:8], "big")
             size = room // 3
             while True:
                 c = suite.conversation(random.Random(draw), size)
@@ -115,14 +117,14 @@ class Prompts:
         if any(len(w) > 1 for w in widths) and len(indices) > 1:
             raise ValueError(f"{TURNS}: this tokenizer makes questions of different lengths: run it with --batch 1")
 
-        def score(row: int, said: list[list[int]]) -> float:
-            told = [self.tokenizer.decode(x, skip_special_tokens=True) for x in said]
-            return sum(a in x for a, x in zip(made[row].answers, told)) / suite.TURNS
+        def score(row: int, answers: list[list[int]]) -> float:
+            texts = [self.tokenizer.decode(x, skip_special_tokens=True) for x in answers]
+            return sum(right in text for right, text in zip(made[row].answers, texts)) / suite.TURNS
 
-        return Group(TURNS, length, indices, prompts, more, made[0].new_tokens, False, score)
+        return Group(length, prompts, more, made[0].new_tokens, False, score)
 
     def _texts(self, c: suite.Conversation) -> list[str]:
-        """The text of each turn as the chat template writes it, the later ones from the end of the answer on."""
+        """The text of each turn as the chat template writes it. A later turn begins at the end of the answer before."""
         mark, turns, out = "\x00", [], []
         for i, question in enumerate(c.questions):
             turns.append({"role": "user", "content": (c.text if i == 0 else "") + question})
@@ -134,7 +136,7 @@ class Prompts:
 
 @torch.no_grad()
 def answered(model, setting: Setting, group: Group, recording: replay.Recording, o: Options) -> list[dict]:
-    """The rows of a group by one method, without what names them."""
+    """The results of one method on the rows of a group."""
     begin = time.perf_counter()
     ends = _ends(model) if group.ended else None
     with patched(model, setting, group.length, o, captured(model)) as handle:
@@ -149,13 +151,13 @@ def answered(model, setting: Setting, group: Group, recording: replay.Recording,
             logits = model(new, position_ids=columns, past_key_values=cache, logits_to_keep=1).logits
             positions = at + new.shape[1]
             said.append(replay.answers(step, logits[:, -1], positions, group.new_tokens, ends))
-        found = cost(handle.report(), len(group.indices))
-    told = [x.tolist() for x in said]
-    seconds = round((time.perf_counter() - begin) / len(group.indices), 3)
+        found = cost(handle.report(), len(group.prompts))
+    answers = [x.tolist() for x in said]
+    seconds = round((time.perf_counter() - begin) / len(group.prompts), 3)
+    row = dict.fromkeys((*summary.COST, "mass", "error")) | found | {"seconds": seconds}
     rows = []
-    for i in range(len(group.indices)):
-        mine = [_until(t[i], ends) for t in told]
-        row = dict.fromkeys((*summary.COST, "mass", "error")) | found | {"seconds": seconds}
+    for i in range(len(group.prompts)):
+        mine = [_until(x[i], ends) for x in answers]
         rows.append(row | {"score": group.score(i, mine), "output": mine[0] if len(mine) == 1 else mine})
     return rows
 
@@ -166,24 +168,20 @@ def _ends(model) -> torch.Tensor | None:
 
 
 def _until(said: list[int], ends: torch.Tensor | None) -> list[int]:
-    """Without what stands behind the end of a row that ended before others."""
+    """The tokens before the first end token."""
     stops = set() if ends is None else set(ends.tolist())
     return said[: next((i for i, x in enumerate(said) if x in stops), len(said))]
 
 
 def evaluate(source: Source, o: Options, store: Store) -> Iterator[dict]:
-    """Rows as they are measured; those that the store has are not measured again."""
-    prompts, model = Prompts(source, o), source.model
+    """Rows as they are measured. Rows that the store has are not measured again."""
+    prompts, model, every = Prompts(source, o), source.model, wanted(o)
     todo = []
-    for length in o.lengths:
-        for task in o.tasks:
-            for begin in range(0, o.samples, o.batch):
-                indices = list(range(begin, min(begin + o.batch, o.samples)))
-                missing = [
-                    s for s in wanted(o) if not all(store.had(_named(task, length, i, s, o)) for i in indices)
-                ]
-                todo.append((task, length, indices, missing))
-    with ThreadPoolExecutor(1) as ahead:  # prompts are made while the model answers others
+    for length, task, begin in itertools.product(o.lengths, o.tasks, range(0, o.samples, o.batch)):
+        indices = list(range(begin, min(begin + o.batch, o.samples)))
+        missing = [s for s in every if not all(store.had(_named(task, length, i, s, o)) for i in indices)]
+        todo.append((task, length, indices, missing))
+    with ThreadPoolExecutor(1) as ahead:  # a thread tokenizes the next prompts while the model answers
         made = [ahead.submit(prompts.group, *t[:3]) if t[3] else None for t in todo]
         for (task, length, indices, missing), future in zip(todo, made):
             if future is not None:
@@ -194,18 +192,23 @@ def evaluate(source: Source, o: Options, store: Store) -> Iterator[dict]:
                     for i, found in zip(indices, answered(model, setting, group, recording, o)):
                         store.add(_named(task, length, i, setting, o) | found)
                 del recording
-            for setting in wanted(o):
+            for setting in every:
                 yield from (store.rows[key(_named(task, length, i, setting, o))] for i in indices)
 
 
+def number(index: int, o: Options) -> int:
+    """The number of a sample. Another seed has other numbers."""
+    return index + 1_000_000 * o.seed
+
+
 def _named(task: str, length: int, index: int, setting: Setting, o: Options) -> dict:
-    return {"task": task, "length": length, "index": index + 1_000_000 * o.seed, **dataclasses.asdict(setting)}
+    """What tells a row from all others."""
+    return {"task": task, "length": length, "index": number(index, o), **dataclasses.asdict(setting)}
 
 
 def table(rows: list[dict]) -> list[dict]:
     """One row per task, length, method and budget, and one for the mean over all tasks."""
-    tasks = {r["task"]: i for i, r in enumerate(rows)}
-    of_all = [r | {"task": MEAN, "index": (tasks[r["task"]], r["index"])} for r in rows]
+    of_all = [r | {"task": MEAN, "index": (r["task"], r["index"])} for r in rows]
     return [*summary.summarize(of_all, BASE), *summary.summarize(rows, BASE)]
 
 

@@ -16,13 +16,13 @@ from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._captured import Steps
 
-QUERIES = 1024  # the latest queries of a prompt, of which methods read up to some hundred; the others are zeros
+QUERIES = 1024  # queries that are kept at the end of a prompt; methods that choose by queries read fewer
 
 
 class Prompted(NamedTuple):
-    """What one layer made of a prompt."""
+    """The queries, keys and values of a prompt in one layer."""
 
-    queries: Tensor  # the last QUERIES of them
+    queries: Tensor  # of the last columns
     keys: Tensor
     values: Tensor
     attention: Attention
@@ -30,10 +30,15 @@ class Prompted(NamedTuple):
 
 @dataclass
 class Recording:
-    """Prompts padded on the left: what the layers made of them, and the logits of their last positions."""
+    """Prompts padded on the left, the keys and values of every layer, and the logits of the last positions.
+
+    ids [rows, columns]; pad [rows], padding tokens of a row; most_left_out: a replay may leave out this many columns at
+    the end.
+    """
 
     ids: Tensor
     pad: Tensor
+    most_left_out: int = 0
     layers: dict[int, Prompted] = field(default_factory=dict)
     logits: Any = None
 
@@ -50,9 +55,9 @@ def padded(prompts: list[list[int]], device: torch.device, pad_token: int = 0) -
 
 
 @torch.no_grad()
-def record(model, ids: Tensor, pad: Tensor, keep: int = 1) -> Recording:
+def record(model, ids: Tensor, pad: Tensor, most_left_out: int = 0) -> Recording:
     """One exact forward of an unpatched model."""
-    recording = Recording(ids, pad)
+    recording = Recording(ids, pad, most_left_out)
     batch, tokens = ids.shape
     how = dict(method="full", max_length=tokens, offload="device", skip_layers=0)
     with torchsparsekv.patch(model, **how) as handle:
@@ -63,36 +68,47 @@ def record(model, ids: Tensor, pad: Tensor, keep: int = 1) -> Recording:
         mask = (columns >= pad[:, None]).long() if bool(pad.any()) else None
         positions = (columns - pad[:, None]).clamp_min(0)
         recording.logits = model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=keep
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
         ).logits
     return recording
 
 
 def _taker(recording: Recording, layer: int) -> Callable:
     def take(state, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> None:
-        recording.layers[layer] = Prompted(q[:, :, -QUERIES:].clone(), k, v, a)
+        recording.layers[layer] = Prompted(q[:, :, -QUERIES - recording.most_left_out :].clone(), k, v, a)
 
     return take
 
 
 @torch.no_grad()
 def replay(recording: Recording, cache: SparseCache, tokens: int | None = None) -> None:
-    """Take the prompts, or the first `tokens` columns of them, into an empty cache."""
-    every = recording.ids.shape[1]
-    tokens = every if tokens is None else tokens
-    scratch = None
+    """Store the prompts, or their first `tokens` columns, in an empty cache, and build its indexes."""
+    columns = recording.ids.shape[1]
+    tokens = columns if tokens is None else tokens
+    left_out = columns - tokens
+    if not 0 <= left_out <= recording.most_left_out:
+        raise ValueError(f"a replay of {tokens} of {columns} columns needs record(most_left_out={left_out})")
+    queries = None
     for i, layer in cache.stored.items():
         q, k, v, a = recording.layers[i]
-        if scratch is None:
-            scratch = q.new_zeros((*q.shape[:2], tokens, q.shape[3]))
-        known = min(q.shape[2] - (every - tokens), tokens)
-        if known > 0:
-            end = q.shape[2] - (every - tokens)
-            scratch[:, :, tokens - known :] = q[:, :, end - known : end]
+        check_observed(layer)
+        if queries is None:
+            queries = q.new_zeros((*q.shape[:2], tokens, q.shape[3]))
+        last = q[:, :, : q.shape[2] - left_out][:, :, -tokens:]
+        queries[:, :, tokens - last.shape[2] :] = last
         if layer.advances:
             layer.state.row_lengths.advance(tokens, recording.pad)
-        layer.method.ingest(layer.state, scratch, k[:, :, :tokens], v[:, :, :tokens], a, join=True)
+        layer.method.ingest(layer.state, queries, k[:, :, :tokens], v[:, :, :tokens], a, join=True)
     wait_for_side_stream(recording.ids.device)
+
+
+def check_observed(layer) -> None:
+    """Refuse a method that chooses by more queries than a recording keeps."""
+    observed = layer.method.observed_queries(layer.state)
+    if observed is not None and observed.shape[1] > QUERIES:
+        raise ValueError(
+            f"{layer.method.name} observes {observed.shape[1]} queries, a recording keeps the last {QUERIES}"
+        )
 
 
 def stepper(model, cache: SparseCache) -> Callable[[Tensor, Tensor], Tensor]:
@@ -111,8 +127,8 @@ def stepper(model, cache: SparseCache) -> Callable[[Tensor, Tensor], Tensor]:
 def answers(
     step: Callable, logits: Tensor, positions: Tensor, new_tokens: int, ends: Tensor | None = None, look: int = 16
 ) -> Tensor:
-    """Greedy: [rows, up to new_tokens]. It stops where every row has come to one of `ends`, and looks at every 16th
-    token whether it has."""
+    """Greedy decoding, [rows, at most new_tokens]. It stops early if every row has had a token of `ends`. The host
+    checks that at every `look`-th token."""
     out = [logits.argmax(-1)]
     done = torch.zeros_like(out[0], dtype=torch.bool)
     for t in range(new_tokens - 1):
@@ -125,7 +141,7 @@ def answers(
 
 
 def filled(handle, recording: Recording, length: int, tokens: int | None = None) -> SparseCache:
-    """A cache of these rows that has taken in the prompts."""
+    """A new cache that holds the prompts of a recording."""
     cache = handle.make_cache(recording.ids.shape[0], length)
     replay(recording, cache, tokens)
     return cache

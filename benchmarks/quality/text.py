@@ -45,10 +45,11 @@ class Chunk:
 
     @property
     def recording(self) -> replay.Recording:
-        """Of the prompt and the scored steps: methods take in the prompt alone."""
+        """The prompts and the scored steps. A replay leaves the scored steps out."""
         if self._recording is None:
             ids = self.ids[:, :-1]
-            self._recording = replay.record(self.model, ids, ids.new_zeros(len(ids), dtype=torch.int32))
+            pad = ids.new_zeros(len(ids), dtype=torch.int32)
+            self._recording = replay.record(self.model, ids, pad, most_left_out=self.o.steps)
         return self._recording
 
     def rows(self, setting: Setting) -> list[dict]:

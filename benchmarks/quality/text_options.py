@@ -39,9 +39,13 @@ def check(o: Options) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"texts are told apart by their file names, which must be different: {', '.join(o.texts)}")
     for text in o.texts:
-        if not path_of(text).is_file():
-            fetch = "run `make real-model`, or name other files" if text in real_model.TEXTS else "name a file of text"
-            raise ValueError(f"there is no text {path_of(text)}: {fetch}")
+        check_text(text)
+
+
+def check_text(text: str) -> None:
+    if not path_of(text).is_file():
+        fetch = "run `make real-model`, or name other files" if text in real_model.TEXTS else "name a file of text"
+        raise ValueError(f"there is no text {path_of(text)}: {fetch}")
 
 
 def path_of(text: str) -> Path:

@@ -34,12 +34,17 @@ def read(o: Options, tokenizer: Any) -> list[Text]:
     texts = [read_one(text, tokenizer) for text in o.texts]
     longest = max(o.lengths)
     for text in texts:
-        if text.room(longest) < o.samples:
-            raise ValueError(
-                f"{text.name} has {len(text.ids)} tokens, {o.samples} samples of {longest} and a target each need "
-                f"{o.samples * (longest + 1)}: name a longer text, or ask for less with --samples or --lengths"
-            )
+        check_room(text, longest, o.samples)
     return texts
+
+
+def check_room(text: Text, length: int, samples: int) -> None:
+    """Refuse a text that is too short for so many samples."""
+    if text.room(length) < samples:
+        raise ValueError(
+            f"{text.name} has {len(text.ids)} tokens, {samples} samples of {length} and a target each need "
+            f"{samples * (length + 1)}: name a longer text, or ask for less with --samples or --lengths"
+        )
 
 
 def read_one(name: str, tokenizer: Any) -> Text:

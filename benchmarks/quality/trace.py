@@ -1,7 +1,7 @@
 """Record which blocks the methods choose on a real model, step by step, for `bench decode --trace`.
 
-A stretch of text is read as a prompt; the method then decodes the tokens that follow in the text. Of some layers the
-file keeps what every kv head chose at every step, in the order of block ids.
+The prompt is the beginning of a text. Each method then decodes the tokens that follow in the text. For some layers the
+file keeps the block ids that each kv head chose at each step, sorted.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import torchsparsekv
 from torchsparsekv.method import all_methods, make_method
 from torchsparsekv_benchmarks._options import at_least, different, option, parse
 from torchsparsekv_benchmarks._progress import now
 from torchsparsekv_benchmarks._traces import repeated, write
 from torchsparsekv_benchmarks.quality import replay, texts
-from torchsparsekv_benchmarks.quality.options import OnModel, Setting
+from torchsparsekv_benchmarks.quality.options import OnModel
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
-from torchsparsekv_benchmarks.quality.run import patched
 from torchsparsekv_benchmarks.quality.sources import placed
-from torchsparsekv_benchmarks.quality.text_options import name_of, path_of
+from torchsparsekv_benchmarks.quality.text_options import check_text, name_of
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Options(OnModel):
     layers: int = option(4, "Layers that are recorded, at equal distances.")
     window: int = option(256, "Latest tokens, always attended to.")
     hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
-    offload: str = option("device", "Where the pool lives: auto, host or device.")
-    pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model.")
 
 
 def check(o: Options) -> dict[str, int]:
@@ -50,13 +48,12 @@ def check(o: Options) -> dict[str, int]:
         if not equals or name not in all_methods() or not budget.isdecimal():
             raise ValueError(f"methods are METHOD=BUDGET with a known method, got {text!r}")
         found[name] = int(budget)
-    if not path_of(o.text).is_file():
-        raise ValueError(f"there is no text {path_of(o.text)}: run `make real-model`, or name a file")
+    check_text(o.text)
     return found
 
 
 class Recorder:
-    """Takes the choice of every step of some layers."""
+    """Keeps the block ids that some layers choose at every step."""
 
     def __init__(self, layers: dict[int, Any]):
         self.chosen: dict[int, list[Tensor]] = {i: [] for i in layers}
@@ -73,9 +70,9 @@ class Recorder:
 
 @torch.no_grad()
 def record(model, ids: Tensor, method: str, budget: int, o: Options, recording: replay.Recording) -> np.ndarray:
-    patch = {"budget": budget, "sink": o.sink, "window": o.window, "skip_layers": o.skip_layers}
-    patch |= parse(o.hyper).get(method, {})
-    with patched(model, Setting(method, budget, patch), ids.shape[1], o) as handle:  # type: ignore[arg-type]
+    own = dict(budget=budget, sink=o.sink, window=o.window, **parse(o.hyper).get(method, {}))
+    where: dict[str, Any] = dict(offload="device", skip_layers=o.skip_layers, max_length=ids.shape[1])
+    with torchsparsekv.patch(model, method, **where, **own) as handle:
         cache = replay.filled(handle, recording, ids.shape[1], o.length)
         sparse = {i: x for i, x in cache.stored.items() if x.method.name == method}
         chosen = np.linspace(0, len(sparse) - 1, min(o.layers, len(sparse))).round().astype(int)
@@ -97,10 +94,9 @@ def run(o: Options, out: Path | None = None) -> dict[str, np.ndarray]:
     tokenizer, model = pretrained(o.model, *placed(o), o.yarn)
     text = texts.read_one(o.text, tokenizer)
     total = o.length + o.steps
-    if text.room(total) < 1:
-        raise ValueError(f"{text.name} has {len(text.ids)} tokens, a prompt and its steps need {total}")
+    texts.check_room(text, total, 1)
     ids = text.rows(total, range(1))[:, :total].to(model.device)
-    recording = replay.record(model, ids, ids.new_zeros(1, dtype=torch.int32))
+    recording = replay.record(model, ids, ids.new_zeros(1, dtype=torch.int32), most_left_out=o.steps)
     found = {}
     for name, budget in budgets.items():
         now(f"{name} {budget}")

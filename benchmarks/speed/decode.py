@@ -163,20 +163,24 @@ def bank_of(topics: Topics, locality: float, device, turning: float | None = Non
 
 
 class Traced:
-    """Block ids of a trace in the place of those that a layer chose. Every row of a batch is elsewhere in it."""
+    """Replaces the block ids that a layer chose by those of a trace. Each row of a batch begins at another step.
+
+    ids [steps, kv_heads, chosen]; offset: the length of the cache at the first step.
+    """
 
     def __init__(self, ids: Tensor, offset: Tensor):
-        self.ids, self.offset = ids, offset  # [steps, kv_heads, chosen]
+        self.ids, self.offset = ids, offset
 
     def __call__(self, s: LayerState, ids: Tensor) -> Tensor:
         rows = torch.arange(ids.shape[0], device=ids.device) * len(self.ids) // ids.shape[0]
         at = (s.row_lengths.seq_len - self.offset + rows) % len(self.ids)
         traced = self.ids.index_select(0, at)
-        return torch.where(ids == ids, traced, ids)  # the method's own work is still done
+        return torch.where(ids < -1, ids, traced)  # no id is below -1; so the step still needs the method's choice
 
 
 def follow(cache, ids: Tensor) -> None:
-    """Let retrieving layers choose what a trace [heads, steps, chosen] has; its heads are taken in turn."""
+    """Let retrieving layers choose the blocks of a trace [heads, steps, chosen]. The kv heads of all layers take the
+    heads of the trace in turn."""
     layers = [x for x in cache.stored.values() if x.method.traits.attends == "selected"]
     for i, layer in enumerate(layers):
         heads, chosen = layer.state.hot.chosen.shape[1:]

@@ -162,3 +162,35 @@ def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
     heads = ids.shape[0] // 2
     for t, chosen in enumerate(seen):
         assert torch.equal(chosen, ids[:heads, t + 1]), "the first step takes in token 1024"
+
+
+# ---------------------------------------------------------------- what a recording keeps
+
+
+def test_replay_without_the_last_columns_equals_the_shorter_prompt(monkeypatch):
+    """The queries before the columns that are left out are kept, however many columns that are."""
+    monkeypatch.setattr(replay, "QUERIES", 40)
+    model = tiny(num_hidden_layers=3)
+    ids = torch.tensor(prompts([300]))
+    recording = replay.record(model, ids, torch.zeros(1, dtype=torch.int32), most_left_out=100)
+    shorter = replay.record(model, ids[:, :200], torch.zeros(1, dtype=torch.int32))
+    with torchsparsekv.patch(model, **how("snapkv"), observe=32) as handle:
+        caches = [replay.filled(handle, r, 512, 200) for r in (recording, shorter)]
+        assert all(c.stored[1].state.observed.queries.abs().amin() > 0 for c in caches), "no query is a zero"
+        steps = [replay.stepper(model, c) for c in caches]
+        logits = torch.nn.functional.one_hot(ids[:, 200], model.config.vocab_size).float()
+        assert torch.equal(*(replay.answers(s, logits, torch.tensor([200]), 20) for s in steps))
+
+
+def test_replay_refuses_what_its_recording_does_not_keep(monkeypatch):
+    model = tiny(num_hidden_layers=3)
+    ids = torch.tensor(prompts([300]))
+    recording = replay.record(model, ids, torch.zeros(1, dtype=torch.int32), most_left_out=9)
+    with torchsparsekv.patch(model, **how("quest")) as handle:
+        with pytest.raises(ValueError, match=r"a replay of 290 of 300 columns needs record\(most_left_out=10\)"):
+            replay.filled(handle, recording, 512, 290)
+        replay.filled(handle, recording, 512, 291)
+    monkeypatch.setattr(replay, "QUERIES", 31)
+    said = pytest.raises(ValueError, match="snapkv observes 32 queries, a recording keeps the last 31")
+    with torchsparsekv.patch(model, **how("snapkv"), observe=32) as handle, said:
+        replay.filled(handle, recording, 512)
