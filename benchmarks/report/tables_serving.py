@@ -43,25 +43,20 @@ def throughput(*results: Result) -> str:
     return markdown(said, head, rows)
 
 
-@table(
-    "readme-setting", "h200_decode.json", "h200_decode_pariskv.json", "h200_throughput_128k_int8.json",
-    "h200_throughput_pariskv_int8.json",
-)  # fmt: skip
-def readme_setting(quest: Result, pariskv: Result, many_quest: Result, many_pariskv: Result) -> str:
-    """One setting: time, memory and throughput of two methods beside dense attention."""
-    of = {"quest": (quest, many_quest), "pariskv": (pariskv, many_pariskv)}
-    rows = {m: (at(one, m, LONG), next(x for x in many.rows if x["method"] == m)) for m, (one, many) in of.items()}
+@table("readme-setting", "h200_decode_text.json", "h200_throughput_128k_int8.json")
+def readme_setting(one: Result, many: Result) -> str:
+    """Two methods beside dense attention, all of one run but the throughput."""
+    rows = {m: at(one, m, LONG) for m in ("quest", "pariskv")}
     said = (
-        f"{gpu(quest, pariskv)}, {shape(quest, pariskv)}, {tokens(LONG)}, pool in host memory, hot buffer of "
-        f"two budgets; synthetic queries, hits {hits(x for pair in rows.values() for x in pair)}. Tokens a second: the "
-        "largest batch that fits, pool in int8."
+        f"{gpu(one, many)}, {shape(one, many)}, {tokens(LONG)}, budget {one.options['budget']}, pool in host memory, "
+        f"hot buffer of two budgets; synthetic queries, hits {hits(rows.values())}. Tokens a second: the largest batch "
+        "that fits, pool in int8."
     )
-    ms = min(x["tpot_ms"] for x in quest.rows if x["method"] in DENSE and x["context"] == LONG)
-    most = max(x["tokens_per_s"] for r in (many_quest, many_pariskv) for x in r.rows if x["method"] in DENSE)
-    told = [["dense", number(ms), number(at(quest, "full", LONG)["device_GiB"], 1), number(most, 0)]]
-    for m, (one, many) in rows.items():
-        name = f"`{m}`, budget {of[m][0].options['budget']}"
-        told.append([name, number(one["tpot_ms"]), number(one["device_GiB"], 1), number(many["tokens_per_s"], 0)])
+    dense, most = at(one, "full", LONG), {x["method"]: x["tokens_per_s"] for x in many.rows}
+    best = max(x for m, x in most.items() if m in DENSE)
+    told = [["dense", number(dense["tpot_ms"]), number(dense["device_GiB"], 1), number(best, 0)]]
+    for m, row in rows.items():
+        told.append([f"`{m}`", number(row["tpot_ms"]), number(row["device_GiB"], 1), number(most.get(m), 0)])
     return markdown(said, ["method", "ms a token, batch 1", "GiB of cache on the GPU", "tokens a second"], told)
 
 
