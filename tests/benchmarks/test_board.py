@@ -53,9 +53,12 @@ def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, monk
 
 
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def source() -> Source:
     tokenizer = bytes_tokenizer(chat=CHAT)
     model = tiny(num_hidden_layers=3, vocab_size=260, max_position_embeddings=8192)
+    for p in model.parameters():
+        p.mul_(3)  # so that a wrong token or position changes what the model says next
     made = Ruler(tokenizer, suite.TASKS)
     return Source("tiny", "ruler", model, TASKS, made.sample, tuple(suite.TASKS), tokenizer)
 
@@ -84,9 +87,13 @@ def test_answers_are_those_of_the_stock_generate(source, tmp_path):
 
 
 def test_turns_go_on_over_one_cache(source, tmp_path):
-    """Each turn's answer equals that of the whole conversation read as one prompt by the dense model."""
+    """Each turn's answer equals that of the whole conversation read as one prompt by the dense model. A turn begins with
+    the last token of the answer before, which no step has read."""
     o = options(tasks=(board.TURNS,), methods=("quest",), samples=1, batch=1)
+    read_ids: list[list[int]] = []
+    hook = source.model.get_input_embeddings().register_forward_hook(lambda m, x, y: read_ids.append(x[0][0].tolist()))
     board.run(o, tmp_path / "b.jsonl", source)
+    hook.remove()
     full = next(r for r in read(tmp_path / "b.jsonl")[0] if r.get("method") == "full")
     group = board.Prompts(source, o).group(board.TURNS, 6000, [0])
     said, (more,) = list(group.prompts[0]), group.more
@@ -94,6 +101,8 @@ def test_turns_go_on_over_one_cache(source, tmp_path):
         told = generated(source.model, said, group.new_tokens)
         assert told == full["output"][turn]
         said += told + (more[turn] if turn < len(more) else [])
+    prompts_of_full = [x for x in read_ids if len(x) > 1][: suite.TURNS]
+    assert prompts_of_full == [group.prompts[0], *([x[-1], *m] for x, m in zip(full["output"], more))]
 
 
 def test_the_mean_over_tasks_is_paired_with_full(source, tmp_path):
@@ -155,13 +164,13 @@ def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
             source.model(prompt, past_key_values=cache)
             decode.follow(cache, ids)
             seen: list = []
-            layer = cache.stored[1]
-            layer.state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids[0].clone())
+            for i in (1, 2):
+                cache.stored[i].state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids[0].clone())
             for _ in range(3):
                 source.model(prompt[:, :1], past_key_values=cache)
-    heads = ids.shape[0] // 2
-    for t, chosen in enumerate(seen):
-        assert torch.equal(chosen, ids[:heads, t + 1]), "the first step takes in token 1024"
+    for t in range(3):
+        layers = torch.cat(seen[2 * t : 2 * t + 2])
+        assert torch.equal(layers, ids[:, t + 1]), "the first step takes in token 1024; layers take the heads in turn"
 
 
 # ---------------------------------------------------------------- what a recording keeps
@@ -176,7 +185,10 @@ def test_replay_without_the_last_columns_equals_the_shorter_prompt(monkeypatch):
     shorter = replay.record(model, ids[:, :200], torch.zeros(1, dtype=torch.int32))
     with torchsparsekv.patch(model, **how("snapkv"), observe=32) as handle:
         caches = [replay.filled(handle, r, 512, 200) for r in (recording, shorter)]
-        assert all(c.stored[1].state.observed.queries.abs().amin() > 0 for c in caches), "no query is a zero"
+        for i in (1, 2):
+            queries = [c.stored[i].state.observed.queries for c in caches]
+            torch.testing.assert_close(*queries)
+            assert queries[0].abs().amin() > 0, "no query is a zero"
         steps = [replay.stepper(model, c) for c in caches]
         logits = torch.nn.functional.one_hot(ids[:, 200], model.config.vocab_size).float()
         assert torch.equal(*(replay.answers(s, logits, torch.tensor([200]), 20) for s in steps))

@@ -39,7 +39,7 @@ def test_yarn_over_another_scaling_is_refused(folder):
 def test_a_fetched_file_becomes_a_folder_that_is_loaded_from_then_on(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setattr(real_model, "FOLDER", tmp_path)
-    with pytest.raises(ValueError, match="smollm2 is not in .*: run `make real-model`"):
+    with pytest.raises(ValueError, match=r"smollm2 is not in .*: run `make real-model`"):
         load("smollm2")
     (tmp_path / real_model.MODELS["smollm2"]).write_bytes(b"GGUF")
     model, calls = tiny(vocab_size=260), []

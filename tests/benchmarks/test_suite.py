@@ -1,4 +1,5 @@
 """The tasks beside RULER's: the answers stand in the text, and what is wrong costs."""
+import random
 import re
 
 import pytest
@@ -58,6 +59,13 @@ def test_the_records_asked_for_are_all_that_have_the_property(prompts):
     everything = re.findall(r"Parcel (\w+) weighs", said)
     assert sorted(everything) == sorted(s.answers + s.wrong)
     assert not any(a != b and a in b for a in everything for b in everything), "else one name would count for another"
+
+
+def test_no_word_is_a_part_of_another(monkeypatch):
+    monkeypatch.setattr(suite, "vocabulary", lambda *_: ("ab", "abc", "cab", "de", "xdex", "fg") * 200)
+    for seed in range(20):
+        found = suite.words(random.Random(seed), 3, "salt")
+        assert not any(a != b and a in b for a in found for b in found), found
 
 
 def test_wrong_names_cost_what_right_ones_bring():
