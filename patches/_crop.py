@@ -13,7 +13,7 @@ INSTEAD = "make a copy before the turn (Handle.fork) and go back to it, or reset
 
 
 def check_cropped(cache) -> None:
-    """Raise where a layer cannot be built again from its keys, with the reason."""
+    """Refuse a cache with a layer that cannot be built again from its keys, and name the reason."""
     if len(cache.stored) < len(cache.layers):
         raise NotImplementedError(f"crop: the state of linear-attention layers cannot go back; {INSTEAD[5:]}")
     for i, layer in cache.stored.items():
@@ -29,7 +29,7 @@ def check_cropped(cache) -> None:
 
 
 def crop(cache, columns: int) -> None:
-    """`columns` counts the padding of a row, as transformers does. Counters of reports go on."""
+    """Keep the first `columns` columns, which include padding, as in transformers. The counters of the report stay."""
     device = next(iter(cache.row_lengths.values())).seq_len.device
     wait_for_side_stream(device)
     before: Mapping[RingPlan, list[int]] = {}
@@ -51,7 +51,7 @@ def _shorten(lengths: RowLengths, columns: int, pads: Tensor) -> None:
 
 
 def _kept(state: LayerState, begins: list[int], lengths: RowLengths, columns: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, heads, columns, dim] of the tokens that stay, from where the store had them."""
+    """Keys and values [batch, heads, columns, dim] of the tokens that stay, read from ring and pool."""
     (ring, pool), sink = state.store, lengths.plan.sink
     out = ring.new_zeros(*ring.shape[:2], columns, *ring.shape[3:])
     for b, (begin, pad) in enumerate(zip(begins, lengths.left_pad.tolist())):
@@ -65,7 +65,8 @@ def _kept(state: LayerState, begins: list[int], lengths: RowLengths, columns: in
 
 
 def _build_again(layer, k: Tensor, v: Tensor) -> None:
-    """As a prompt does, without its queries and without attention: methods that need queries do not come here."""
+    """Store the tokens and build the index as a prompt does, with zeros for its queries. `check_cropped` has refused
+    methods that read queries."""
     state, counted = layer.state, [(t, t.clone()) for b, t in layer.state.tensors() if b.counts]
     state.reset()
     q = k.new_zeros(1).expand(k.shape[0], layer.shape.heads, *k.shape[2:])

@@ -104,7 +104,7 @@ def _check_padding(given: SparseCache, mask) -> None:
 
 
 def _columns(generation_config, mask) -> int | None:
-    """Tokens of the longest row that this call begins with, those in the cache too; None if nothing says so."""
+    """The tokens of the longest row at the begin of the call, with those in the cache. None if they are unknown."""
     if mask is not None:
         return mask.shape[-1]
     new = generation_config.max_new_tokens
@@ -112,7 +112,7 @@ def _columns(generation_config, mask) -> int | None:
 
 
 def _check_begun(given: SparseCache, columns: int | None) -> None:
-    """Refuse a prompt that is not longer than what the cache holds already."""
+    """Refuse a call with no more tokens than the cache holds."""
     if columns is None:
         return
     held = int(given.get_seq_length())
@@ -125,7 +125,7 @@ def _check_begun(given: SparseCache, columns: int | None) -> None:
 
 
 def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
-    """Take as many tokens off the answer as it has more than the positions of the model; how many that was."""
+    """Shorten an answer that exceeds the positions of the model by `over` tokens. Returns the tokens that were cut."""
     new = generation_config.max_new_tokens
     if over <= 0 or new is None or columns is None:
         return 0
@@ -145,8 +145,8 @@ def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
 
 
 def _fit_chunks(generation_config, mask, columns: int | None, given: SparseCache | None) -> None:
-    """A chunk of one token cannot be told from a decode step, which is not exact as prompts are to be: choose the
-    nearest size of chunks, smaller ones first, that leaves no token alone."""
+    """Change prefill_chunk_size to the nearest size that leaves no chunk of one token; smaller sizes come first. Such a
+    chunk would count as a decode step, which is not exact."""
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     if chunk is None:
         return

@@ -7,7 +7,7 @@ import weakref
 from torchsparsekv.method import Method, as_int
 from torchsparsekv.patches import _switch, _use
 from torchsparsekv.patches._cache import SparseCache
-from torchsparsekv.patches._memory import check_memory, hot_said, placed
+from torchsparsekv.patches._memory import check_memory, hot_note, placed
 from torchsparsekv.patches._plan import Memory, Plan
 from torchsparsekv.patches._precompile import precompile
 from torchsparsekv.report import LayerReport, Report, layer_report
@@ -44,7 +44,7 @@ class Handle:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
         Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
-        warns, and says what that takes, as plan() does. `into` is for SparseCache(model) alone.
+        warns with the memory that plan() gives. `into` is for SparseCache(model) alone.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
@@ -84,7 +84,7 @@ class Handle:
         """What make_cache() would take with the same arguments, by buffer; nothing is allocated."""
         batch, length = self._sizes(batch_size, max_length)
         place = placed(self.planned, self.offload, batch, length, self.hot_gib)
-        notes = hot_said(self.planned, place, batch, length, self.hot_gib)
+        notes = hot_note(self.planned, place, batch, length, self.hot_gib)
         place = place._replace(pool_on_host=place.pool_on_host and self.planned.device.type == "cuda")
         return self.planned.memory(batch, length, **place._asdict(), notes=notes)
 
@@ -117,7 +117,7 @@ class Handle:
             return Report(self.planned.method.name, (), 0, 0, self._notes())
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
         host_bytes, device_bytes = cache.nbytes()
-        sizes = hot_said(self.planned, cache.place, cache.batch, cache.max_length, self.hot_gib)
+        sizes = hot_note(self.planned, cache.place, cache.batch, cache.max_length, self.hot_gib)
         notes = (*self._notes(), *sizes, *self._whole(rows), *self._lost(rows))
         return Report(self.planned.method.name, rows, host_bytes, device_bytes, notes)
 

@@ -24,9 +24,9 @@ def pool_on_host(plan: Plan, offload: str, batch: int, length: int) -> bool:
 
 
 class Placement(NamedTuple):
-    """Where the bulk of a cache goes.
+    """Where the pool of a cache lives, and the size of its hot buffers.
 
-    hot_budgets: the size of the hot buffers of layers with hot_budgets="auto".
+    hot_budgets: the size, in budgets, of layers with hot_budgets="auto".
     """
 
     pool_on_host: bool
@@ -48,7 +48,7 @@ def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
 
 
 def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | None = None) -> Placement:
-    """Where a cache that is made now goes."""
+    """The placement of a new cache by the memory that is free now."""
     on_host = pool_on_host(plan, offload, batch, length)
     if hot_gib is not None and (most := plan.most_budgets(length)):
         hot = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=on_host, hot_budgets=budgets)  # noqa: E731
@@ -71,14 +71,14 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
 
 
 def prompt_bytes(plan: Plan, batch: int, length: int) -> int:
-    """What the model takes for a prompt that fills the cache in one piece: about the largest that lives at once."""
+    """An estimate of the device memory that a forward needs for one prompt that fills the cache."""
     hidden = plan.config.hidden_size
     inner = getattr(plan.config, "intermediate_size", None) or 4 * hidden
     return batch * length * (4 * hidden + 3 * inner) * plan.dtype.itemsize
 
 
 def _most_budgets(plan: Plan, batch: int, length: int) -> int:
-    """The budgets in a row, or 0 if the hot buffers have one size whatever their number is."""
+    """The budgets in a row; 0 if the size of the hot buffers does not depend on a number of budgets."""
     most = plan.most_budgets(length)
     one, all_of_them = (plan.hot_bytes(batch, length, pool_on_host=True, hot_budgets=n) for n in (1, max(most, 2)))
     return most if one < all_of_them else 0
@@ -93,8 +93,8 @@ def _largest(most: int, fits) -> int:
     return low
 
 
-def hot_said(plan: Plan, place: Placement, batch: int, length: int, hot_gib: float | None) -> tuple[str, ...]:
-    """A line on the size of the hot buffers, where memory decided it."""
+def hot_note(plan: Plan, place: Placement, batch: int, length: int, hot_gib: float | None) -> tuple[str, ...]:
+    """A line on the size of the hot buffers, if free memory decided the size."""
     most = _most_budgets(plan, batch, length)
     if not most or (hot_gib is None and plan.device.type != "cuda"):
         return ()

@@ -7,7 +7,7 @@ from transformers.masking_utils import create_causal_mask
 
 NAMES = ("cache", "past_key_values")  # the second up to 5.23, and as an old name of the first after that
 NAME = next(name for name in NAMES if name in (*inspect.signature(create_causal_mask).parameters, NAMES[-1]))
-TESTED = "5.24"  # the newest minor version that the tests run with; a newer version is tried
+TESTED = "5.24"  # the newest minor version that the tests run with; newer versions are accepted if they fit
 
 
 def name_in(kwargs: dict) -> str | None:
@@ -21,7 +21,7 @@ def cache_in(kwargs: dict):
 
 
 def blamed() -> str:
-    """The end of a refusal that a version of transformers newer than the tested versions may be the cause of."""
+    """A hint for refusals: the installed transformers is newer than the tested versions. Empty if it is not."""
     now = transformers.__version__
     if Version(now).release[:2] <= Version(TESTED).release[:2]:
         return ""

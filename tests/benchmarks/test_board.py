@@ -87,8 +87,8 @@ def test_answers_are_those_of_the_stock_generate(source, tmp_path):
 
 
 def test_turns_go_on_over_one_cache(source, tmp_path):
-    """Each turn's answer equals that of the whole conversation read as one prompt by the dense model. A turn begins with
-    the last token of the answer before, which no step has read."""
+    """Each answer equals that of the dense model to the whole conversation as one prompt. A turn begins with the last
+    token of the answer before, which no step has read."""
     o = options(tasks=(board.TURNS,), methods=("quest",), samples=1, batch=1)
     read_ids: list[list[int]] = []
     hook = source.model.get_input_embeddings().register_forward_hook(lambda m, x, y: read_ids.append(x[0][0].tolist()))

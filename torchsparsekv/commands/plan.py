@@ -53,7 +53,7 @@ def planned(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
-    from torchsparsekv.patches._memory import check_hot_gib, hot_said, placed
+    from torchsparsekv.patches._memory import check_hot_gib, hot_note, placed
 
     check_name(name)
     hyper = renamed(hyper)
@@ -73,7 +73,7 @@ def planned(
     place = placed(plan, offload, batch, as_int(length), hot_gib)
     where = f"offload {offload}: the pool on the {'host' if place.pool_on_host else 'device'}"
     lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
-    notes = hot_said(plan, place, batch, as_int(length), hot_gib)
+    notes = hot_note(plan, place, batch, as_int(length), hot_gib)
     return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
 
 
