@@ -32,6 +32,13 @@ def made(method):
 CAN = [m for m in METHODS if not made(m).traits.cannot_crop]
 
 
+def prompted(model, handle):
+    """A cache that holds IDS."""
+    cache = handle.make_cache(2)
+    model(IDS, past_key_values=cache)
+    return cache
+
+
 def after(model, cache, keep: int, mask) -> torch.Tensor:
     """Logits of another turn and of five steps, after the first `keep` tokens."""
     turn = torch.cat([mask[:, :keep], torch.ones_like(NEXT)], 1)
@@ -48,8 +55,7 @@ def after(model, cache, keep: int, mask) -> torch.Tensor:
 def test_cache_cropped_into_its_prompt_equals_a_shorter_prompt(method, keep):
     model = tiny()
     with patch(model, method) as handle:
-        fresh, cache = handle.make_cache(2), handle.make_cache(2)
-        model(IDS, past_key_values=cache)
+        fresh, cache = handle.make_cache(2), prompted(model, handle)
         for t in range(8):
             model(NEXT[:, t : t + 1], past_key_values=cache)
         cache.crop(keep)
@@ -65,8 +71,7 @@ def test_cache_cropped_into_its_prompt_equals_a_shorter_prompt(method, keep):
 def test_cache_cropped_into_generated_tokens_continues_as_if_they_had_ended_there(method):
     model = tiny()
     with patch(model, method) as handle:
-        cache = handle.make_cache(2)
-        model(IDS, past_key_values=cache)
+        cache = prompted(model, handle)
         for t in range(8):
             model(NEXT[:, t : t + 1], past_key_values=cache)
             if t == 2:
@@ -95,8 +100,7 @@ def test_cropped_ragged_batch_equals_shorter_prompts(method):
 def test_crop_is_refused_with_the_reason_and_the_cache_stays(method):
     model = tiny()
     with patch(model, method) as handle:
-        cache = handle.make_cache(2)
-        model(IDS, past_key_values=cache)
+        cache = prompted(model, handle)
         twin = handle.fork(cache)
         with pytest.raises(NotImplementedError, match=rf"crop: {method} (stores|selects by).*Handle\.fork"):
             cache.crop(20)
@@ -107,8 +111,7 @@ def test_crop_is_refused_with_the_reason_and_the_cache_stays(method):
 def test_crop_of_a_sliding_window_needs_what_the_window_dropped():
     model = tiny("mistral", sliding_window=16)
     with patch(model) as handle:
-        cache = handle.make_cache(2)
-        model(IDS, past_key_values=cache)
+        cache = prompted(model, handle)
         with pytest.raises(NotImplementedError, match=r"window of 16 tokens and has dropped the tokens before it"):
             cache.crop(30)
         short, fresh = handle.make_cache(2), handle.make_cache(2)
