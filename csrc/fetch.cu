@@ -1,44 +1,44 @@
-// The hot buffer's fetch, as ops/gather/fetch.py specifies it. Mostly all blocks are there or few are
-// missing, so what counts is how many steps wait for one another.
+// The fetch of the hot buffer; ops/gather/fetch.py is the specification. Usually no block or a few blocks are missing, so
+// the time depends on the number of operations that wait for one another.
 //
-// Why not Triton: what threads tell each other (which slots are hit, which slot a miss takes) has to go through global
-// memory there. Here it stays in shared memory, and the slots at the hand are loaded while the ids are looked up.
+// Why not Triton: there threads exchange data (hit slots, slots of misses) through global memory. Here the data stays in
+// shared memory, and the kernel loads the slots at the hand while it looks up the ids.
 //
-// Set by the compilation: THREADS; IDS that each has; BITS, 32-bit words with a bit for every slot; QUADS of 16 bytes in a
-// block; of a packed pool, whose blocks become halves on the way, UNPACK channels (else 0), and whether these are BF16.
+// Constants of a compilation: THREADS; IDS per thread; BITS, the 32-bit words with one bit per slot; QUADS, the 16-byte
+// parts of a block. For a packed pool, whose rows are unpacked to halves: UNPACK channels (else 0), and BF16.
 
 #include "common.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int EACH = 4, WINDOW = EACH * THREADS;  // slots that a thread, and all threads, look at together
-constexpr int STEPS = 8;  // loads of 16 bytes that a thread has on their way: they may have to come from the host
+constexpr int EACH = 4, WINDOW = EACH * THREADS;  // slots per thread, and per program, in one look
+constexpr int STEPS = 8;  // 16-byte loads of a thread in flight; they may come from the host
 
 static_assert(WARPS <= 32);
 
 using Row = Packed<UNPACK ? UNPACK : 16>;
-constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // of a block; that a warp moves
+constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // per block; per warp
 
 struct __align__(16) Shared {
   uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
   int missing[IDS * THREADS], victims[IDS * THREADS];
-  int ids[WARPS], slots[2][WARPS];  // what each warp counts
-  unsigned hit[BITS];              // a bit for every slot
+  int ids[WARPS], slots[2][WARPS];  // counts of each warp
+  unsigned hit[BITS];              // one bit per slot
   int passed;
   bool last;
 };
 
-// The ids of a thread, their slots, and the numbers of those missing.
+// The ids of a thread, their slots, and for each miss its number among the misses.
 struct Ids { int want[IDS], slot[IDS], number[IDS]; };
-// The slots of a thread in a window. used: as in the hot buffer, -1 behind the second round of the hand.
+// The slots of a thread in a window. used: as in the hot buffer; -1 after the second round of the hand.
 struct Window { int slot[EACH], used[EACH]; };
 struct Counts { int misses, asked; };
 
-// A warp has N runs of 32, one after the other, so that their order is that of warps, steps, lanes.
+// Element `step` of a lane. A warp has N consecutive runs of 32 elements, so the order is warp, step, lane.
 template <int N> __device__ int index(int step) { return (warp() * N + step) * 32 + lane(); }
 
-// How many flags of this warp come before each; how many it has.
+// before: set flags of this warp before each flag. Returns the set flags of this warp.
 template <int N> __device__ int number(const bool (&flag)[N], int (&before)[N]) {
   int total = 0;
   for (int i = 0; i < N; i++) {
@@ -56,7 +56,7 @@ __device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.slot[i
 
 __device__ bool is_hit(const Shared& s, int slot) { return s.hit[slot / 32] >> slot % 32 & 1; }
 
-// The slot that the hand, which is at `hand`, reaches after `step` steps; below two rounds.
+// The slot that a hand at `hand` reaches after `step` steps, for less than two rounds.
 __device__ int slot_at(int hand, int step, int slots) {
   int slot = hand + step;
   if (slot >= 2 * slots) slot -= 2 * slots;
@@ -74,11 +74,11 @@ __device__ Window look(const int* used, int hand, int first, int slots) {
   return y;
 }
 
-// Marks the slots that are hit; how many ids are missing, and which of its warp's each of these is.
+// Look the ids up and mark the slots of hits. Returns the numbers of misses and ids.
 __device__ Counts look_up(Ids& x, const int* slot_of, Shared& s) {
   bool miss[IDS];
   int asked = 0;
-  for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // unconditional, or not all at a time
+  for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // without a condition, so that all loads overlap
   for (int i = 0; i < IDS; i++) x.slot[i] = x.want[i] >= 0 ? x.slot[i] : -1;
   for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
   for (int i = 0; i < IDS; i++) {
@@ -92,7 +92,7 @@ __device__ Counts look_up(Ids& x, const int* slot_of, Shared& s) {
   return {all & 0xFFFF, all >> 16};
 }
 
-// The misses in order.
+// Write the missing ids to shared memory, in order.
 __device__ void list(Ids& x, Shared& s) {
   const int ahead = of_warps(s.ids, warp()) & 0xFFFF;
   for (int i = 0; i < IDS; i++) {
@@ -102,8 +102,8 @@ __device__ void list(Ids& x, Shared& s) {
   __syncthreads();
 }
 
-// The slots for them, in the order of the hand, from its window `y` on. In its first round the hand takes slots with
-// `used` 0, in its second those that it spared. Returns how many slots the hand passes.
+// Choose slots for the misses, in the order of the hand, from window `y` on. In the first round the hand takes slots with
+// `used` 0, in the second round the slots that it spared. Returns the number of slots that the hand passes.
 __device__ int choose(Window y, const int* used, int hand, int slots, int misses, Shared& s) {
   for (int first = 0, found = 0, parity = 0;; first += WINDOW, parity ^= 1) {
     bool taken[EACH];
@@ -113,7 +113,7 @@ __device__ int choose(Window y, const int* used, int hand, int slots, int misses
       taken[i] = y.used[i] == round && !is_hit(s, y.slot[i]);
     }
     const int total = number(taken, before);
-    if (lane() == 0) s.slots[parity][warp()] = total;  // what was there two windows ago is read
+    if (lane() == 0) s.slots[parity][warp()] = total;  // all warps have read the count of two windows ago
     __syncthreads();
     const int ahead = found + of_warps(s.slots[parity], warp());
     for (int i = 0; i < EACH; i++) {
@@ -130,7 +130,7 @@ __device__ int choose(Window y, const int* used, int hand, int slots, int misses
   return s.passed;
 }
 
-// What the head has from now on. A block that leaves is none of those that come, so all may be written at once.
+// Write the new state of the head. No block leaves and comes in one call, so all threads may write at once.
 __device__ void commit(
     const Ids& x, int* slot_of, int* block_of, int* used, int* hand, int* out, int n, int slots, int from, int misses,
     int passed, const Shared& s) {
@@ -150,9 +150,8 @@ __device__ void commit(
   if (threadIdx.x == 0) *hand = slot_at(from, passed, slots);
 }
 
-// The missing blocks as they are, 512 bytes at a time per warp; to programs first, so that a few are spread over all of
-// them. This thread's 16 bytes of STEPS of these: first they are asked for, and where they go may be found while they
-// come.
+// Copy the missing blocks without conversion, 512 bytes at a time per warp. Consecutive pieces go to different programs,
+// so all programs share a few blocks. A thread issues STEPS loads, and computes the targets while they are in flight.
 struct MoveAsTheyAre {
   const int count, stride = gridDim.y * THREADS;
   int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane();
@@ -164,7 +163,7 @@ struct MoveAsTheyAre {
   __device__ void load(const uint4* pool, const Shared& s) {
     for (int i = 0; i < STEPS; i++) {
       const int q = at + i * stride;
-      if (q >= count) break;  // mostly after the first
+      if (q >= count) break;  // usually after the first
       quad[i] = pool[(long long)s.missing[q / QUADS] * QUADS + q % QUADS];
     }
   }
@@ -178,12 +177,12 @@ struct MoveAsTheyAre {
   }
 };
 
-// The missing blocks of packed rows, RUN rows at a time per warp. A row has its scales behind it, so lines of 128 bytes
-// begin and end anywhere in it; whole lines are what the link is fast at. So a warp asks for all words of its rows in
-// order, and tells itself the scales when they are here.
+// Copy the missing blocks of packed rows, RUN rows at a time per warp. The scales of a row follow its numbers, so lines of
+// 128 bytes begin and end anywhere in a row. The link is fast at whole lines. So a warp loads all words of its rows in order,
+// and passes the scales on through shared memory.
 struct MoveUnpacked {
-  static constexpr int RUNS = ROWS / RUN, WORDS = RUN * Row::WORDS, LOADS = (WORDS + 31) / 32;  // of a block; of a run
-  static constexpr int TOGETHER = LOADS > 6 ? 1 : LOADS > 1 ? 12 / LOADS : STEPS;  // runs that a warp has on their way
+  static constexpr int RUNS = ROWS / RUN, WORDS = RUN * Row::WORDS, LOADS = (WORDS + 31) / 32;  // per block; per run
+  static constexpr int TOGETHER = LOADS > 6 ? 1 : LOADS > 1 ? 12 / LOADS : STEPS;  // runs of a warp in flight
   const int count, stride = gridDim.y * WARPS;
   int at = warp() * gridDim.y + blockIdx.y;
   uint4 quad[TOGETHER][LOADS];
@@ -208,7 +207,7 @@ struct MoveUnpacked {
     for (int r = 0; r < TOGETHER; r++) {
       const int run = at + r * stride;
       if (run >= count) break;
-      __syncwarp();  // the scales of the run before are read
+      __syncwarp();  // all lanes have read the scales of the run before
 #pragma unroll
       for (int i = 0; i < LOADS; i++) {
         const int word = 32 * i + lane(), in_row = word % Row::WORDS - Row::NUMBERS;
@@ -225,7 +224,7 @@ struct MoveUnpacked {
     }
   }
 
-  // 16 numbers, which become 32 bytes.
+  // 16 numbers become 32 bytes.
   __device__ static void unpack(uint4* to, uint4 from, float scale) {
     const auto two = [=](unsigned four, int i) {
       return halves<BF16>(Row::number(four, i) * scale, Row::number(four, i + 1) * scale);
@@ -239,7 +238,7 @@ template <bool> struct Which { using Move = MoveAsTheyAre; };
 template <> struct Which<true> { using Move = MoveUnpacked; };
 using Move = Which<(UNPACK > 0)>::Move;
 
-// A head that keeps its slots: they are attended to.
+// Count the slots of a head that keeps its selection.
 __device__ void keep(const int* out, unsigned long long* counts, int n) {
   int held = 0;
   for (int i = 0; i < IDS; i++) held += index<IDS>(i) < n && out[index<IDS>(i)] >= 0;
@@ -266,9 +265,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
     if (blockIdx.y == 0) keep(out, counts, n);
     return;
   }
-  const Window window = look(used, from, 0, slots);  // beside the look-up of the ids
+  const Window window = look(used, from, 0, slots);  // overlaps with the look-up of the ids
   const Counts count = look_up(x, slot_of, s);
-  if (count.misses == 0) {  // the plan is made of nothing that is written
+  if (count.misses == 0) {  // without misses no program reads what program 0 writes
     if (blockIdx.y > 0) return;
     commit(x, slot_of, block_of, used, hand, out, n, slots, from, 0, 0, s);
     if (threadIdx.x == 0) atomicAdd(counts + counter::SELECTED, count.asked);
@@ -279,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   list(x, s);
   m.load(pool, s);
   const int passed = choose(window, used, from, slots, count.misses, s);
-  // All threads have what they read of the state.
+  // All threads have read the state.
   if (threadIdx.x == 0) s.last = atomicAdd(done_count + bh, 1) == gridDim.y - 1;
   if (m.at < m.count) m.store(hot, s);
   __syncthreads();

@@ -19,15 +19,16 @@ NO_ATTENTIONS = "output_attentions=True: a sparse step has no attention weights 
 
 
 def register_over(base: str) -> str:
-    """Register our implementation with `base` as what other caches get; return its name."""
-    name = PREFIX + base.replace("flash", "fl4sh")  # transformers treats every name with "flash" in it as that kernel
+    """Register our attention and mask functions under a new name, and return the name. `base` serves all other caches.
+    """
+    name = PREFIX + base.replace("flash", "fl4sh")  # transformers runs the flash kernel for names with "flash"
     AttentionInterface.register(name, partial(attention, base=base))
     AttentionMaskInterface.register(name, partial(mask, base=base))
     return name
 
 
 def check_implementation(config) -> None:
-    """With another implementation nothing of ours would run, and nothing be stored."""
+    """Refuse another attention implementation: the model would store nothing in our cache."""
     name = config._attn_implementation
     if not name.startswith(PREFIX):
         raise RuntimeError(
@@ -36,7 +37,8 @@ def check_implementation(config) -> None:
 
 
 class _Stored:
-    """The cache that an attention module of a patched model sees. It stores nothing: the attention function stores."""
+    """The cache that an attention module of a patched model gets. It stores nothing, because the attention function
+    stores."""
 
     def update(self, key, value, *args, **kwargs):
         return key, value
@@ -46,7 +48,8 @@ _STORED = _Stored()
 
 
 def hand_over_layer(module, args, kwargs):
-    """Forward pre-hook of an attention module: the cache does not reach the attention function, so its layer must."""
+    """Forward pre-hook of an attention module. It passes the cache layer to the attention function, which does not get
+    the cache."""
     name = name_in(kwargs)
     if name and isinstance(cache := kwargs[name], SparseCache):
         kwargs = {**kwargs, "sparse_layer": cache.layers[module.layer_idx], name: _STORED}
@@ -54,9 +57,10 @@ def hand_over_layer(module, args, kwargs):
 
 
 def enter_layers(layer, args, kwargs):
-    """Forward pre-hook of the first layer. The cache is still unchanged, so a refusal leaves it as it was.
+    """Forward pre-hook of the first layer. It checks the cache before anything changes it.
 
-    If the first layer keeps no keys and values, this hook alone sees the beginning of a forward pass."""
+    If the first layer keeps no keys and values, only this hook sees the begin of a forward.
+    """
     cache = cache_in(kwargs)
     if isinstance(cache, SparseCache):
         owner = layer._torchsparsekv_owner
@@ -80,13 +84,13 @@ def leave_layers(layer, args, kwargs, output):
 
 
 def enter_model(model, args, kwargs):
-    """Forward pre-hook of the whole model; `leave_model` sees the end."""
+    """Forward pre-hook of the whole model. `leave_model` sees the end of the forward."""
     if isinstance(cache := cache_in(kwargs), SparseCache) and not torch.compiler.is_compiling():
         cache.use.called = True
 
 
 def enter_decoder(model, args, kwargs):
-    """Forward pre-hook of the decoder, which may run without its head: checks that need the config of the model."""
+    """Forward pre-hook of the decoder, which may run without its head. It makes the checks that need the config."""
     if isinstance(cache_in(kwargs), SparseCache):
         config, wanted = model.config.get_text_config(decoder=True), kwargs.get("output_attentions")
         check_implementation(config)
@@ -95,7 +99,7 @@ def enter_decoder(model, args, kwargs):
 
 
 def leave_model(model, args, kwargs, output):
-    """Forward hook of the whole model. Without an output the forward pass broke off."""
+    """Forward hook of the whole model. A missing output means that the forward failed."""
     cache = cache_in(kwargs)
     if isinstance(cache, SparseCache):
         cache.use.end_of_model(whole=output is not None)
@@ -104,7 +108,7 @@ def leave_model(model, args, kwargs, output):
 def attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, sparse_layer=None, base="sdpa", **kwargs
 ):
-    if sparse_layer is None:  # not our cache: the model's own attention
+    if sparse_layer is None:  # another cache: the model's own attention
         if query.shape[2] == 1 and not torch.compiler.is_compiling():
             _warn_dense(module)
         modeling = sys.modules[type(module).__module__]
@@ -115,7 +119,7 @@ def attention(
     _refuse(module, query, key, value, attention_mask, sparse_layer)
     _refuse_shape(module, query, key, a, sparse_layer.shape)
     layer, tokens = sparse_layer, query.shape[2]
-    if layer.first and not layer.use.open:  # or layers before it have begun
+    if layer.first and not layer.use.open:  # else an earlier layer has begun the forward
         layer.use.begin()
     if layer.advances:
         layer.state.row_lengths.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
@@ -127,7 +131,7 @@ def attention(
 
 
 def _warn_dense(module) -> None:
-    """A loop that leaves the cache to the model gets a DynamicCache: right, but nothing is retrieved."""
+    """Warn of a decode step on a DynamicCache. Its result is right, but nothing is retrieved."""
     owner = getattr(module, "_torchsparsekv_owner", None)
     if owner is None or module.layer_idx != owner.first:
         return
@@ -146,8 +150,9 @@ def _refuse_training(module, x) -> None:
 
 
 def _refuse(module, query, key, value, attention_mask, layer) -> None:
-    """All of it is static: nothing is left of these checks in a compiled step."""
-    _refuse_training(module, query)  # an adapter may want gradients where the embedding does not
+    """Refuse tensors and masks that do not fit the cache. A compiled step contains none of these checks, because they
+    read static properties only."""
+    _refuse_training(module, query)  # an adapter may need gradients although the embedding does not
     ring, given = layer.state.store.ring, (query, key, value)
     other = [x for x in given if (x.dtype, x.device) != (ring.dtype, ring.device)]
     if other:
@@ -157,12 +162,12 @@ def _refuse(module, query, key, value, attention_mask, layer) -> None:
             "compute in, patch again"
         )
     counts = attention_mask is None or (attention_mask.dtype == torch.int32 and attention_mask.numel() == key.shape[0])
-    if not counts:  # a 4-D mask of the user's never passed through our mask function, and is not of integers
+    if not counts:  # a 4-D mask of the user does not come from our mask function, and has no integers
         raise ValueError("torchsparsekv takes a 2-D attention mask (left padding); a 4-D mask cannot be honoured")
 
 
 def _refuse_shape(module, query, key, a: Attention, shape: Layer) -> None:
-    """What the plan was made from is what the model does. Static as well."""
+    """Refuse a layer that differs from the plan. This check is static too."""
     got = (query.shape[1], key.shape[1], key.shape[3], a.softcap, a.sink_logits is not None)
     said = (shape.heads, shape.kv_heads, shape.head_dim, shape.softcap, shape.sink_logits)
     if got != said:
@@ -172,16 +177,17 @@ def _refuse_shape(module, query, key, a: Attention, shape: Layer) -> None:
 
 
 WINDOWED: tuple[str, ...] = ("sliding_window_overlay.<locals>.inner_mask",)
-# By these the tokens of an image see one another, before and behind; the second is the name up to transformers 5.12.
+# With these masks the tokens of an image see one another in both directions. The second is the name up to 5.12.
 BOTH_WAYS: tuple[str, ...] = (
     "blockwise_overlay.<locals>.inner_mask", "token_type_ids_mask_function.<locals>.inner_mask",
 )  # fmt: skip
 
 
 def _causal(mask_function) -> bool:
-    """Causal, with or without a sliding window (of which the layer knows), and nothing laid over it.
+    """True for a causal mask, with or without a sliding window (the layer knows its window), and with nothing laid over
+    it.
 
-    What lets the tokens of images see one another lies over text alone too, where it changes nothing.
+    The masks for tokens of images may lie over a text alone, where they change nothing.
     """
     if mask_function is causal_mask_function:
         return True
@@ -198,7 +204,8 @@ def _causal(mask_function) -> bool:
 
 
 def _joins(mask_function) -> bool:
-    """Whether it lets tokens of this prompt see later ones. Waits for the device, in prompts of models with images."""
+    """True if the mask lets tokens of this prompt see later tokens. For prompts of models with images the call waits
+    for the device."""
     if mask_function.__qualname__ not in BOTH_WAYS:
         return False
     (ids,) = (x for x in (c.cell_contents for c in mask_function.__closure__) if isinstance(x, torch.Tensor))
@@ -206,7 +213,8 @@ def _joins(mask_function) -> bool:
 
 
 def _check_mask(attention_mask, tokens: int, layer) -> None:
-    """Refuse a mask that contradicts what the cache holds. In a decode step on CUDA that would wait for the device."""
+    """Refuse a mask that contradicts the tokens in the cache. A decode step on CUDA skips the check, because it would
+    wait for the device."""
     if tokens == 1 and attention_mask.is_cuda:
         return
     lengths = layer.state.row_lengths
@@ -220,7 +228,7 @@ def _check_mask(attention_mask, tokens: int, layer) -> None:
         )
     if past == 0:
         return
-    begun = lengths.view.length > 0  # of the others the padding goes on
+    begun = lengths.view.length > 0  # the other rows have only padding so far
     first = past if width == tokens else 0
     live = torch.arange(first, first + width, device=attention_mask.device) >= lengths.left_pad[:, None]
     if bool((attention_mask.bool() != live)[begun].any()):
@@ -233,7 +241,7 @@ def _check_mask(attention_mask, tokens: int, layer) -> None:
 def mask(
     *args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_causal_skip=True, config=None, **kwargs
 ):
-    """For our caches the "mask" is the number of left-padding tokens per row, [batch, 1, 1, 1], and None in decode."""
+    """The mask of our caches is the number of left-padding tokens per row, [batch, 1, 1, 1]; in decode it is None."""
     if kv_offset != SENTINEL:
         if base not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             return None
@@ -245,9 +253,9 @@ def mask(
     if layer is not None and attention_mask is not None:
         _check_mask(attention_mask, q_length, layer)
     if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
-        return None  # the padding is in the row lengths since the prompt, and a growing mask must not enter the graph
-    # At one token transformers says so of every static cache, and before 5.14 of every prompt for one too: there the
-    # mask function itself tells.
+        return None  # the row lengths hold the padding, and a growing mask must not enter the graph
+    # transformers sets this flag for every static cache at one token, and before 5.14 also at prompts. Then the mask
+    # function itself decides.
     plain = allow_is_causal_skip or _causal(kwargs.get("mask_function"))
     if q_length > 1 and not plain:
         raise NotImplementedError(
@@ -258,7 +266,7 @@ def mask(
         return None
     pad = (attention_mask.long().cumsum(-1) == 0).sum(-1, dtype=torch.int32)
     left_only = attention_mask.long().sum(-1) + pad == attention_mask.shape[-1]
-    if torch.compiler.is_compiling():  # cannot raise here: let the row overrun its capacity, which makes it NaN
+    if torch.compiler.is_compiling():  # a graph cannot raise: the row overruns its capacity and becomes NaN
         pad = torch.where(left_only, pad, -(1 << 30))
     else:
         if not bool(left_only.all()):

@@ -16,12 +16,12 @@ from torchsparsekv.patches._use import Use
 from torchsparsekv.report import cache_bytes, size_of
 from torchsparsekv.state import LayerState, RingPlan, RowLengths
 
-# As `kv_offset` in the mask arguments it says that the mask is for one of our caches. No real offset looks like it.
+# As `kv_offset` of a mask it marks a mask of our caches. No real offset has this value.
 SENTINEL = -(1 << 40)
 
 
 class Offset(int):
-    """SENTINEL, with the layer for whose cache the mask is."""
+    """SENTINEL, with the layer whose cache the mask is for."""
 
     layer: "SparseLayer"
 
@@ -54,7 +54,7 @@ def handle_for(model, method: str, max_length: int | None, options: dict):
 
 
 class SparseLayer(CacheLayerMixin):
-    """One layer of a SparseCache. Holds the tensors; the maths is the method's."""
+    """One layer of a SparseCache. It holds the tensors; its method computes."""
 
     is_compileable = True
     is_sliding = False
@@ -68,14 +68,15 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.use = use
         self.owner, self.method, self.shape, self.state, self.capacity = owner, method, shape, state, capacity
-        self.advances = advances  # the first layer of those that share row lengths moves them
+        self.advances = advances  # of the layers that share row lengths, the first moves the lengths
         self.first, self.last = first, last
         self.is_initialized, self.batch_size = True, state.store.pool.shape[0]
 
     def lazy_initialization(self, *args) -> None: ...
 
     def update(self, *args, **kwargs):
-        """A patched model never comes here: its attention function, which also has the queries, stores them."""
+        """Refuse a call: in a patched model the attention function stores keys and values, because it has the queries
+        too."""
         raise RuntimeError("this SparseCache was given to a model that is not patched, where nothing would fill it")
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
@@ -118,10 +119,11 @@ class SparseCache(Cache):
     def __init__(
         self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options
     ):  # fmt: skip
-        """A cache for a model, which is patched if it is not: `model.generate(ids, cache=SparseCache(model, "quest"))`.
+        """A cache for a model. The model is patched if it is not: `model.generate(ids, cache=SparseCache(model,
+        "quest"))`.
 
-        options: those of patch(). The model stays patched until `cache.handle.unpatch()`. Further caches of a patched
-        model take its method: they get the name of that method, or no method and options at all.
+        options: keywords of patch(). The model stays patched until `cache.handle.unpatch()`. Further caches of a
+        patched model take its method: pass the name of that method, or no method, and no options.
         """
         handle_for(model, method, max_length, options).make_cache(batch_size, max_length, into=self)
 
@@ -136,7 +138,7 @@ class SparseCache(Cache):
     def _build(self, plan: Plan, batch: int, max_length: int, owner, place: Placement) -> None:
         self.owner, self.batch, self.max_length, self.place = owner, batch, max_length, place
         self.use = Use()
-        self.graphs: list = []  # of decode steps (patches/_captured.py), and what these took for fixed
+        self.graphs: list = []  # decode steps of patches/_captured.py; `fixed` is what they assume
         self.fixed: list | None = None
         self.row_lengths: dict[RingPlan, RowLengths] = {}
         own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
@@ -162,7 +164,7 @@ class SparseCache(Cache):
         Cache.__init__(self, layers=layers)
 
     def __repr__(self) -> str:
-        """Waits for the device: it reads how many tokens the longest row holds."""
+        """It reads the tokens of the longest row, so it waits for the device."""
         names = dict.fromkeys(layer.method.name for layer in self.stored.values())
         tokens = max(int(x.view.length.max()) for x in self.row_lengths.values())
         host, device = self.nbytes()
@@ -182,10 +184,11 @@ class SparseCache(Cache):
         return self.patched_by()
 
     def crop(self, max_length: int) -> None:
-        """Go back to the first `max_length` tokens, or take the last `-max_length` away: to regenerate or edit.
+        """Keep the first `max_length` tokens, or remove the last `-max_length` tokens: to regenerate, or to edit a
+        message.
 
-        The index is built again from the keys that stay, as a prompt of these tokens builds it, and no forward pass
-        runs. Refused for methods that cannot do that, with the reason.
+        The index is built again from the keys that stay, as by a prompt of these tokens. No forward pass runs. Methods
+        that cannot do this refuse it with the reason.
         """
         check_active(self.owner)
         self.use.check()
@@ -204,7 +207,7 @@ class SparseCache(Cache):
             crop(self, columns)
 
     def reset(self) -> None:
-        """As it was made. What an interrupted prompt still does to it on another stream is waited for."""
+        """Make the cache as new. The call waits for work of an interrupted prompt on the side stream."""
         wait_for_side_stream(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()
@@ -216,7 +219,7 @@ class SparseCache(Cache):
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
 
     def own_bytes(self) -> int:
-        """What transformers' own layers hold; they allocate when a prompt comes."""
+        """The bytes of transformers' own layers, which allocate when a prompt comes."""
         return sum(t.nbytes for t in self.own_tensors())
 
     def own_tensors(self) -> list[torch.Tensor]:
@@ -225,8 +228,8 @@ class SparseCache(Cache):
         return [t for t in given if isinstance(t, torch.Tensor)]
 
     def check_room(self, tokens: int) -> None:
-        """Raise on overrun where that costs no sync that matters. In a compiled or CUDA decode step it would: there the
-        row lengths turn an overrun into NaN (ops/store/advance.py)."""
+        """Raise on overrun, except in compiled steps and in decode steps on CUDA, which would have to wait for the
+        device. There the row lengths turn an overrun into NaN (ops/store/advance.py)."""
         seq_len = self.get_seq_length()
         if torch.compiler.is_compiling() or (tokens == 1 and seq_len.is_cuda):
             return
@@ -237,7 +240,7 @@ class SparseCache(Cache):
             )
 
     def check_copied(self) -> None:
-        """Raise where this one cannot be copied, or not now."""
+        """Refuse a cache that cannot be copied, or not now."""
         if len(self.stored) < len(self.layers):
             raise NotImplementedError("the state of linear-attention layers is transformers' own and is not copied")
         self.use.check()
@@ -245,7 +248,7 @@ class SparseCache(Cache):
             raise RuntimeError("a generate() is running on the cache that is to be copied: wait for its end")
 
     def copy_from(self, other: "SparseCache") -> None:
-        """All that the other one holds, into this one of the same sizes; one row there may become many here."""
+        """Copy the tokens of a cache of the same sizes. One row of that cache may fill several rows of this one."""
         other.check_copied()
         rows = 0
         for ring, lengths in self.row_lengths.items():

@@ -24,13 +24,13 @@ class Handle:
     ):  # fmt: skip
         self.model, self.planned, self.max_length, self.limit = model, plan, max_length, limit
         self.offload, self.step, self.captures, self.hot_gib = offload, step, captures, hot_gib
-        self.not_captured = ""  # why generate() compiles its steps all the same
+        self.not_captured = ""  # the reason why generate() compiles its steps
         self._owner, self._base = _switch.Owner(), ""
         self._copied = False
-        self._recycled: SparseCache | None = None  # the cache that generate() uses again: same addresses, same graph
+        self._recycled: SparseCache | None = None  # generate() uses it again: the same addresses, the same graph
         self._latest: weakref.ref | None = None
-        self._lock = threading.Lock()  # of the choice of a cache: generate() may run in several threads
-        self._last_report: Report | None = None  # when the patch was taken off
+        self._lock = threading.Lock()  # guards the choice of a cache: generate() may run in several threads
+        self._last_report: Report | None = None  # set by unpatch()
 
     # ---- for users
 
@@ -43,8 +43,8 @@ class Handle:
     ) -> SparseCache:
         """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
 
-        Without a length it has room for `max_length` of patch(), or for all that the model's positions allow: then it
-        warns with the memory that plan() gives. `into` is for SparseCache(model) alone.
+        Without a length it has room for `max_length` of patch(), or for all positions of the model. In the second case
+        it warns with the memory that plan() gives. `into` is for SparseCache(model) alone.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
@@ -81,7 +81,7 @@ class Handle:
         return batch, length
 
     def plan(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
-        """What make_cache() would take with the same arguments, by buffer; nothing is allocated."""
+        """The memory of make_cache() with the same arguments, by buffer. Nothing is allocated."""
         batch, length = self._sizes(batch_size, max_length)
         place = placed(self.planned, self.offload, batch, length, self.hot_gib)
         notes = hot_note(self.planned, place, batch, length, self.hot_gib)
@@ -89,10 +89,10 @@ class Handle:
         return self.planned.memory(batch, length, **place._asdict(), notes=notes)
 
     def fork(self, cache: SparseCache, batch_size: int | None = None) -> SparseCache:
-        """A copy of what a cache holds, to go on with while the original stays as it is: a system prompt used again.
+        """A copy of a cache. The original stays as it is, so a system prompt can be used again.
 
-        It costs the memory of a cache and one copy of the stored tokens and the index (in host memory at the speed of
-        the link, both ways), and no prompt. A cache of one row can be copied into `batch_size` rows.
+        A fork takes the memory of a cache and one copy of the stored tokens and the index (in host memory at the speed
+        of the link, both ways). It needs no prompt. A cache of one row can be copied into `batch_size` rows.
         """
         if not isinstance(cache, SparseCache) or cache.owner is not self._owner:
             raise ValueError(f"fork takes a SparseCache of this patch, got {type(cache).__name__}")
@@ -105,10 +105,10 @@ class Handle:
         return twin
 
     def report(self) -> Report:
-        """What the latest cache has seen since it was made or reset. generate() resets the one that it takes itself, at
-        each call; one that is passed to it counts on.
+        """The counts of the latest cache since it was made or reset. generate() resets a cache that it makes itself at
+        each call; a cache that is passed to generate() keeps counting.
 
-        After unpatch() it is what that cache had seen by then.
+        After unpatch() the report is that of the moment of unpatch().
         """
         if self._last_report is not None:
             return self._last_report
@@ -122,13 +122,13 @@ class Handle:
         return Report(self.planned.method.name, rows, host_bytes, device_bytes, notes)
 
     def unpatch(self) -> None:
-        """Leave the model exactly as it was found."""
+        """Restore the model exactly."""
         if not self.active:
             return
         _switch.off(self.model, self._owner, self._base)
         cache, self._recycled = self._recycled, None
         self._last_report = self.report()
-        del cache  # not before: the report is of it
+        del cache  # the report above needs it
 
     def __enter__(self) -> "Handle":
         self._require_active()
@@ -153,13 +153,13 @@ class Handle:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        """What a report says beside its table."""
+        """The lines of a report below its table."""
         exceptions = (f"layer {x}" for x in self.planned.exceptions())
         compiled = (f"decode steps are compiled, not captured: {self.not_captured}",) if self.not_captured else ()
         return (*exceptions, *self.planned.pool_said(), *self.planned.notes, *self.planned.reused(), *compiled)
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
-        """A line for each method that left nothing out, so that nobody takes it for what the method can save."""
+        """A line for each method that attended to every token, since such a run saves nothing."""
         found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
         methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
@@ -170,7 +170,7 @@ class Handle:
         ]
 
     def _lost(self, rows: tuple[LayerReport, ...]) -> list[str]:
-        """A line for each method that was to keep more than its window holds."""
+        """A line for each method that must keep more tokens than its window holds."""
         most: dict[Method, int] = {}
         for r in rows:
             method = self.planned.methods[r.layer]
@@ -182,13 +182,13 @@ class Handle:
             for m, n in most.items()
         ]
 
-    # ---- for the seam
+    # ---- for the hooks
 
     def install(self) -> None:
         self._base = _switch.on(self.model, self, self._owner)
 
     def compile_instead(self, why: str) -> None:
-        """From now on generate() captures no step; said once."""
+        """Let generate() compile its steps from now on. The warning comes once."""
         if self.not_captured:
             return
         self.not_captured = why
@@ -199,13 +199,14 @@ class Handle:
         )
 
     def hold(self, cache: SparseCache, *, chunked: bool) -> bool:
-        """For the generate() that runs; False if nobody will tell its end."""
+        """Reserve a cache for the running generate(). False if no hook will see the end of the call."""
         held = _use.hold(cache.use, chunked=chunked)
         self._latest = weakref.ref(cache)
         return held
 
     def cache_for_generate(self, batch: int, needed: int, *, keep: bool, chunked: bool = False) -> SparseCache:
-        """`keep`: the user gets the cache, so the next call must not use it again. Nor may another that still runs."""
+        """The cache of a generate() call. `keep`: the user gets the cache, so no later call may use it again. A cache
+        whose call still runs is not used either."""
         if needed > (self.max_length or self.limit):
             raise ValueError(
                 f"prompt and new tokens need a cache of {needed}, this patch allows max_length="
@@ -235,8 +236,8 @@ class Handle:
         raise TypeError("a patched model cannot be pickled: call unpatch() first, and patch again where it is loaded")
 
     def __deepcopy__(self, memo):
-        """A deep copy of the model is patched like the original, with caches of its own. Reached from the model, the
-        copy of which is still without modules: nothing here may look at them."""
+        """A deep copy of the model is patched like the original, with caches of its own. The copied model has no
+        modules yet when this runs, so nothing here may look at them."""
         twin = Handle(
             None, self.planned, self.max_length, self.limit, self.offload, self.step, self.captures,
             self.hot_gib,

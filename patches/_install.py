@@ -39,7 +39,7 @@ def install(
         layers=layers, pool_dtype=pool_dtype,
     )  # fmt: skip
     if max_length is None:
-        plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes where it declares them
+        plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes when it declares its buffers
     else:
         check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
@@ -53,7 +53,8 @@ def planned(
     model, method: Method, given: dict, device: torch.device, *, max_length: int | None, offload: str,
     skip_layers: int | None, layers: Mapping | None, pool_dtype: str | None = None,
 ) -> tuple[Plan, int | None, int]:  # fmt: skip
-    """The plan for a model on `device`, which may be without weights yet; max_length, and what a cache may hold."""
+    """The plan for a model on `device`, where its weights may still be missing; max_length; and the most tokens of a
+    cache."""
     config = check_model(model)
     family = all_families()[decoder_type(model.config)]
     if offload not in OFFLOAD:
@@ -74,7 +75,7 @@ def planned(
 
 
 def check_model(model):
-    """The text config of a model we can patch, or an error that says why not."""
+    """The text config of a model that can be patched, or an error with the reason."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
     check_unpatched(model)
@@ -113,7 +114,7 @@ def check_model(model):
 
 
 def check_unpatched(model) -> None:
-    """Neither it nor what it shares with others."""
+    """Refuse a model that is patched, or that shares modules or its config with a patched model."""
     if hasattr(model, "_torchsparsekv"):
         raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
     if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
@@ -137,7 +138,7 @@ def check_length(max_length, limit: int) -> int | None:
 
 
 def check_pool_dtype(name) -> torch.dtype | None:
-    """None: that of the model."""
+    """The type of the pool. None means the type of the model."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in POOL_TYPES:
@@ -147,7 +148,7 @@ def check_pool_dtype(name) -> torch.dtype | None:
 
 
 def captures_steps(model, step: str) -> bool:
-    """Whether generate() is to capture its steps: with "auto" where it can, and where it compiles if it cannot."""
+    """Whether generate() captures its steps. With "auto" it captures if it can, and compiles otherwise."""
     if step not in STEPS:
         raise ValueError(f"step must be one of {', '.join(STEPS)}, got {step!r}")
     if step == "compiled":
@@ -159,7 +160,8 @@ def captures_steps(model, step: str) -> bool:
 
 
 def why_not_captured(model) -> Exception | None:
-    """Where a captured step could not be, generate() would run all steps eagerly and not say so."""
+    """The reason why generate() cannot capture steps, or None. Without this check it would run all steps eagerly and
+    not say so."""
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1 or not devices[0].startswith("cuda"):
         return ValueError(f"step='captured' needs a model on one CUDA device, this one is on {', '.join(devices)}")

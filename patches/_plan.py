@@ -1,4 +1,4 @@
-"""Which method each layer of a model runs, on which heads, and the memory that takes."""
+"""The method and the heads of each layer of a model, and the memory that the layers take."""
 import math
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ OWN = "linear (transformers)"
 
 
 class Plan:
-    """Made from what the layers are and what was chosen for them; knows every buffer before it exists."""
+    """The layers of a model and the methods chosen for them. It knows every buffer before a cache exists."""
 
     def __init__(
         self, layers: tuple[Layer | None, ...], assignment: Assignment, dtype: torch.dtype, device: torch.device,
@@ -66,8 +66,8 @@ class Plan:
         self.traits = tuple(None if m is None else traits_of(m) for m in self.methods)
         self.skip_layers, self.dtype, self.device = assignment.skip_layers, dtype, device
         self.pool_dtype = pool_dtype  # None: dtype
-        self.config = config  # of the text model: by it transformers makes the layers that it keeps
-        self.kept = kept or {}  # what transformers keeps of a row in each layer that has no keys and values
+        self.config = config  # the config of the text model, by which transformers makes its own layers
+        self.kept = kept or {}  # the tensors per row of a layer without keys and values, which transformers keeps
         self.anchors = self._anchors()
 
     @property
@@ -76,7 +76,7 @@ class Plan:
         return [i for i, m in enumerate(self.methods) if m is not None]
 
     def _anchors(self) -> dict[int, int]:
-        """The earlier layer whose selection each layer shares, of the layers that do."""
+        """The earlier layer whose selection a layer shares, for the layers that share one."""
         of: dict[type[Method], dict[int, tuple[Method, int, int]]] = {}
         for i, (method, layer) in enumerate(zip(self.methods, self.layers)):
             if method is not None and layer is not None:
@@ -84,14 +84,14 @@ class Plan:
         return {i: anchor for cls, layers in of.items() for i, anchor in cls.shares_selection(layers).items()}
 
     def pool_said(self) -> tuple[str, ...]:
-        """A line where the pool is not in the model's type."""
+        """A line if the pool has another type than the model."""
         if self.pool_dtype is None:
             return ()
         own, pool = (str(d).removeprefix("torch.") for d in (self.dtype, self.pool_dtype))
         return (f"pool_dtype {pool}: the pool holds keys and values in {pool} with scales, the model has {own}",)
 
     def reused(self) -> list[str]:
-        """A line for each layer that chooses for others."""
+        """A line for each layer whose selection other layers share."""
         of: dict[int, list[int]] = {}
         for i, anchor in self.anchors.items():
             of.setdefault(anchor, []).append(i)
@@ -102,8 +102,8 @@ class Plan:
         return traits is not None and traits.attends != "window" and not self._dense_among_others(i)
 
     def _dense_among_others(self, i: int) -> bool:
-        """A dense layer among sparse ones reads its whole pool at every step: that stays on the device, and in the
-        model's type, whatever the others are told."""
+        """True for a dense layer among sparse ones. It reads its whole pool at every step, so its pool stays on the
+        device in the model's type."""
         if (traits := self.traits[i]) is None or traits.attends != "everything":
             return False
         return not all(t.attends in ("everything", "window") for t in self.traits if t)
@@ -114,7 +114,7 @@ class Plan:
         return max((-(-length // m.budget) for m in sized if m.hot_budgets == "auto"), default=0)
 
     def buffers(self, i: int, batch: int, max_length: int, hot_budgets: int = HOT_BUDGETS) -> Buffers:
-        """Nothing where transformers keeps the layer's state."""
+        """The buffers of a layer; empty if transformers keeps the state of the layer."""
         method, layer = self.methods[i], self.layers[i]
         if method is None or layer is None:
             return {}
@@ -134,13 +134,13 @@ class Plan:
         return total_bytes(self.buffers(i, batch, max_length, hot_budgets), pool_on_host=on_host)
 
     def _kept_bytes(self) -> dict[str, int]:
-        """Of a row in one layer; transformers makes it when a prompt comes."""
+        """Bytes per row in one layer of transformers, which allocates them when a prompt comes."""
         return {name: math.prod(shape) * (dtype or self.dtype).itemsize for name, (shape, dtype) in self.kept.items()}
 
     def bytes(
         self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS
     ) -> tuple[int, int]:
-        """The same of all layers."""
+        """The host and device bytes of all layers."""
         each = [
             self.layer_bytes(i, batch, max_length, pool_on_host=pool_on_host, hot_budgets=hot_budgets)
             for i in range(len(self.methods))
@@ -156,7 +156,7 @@ class Plan:
         self, batch: int, max_length: int, *, pool_on_host: bool, hot_budgets: int = HOT_BUDGETS,
         notes: tuple[str, ...] = (),
     ) -> "Memory":  # fmt: skip
-        """The same by buffer, and with the lengths of the rows: all that a cache will hold."""
+        """The memory of a cache by buffer, with the lengths of the rows."""
         found: dict[tuple[str, bool], tuple[int, int]] = {}
         for i in self.attending:
             aside = pool_on_host and self.may_offload(i)
@@ -173,7 +173,8 @@ class Plan:
         return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)), notes)
 
     def exceptions(self) -> list[str]:
-        """`layer: what it runs` where that is neither the model's method nor a layer skipped; runs of layers as one."""
+        """`layer: method` for each layer that runs neither the model's method nor is skipped. Equal neighbours are one
+        entry."""
         runs: list[tuple[int, int, Method | None]] = []
         for i, m in enumerate(self.methods):
             if m == self.method if i >= self.skip_layers else m and m.name == "full":

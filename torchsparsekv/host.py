@@ -14,7 +14,7 @@ import torch
 
 
 class _Pinned:
-    """Owner of one registered mapping. The CUDA tensor made from it holds a reference, so it lives as long."""
+    """The owner of one registered mapping. The CUDA tensor made from the mapping holds a reference to its owner."""
 
     def __init__(self, nbytes: int, device: torch.device):
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -43,7 +43,7 @@ class _Pinned:
 def _register(pointer: int, size: int, device: torch.device) -> int:
     with torch.cuda.device(device):  # the registration belongs to the current device
         error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 2))  # 2: mapped into its address space
-        if error:  # CUDA keeps it for the next check of a launch, which would raise it again: let that be this one
+        if error:  # CUDA reports an error again at the next check of a launch; this check takes it
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=device).fill_(1)
     return error
@@ -71,14 +71,16 @@ def memlock_said(limit: int) -> str:
 
 
 def pinnable(wanted: int, device: torch.device) -> int:
-    """How many of the `wanted` bytes the memlock limit allows to pin: all where it is higher or does not count."""
+    """The bytes, of the `wanted` bytes, that the memlock limit allows to pin. All of them if the limit is higher, or if
+    the driver ignores the limit."""
     limit = memlock()
     return wanted if wanted <= limit or not _memlock_counts(device) else limit
 
 
 @functools.cache
 def _memlock_counts(device: torch.device) -> bool:
-    """Whether the driver heeds a finite memlock limit. Most do not, and privileges matter: pinning beyond it tells."""
+    """True if the driver obeys a finite memlock limit. Most drivers do not. Privileges matter too, so a probe pins more
+    than the limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -96,7 +98,7 @@ def _memlock_counts(device: torch.device) -> bool:
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor in pinned host memory that presents itself as a tensor of `device`."""
     nbytes = int(torch.Size(shape).numel()) * dtype.itemsize
-    if nbytes > (free := available()):  # the system promises more than it has, and kills who asks for it
+    if nbytes > (free := available()):  # the system grants more memory than it has, and kills the process that uses it
         raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are to be pinned, only {free / 2**30:.2f} are free")
     owner = _Pinned(max(nbytes, 1), device)
     flat = torch.as_tensor(owner, device=device)
@@ -105,8 +107,8 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return flat[:nbytes].view(dtype).view(shape)
 
 
-# Control groups, version 2 and 1: where they are, what a process's line says of them, and of each group the files of
-# its limit and its use, and the field of what of that is file cache and can be had back.
+# Control groups, versions 2 and 1: the folder, the marker in the process's line, the files of a group's limit and use,
+# and the field of the file cache, which the system can free.
 _ROOT = Path("/sys/fs/cgroup")
 CGROUPS = (
     (_ROOT, "", ("memory.max", "memory.current", "inactive_file")),
@@ -116,7 +118,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Those that this process is in, up to the roots; a container sees its own as the root, whatever its name."""
+    """The control groups of this process, up to the roots. A container sees its own group as the root."""
     own: dict[str, PurePosixPath] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in OWN_CGROUPS.read_text().splitlines():
@@ -130,7 +132,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 def available() -> int:
     """Bytes of host memory that can be had without swapping (limits of control groups count)."""
-    free = 1 << 62  # where no one tells, the allocation itself will
+    free = 1 << 62  # without the file, the allocation itself fails if memory is short
     with contextlib.suppress(OSError, KeyError, ValueError):
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024

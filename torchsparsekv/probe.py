@@ -1,12 +1,12 @@
-"""How much of the true attention a method keeps, measured at every layer and head while a patched model decodes.
+"""How much of the true attention a method keeps, for every layer and head, while a patched model decodes.
 
     cache = handle.make_cache(1, 4096)
     with probe(cache) as seen:
         model.generate(ids, past_key_values=cache, disable_compile=True)
     seen.mass().mean(), seen.error().mean()
 
-Nothing of this is in the decode path: inside the `with`, every layer of this one cache shows what it chose and answered
-to a probe, which computes exact attention over all that the row holds. That reads every key and value, in fp32.
+Decoding without a probe is not changed. Inside the `with`, every layer of this cache calls the probe with its selection
+and output. The probe computes exact attention over all tokens of a row: it reads every key and value, in fp32.
 """
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from torchsparsekv.state import EAGER_ONLY, LayerState
 
 
 class LayerProbe:
-    """One layer: per decode step, [rows, query heads] of both measures."""
+    """One layer: both measures of each decode step, [rows, query heads]."""
 
     def __init__(self, method: Method):
         self.method = method
@@ -30,7 +30,7 @@ class LayerProbe:
         self.error: list[Tensor] = []
 
     def __call__(self, s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
-        """A tap of LayerState."""
+        """The `on_step` function of a LayerState."""
         if torch.compiler.is_compiling():
             raise RuntimeError(EAGER_ONLY)
         frontier = s.lengths.ring_begin[:, None].expand(s.store.pool.shape[:2])
@@ -44,18 +44,19 @@ class LayerProbe:
 
 
 class Probe:
-    """What was measured since the probe was set or cleared."""
+    """The measures since the probe was made or cleared."""
 
     def __init__(self, methods: list[Method]):
         self.layers = [LayerProbe(m) for m in methods]
 
     def mass(self) -> Tensor:
-        """Share of the full softmax weight that was attended to, [layers, steps, rows, query heads]; waits for the
-        device. Extra sink logits are in no share."""
+        """The share of the softmax weight that was attended to, [layers, steps, rows, query heads]. Extra sink logits
+        are not counted. The call waits for the device."""
         return self._stacked("mass")
 
     def error(self) -> Tensor:
-        """|out - dense| / |dense| of a head's output, [layers, steps, rows, query heads]; waits for the device."""
+        """|out - dense| / |dense| of the output of a head, [layers, steps, rows, query heads]. The call waits for the
+        device."""
         return self._stacked("error")
 
     def sparse(self) -> list[int]:
@@ -84,7 +85,7 @@ def probe(cache) -> Iterator[Probe]:
 
 @contextlib.contextmanager
 def tapped(cache, taps) -> Iterator[None]:
-    """Show every step of a layer to its tap: a function of (state, query, attention, choice, output)."""
+    """Call a function of (state, query, attention, selection, output) at every decode step of a layer."""
     layers = [*cache.stored.values()]
     before = [layer.state.on_step for layer in layers]
     for layer, tap in zip(layers, taps):
@@ -118,7 +119,8 @@ def exact_attention(
 
 
 def _live(s: LayerState, frontier: Tensor, fill: Tensor | None) -> Tensor:
-    """Which rows of pool and ring stand for a token, [batch, kv heads, pool rows + ring rows]; no token twice."""
+    """The rows of pool and ring that hold a token, [batch, kv heads, pool rows + ring rows]. A token in both counts
+    once."""
     pool, ring, sink, length = s.store.pool, s.store.ring, s.lengths.sink, s.lengths.length
     row = torch.arange(pool.shape[2], device=pool.device)
     far = (row >= sink) & (row < frontier[..., None])

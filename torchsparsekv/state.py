@@ -16,13 +16,13 @@ from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
 from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
 
-HOT_BUDGETS = 2  # the size of the hot buffer where nothing says how much memory is free
+HOT_BUDGETS = 2  # budgets in a hot buffer, if free memory does not decide
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes one layer's buffers follow from."""
+    """The sizes of the buffers of one layer."""
 
     batch: int
     kv_heads: int
@@ -30,11 +30,11 @@ class Geometry:
     rows: int  # pool rows per (batch row, kv head): the capacity, in whole blocks
     dtype: torch.dtype
     group: int = 1  # query heads per kv head
-    layer: int = 0  # its number, of so many: what not all layers are to do at the same step
+    layer: int = 0  # the number of the layer; layers take turns with some work by it
     layers: int = 1
-    follows: bool = False  # an earlier layer chooses for it: see LayerState.anchor
+    follows: bool = False  # the layer shares the selection of an earlier layer (LayerState.anchor)
     pool_dtype: torch.dtype | None = None  # None: dtype
-    hot_budgets: int = HOT_BUDGETS  # what `hot_budgets="auto"` comes to in this cache
+    hot_budgets: int = HOT_BUDGETS  # the value of `hot_budgets="auto"` in this cache
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -43,7 +43,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """When tokens leave the ring: it keeps `sink` for good, and of the others `window` to `window + interval - 1`."""
+    """When tokens leave the ring. The ring always keeps the first `sink` tokens, and the latest `window` to `window +
+    interval - 1` tokens."""
 
     sink: int
     window: int
@@ -56,8 +57,12 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor a layer needs. `home="pool"` is where the cache keeps its bulk, in host memory or not (`offload`).
-    `counts`: it says what happened in this cache, for its report; nothing else depends on it, and a fork has its own.
+    """A tensor that a layer needs.
+
+    home: "pool" puts the tensor where the pool lives, in host memory or on the device (`offload`).
+
+    counts: the tensor counts events for the report of this cache. Nothing else depends on it, and a fork starts with
+    zeros.
     """
 
     shape: tuple[int, ...]
@@ -74,8 +79,8 @@ class Buffer:
         return self.home == "pool" and pool_on_host
 
 
-# Buffers by name, alone or in a view (ops/store/views.py) of them and of numbers: `state.hot` is a view of the tensors
-# declared here.
+# Buffers by name. A value is a Buffer, or a view (ops/store/views.py) of buffers and numbers: `state.hot` is a view of
+# the tensors that are declared here.
 Buffers = dict[str, Any]
 
 
@@ -84,7 +89,7 @@ def each(buffers: Buffers) -> Iterator[Buffer]:
 
 
 def named(buffers: Buffers) -> dict[str, Buffer]:
-    """All of them, those of a view as `view.field`."""
+    """All buffers by name. A buffer of a view is called `view.field`."""
     found: dict[str, Buffer] = {}
     for name, given in buffers.items():
         parts = {f"{name}.{f}": b for f, b in given._asdict().items()} if hasattr(given, "_asdict") else {name: given}
@@ -92,7 +97,7 @@ def named(buffers: Buffers) -> dict[str, Buffer]:
     return found
 
 
-# What a LayerState has beside its buffers and what its class has.
+# The attributes of a LayerState beside its buffers and the members of its class.
 OF_STATE = {
     "row_lengths", "buffers", "anchor", "followers", "pool_on_host", "admits", "on_step", "on_prompt", "override_query",
     "override_ids", "joins", "_takers", "_handed",
@@ -100,7 +105,7 @@ OF_STATE = {
 
 
 def checked(buffers: Buffers, late: bool) -> Buffers:
-    """What buffers() of a method returned, which fetches late or does not, if it can be."""
+    """The buffers that `buffers()` of a method returned, if they are valid."""
     if missing := [name for name in ("store", "stats") if name not in buffers]:
         raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
     if ("prefetch" in buffers) != late:
@@ -118,7 +123,7 @@ def checked(buffers: Buffers, late: bool) -> Buffers:
 
 
 def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
-    """What every layer has: the pool of all tokens, the ring of near ones, the counters."""
+    """The buffers of every layer: the pool, the ring and the counters."""
     pool = g.pool_dtype or g.dtype
     return {
         "store": KVStore(
@@ -130,7 +135,8 @@ def store_buffers(g: Geometry, plan: RingPlan) -> Buffers:
 
 
 def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> HotBuffer:
-    """The hot buffer of a retrieving layer: `slots` blocks on the device, of which `chosen` at most are attended to."""
+    """The hot buffer of a retrieving layer: `slots` blocks on the device. A step attends to at most `chosen` of them.
+    """
     check_chosen(chosen)
     i32 = torch.int32
     return HotBuffer(
@@ -145,7 +151,7 @@ def hot_buffer(g: Geometry, block_size: int, slots: int, chosen: int) -> HotBuff
 
 
 def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
-    """What a layer that fetches late has beside its hot buffer."""
+    """The buffers of a layer with `prefetch_async`, beside its hot buffer."""
     none, waits = Buffer(g.lead, torch.int32), Buffer(g.lead, torch.int32, counts=True)
     return Prefetch(
         query=Buffer((g.batch, g.kv_heads * g.group, g.head_dim), g.dtype),
@@ -156,12 +162,12 @@ def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
 
 
 def rest_buffers(g: Geometry, group: int) -> Rest:
-    """The sums of the groups of `group` tokens of a layer that estimates what it does not retrieve."""
+    """The sums of groups of `group` tokens, for a layer with `estimate_rest`."""
     return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), torch.float32), group)
 
 
 def mark_static(t: Tensor) -> Tensor:
-    """CUDA graphs must not copy state in and out: its address never changes."""
+    """Promise a fixed address, so that CUDA graphs do not copy the tensor in and out."""
     torch._dynamo.mark_static_address(t)
     return t
 
@@ -190,15 +196,15 @@ class RowLengths:
         return (self.seq_len, self.left_pad, *self.view[:4])
 
     def copy_from(self, other: "RowLengths") -> None:
-        """One row there may become many here."""
+        """Copy the lengths of another cache. One row of that cache may fill several rows of this one."""
         for to, source in zip(self.tensors(), other.tensors()):
             to.copy_(source)
 
     def advance(self, tokens: int, pad: Tensor | None = None) -> None:
-        """Take in `tokens` more columns; `pad` is the left padding of rows that begin.
+        """Add `tokens` new columns. `pad` is the left padding of rows that begin.
 
-        Of a prompt outside a compiled graph the host remembers the lengths too. A graph that takes one in has to make
-        it forget those of the prompt before: layers outside that graph would take them for this one's.
+        For a prompt outside a compiled graph the host remembers the lengths too. A graph that contains a prompt must
+        clear the remembered lengths, because layers outside the graph would use those of the prompt before.
         """
         advance(self.seq_len, self.left_pad, self.view, pad, tokens, self.capacity, self.plan.window)
         if tokens > 1:
@@ -206,7 +212,8 @@ class RowLengths:
             self._spans = None if compiling else (tokens, torch.cat(self.view[:2]).tolist())
 
     def spans(self, tokens: int) -> list[int] | None:
-        """start and length of the prompt of `tokens` just taken in, as host integers, where the host saw it."""
+        """Start and length of each row in the prompt of `tokens` columns that came last, as host integers. None if the
+        host does not know them."""
         if torch.compiler.is_compiling() or self._spans is None or self._spans[0] != tokens:
             return None
         return self._spans[1]
@@ -217,16 +224,16 @@ class RowLengths:
 
     @staticmethod
     def bytes_for(batch: int) -> int:
-        """The same, before there are any: one total, and five numbers a row."""
+        """The bytes of the lengths of a cache that does not exist yet: one total, and five numbers per row."""
         return torch.int64.itemsize + 5 * batch * torch.int32.itemsize
 
 
 class LayerState:
-    """Named tensors of one attention layer, in views. Mutated in place by ops, never re-assigned.
+    """The named tensors of one attention layer, in views. Ops change them in place; they are never re-assigned.
 
-    anchor: the state of the earlier layer whose index this one uses, where it has none. Of one prompt what that one
-    `publish`s is there for the layers that follow it, up to the last of them. joins: what the layers before it and this
-    one fetch late is here at its end.
+    anchor: the state of an earlier layer whose index this layer uses, or None. While a prompt is stored, the anchor
+    publishes data that its followers consume. joins: at the end of this layer, the current stream waits for the
+    asynchronous fetches of this layer and the layers before it.
     """
 
     if TYPE_CHECKING:  # the attribute names come from the declared buffers
@@ -252,7 +259,7 @@ class LayerState:
         self.on_prompt: Callable | None = None
         self.override_query: Callable | None = None
         self.override_ids: Callable | None = None
-        with torch.inference_mode(False):  # else no one outside inference mode could update them
+        with torch.inference_mode(False):  # inference tensors could not be updated outside inference mode
             for name, given in buffers.items():
                 view = isinstance(given, tuple)
                 made = [self._made(b, device) for b in (given if view else (given,))]
@@ -272,7 +279,7 @@ class LayerState:
         return self.row_lengths.view
 
     def publish(self, what: Any) -> None:
-        """What there is to know of a prompt, for as many layers as follow this one."""
+        """Keep data of a prompt until every layer that follows this one has consumed it."""
         self._takers = self.followers
         self._handed = what if self._takers else None
 
@@ -286,7 +293,7 @@ class LayerState:
         return what
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LayerState":
-        """The same layer, with `fn` of the tensors in its views and in those of the layer it follows."""
+        """A copy of the layer with `fn` applied to the tensors of its views, and of the views of its anchor."""
         new = copy.copy(self)
         for name in self.buffers:
             setattr(new, name, mapped(getattr(self, name), fn))
@@ -296,15 +303,15 @@ class LayerState:
         return new
 
     def tensors(self) -> Iterator[tuple[Buffer, Tensor]]:
-        """Every tensor, with how it was declared."""
+        """Every tensor with its Buffer."""
         for name, given in self.buffers.items():
             t = getattr(self, name)
             parts = zip(given, t) if isinstance(given, tuple) else ((given, t),)
             yield from ((b, x) for b, x in parts if isinstance(b, Buffer))
 
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
-        """All of it but what it counted, of the pool no more than `rows` rows, if a number is given. One row there may
-        become many here."""
+        """Copy another layer without its counters, and at most `rows` rows of the pool. One row of the other batch may
+        fill several rows of this one."""
         resized: tuple[Tensor, ...] = ()
         if "hot" in self.buffers and self.hot.rows.shape[2] != other.hot.rows.shape[2]:
             copy_chosen(self.hot, other.hot)
@@ -320,7 +327,7 @@ class LayerState:
             to.copy_(source)
 
     def reset(self) -> None:
-        """Forget the index and the hot buffer. Rows of the pool need no clearing: no length reaches them."""
+        """Clear the index and the hot buffer. The pool needs no clearing, because no length reaches its old rows."""
         self._handed = None
         for b, t in self.tensors():
             if t is not self.store.pool:
@@ -328,7 +335,7 @@ class LayerState:
 
 
 def copy_chosen(to: HotBuffer, source: HotBuffer) -> None:
-    """Fill a hot buffer of another size with the blocks of the last selection alone. One row there may become many."""
+    """Fill a hot buffer of another size with the blocks of the last selection. One row may fill several rows."""
     for t in (to.slot_of, to.block_of):
         t.fill_(-1)
     to.used.zero_()
@@ -345,7 +352,7 @@ def copy_chosen(to: HotBuffer, source: HotBuffer) -> None:
 
 
 def _fill(t: Tensor, value: float) -> None:
-    """`fill_`, also for fp8, where it is not implemented on every device."""
+    """`fill_` for all types. fp8 has no `fill_` on some devices."""
     if t.dtype.itemsize == 1 and t.dtype.is_floating_point:
         t.copy_(torch.full((), value, device=t.device))
     else:
@@ -353,6 +360,6 @@ def _fill(t: Tensor, value: float) -> None:
 
 
 def total_bytes(buffers: Buffers, *, pool_on_host: bool) -> tuple[int, int]:
-    """(host, device) bytes of a layer, known before anything is allocated."""
+    """The host and device bytes of the buffers of a layer. Nothing is allocated."""
     host_bytes = sum(b.nbytes for b in each(buffers) if b.is_on_host(pool_on_host))
     return host_bytes, sum(b.nbytes for b in each(buffers)) - host_bytes

@@ -1,9 +1,10 @@
-"""Which implementation of an op runs: a chain, the first that fits, with the reasons of those that do not.
+"""The chain of implementations of an op. The first implementation that fits runs; the chain keeps the reasons of the
+others.
 
-On a CUDA device the chain of an op is CUDA C++ (where there is some), then Triton, and an op without kernels is
-refused; on a CPU the reference runs. Where torch has a kernel for all of an op, that runs on both. `use_kernels` forces
-one kind for everything: what cannot run as it is asked to is refused with its reason. An op for which no CUDA C++ was
-written goes on along its chain where "cuda" is asked for, and torch's kernels count as of either kind.
+On a CUDA device the order is CUDA C++ (if the op has it), then Triton; an op without kernels is refused. On a CPU the
+reference runs. An op that torch's own kernels cover runs these on both. `use_kernels` forces one kind for every op. An
+op that cannot run as forced is refused with the reason. With "cuda" forced, an op without CUDA C++ runs the next
+implementation of its chain. Torch's kernels count as either kind.
 """
 import contextlib
 import os
@@ -19,7 +20,8 @@ VARIABLE = "TORCHSPARSEKV_KERNELS"
 
 
 class Implementation(NamedTuple):
-    """`fits` takes what the op takes and returns what `launch` gets first, or a string that says why it cannot run."""
+    """`fits` gets the arguments of the op. It returns the first argument of `launch`, or the reason (a string) why the
+    implementation cannot run."""
 
     kind: str
     launch: Callable
@@ -27,7 +29,7 @@ class Implementation(NamedTuple):
 
 
 def cuda(fits: Callable, launch: Callable) -> Implementation:
-    """CUDA C++ of csrc/: `fits` returns its kernels, compiled."""
+    """CUDA C++ of csrc/. `fits` returns the compiled kernels."""
     return Implementation("cuda", launch, fits)
 
 
@@ -36,7 +38,7 @@ def triton(launch: Callable) -> Implementation:
 
 
 def torch_kernels(launch: Callable) -> Implementation:
-    """None of ours: what torch has, on a CPU too."""
+    """An implementation by torch's own kernels, also on a CPU."""
     return Implementation(TORCH, launch)
 
 
@@ -50,7 +52,7 @@ _forced: str | None = _known(os.environ.get(VARIABLE) or None, VARIABLE)
 
 
 class _Before(contextlib.AbstractContextManager):
-    """What was forced before, again at the end of a `with`."""
+    """Restores the forced kind at the end of a `with`."""
 
     def __init__(self, kind: str | None):
         self.kind = kind
@@ -82,7 +84,7 @@ class Chain:
         self.unforced_on_cpu = next((i.launch for i in chain if i.kind == TORCH), reference)
 
     def candidates(self, kind: str | None) -> tuple[Implementation, ...]:
-        """Those that may run where `kind` is forced."""
+        """The implementations that may run if `kind` is forced."""
         if kind == "reference":
             return ()
         if kind is None or (kind == "cuda" and "cuda" not in self.kinds):
@@ -90,19 +92,19 @@ class Chain:
         return tuple(i for i in self.chain if i.kind in (kind, TORCH))
 
     def run(self, things: tuple, kind: str | None) -> Any:
-        """On a CUDA device, or interpreted: the first that fits of what is forced, or of all."""
+        """Run the first implementation that fits, on a CUDA device or in the interpreter."""
         one, found, _ = self._first(things, kind)
         return one.launch(found, *things) if one.fits else one.launch(*things)
 
     def chosen(self, *things: Any) -> tuple[str, dict[str, str]]:
-        """Which kind would run on a CUDA device, and why those before it would not."""
+        """The kind that would run on a CUDA device, and the reasons of the kinds before it."""
         if _forced == "reference":
             return _forced, {}
         one, _, reasons = self._first(things, _forced)
         return one.kind, reasons
 
     def _first(self, things: tuple, kind: str | None) -> tuple[Implementation, Any, dict[str, str]]:
-        """The first that fits, what it is to be given, and why those before it do not."""
+        """The first implementation that fits, its first argument, and the reasons of the implementations before it."""
         reasons: dict[str, str] = {}
         for one in self.candidates(kind):
             found = one.fits(*things) if one.fits else None
@@ -135,7 +137,8 @@ class Chain:
         return self.run(things, _forced)
 
     def _reference_of_cuda(self, things: tuple) -> Any:
-        """The reference is defined on the CPU: there and back. It waits for the device, so no graph can hold it."""
+        """Run the reference on the CPU, with copies in both directions. It waits for the device, so it cannot be
+        captured."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.name}: kernels='reference' cannot run here: the reference waits for the device, and this step "

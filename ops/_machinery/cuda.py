@@ -1,8 +1,8 @@
-"""CUDA C++ of csrc/, for what Triton cannot say: compiled when first used, as Triton's kernels are.
+"""CUDA C++ kernels of csrc/, for what Triton cannot express. They are compiled at first use, as Triton's kernels are.
 
-By the NVRTC that CUDA builds of torch bring along, and launched through the driver: both have C interfaces, so an
-install needs no compiler and nothing is tied to the binary interface of one torch. Where NVRTC cannot be had, `load`
-says so, and the op takes its Triton kernels, which give the same results.
+NVRTC, which CUDA builds of torch include, compiles a kernel; the CUDA driver launches it. Both have C interfaces. So an
+install needs no compiler, and the kernels do not depend on the binary interface of one torch version. Without NVRTC
+`load` returns the reason, and the op runs its Triton kernels, which give the same results.
 """
 import ctypes
 import functools
@@ -22,13 +22,14 @@ from torchsparsekv.ops._machinery.triton import launch_early
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and _PREFERRED_SHARED_MEMORY_CARVEOUT; CU_LAUNCH_ATTRIBUTE_
 # PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
-# Of a multiprocessor's memory. The driver would choose for each kernel, but one that wants another share than the one
-# before it cannot start beside that, and changing the share takes time: four kernels took 27.0 us instead of 30.5.
+# The share of shared memory in a multiprocessor's memory. By default the driver chooses a share for each kernel.
+# Kernels with different shares cannot overlap, and a change takes time: four kernels took 27.0 us with one share, and
+# 30.5 us with several.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-# The first compute capability with products of 16 places and reductions of a warp, or that converts fp8 or has clusters
-# of programs where these are asked for. What is older is left to Triton.
+# The least compute capabilities: for matrix products and warp reductions, for conversion of fp8, and for clusters of
+# programs. Triton's kernels run on older devices.
 OLDEST = {
     "best_pages": (9, 0), "bound_scores": (8, 9), "centroid_votes": (8, 0), "rank_by_votes": (8, 0), "fetch": (8, 0),
     "page_peaks": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
@@ -36,7 +37,7 @@ OLDEST = {
 }  # fmt: skip
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"  # beside ops/, in a checkout and in a wheel
 _loaded: dict[tuple, "Module | str"] = {}
-_one_at_a_time = threading.Lock()  # two threads compile a module once
+_one_at_a_time = threading.Lock()  # of two threads, one compiles a module
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
 
@@ -52,7 +53,7 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """NVRTC, which torch's own library of that name is linked against and so finds, and the driver."""
+    """The libraries NVRTC and CUDA driver. Torch is linked against NVRTC, so the loader finds it."""
     if not torch.version.cuda:
         return None
     major = torch.version.cuda.split(".")[0]
@@ -107,7 +108,8 @@ class Module:
             self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
-        """On the current stream, with `shared` bytes of dynamic shared memory; small grids early, as Triton's are."""
+        """Launch on the current stream, with `shared` bytes of dynamic shared memory. Small grids launch early, as
+        Triton's do."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))
@@ -118,7 +120,7 @@ class Module:
         self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)
 
     def _kernel(self, name: str, shared: int) -> c_void_p:
-        """Allowed as much dynamic shared memory as any launch has asked for."""
+        """A kernel, allowed to use the largest dynamic shared memory that any launch has asked for."""
         kernel, allowed = self.kernels.get(name, (c_void_p(), -1))
         if allowed < 0:
             self._do("cuModuleGetFunction", byref(kernel), self.module, name.encode())
@@ -154,12 +156,13 @@ def _argument(x: Argument):
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Kernels load up to 16 bytes at a time; a contiguous view may begin anywhere. Fake tensors count as aligned."""
+    """True if all tensors begin at multiples of 16 bytes, because kernels load 16 bytes at a time. A contiguous view
+    may begin anywhere. Fake tensors count as aligned."""
     return not any(t.data_ptr() % 16 for t in tensors if not isinstance(t, FakeTensor))
 
 
 def load(name: str, device: torch.device, **defines: int) -> Module | str:
-    """The kernels of csrc/`name`.cu for that device, or why they cannot be had."""
+    """The kernels of csrc/`name`.cu for a device, or the reason why they are not available."""
     if device.type != "cuda":
         return f"these tensors are on {device}"
     index = torch.cuda.current_device() if device.index is None else device.index

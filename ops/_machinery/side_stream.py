@@ -1,4 +1,5 @@
-"""Work of a layer that runs beside the next ones, on a stream of its own: of prompts, or of decode steps."""
+"""Work of one layer that runs beside the next layers, on a stream of its own. Prompts and decode steps have different
+side streams."""
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -9,12 +10,12 @@ from torch import Tensor
 
 @functools.cache
 def _stream(device: torch.device, beside: int | None) -> torch.cuda.Stream:
-    """For prompts, or for the steps launched on that stream: another thread may be capturing one on its own."""
+    """The side stream of prompts, or of the decode steps of one main stream: two threads may capture steps at once."""
     return torch.cuda.Stream(device)
 
 
 def wait_for_side_stream(device: torch.device) -> None:
-    """Let the current stream wait for what was launched beside it, by prompts and by steps."""
+    """Let the current stream wait for all work on the side streams of prompts and steps."""
     if device.type == "cuda":
         main = torch.cuda.current_stream(device)
         for beside in (None, main.cuda_stream):
@@ -23,11 +24,12 @@ def wait_for_side_stream(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def on_side_stream(join: bool, *used: Tensor, of_step: bool = False) -> Iterator[None]:
-    """Launch on the side stream what reads or writes `used`, after what was launched so far on the current one.
+    """Launch work on the side stream. It starts after all work that is on the current stream now. `used` are the
+    tensors that the work reads or writes.
 
-    With `join` the current stream waits for everything launched there before and takes this on itself: for the last
-    layer, and for compiled prompts, whose memory plan knows nothing of other streams. A step (`of_step`) may be
-    captured: what it uses must stay where it is.
+    With `join` the current stream waits for the whole side stream and runs this work itself. The last layer joins.
+    Compiled prompts join, because their memory plan does not know other streams. A step (`of_step`) may be captured, so
+    its tensors must keep their addresses.
     """
     device = used[0].device
     if device.type != "cuda":  # the interpreter: no streams

@@ -1,8 +1,8 @@
-"""What an op takes, read off the annotations of its reference: the schema, what it may change, shapes and types.
+"""The signature of an op, read from the annotations of its reference: schema, changed arguments, shapes and types.
 
 A parameter is a tensor (`Annotated[Tensor, Of(...)]`), a number, a list of numbers, or a view: a NamedTuple of tensors
-and numbers that belong together (ops/store/views.py). `Changed[...]` around a tensor or a view says that the op writes
-it. The dispatcher sees flat arguments, named `view_field`; everything written by hand sees views.
+and numbers that belong together (ops/store/views.py). `Changed[...]` marks a tensor or view that the op writes. The
+dispatcher gets flat arguments named `view_field`; all code written by hand gets views.
 """
 import inspect
 import re
@@ -23,13 +23,13 @@ NUMBERS = {int: "int", float: "float", bool: "bool", list[int]: "int[]", SymInt:
 
 
 class Of(NamedTuple):
-    """A tensor's shape in words, and its type.
+    """The shape of a tensor in words, and its type.
 
-    A word is a number, a name (the same name is the same size in the whole op), or a sum of them without spaces
-    ("units+1"); numbers that the op takes may be named too. `dtype` is a type, a tuple of those allowed, or a name:
-    then it is a floating-point type, the same for all tensors of the op with that name. Tensors are contiguous, or with
-    `strided` just dense in their last dimension. `packed`: another type that it may have, and what its last size is
-    then, of what it is otherwise; for ops that have the name and that size from another tensor too.
+    A word is a number, a name, or a sum without spaces ("units+1"). A name means the same size everywhere in the op; it
+    may also be the name of a number argument. `dtype` is a type, a tuple of allowed types, or a name: tensors with the
+    same name have the same floating-point type. Tensors are contiguous; with `strided` only the last dimension must be
+    dense. `packed` is one more allowed type, with a function from the usual last size to the last size of that type. It
+    is for ops where another tensor has the name and the usual size.
     """
 
     shape: str
@@ -39,7 +39,7 @@ class Of(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """One argument as the dispatcher sees it; `said` is its name in messages."""
+    """One argument of the dispatcher. Messages call it `said`."""
 
     name: str
     said: str
@@ -50,7 +50,7 @@ class Flat(NamedTuple):
 
 
 def _unwrapped(hint: Any) -> tuple[Any, bool, bool]:
-    """(the hint itself, whether None is allowed, whether it is marked as changed)."""
+    """The hint without its wrappers, whether it allows None, and whether it is marked as changed."""
     changed = typing.get_origin(hint) is Annotated and _CHANGED in hint.__metadata__
     if changed:
         rest = [x for x in hint.__metadata__ if x != _CHANGED]
@@ -90,7 +90,7 @@ class Parameter(NamedTuple):
 
 
 class Signature:
-    """Of one op: parameters with their views, and the code that passes from views to flat arguments and back."""
+    """The parameters of one op with their views, and the code that converts views to flat arguments and back."""
 
     def __init__(self, name: str, reference: Callable):
         hints = typing.get_type_hints(reference, include_extras=True)
@@ -122,7 +122,7 @@ class Signature:
     # ---- from views to flat arguments and back, as code: it runs at every eager call
 
     def caller(self, op: Callable, doc: str | None) -> Callable:
-        """The function that users of the op call, with views."""
+        """The function that users of the op call. It takes views."""
         named = [p.name if p.default is inspect.Parameter.empty else f"{p.name}=_{p.name}" for p in self.parameters]
         passed = ", ".join(f"*{p.name}" if p.view else p.name for p in self.parameters)
         made = self._made(f"def {self.name}({', '.join(named)}):\n    return _op({passed})", _op=op)
@@ -130,7 +130,7 @@ class Signature:
         return made
 
     def grouped(self, fn: Callable, before: Callable | None = None) -> Callable:
-        """`fn` of views as a function of flat arguments, and `before` with the same views if it is given."""
+        """`fn`, a function of views, as a function of flat arguments. `before` is called with the same views first."""
         lines = [
             f"_its_{p.name} = _new(_{p.name}_view, ({', '.join(f.name for f in p.flat)},))"
             for p in self.parameters if p.view
@@ -141,7 +141,7 @@ class Signature:
         return self._made(code, _fn=fn, _before=before, _new=tuple.__new__)  # less to do than in _make of a NamedTuple
 
     def verifier(self) -> Callable:
-        """A function of flat arguments that raises where shapes and types do not fit."""
+        """A function of flat arguments that raises an error if shapes or types do not fit."""
         lines = _Lines(self._numbers())
         for f in self._in_order():
             lines.add(f)
@@ -156,8 +156,8 @@ class Signature:
         return names[self.name]
 
     def _in_order(self) -> list[Flat]:
-        """Tensors of views first, as they are what the others have to fit; then what may be packed, and sums, when
-        their terms are known, and what may be missing."""
+        """The order of the checks: tensors of views first, because the others must fit them; then tensors that may be
+        packed; then sums, when their terms are known; then optional tensors."""
         tensors = [f for f in self.flat if f.of]
         views = {f.name for p in self.parameters if p.view for f in p.flat}
         order = sorted(tensors, key=lambda f: (bool(f.of and f.of.packed), f.name not in views))
@@ -165,13 +165,13 @@ class Signature:
         return sorted([f for f in order if f not in sums] + sums, key=lambda f: f.optional)
 
     def _numbers(self) -> dict[str, str]:
-        """The numbers that words of shapes name, and which arguments these are."""
+        """The number arguments that words of shapes name."""
         used = {w for f in self.flat for word in words(f.of) for w in re.split(r"[+-]", word)}
         named = {f.said.rpartition(".")[2]: f.name for f in self.flat if f.type == "int"}
         return {word: name for word, name in named.items() if word in used}
 
     def explain(self, args: tuple) -> None:
-        """Raise what is wrong, as precisely as can be said."""
+        """Raise the most precise error for arguments that do not fit."""
         given = dict(zip((f.name for f in self.flat), args))
         sizes: dict[str, Any] = {word: given[name] for word, name in self._numbers().items()}
         kinds: dict[str, dict[str, torch.dtype]] = {}
@@ -186,7 +186,7 @@ def words(of: Of | None) -> list[str]:
 
 
 class _Lines:
-    """The code of a verifier. It leaves through `_explain` at the first thing that does not fit."""
+    """The code of a verifier. The verifier calls `_explain` at the first argument that does not fit."""
 
     def __init__(self, numbers: dict[str, str]) -> None:
         self.done: list[str] = [f"{size_of(word)} = {name}" for word, name in numbers.items()]
@@ -218,7 +218,7 @@ class _Lines:
         return [f"{f.name}.dtype not in FLOATS"]
 
     def _may_be_packed(self, f: Flat) -> bool:
-        """If other tensors say the size and the type that it would have otherwise."""
+        """True if other tensors fix the usual size and type of a tensor that may be packed."""
         of = f.of
         assert of is not None
         return of.packed is not None and of.dtype in self.kinds and self._known(words(of)[-1])
@@ -242,7 +242,7 @@ class _Lines:
         return all(w.isdigit() or size_of(w) in self.sizes for w in re.split(r"[+-]", word))
 
     def _bind(self, word: str, at: str, size: str) -> str:
-        """A condition that is true where a size is another than known; a new name is bound on the way."""
+        """A condition that is true if a size differs from the known size. A new name is bound on the way."""
         if self._known(word):
             return f"{at} != {size}"
         self.sizes.add(size_of(word))
@@ -250,7 +250,7 @@ class _Lines:
 
 
 def size_of(word: str) -> str:
-    """The variable of a size; names of sizes must not meet those of arguments or of Python."""
+    """The variable of a size. The prefix keeps it apart from the names of arguments and of Python."""
     return re.sub(r"[a-z_]\w*", lambda m: f"n_{m[0]}", word)
 
 
@@ -285,7 +285,7 @@ def _explain_one(f: Flat, t: Tensor, sizes: dict[str, Any], kinds: dict[str, dic
 
 
 def _sum(word: str, sizes: dict[str, Any]) -> Any:
-    """The size that a word means, or the word where it is not known yet."""
+    """The size of a word, or the word itself if its size is not known yet."""
     terms = re.split(r"([+-])", word)
     if any(not x.isdigit() and x not in sizes for x in terms[::2]):
         return word
