@@ -1,4 +1,4 @@
-"""From what the user asked for to one method per layer. All of it is refused or settled before a model is touched."""
+"""From the arguments of patch() to one method per layer. All errors come before a model is touched."""
 import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,10 +21,10 @@ SKIP_LAYERS = 2
 class Assignment(NamedTuple):
     """The methods of a model's layers."""
 
-    method: Method  # of the layers of which nothing else is said
-    methods: tuple[Method | None, ...]  # of all; None: transformers' own, which is no attention over keys and values
+    method: Method  # the method of layers without an entry
+    methods: tuple[Method | None, ...]  # one per layer; None: a layer without keys and values
     skip_layers: int
-    notes: tuple[str, ...]  # what acts instead of a default that does not fit
+    notes: tuple[str, ...]  # defaults that do not fit, and the values used instead
     warned: tuple[str, ...]  # notes that patch() also gives as warnings
 
 
@@ -32,7 +32,7 @@ def choose(
     method: Method, given: dict, shapes: tuple[Layer | None, ...], entries: Mapping | None, skip_layers: int | None,
     max_length: int | None, limit: int,
 ) -> Assignment:  # fmt: skip
-    """`given` are the hyper-parameters of `method` that are not defaults; `limit` is what a cache may hold at most."""
+    """`given`: the hyper-parameters of `method` that the user named. `limit`: the most tokens of a cache."""
     notes: list[str] = []
     layers = len(shapes)
     if skip_layers is None:
@@ -82,7 +82,7 @@ def _saves_nothing(method: Method, max_length: int | None) -> str:
 
 
 def _fixed(shape: Layer | None, limit: int) -> str:
-    """What a layer does whatever is asked for; nothing where it attends to all that a cache may hold."""
+    """What a layer always does; empty if the layer attends to all tokens of a cache."""
     if shape is None:
         return "has no keys and values"
     if shape.window is not None and shape.window < limit:
@@ -112,7 +112,7 @@ def _checked(entries: Mapping | None, layers: int) -> dict[int, object]:
 
 
 def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
-    """The method of one entry, and those of its hyper-parameters that are no defaults."""
+    """The method of one entry, and the hyper-parameters that the user named for it."""
     if isinstance(entry, str):
         entry = {"method": entry}
     if not isinstance(entry, Mapping):
@@ -129,7 +129,7 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
 
 
 def _handed_on(name: str, given: dict) -> dict:
-    """What `patch` was told for all methods, as far as another one than its own has a use for it."""
+    """The arguments of patch() that another method than the one of the call uses too."""
     if name not in all_methods():
         return {}
     attends = make_method(name).traits.attends
@@ -138,7 +138,7 @@ def _handed_on(name: str, given: dict) -> dict:
 
 
 def _whose(entry: object, said: str) -> str:
-    """What to do where a budget, sink or window does not fit that the entry does not name."""
+    """A hint for an error in budget, sink or window that the entry inherited from patch()."""
     for name in COMMON:
         if f"{name} must" in said and not (isinstance(entry, Mapping) and name in entry):
             return f"; that is the {name} of patch(), give this layer one of its own"
@@ -146,7 +146,7 @@ def _whose(entry: object, said: str) -> str:
 
 
 def _fitted(method: Method, given: dict, max_length: int | None, limit: int, notes: list[str]) -> Method:
-    """What was given and does not fit is refused; a default budget is lowered."""
+    """Refuse values that the user gave and that do not fit. Lower a default budget."""
     if method.traits.attends == "everything":
         return method
     for name in COMMON if max_length is not None else ():
@@ -157,7 +157,7 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     budget = max(limit // method.block_size, 1) * method.block_size
     try:
         fitted = dataclasses.replace(method, budget=budget)
-    except ValueError:  # it takes no budget as low
+    except ValueError:  # the method refuses so low a budget
         notes.append(f"{method.name} keeps its default budget of {method.budget}: all that a cache holds is within it")
         return method
     notes.append(f"{method.name} has budget {budget}: the default of {method.budget} is above the {limit} of a cache")
@@ -165,7 +165,8 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
 
 
 def described(method: Method, beside: Method) -> str:
-    """Its name, and what it has else than `beside` where that is the same method, else than its defaults."""
+    """The name of a method and its differing hyper-parameters: from `beside` if both are the same method, else from the
+    defaults."""
     usual = beside if type(beside) is type(method) else type(method)()
     differs = [
         f"{f.name}={getattr(method, f.name)!r}"

@@ -1,4 +1,4 @@
-"""Where a cache's pool goes, and whether there is room for it. Nothing is allocated here."""
+"""Where the pool of a cache lives, and whether there is room. Nothing is allocated here."""
 import math
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torchsparsekv.state import HOT_BUDGETS
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """What the driver has, and what torch's allocator holds but does not use."""
+    """The memory that the driver has free, and the memory that torch's allocator holds without use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -65,7 +65,7 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
     usual = min(HOT_BUDGETS, most)
     least = usual if size(usual) <= free else 1
     room, beside = DEVICE_SHARE * free, free - prompt_bytes(plan, batch, length)
-    if size(least) <= beside:  # else a prompt has to come in chunks
+    if size(least) <= beside:  # otherwise a prompt must come in chunks
         room = min(room, beside)
     return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= room)))
 

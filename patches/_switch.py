@@ -1,4 +1,4 @@
-"""On and off: the hooks, the attention implementation and the instance method by which a model comes to us."""
+"""Switch a patch on and off: the hooks, the attention implementation, and the methods of the instance."""
 import types
 import weakref
 from collections.abc import Callable
@@ -24,7 +24,7 @@ RECOMPILE_LIMIT = 64  # at least: torch's is per code object, and every cache le
 
 
 class Owner:
-    """Ties caches to the patch that made them. Copied with the model by deepcopy, so a clone is an owner of its own."""
+    """Ties caches to their patch. A deep copy of the model copies it, so a clone has an owner of its own."""
 
     active = False
     first = 0  # the first layer with keys and values
@@ -32,7 +32,7 @@ class Owner:
 
 
 def on(model, handle, owner: Owner) -> str:
-    """Patch the instance; returns the attention implementation that it had. Interrupted, it leaves no half of it."""
+    """Patch the instance and return its attention implementation. An interrupt leaves the instance unpatched."""
     base = model.config.get_text_config(decoder=True)._attn_implementation
     private = Private(model)
     try:
@@ -71,7 +71,7 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
 
 
 def off(model, owner: Owner, base: str) -> None:
-    """Leave the instance as `on` found it, or would have, where it did not come to its end."""
+    """Restore the instance as `on` found it, also after an interrupted `on`."""
     for m in model.modules():
         if getattr(m, "_torchsparsekv_owner", None) is owner:
             for hook in (hand_over_layer, enter_layers, leave_layers):
@@ -95,7 +95,7 @@ def off(model, owner: Owner, base: str) -> None:
 
 
 def _set_implementation(model, name: str) -> None:
-    """Of the text model alone: a vision tower keeps its own."""
+    """Set the implementation of the text model. A vision tower keeps its own."""
     text = model.config.get_text_config(decoder=True)
     keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation({keys[0]: name} if keys else name)
@@ -107,7 +107,7 @@ def activate(owner: Owner) -> None:
 
 
 def _remove_hook(module, hook: Callable) -> None:
-    """By function, not by RemovableHandle: after a deep copy of the model that is still the original's."""
+    """Remove a hook by its function. After a deep copy of the model, a RemovableHandle belongs to the original."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = getattr(module, name)
         for key in [key for key, fn in hooks.items() if fn is hook]:
@@ -116,7 +116,8 @@ def _remove_hook(module, hook: Callable) -> None:
 
 
 class _RecompileLimit:
-    """The process's limit, raised while any model is patched. A value that the user sets meanwhile stays."""
+    """torch's limit of recompilations in the process, raised while a model is patched. A value that the user sets
+    meanwhile stays."""
 
     def __init__(self) -> None:
         self.owners: weakref.WeakSet[Owner] = weakref.WeakSet()

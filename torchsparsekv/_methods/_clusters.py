@@ -1,4 +1,4 @@
-"""What methods have in common that retrieve clusters of the prompt and segments of what was generated."""
+"""The base of methods that retrieve clusters of the prompt and segments of generated tokens."""
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 # That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
 # three samples each, 0.79 is right with 8, all with 16.
 CLUSTERS = 16
-CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # why tokens cannot be taken back out
+CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # the reason why a cache cannot be cropped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class ClusterMethod(Method):
         self.check_units()
 
     def check_units(self) -> None:
-        """Segments are as the rule needs them, and the budget holds one of each kind of units."""
+        """Check the lengths of segments, and that the budget holds one unit of each kind."""
         shortest, longest = self.rule.shortest, self.rule.longest
         if shortest > longest:
             raise ValueError(f"{self.name}: segments need shortest <= longest, got {shortest}, {longest}")
@@ -69,7 +69,7 @@ class ClusterMethod(Method):
 
     @property
     def per_cluster(self) -> int:
-        """`cluster_size`, or what it is by default."""
+        """`cluster_size`, or its default."""
         if self.cluster_size is not None:
             return self.cluster_size
         share = max(2, self.budget // CLUSTERS)
@@ -80,12 +80,12 @@ class ClusterMethod(Method):
 
     @property
     def kmeans(self) -> Kmeans:
-        """Of a prompt."""
+        """The settings of k-means for a prompt."""
         return Kmeans(self.per_cluster, self.stretch or WHOLE, self.rounds, self.seed, self.cosine)
 
     @property
     def rule(self) -> Boundaries:
-        """Retrieve where the likeness to the last query is below tau, and cut segments of so many tokens."""
+        """The rule of retrieval (a cosine below tau to the last query) and the lengths of segments."""
         raise NotImplementedError
 
     # ---- what it declares
@@ -100,7 +100,8 @@ class ClusterMethod(Method):
         return RingPlan(self.sink, self.window, 2 * self.rule.longest)
 
     def units(self, g: Geometry, least: int) -> Buffers:
-        """The store and the units, of which segments have `least` tokens and clusters so many on average."""
+        """The buffers of the units. Segments have `least` tokens or more, clusters have `per_cluster` tokens in the
+        mean."""
         if g.rows > MOST_ROWS:
             raise ValueError(f"{self.name}: a cache row holds at most {MOST_ROWS} tokens, got {g.rows}")
         units, i32 = unit_capacity(g.rows, self.ring_plan.interval, least), torch.int32

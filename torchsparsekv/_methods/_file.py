@@ -1,4 +1,4 @@
-"""A hyper-parameter that may be the path of a file, which a command has written."""
+"""A hyper-parameter that may be the path of a file of a command."""
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from torchsparsekv.method import Method
 
 
 def read_file(method: Method, field: str, command: str, take: Callable[[Any], object]) -> None:
-    """Replace the path of a file of `torchsparsekv COMMAND` by what `take` finds in the file."""
+    """Replace the path of a file of `torchsparsekv COMMAND` by the value that `take` reads from the file."""
     path = getattr(method, field)
     if not isinstance(path, (str, Path)):
         return

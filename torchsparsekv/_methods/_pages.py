@@ -1,4 +1,4 @@
-"""What methods that keep a volume around the keys of fixed-size pages have in common."""
+"""The base of methods that keep a volume around the keys of each page."""
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,4 +1,4 @@
-"""What methods with a static set have in common: an observation window, and when the set is chosen anew."""
+"""The base of methods with a static set: the observation window, and the updates of the set."""
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -79,12 +79,12 @@ class StaticMethod(ObservingMethod):
 
     @property
     def capability(self) -> dict[str, Any]:
-        """What the copy of the keys needs."""
+        """The device capability that the copy of the keys needs."""
         return dict(least_capability=(8, 9), older_devices='update_from="keys"') if self.copies else {}
 
     @property
     def source(self) -> str:
-        """`update_from`, or what it is by default."""
+        """`update_from`, or its default."""
         return self.update_from or ("keys" if self.update_every is None else "codes")
 
     @property
@@ -99,7 +99,7 @@ class StaticMethod(ObservingMethod):
         return super().effective() | {"update_from": self.source}
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """Between two updates nothing is selected."""
+        """Between two updates no token is selected."""
         rate = counts.per_step(int(s.static.updates.sum()))
         return super().report_row(s, counts) | self.static_share(s) | {"retrieval_rate": rate}
 
@@ -107,7 +107,7 @@ class StaticMethod(ObservingMethod):
         return {"static_share": float(s.static.target.float().mean()) / self.budget}
 
     def static_buffers(self, g: Geometry, most: int, target: int, *, moves: bool = False) -> Buffers:
-        """For at most so many tokens, of which `target` are wanted. The layers take turns in choosing anew."""
+        """The buffers of a static set. `target` is the wanted number of tokens. Layers take turns to update."""
         if most > MOST:
             raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
         one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731

@@ -1,4 +1,4 @@
-"""What layers with a sliding window run: all of their window, exactly, and nothing else is kept."""
+"""The method of layers with a sliding window: exact attention in the window. Older tokens are dropped."""
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,8 @@ from torchsparsekv.state import Buffers, Geometry, LayerState, RingPlan, hot_buf
 
 @dataclass(frozen=True, kw_only=True)
 class _Window(Method):
-    """The model assigns it, users cannot. `window` is the model's: a token attends to `window` tokens with itself."""
+    """The model sets this method; users cannot. `window` is the window of the model: a token attends to `window`
+    tokens, itself included."""
 
     name = "window"
 

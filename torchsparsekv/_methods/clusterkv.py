@@ -17,8 +17,8 @@ from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
-RUNS = 8  # that leave the ring at a time
-ALWAYS = 2.0  # no cosine reaches it: retrieves at every step
+RUNS = 8  # tokens that leave the ring together
+ALWAYS = 2.0  # above every cosine, so every step retrieves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ClusterKV(ClusterMethod):
 
     @property
     def new_size(self) -> int:
-        """Generated tokens of a cluster, on average."""
+        """The mean number of tokens in a cluster of generated tokens."""
         return self.every // self.new_clusters
 
     @property

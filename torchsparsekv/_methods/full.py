@@ -1,4 +1,4 @@
-"""Dense attention over the same store: the reference for every other method, and what skipped layers run."""
+"""Dense attention over the same store. Skipped layers run it, and it is the reference of every other method."""
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -131,7 +131,7 @@ class IceCache(Method):
 
     @property
     def block_size(self) -> int:
-        """`page_size`, or what it is by default."""
+        """`page_size`, or its default."""
         if self.page_size is not None:
             return self.page_size
         budget = self.budget if isinstance(self.budget, int) else 1
@@ -143,11 +143,11 @@ class IceCache(Method):
 
     @property
     def dense_threshold(self) -> int:
-        """Pages of generated tokens need not be full, so a budget may hold fewer tokens than it has room for."""
+        """Pages of generated tokens may be partly empty, so a budget may hold fewer tokens than it has room for."""
         return self.sink + self.window + self.block_size - 1
 
     def share(self, rows: int = 0) -> float:
-        """`r` in a cache of so many tokens."""
+        """The value of `r` for a cache of this many tokens."""
         return 1 / max(EVERY, cdiv(rows, SURE_NODES)) if self.r is None else self.r
 
     def promoted(self, rows: int) -> Promotion:
@@ -168,7 +168,7 @@ class IceCache(Method):
     # ---- what it declares
 
     def nodes(self, rows: int) -> int:
-        """Room for nodes: all that a quota promotes of so many tokens; of those that chance does, and is not above."""
+        """The most nodes for this many tokens: the exact number with a quota, a bound with chance."""
         p = self.promoted(rows)
         if p.every:
             return 2 + rows // p.every
@@ -241,7 +241,7 @@ class IceCache(Method):
         return found
 
     def _selects(self, layer: int, behind: int) -> bool:
-        """Whether this layer does, `behind` layers after the last one that did."""
+        """True if this layer selects. `behind` counts the layers since the last selecting layer."""
         if self.selecting_layers is not None:
             return layer in self.selecting_layers
         return behind >= self.reuse_every
@@ -272,7 +272,7 @@ class IceCache(Method):
         return rows.gather(1, head_numbers(s.shared.source_heads)[..., None].expand_as(rows))
 
     def _rows(self, s: LayerState) -> int:
-        """Of the pool, without those for generated tokens."""
+        """Pool rows without the rows for generated tokens."""
         return cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:

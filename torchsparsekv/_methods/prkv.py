@@ -63,7 +63,7 @@ class PRKV(StaticMethod, PageMethod):
 
     @property
     def static(self) -> int:
-        """Tokens of the static set: whole pages. At most, where it is found."""
+        """The most tokens of the static set, in whole pages."""
         share = 1 if self.static_ratio == "auto" else float(self.static_ratio)
         return int(round(self.budget * share, 6)) // self.block_size * self.block_size
 
@@ -93,12 +93,12 @@ class PRKV(StaticMethod, PageMethod):
         self.summarise(s, leaving)
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
-        """What left is summarised by the launch that sees to the static set, but where `static_target` comes before."""
+        """The launch of the static set also writes the digests of the leaving tokens, except before `static_target`."""
         if not self.static or self.static_ratio == "auto":
             self.summarise(s, leaving)
 
     def summarise(self, s: LayerState, leaving: Leaving) -> None:
-        """The copy of keys is made where their digests are, in one launch."""
+        """Write digests and the copy of the keys in one launch."""
         block_bounds(leaving, s.digests, s.lengths, self.coarse(s))
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:

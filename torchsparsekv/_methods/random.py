@@ -1,4 +1,4 @@
-"""Blocks drawn uniformly at random, new ones at every step: the row that says what a budget is worth by itself."""
+"""Blocks drawn at random at every step. It shows the value of a budget without an index."""
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -51,7 +51,7 @@ class SnapKV(ObservingMethod):
 
     @property
     def dense_threshold(self) -> int:
-        """Of longer prompts some is left out, though the window would hold it."""
+        """Longer prompts lose tokens, even if the window would hold them."""
         return self.sink + self.budget + self.observed
 
     @property
@@ -63,11 +63,12 @@ class SnapKV(ObservingMethod):
         return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES)
 
     def effective(self) -> dict[str, object]:
-        """`generates`: so many tokens can be generated before any of them, or of the observation window, leaves it."""
+        """`generates`: the number of tokens that can be generated before the window drops a token that the method must
+        keep."""
         return super().effective() | {"generates": self.window - self.observed}
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """A prompt selects, a step does not."""
+        """A prompt selects. A step does not."""
         rate, lost = counts.per_step(int(s.kept.updates.sum())), int(s.kept.lost.max())
         return super().report_row(s, counts) | {"retrieval_rate": rate, "lost": lost}
 

@@ -21,7 +21,7 @@ class Streaming(Method):
 
     @property
     def dense_threshold(self) -> int:
-        """A budget is of no use to it."""
+        """The method has no use for a budget."""
         return self.sink + self.window
 
     def buffers(self, g: Geometry) -> Buffers:

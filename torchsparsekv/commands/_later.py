@@ -1,4 +1,4 @@
-"""Commands whose files are imported when they are called: a list of commands costs the import of none."""
+"""Commands that are imported when they are called. So a list of commands imports none of them."""
 import ast
 import re
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Later(TyperCommand):
         return typer.main.get_group(loaded).commands[self.today]
 
     def make_context(self, *given, **named) -> Any:
-        """The first that a group asks of a command it calls; all else is then asked of the command of this context."""
+        """A group calls this first. The returned context has the real command, which answers all other questions."""
         if self.hidden:
             typer.echo(f"{self.name} is now {self.today}; the next release refuses {self.name}", err=True)
         return self.real().make_context(*given, **named)

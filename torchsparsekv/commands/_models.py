@@ -1,8 +1,8 @@
-"""Models by name or folder, as commands are given them."""
+"""The models of the command line, by name or folder."""
 from pathlib import Path
 
 
 def check_name(name: str) -> None:
-    """What can only be a folder has to be there: Hugging Face would say that it is no name of a repository."""
+    """Refuse a missing folder. Hugging Face would report it as an invalid repository name."""
     if not Path(name).expanduser().exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"there is no model at {name}")

@@ -1,4 +1,4 @@
-"""A command from a dataclass of options: each field with its default, and its `help` where the field has one."""
+"""A command from a dataclass of options. Each field has its default and its line of help."""
 import dataclasses
 import inspect
 import typing
@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-# What is the user's to mend, told in a line; anything else is a bug and shows where.
+# Errors of the user, shown in one line. Any other error is a bug and shows its traceback.
 TOLD = (ValueError, TypeError, RuntimeError, MemoryError, NotImplementedError, OSError)
 
 
 def parsed(name: str, hint: object, given):
-    """Tuples are given as comma-separated text, everything else as typer knows it."""
+    """Tuples come as comma-separated text. typer parses all other types."""
     if typing.get_origin(hint) is typing.Literal and given not in typing.get_args(hint):
         raise ValueError(f"{name} must be one of {', '.join(typing.get_args(hint))}, got {given!r}")
     if typing.get_origin(hint) is not tuple:
@@ -26,7 +26,7 @@ def parsed(name: str, hint: object, given):
 
 
 def made(options: type, given: dict[str, Any]) -> Any:
-    """The options that a command line means."""
+    """The options object of a command line."""
     hints = typing.get_type_hints(options)
     return options(**{k: parsed(k, hints[k], v) for k, v in given.items()})
 
@@ -40,7 +40,7 @@ def _option(field: dataclasses.Field, hint: object) -> inspect.Parameter:
 
 
 def add(app: typer.Typer, name: str, options: type, run: Callable, about: str | None, out: Path | None, out_help: str):
-    """`run(options(...), out)` as a command; what it raises of the user's making exits with 2."""
+    """Register `run(options(...), out)` as a command. An error of the user prints one line and exits with 2."""
     hints = typing.get_type_hints(options)
 
     def command(**given) -> None:

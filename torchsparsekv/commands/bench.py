@@ -16,7 +16,7 @@ OUT = "Write rows, options, versions and the command here, as JSON."
 
 @functools.cache
 def load(name: str) -> typer.Typer:
-    """The application of benchmarks, after one has got its command there, its Options being the options of the line."""
+    """The application of benchmarks, with the command of one benchmark registered."""
     module = importlib.import_module(f"{speed.__name__}.{name.replace('-', '_')}")
     add(bench, name, module.Options, module.run, inspect.getdoc(module), None, OUT)
     return bench

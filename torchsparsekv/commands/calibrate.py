@@ -20,7 +20,8 @@ TAUS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.2, 0.0)
 
 @torch.no_grad()
 def surprise(model, ids: Tensor, prompt: int, cache, progress: Progress) -> float:
-    """Mean negative log-likelihood, in nats, of the tokens after the prompt, each decoded after the true ones."""
+    """The mean negative log-likelihood, in nats, of the tokens after the prompt. Each is decoded after the true tokens.
+    """
     logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
     total = 0.0
     for t in range(prompt, ids.shape[1]):
@@ -31,10 +32,10 @@ def surprise(model, ids: Tensor, prompt: int, cache, progress: Progress) -> floa
 
 
 def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, ...] = TAUS, **options) -> dict:
-    """Try every tau on texts `ids` [texts, tokens], of which the first `prompt` tokens are the prompt.
+    """Try every tau on texts `ids` [texts, tokens]. The first `prompt` tokens of a text are the prompt.
 
-    Chosen is the one that retrieves least and costs at most `loss` nats per token over retrieval at every step: that
-    difference is tau's doing, the rest of the way to dense attention is the budget's.
+    The chosen tau retrieves least and costs at most `loss` nats per token more than retrieval at every step. The rest
+    of the distance to dense attention is due to the budget.
     """
     if not 1 < prompt < ids.shape[1] - 1:
         raise ValueError(f"prompt must leave 2 tokens to decode of {ids.shape[1]}, got {prompt}")
@@ -51,7 +52,7 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
                         f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.dense_threshold} all is "
                         "attended to whatever tau is: take more, or a smaller budget"
                     )
-                cache = handle.make_cache(ids.shape[0])  # the report is of a cache that lives
+                cache = handle.make_cache(ids.shape[0])  # report() needs the cache to exist
                 nats = surprise(model, ids, prompt, cache, progress)
                 sparse = [r.retrieval_rate for r in handle.report().layers if r.method == "louiskv"]
             row = {"tau": tau, "retrieval_rate": sum(sparse) / len(sparse), "nats_per_token": nats}
@@ -63,7 +64,7 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
 
 
 def texts_of(tokenizer, path: Path, tokens: int, count: int) -> Tensor:
-    """`count` stretches of the text, from places spread evenly over it."""
+    """`count` stretches of the text, at equal distances."""
     try:
         said = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
@@ -76,7 +77,8 @@ def texts_of(tokenizer, path: Path, tokens: int, count: int) -> Tensor:
 
 
 def asked(taus: str, told: dict, out: Path | None) -> tuple[float, ...]:
-    """The thresholds, all of which can be tried, for a result that can be written: refused here, not after hours."""
+    """The thresholds of the command. Invalid thresholds and a result that cannot be written are refused before the run.
+    """
     thresholds = parsed("taus", tuple[float, ...], taus)
     if not thresholds:
         raise ValueError("taus must be one or more values, got none")

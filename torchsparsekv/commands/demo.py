@@ -29,7 +29,7 @@ AROUND = 6  # words of the text that are shown before and after the passkey
 
 class Answered(NamedTuple):
     setting: Setting
-    found: dict[str, Any]  # what Runner measured
+    found: dict[str, Any]  # the measurements of a Runner
     attended: float
     context: float
     host: int
@@ -59,7 +59,7 @@ def demo(tokens: int = TOKENS, questions: int = QUESTIONS, budget: int = BUDGET,
 
 @contextlib.contextmanager
 def _half_the_threads() -> Iterator[None]:
-    """A step is many small operations: where something else runs, most of its time would go into waiting for a core."""
+    """Use half of the threads. A step has many small operations, which wait for a core if other programs run."""
     had = torch.get_num_threads()
     torch.set_num_threads(max(1, had // 2))
     try:
@@ -76,7 +76,7 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
         samples=questions, probe=1, device="cpu",
     )  # fmt: skip
     source = load(o)
-    memory = {s.method: _memory(source, s, o) for s in settings(o)}  # which also checks every method's settings
+    memory = {s.method: _memory(source, s, o) for s in settings(o)}  # this also checks the settings of every method
     samples = _begun(out.with_name("answers.jsonl"))
     typer.echo(_about(asked, source, o))
     every = settings(o)
@@ -92,14 +92,15 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
 
 
 def _begun(path: Path) -> Path:
-    """The file of answers, empty: where none can be written, that is said before the minutes that they take."""
+    """Create the empty file of answers, so that an error comes before the minutes of the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     return path
 
 
 def _memory(source: Source, s: Setting, o: Options) -> tuple[int, int]:
-    """(host, device) bytes of a cache with its pool in host memory; the dense model has all of it on the device."""
+    """The host and device bytes of a cache with its pool in host memory. The dense model keeps all of its cache on the
+    device."""
     (length,) = o.lengths
     dense = Setting("full", None, {"skip_layers": 0})
     with run.patched(source.model, s if s.patch else dense, length, o) as handle:
@@ -152,7 +153,8 @@ def _conclusion(answered: list[Answered], asked: Passkeys) -> str:
 
 
 def _keep(path: Path, answered: list[Answered], asked: Passkeys, source: Source, o: Options) -> None:
-    """A file as `eval` writes it, a row for every question; what was measured on all of them is in the first."""
+    """Write a file as `eval` does, with a row for every question. The first row has the measurements over all
+    questions."""
     store = Store(path, _results.header(run.BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
     (length,) = o.lengths
     for a in answered:
@@ -164,7 +166,7 @@ def _keep(path: Path, answered: list[Answered], asked: Passkeys, source: Source,
 
 
 def draw(samples: Path, out: Path) -> None:
-    """The page of these answers; without matplotlib there is none, and the rest stands."""
+    """Draw the page of the answers. Without matplotlib there is no page."""
     try:
         pyplot()
     except RuntimeError as e:

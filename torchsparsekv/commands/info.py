@@ -11,8 +11,8 @@ from torchsparsekv import host
 from torchsparsekv.commands import app
 from torchsparsekv.method import DEVICE_SHARE, all_methods, check_device, make_method
 
-PACKAGES = ("transformers", "triton", "accelerate", "numpy")  # beside torch, which tells its build itself
-PIECE = 256 << 20  # bytes that are copied at a time
+PACKAGES = ("transformers", "triton", "accelerate", "numpy")  # beside torch, whose version names its build
+PIECE = 256 << 20  # bytes of one copy
 SECONDS = 1.0
 
 
@@ -57,7 +57,7 @@ def about(device: torch.device) -> list[str]:
 
 
 def link_speed(device: torch.device) -> float:
-    """Bytes a second that the device reads from pinned host memory, over about a second."""
+    """The bytes per second that the device reads from pinned host memory, measured for about a second."""
     far = host.pinned((PIECE,), torch.uint8, device)
     near = torch.empty_like(far)
     near.copy_(far)
@@ -71,7 +71,7 @@ def link_speed(device: torch.device) -> float:
 
 
 def refusals(devices: list[torch.device]) -> list[str]:
-    """A line for every reason, with the methods that it holds for; or that nothing is refused."""
+    """A line for each reason of a refusal with its methods, or a line that nothing is refused."""
     reasons: dict[str, list[str]] = {}
     if _version("transformers") == "missing":
         reasons["patch() needs transformers: pip install 'torchsparsekv[hf]'"] = ["all"]

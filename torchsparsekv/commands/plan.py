@@ -1,6 +1,6 @@
-"""`torchsparsekv plan`: what the caches of a model would take of host and device memory, by buffer.
+"""`torchsparsekv plan`: print the host and device memory of a cache, by buffer.
 
-Nothing is allocated: a model is made of its config alone, without weights.
+Nothing is allocated. The model is made of its config alone, without weights.
 """
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def plan(
     offload: str = OFFLOAD, hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
     hot_gib: float = HOT,
 ) -> None:  # fmt: skip
-    """Say what a cache would take of host and device memory, by buffer; no weights are loaded."""
+    """Print the host and device memory of a cache, by buffer. No weights are loaded."""
     try:
         found, said = planned(
             model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype, hot_gib
@@ -49,7 +49,7 @@ def planned(
     name: str, method: str, max_length: int | None, batch: int, offload: str, hyper: dict, skip_layers: int | None,
     pool_dtype: str | None, hot_gib: float | None,
 ):  # fmt: skip
-    """The table, and the method as it acts."""
+    """The table, and a line on the method."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
