@@ -30,7 +30,7 @@ TURNS = "turns"
 MEAN = "mean"  # over all tasks
 TASKS = (
     "niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery", "vt", "code_constant", "code_function",
-    "extraction", "form", TURNS,
+    "form", TURNS,
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Tables of what methods answer and how far they are from the dense model. A function a table."""
-
+import statistics
+from dataclasses import dataclass
 from typing import Any
 
 from torchsparsekv_benchmarks.report.load import Result
@@ -53,23 +54,6 @@ def by_label(means: Means) -> Cells:
     return cells
 
 
-@table("readme-real", "quality/kl_32k.json")
-def readme_real(means: Means) -> str:
-    """At the budget of the speeds in the README, and at a quarter of it; the exact best tokens beside the methods."""
-    cells, told = by_label(means), []
-    for label in ("`oracle`", "`pariskv` + rest", "`pariskv`", "`icecache`", "`quest`"):
-        pairs = {b: [cells[label][text, b] for text in TEXTS] for b in (256, 1024)}
-        kl = [" / ".join(f"{r['kl']:.3f}" for r in pair) for pair in pairs.values()]
-        same, found = (sum(r[name] for r in pairs[1024]) / 2 for name in ("agrees", "hit_rate"))
-        told.append([label, *kl, f"{100 * same:.0f} %", number(found)])
-    said = (
-        f"{REAL}, 32K tokens, source code / prose: distance of the next token to that of the dense model (KL, in "
-        "nats). Hot buffer of two budgets."
-    )
-    head = ["method", "KL, budget 256", "KL, budget 1024", "same likeliest token at 1024", "hits at 1024"]
-    return markdown(said, head, told)
-
-
 @table("kl-32k", "quality/kl_32k.json")
 def kl_32k(means: Means) -> str:
     """Code and prose beside one another."""
@@ -94,6 +78,148 @@ def kl_32k(means: Means) -> str:
         "the noise of bfloat16. Hits: of a hot buffer of two budgets."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
+
+
+# ---------------------------------------------------------------- answers of a real model
+
+
+BASE, TOO_HARD = "full", ("extraction",)  # tasks that the dense model cannot do
+SEEDS = ("0.jsonl", "1.jsonl")  # how the raw files of a seed end
+BOARD, BOARD_LONG = "quality/board_32k.json", "quality/board_128k.json"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A method at a budget over all tasks of the board.
+
+    score: the mean over tasks, by_seed: for each seed. loss: what the dense model scores above it on the same samples,
+    error: its standard error.
+    """
+
+    score: float
+    loss: float
+    error: float
+    read: float
+    hits: float | None
+    by_seed: tuple[float, ...]
+    tasks: dict[str, float]
+
+
+def over_tasks(means: Means, seeds: tuple[str, ...] = SEEDS) -> dict[tuple[str, int | None], Answers]:
+    rows: dict[tuple[str, int | None], dict[tuple[str, str], Row]] = {}
+    for seed in seeds:
+        for r in means.of(seed):
+            if r["task"] not in TOO_HARD:
+                rows.setdefault((r["method"], r["budget"]), {})[r["task"], seed] = r
+    return {name: answered(cells, seeds) for name, cells in rows.items()}
+
+
+def answered(cells: dict[tuple[str, str], Row], seeds: tuple[str, ...]) -> Answers:
+    mean = lambda name: statistics.fmean(r[name] for r in cells.values())  # noqa: E731
+    hits = [r["hit_rate"] for r in cells.values() if r.get("hit_rate") is not None]
+    errors = [r.get("loss_se", 0.0) for r in cells.values()]
+    by_seed = [statistics.fmean(r["score"] for (_, s), r in cells.items() if s == seed) for seed in seeds]
+    tasks = {t: statistics.fmean(r["score"] for (u, _), r in cells.items() if u == t) for t, _ in cells}
+    return Answers(
+        mean("score"), mean("loss"), sum(e * e for e in errors) ** 0.5 / len(errors), mean("attended"),
+        statistics.fmean(hits) if hits else None, tuple(by_seed), tasks,
+    )  # fmt: skip
+
+
+def ranked(found: dict[tuple[str, int | None], Answers], budget: int) -> list[str]:
+    """Methods beside the dense model, the best at this budget first."""
+    return [m for m, _ in sorted(((m, a.score) for (m, b), a in found.items() if b == budget), key=lambda x: -x[1])]
+
+
+def worst_error(found: dict[tuple[str, int | None], Answers]) -> float:
+    return max(a.error for a in found.values())
+
+
+@table("board-32k", BOARD)
+def board_32k(means: Means) -> str:
+    found, budgets = over_tasks(means), (64, 256, 1024)
+    told = []
+    for method in ranked(found, 1024):
+        mine = [found[method, b] for b in budgets]
+        told.append([
+            f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(f"{a.read:.0f}" for a in mine), number(mine[-1].hits)
+        ])  # fmt: skip
+    dense, rows = found[BASE, None], means.of(SEEDS[0])
+    samples = sum(r["samples"] for seed in SEEDS for r in means.of(seed) if r["method"] == BASE and r["task"] == "vt")
+    said = (
+        f"{REAL}, {tokens(rows[0]['length'])} tokens: mean score of {len(dense.tasks)} tasks, {samples} samples of "
+        f"each. The dense model scores {dense.score:.2f}. A difference from it, on the same samples, has a standard "
+        f"error of at most {worst_error(found):.2f}. Read: tokens that a step attends to. Hits: of a hot buffer of two "
+        "budgets. Sink 64, window 256, two dense layers, pool on the GPU."
+    )
+    head = ["method", *(f"budget {b}" for b in budgets), *(f"read at {b}" for b in budgets), "hits at 1024"]
+    return markdown(said, head, told)
+
+
+@table("board-tasks", BOARD)
+def board_tasks(means: Means) -> str:
+    found = over_tasks(means)
+    names = {"niah_single_2": "single", "niah_multikey_2": "multikey", "niah_multivalue": "multivalue",
+             "niah_multiquery": "multiquery", "vt": "chain", "code_constant": "constant",
+             "code_function": "function"}  # fmt: skip
+    order = list(found[BASE, None].tasks)
+    line = lambda label, a: [label, *(f"{a.tasks[t]:.2f}" for t in order)]  # noqa: E731
+    told = [line("dense", found[BASE, None])]
+    told += [line(f"`{m}`", found[m, 1024]) for m in ranked(found, 1024) if m not in ("random", "streaming")]
+    return markdown("The tasks of the board at a budget of 1024: mean scores.",
+                    ["method", *(names.get(t, t) for t in order)], told)  # fmt: skip
+
+
+@table("board-seeds", BOARD)
+def board_seeds(means: Means) -> str:
+    """What each seed says of the difference from the dense model."""
+    found = over_tasks(means)
+    dense, told = found[BASE, None].by_seed, []
+    for method in ranked(found, 1024):
+        mine = [found[method, b] for b in (64, 256, 1024)]
+        lost = [" / ".join(f"{d - x:.3f}" for d, x in zip(dense, a.by_seed)) for a in mine]
+        told.append([f"`{method}`", *lost, f"{mine[-1].error:.3f}"])
+    said = "How much lower than the dense model a method scores: first seed / second seed, 12 samples a task each."
+    return markdown(said, ["method", "budget 64", "budget 256", "budget 1024", "standard error of both at 1024"], told)
+
+
+@table("board-128k", BOARD_LONG)
+def board_128k(means: Means) -> str:
+    found = over_tasks(means, ("l0.jsonl",))
+    told = []
+    for method in ranked(found, 1024):
+        mine = [found[method, b] for b in (256, 1024)]
+        told.append([f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(number(a.hits) for a in mine)])
+    rows, dense = means.of("l0.jsonl"), found[BASE, None]
+    said = (
+        f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {len(dense.tasks)} tasks of "
+        f"{rows[0]['samples']} samples each. The dense model scores {dense.score:.2f}. A difference from it has a "
+        f"standard error of at most {worst_error(found):.2f}: so few samples tell only large differences. The rest as "
+        "at 32K."
+    )
+    return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
+
+
+@table("readme-real", BOARD, "quality/kl_32k.json")
+def readme_real(means: Means, kl: Means) -> str:
+    """At the budget of the speeds in the README, and at a quarter of it; the exact best tokens beside the methods."""
+    found, cells = over_tasks(means), by_label(kl)
+    dense = found[BASE, None]
+    told = [["dense", f"{dense.score:.2f}", f"{dense.score:.2f}", f"{dense.read:.0f}", "0", "-"]]
+    for method in ("oracle", "icecache", "louiskv", "pariskv", "quest", "random"):
+        pairs = cells.get(f"`{method}`", {})
+        far = " / ".join(f"{pairs[text, 1024]['kl']:.3f}" for text in TEXTS) if pairs else "-"
+        quarter, whole = found[method, 256], found[method, 1024]
+        told.append(
+            [f"`{method}`", f"{quarter.score:.2f}", f"{whole.score:.2f}", f"{whole.read:.0f}", far, number(whole.hits)]
+        )
+    said = (
+        f"{REAL}, 32K tokens. Answers: mean score of {len(dense.tasks)} tasks; a difference from dense has a standard "
+        f"error of at most {worst_error(found):.2f}. KL: how far the next token's distribution is from the dense "
+        "model's, in nats, on source code / prose. Hot buffer of two budgets."
+    )
+    head = ["method", "answers, 256 tokens", "answers, 1024 tokens", "read at 1024", "KL at 1024", "hits at 1024"]
+    return markdown(said, head, told)
 
 
 # ---------------------------------------------------------------- next tokens of a real text

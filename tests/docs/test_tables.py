@@ -60,7 +60,7 @@ def copied(to, name: str, change=lambda head: None):
     [
         ("<!-- table: speed-two-gpus -->\n<!-- end -->\n", "needs h200_parallel.json, which is missing"),
         ("<!-- table: dense-kernels -->\n<!-- end -->\n", "results of 0.1 or later, h200_decode_dense.json is of 0.0"),
-        ("<!-- table: weather -->\n<!-- end -->\n", "there is no table weather; there are: compiler-option, "),
+        ("<!-- table: weather -->\n<!-- end -->\n", "there is no table weather; there are: board-128k, "),
         ("<!-- table: kernels -->\n", "lacks its `<!-- end -->`"),
     ],
 )
