@@ -1,6 +1,6 @@
-"""Tables of the docs, written between their markers, and the figure of the README (`make docs`).
+"""Tables of the docs, written between their markers, and the figures (`make docs`).
 
-    python -m torchsparsekv_benchmarks.report.tables              # every page with a marker, and the figure
+    python -m torchsparsekv_benchmarks.report.tables              # every page with a marker, and the figures
     python -m torchsparsekv_benchmarks.report.tables --list       # the names of all tables
     python -m torchsparsekv_benchmarks.report.tables --show NAME
 
