@@ -221,7 +221,7 @@ def _find_boundary(w: World):
     lead = (w.batch, w.heads)
     seen = (w.length[:, None] - torch.randint(1, w.pick(2, 3), lead, generator=w.g)).to(I32)
     now, retrievals = (torch.randint(0, 2, lead, generator=w.g, dtype=I32) for _ in range(2))
-    trigger = Trigger(previous.to(w.dtype), seen, now, retrievals)
+    trigger = Trigger(previous, seen, now, retrievals)
     tau, memory = w.pick(0.7, -0.9, 0.2, 0.6, 0.8, 1.0), w.pick(0.0, 0.6, 1.0)
     rule = Boundaries(tau, w.pick(False, True), w.pick(1, 2, 3), w.ring_rows, memory)
     return (q, ring, units, segments, trigger, w.stats(), w.lengths_view, rule)
