@@ -84,8 +84,9 @@ def _digest_leaving(queries, moved, lengths, heads, M: tl.constexpr):
     n, old, new = tl.load(lengths.length + b), tl.load(lengths.previous_ring_begin + b), tl.load(lengths.ring_begin + b)
     for block in range(old // M.block_size + part, tl.where(n > 0, tl.cdiv(new, M.block_size), 0), parts):
         block_bounds.digest_block(
-            queries, moved.pool, moved.centre, moved.spread, moved.coarse, block, n, n, b, h, bh, 0, 0, 0, 0,
-            moved.rows, moved.blocks, M.ball, M.mean, M.limit, M.coarse, MAX, M.block_size, M.dim, M.padded,
+            queries, moved.pool, moved.centre, moved.spread, moved.origin, moved.coarse, block, old, n, n, b, h, bh, 0, 0,
+            0, 0, moved.rows, moved.blocks, lengths.sink, M.ball, M.mean, M.limit, M.unit, M.coarse, MAX, M.block_size,
+            M.dim, M.padded,
         )  # fmt: skip
 
 

@@ -37,7 +37,9 @@ def digest(layer: Layer, b: int, h: int, page: int, dtype=torch.float32):
     rows = range(page * BLOCK, (page + 1) * BLOCK)
     token = values_of(layer.state.store.pool[b, h])[:, 0]
     native = [r for r in rows if token[r] == r] or list(rows)
-    return bounds(keys_of(layer.state.store.pool[b, h]).cpu()[native], VOLUMES.index("mean-box"), dtype)
+    s = layer.state
+    keys, origin = keys_of(s.store.pool[b, h]).cpu()[native], s.digests.origin[b, h].cpu()
+    return bounds(keys, origin, VOLUMES.index("mean-box"), dtype)
 
 
 # ---------------------------------------------------------------- the set

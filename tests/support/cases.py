@@ -68,7 +68,8 @@ def _block_bounds(w: World):
     lead = (w.batch, w.heads, w.blocks)
     one = VOLUMES[volume] == "ball"
     spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
-    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume)
+    origin = torch.randn(*lead[:2], w.dim, generator=w.g)
+    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume, origin)
     return (Leaving(w.k, w.pool(torch.maximum(w.begin, w.length))), digests, w.lengths_view)
 
 
@@ -78,7 +79,8 @@ def _bound_scores(w: World):
     spread = torch.rand(*keys.shape[:3], w.dim if box else 1, generator=w.g)
     spread = spread.to(dtype) if box else spread
     volume = VOLUMES.index("box" if box else "ball")
-    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread, w.block, volume), w.lengths_view)
+    origin = torch.randn(*keys.shape[:2], w.dim, generator=w.g)
+    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread, w.block, volume, origin), w.lengths_view)
 
 
 def _top_blocks(w: World):

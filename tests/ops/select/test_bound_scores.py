@@ -36,7 +36,8 @@ def arguments(shape, ends: list[int], sink: int, block: int, box: bool, dtype, l
         live[b, :, sink:end] = True
     centre = torch.where(live, centre.view(torch.uint8), NAN).view(FP8)
     spread = torch.where(live, spread.view(torch.uint8), NAN).view(FP8) if box else torch.where(live, spread, math.nan)
-    digests = Digests(centre, spread, block, VOLUMES.index("box" if box else "ball"))
+    origin = random(len(ends), heads, d) * 300
+    digests = Digests(centre, spread, block, VOLUMES.index("box" if box else "ball"), origin)
     pinned = torch.tensor(ends)[:, None].sub(sink).clamp(min=0) * torch.rand(len(ends), heads, generator=g) * block
     pinned = pinned.to(torch.int32) if seed % 3 else None
     return q, digests, until([end * block + seed % block for end in ends], sink * block), pinned
@@ -98,7 +99,7 @@ OTHERS = {
     ),
     "too many heads": (lambda q, d: (q.repeat(1, 5, 1, 1), d), "head_dim 128 with 20 query heads a kv head"),
     "head_dim 80": (
-        lambda q, d: (q[..., :80].contiguous(), Digests(*(x[..., :80].contiguous() for x in d[:2]), *d[2:])),
+        lambda q, d: (q[..., :80].contiguous(), Digests(*(x[..., :80].contiguous() for x in d[:2]), *d[2:4], d.origin[..., :80].contiguous())),
         "head_dim 80 with 4 query heads a kv head",
     ),
 }  # fmt: skip
