@@ -92,7 +92,8 @@ def _bounds(
             first = _first_filling(to, t, P, SCANNED)
             keys = _keys_of_block(k, to, pool, first, tl.load(to + first), h, k_t, k_h, pool_rows, P, D, DP)
             o = tl.where(o != o, middle(keys, every), o)  # channels that another program has stored already are equal
-            tl.store(at, o, mask=(d < D) & (first == t))
+            if first == t:
+                tl.store(at, o, mask=d < D)
         store_digest(x, o, every, centre, spread, h * blocks + last // P, BALL, MEAN, LIMIT, UNIT, D, DP)
 
 

@@ -59,7 +59,7 @@ def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
     lead, one = (1, w.heads, blocks_of(w)), VOLUMES[volume] == "ball"
     spread = torch.rand(*lead, 1 if one else w.dim, generator=w.g)
     centre = torch.randn(*lead, w.dim, generator=w.g).to(dtype)
-    origin = torch.randn(1, w.heads, w.dim, generator=w.g) + w.pick(0.0, torch.nan)
+    origin = torch.randn(1, w.heads, w.dim, generator=w.g) + w.pick(torch.nan, 0.0)
     return Digests(centre, spread if one else spread.to(dtype), w.block, volume, origin)
 
 
