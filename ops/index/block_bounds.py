@@ -5,9 +5,8 @@
     ball      centre = mean y;                       spread = max |y - centre|_2, one number
     mean-box  centre = (max + min) / 2 per channel;  spread = mean |y - centre| per channel
 
-The unit is UNIT for volumes in fp8 and 1 for others. A number of fp8 is 448 at most, and rotary embeddings turn a bias of
-600 to a key that is 1200 away from the origin. Keys that are still too far away get a spread of 448, which counts as
-unbounded, so a volume in fp8 is a bound at any size of the keys.
+The unit is UNIT for volumes in fp8 and 1 for others. A block with keys that are more than 448 units from the centre
+gets a spread of 448, which counts as unbounded. So a volume in fp8 is a bound at any size of the keys.
 
 Box (arXiv 2406.10774) and ball contain every key: the centre is rounded to its storage type first, and the
 spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of a NeurIPS 2024 paper) describes
@@ -17,7 +16,8 @@ Args:
     leaving: the keys of the tokens that leave the ring.
     digests: centre [batch, heads, blocks, dim] and spread [batch, heads, blocks, dim or 1], changed for the blocks that
         leave. The origin of a row is changed when its first tokens leave.
-    coarse [batch, heads, rows, dim]: if given, the same launch writes the fp8 copy of these keys (copy_keys.py).
+    coarse [batch, heads, rows, dim]: if given, the same launch writes the fp8 copy of these keys (copy_keys.py), from
+        the same origin.
 
 Launches: one program per (row, head, block that can leave in one call); it returns at once if its block does not leave.
 """
@@ -30,12 +30,11 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
-from torchsparsekv.ops.index._origin import middle_of, origin_of
-from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
+from torchsparsekv.ops.index._origin import UNIT, middle_of, origin_of
+from torchsparsekv.ops.index.copy_keys import COPY_UNIT, Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
 
 UNBOUNDED = 65504.0  # how a spread of FP8_MAX is read, as fp8 has no infinity: the largest number of fp16
-UNIT = 4.0  # of volumes in fp8; a power of two, so that it rounds nothing
 VOLUMES = ("box", "ball", "mean-box")
 
 
@@ -105,7 +104,7 @@ def reference(
         centre, spread = bounds(pages, origin, digests.volume, digests.centre.dtype)
         digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
         if coarse is not None:
-            coarse[b, :, old:new] = as_copied(keys)
+            coarse[b, :, old:new] = as_copied(keys, digests.origin[b, :, None])
 
 
 @triton.jit
@@ -131,8 +130,8 @@ def store_digest(
     UNIT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store the volume around the `live` keys of `x` [P, DP], counted from `origin` [DP], as block number `at`.
-    Divisions round correctly: a mean may lie half-way between two fp8 numbers, and an error of half a bit would round it
-    to the other one."""
+    Divisions round correctly: a mean may lie half-way between two fp8 numbers, and an error of half a bit would round
+    it to the other one."""
     d = tl.arange(0, DP)
     x = (x.to(tl.float32) - origin[None, :]) * (1.0 / UNIT)
     live, n = live[:, None], tl.sum(live.to(tl.float32), 0)
@@ -159,8 +158,8 @@ def store_digest(
 
 @triton.jit
 def digest_block(
-    k, pool, centre, spread, origin, coarse, block, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks, sink,
-    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr,
+    k, pool, centre, spread, origin, coarse, block, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks,
+    sink, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr,
     MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store the volume of one block that leaves and, with COPY, the fp8 copy of its keys."""
@@ -173,13 +172,13 @@ def digest_block(
     x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
     store_digest(x, o, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, UNIT, D, DP)
     if COPY:
-        keep_copy(x, coarse, bh * pool_rows + pos, every, MAX, D, DP)
+        keep_copy(x, o, coarse, bh * pool_rows + pos, every, MAX, COPY_UNIT, D, DP)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _bounds(
-    k, pool, centre, spread, origin, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
-    pool_rows, blocks, sink, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr,
+    k, pool, centre, spread, origin, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads,
+    tokens, pool_rows, blocks, sink, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr,
     COPY: tl.constexpr, MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)

@@ -3,9 +3,9 @@
     box    score = max over the query heads of the group of  q.origin + unit (q.centre + |q|.spread)   (|q| per channel)
     ball   score = max over the query heads of the group of  q.origin + unit (q.centre + |q|_2 * spread)
 
-Volumes are counted from the origin of a head. q.origin is the same for all blocks, but differs between the query heads of
-a group, which share a score. The others are matrix products, so tensor cores compute them while the digests stream in.
-Blocks without a retrievable token
+Volumes are counted from the origin of a head. q.origin is the same for all blocks, but differs between the query heads
+of a group, which share a score. The others are matrix products, so tensor cores compute them while the digests stream
+in. Blocks without a retrievable token
 (the sinks, and blocks that have not left the ring) score -inf.
 
 Args:
@@ -39,7 +39,7 @@ from torchsparsekv.ops._machinery.triton import (
     triton,
     wait_for_previous,
 )
-from torchsparsekv.ops.index.block_bounds import UNBOUNDED, UNIT, check_spread, unit_of
+from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread, unit_of
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
 
@@ -159,7 +159,7 @@ def _fits(q, digests, lengths, pinned=None) -> _cuda.Module | str:
     if not _cuda.aligned(q, centre, spread, digests.origin) or any(x % 8 for x in q.stride()[:2]):
         return "tensors are not aligned to 16 bytes"
     bf16 = int(q.dtype == torch.bfloat16)
-    shape = dict(D=d, G=group, BOX=int(box), BF16=bf16, WARPS=NATIVE_WARPS, GROUP=GROUP, UNIT=int(UNIT))
+    shape = dict(D=d, G=group, BOX=int(box), BF16=bf16, WARPS=NATIVE_WARPS, GROUP=GROUP, UNIT=int(unit_of(FP8)))
     return _cuda.load("bound_scores", q.device, **shape)
 
 

@@ -106,7 +106,7 @@ def codes() -> Codes:
 
 
 GRIDS = {
-    "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128))),
+    "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128), like(torch.float32, *LEAD[:2], 128))),
     "encode_keys": ("_encode", lambda: (*taken_in(codes()), 8, 0)),
     "flush_ring": ("_flush", lambda: (KVStore(halves(*LEAD, 2, 128), halves(*LEAD, 2, 128)), times())),
 }

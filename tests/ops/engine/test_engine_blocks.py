@@ -34,7 +34,9 @@ class Request:
 class Engine:
     """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
 
-    def __init__(self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, digest="float32"):
+    def __init__(
+        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, digest="float32"
+    ):
         hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest=digest)
         options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
         self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
