@@ -91,9 +91,9 @@ def halves(*shape: int) -> torch.Tensor:
     return like(torch.float16, *shape)
 
 
-def taken_in(what) -> tuple:
+def taken_in(*what) -> tuple:
     """A prompt of as many tokens as the pool has rows, into `what`."""
-    return Leaving(halves(*LEAD, 128), halves(*LEAD, 2, 128)), what, times()
+    return Leaving(halves(*LEAD, 128), halves(*LEAD, 2, 128)), *what, times()
 
 
 def times() -> Lengths:
