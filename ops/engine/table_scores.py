@@ -48,8 +48,8 @@ def reference(q: OneQuery, digests: Digests, requests: Requests) -> tuple[Tensor
     place = torch.arange(table.shape[1], device=q.device)
     live = (place >= requests.sink // block_size) & (place < near_begin(requests, block_size)[:, None] // block_size)
     ids = torch.where(live, table, 0).long()
-    of_requests = (t[0][:, ids].transpose(0, 1) for t in (centre, spread))
-    scores = bound(q, *of_requests, origin).masked_fill(~live[:, None], -torch.inf)
+    centres, spreads = (t[0][:, ids].transpose(0, 1) for t in (centre, spread))
+    scores = bound(q, centres, spreads, origin).masked_fill(~live[:, None], -torch.inf)
     return scores, peaks_of(scores)
 
 
