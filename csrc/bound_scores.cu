@@ -6,7 +6,8 @@
 // shared memory, no barrier, nothing to wait for but the memory.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads per kv head, BOX (a spread per channel in fp8,
-// or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program, GROUP scores that share a peak.
+// or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program, GROUP scores that share a peak,
+// UNIT of the numbers in digests.
 
 #include "common.cuh"
 #include "tensor.cuh"
@@ -57,11 +58,12 @@ __device__ Raw load(const unsigned short* q, int q_h) {
 
 struct Queries {
   unsigned half[COLUMNS][CHUNKS][8];
-  float norm[COLUMNS][2];  // of the columns whose sums this thread has
+  float norm[COLUMNS][2], shift[COLUMNS][2];  // |q|, q.origin: of the columns whose sums this thread has
 
-  __device__ explicit Queries(const Raw& raw) {
+  // `origin`: where this thread's channels begin.
+  __device__ Queries(const Raw& raw, const float* origin) {
     for (int n = 0; n < COLUMNS; n++) {
-      float squares = 0;
+      float squares = 0, away = 0;
       for (int c = 0; c < CHUNKS; c++)
         for (int i = 0; i < 8; i++) {
           const uint4 x = raw.part[n][c][i / 4];
@@ -70,7 +72,12 @@ struct Queries {
           const float high = BF16 ? __uint_as_float(word & 0xFFFF0000) : number((unsigned short)(word >> 16));
           half[n][c][i] = BF16 ? halves(low, high) : word;
           squares += low * low + high * high;
+          const float2 o = *reinterpret_cast<const float2*>(origin + c * 64 + 2 * i);
+          away += low * o.x + high * o.y;
         }
+      away += __shfl_xor_sync(ALL, away, 1);
+      away += __shfl_xor_sync(ALL, away, 2);
+      for (int j = 0; j < 2; j++) shift[n][j] = __shfl_sync(ALL, away, 4 * (2 * (threadIdx.x % 4) + j));
       if (!BOX) {
         squares += __shfl_xor_sync(ALL, squares, 1);
         squares += __shfl_xor_sync(ALL, squares, 2);
@@ -116,7 +123,8 @@ struct Sums {
     }
     for (int n = 0; n < COLUMNS; n++)
       for (int i = 0; i < 4; i++)
-        part[0][n][i] += part[1][n][i] + (BOX ? 0 : x.radius[i / 2] * q.norm[n][i % 2]);
+        part[0][n][i] = q.shift[n][i % 2] + UNIT * (part[0][n][i] + part[1][n][i] +
+                                                    (BOX ? 0 : x.radius[i / 2] * q.norm[n][i % 2]));
   }
 
   // The largest of row g of the tile, or in odd threads of row g + 8.
@@ -133,8 +141,9 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
-    const unsigned short* q, const unsigned char* centre, const unsigned char* spread, float* out, float* peaks,
-    const int* ring_begin, const int* pinned, int q_b, int q_h, int heads, int blocks, int first, int block_size) {
+    const unsigned short* q, const unsigned char* centre, const unsigned char* spread, const float* origin, float* out,
+    float* peaks, const int* ring_begin, const int* pinned, int q_b, int q_h, int heads, int blocks, int first,
+    int block_size) {
   const long long bh = blockIdx.x;
   const int b = blockIdx.x / heads, h = blockIdx.x % heads, warp = blockIdx.y * WARPS + threadIdx.x / 32;
   const int lane = threadIdx.x % 32, place = lane / 4 + lane % 2 * 8;  // in a tile
@@ -149,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
 #pragma unroll
   for (int k = 0; k < AHEAD; k++)
     if (from + k * step < tiles) digests.load(from + k * step, ahead[k]);  // while `end` is on its way
-  const Queries queries(load(q + (long long)b * q_b + (long long)h * G * q_h, q_h));
+  const Raw raw = load(q + (long long)b * q_b + (long long)h * G * q_h, q_h);
+  const Queries queries(raw, origin + bh * D + lane % 4 * 16);
   auto store = [&](int tile, float score) {
     if (lane % 4 < 2 && tile * TILE + place < blocks) out[tile * TILE] = score;
     for (int d = 1; d < 32; d *= d == 1 ? 4 : 2) score = fmaxf(score, __shfl_xor_sync(ALL, score, d));

@@ -76,7 +76,7 @@ def reference(
 
 
 def _blend(old: Tensor, new: Tensor, memory: float) -> Tensor:
-    return memory * old.float() + (1 - memory) * new.float()
+    return memory * old + (1 - memory) * new.float()
 
 
 def _cut(segments: Segments, head: tuple[int, int], n: int, sink: int, boundary: bool, rule: Boundaries) -> None:
@@ -106,7 +106,7 @@ def _boundary(
         mask, in_group = (i < Q)[:, None] & (d < D)[None, :], (i >= h * G) & (i < (h + 1) * G)
         new = tl.load(q + b * q_b + i[:, None] * q_h + d[None, :], mask=mask, other=0.0).to(tl.float32)  # [QP, DP]
         previous_at = previous + b * 2 * Q * D + i[:, None] * D + d[None, :]
-        compared = tl.load(previous_at + (n + 1) % 2 * Q * D, mask=mask, other=0.0).to(tl.float32)
+        compared = tl.load(previous_at + (n + 1) % 2 * Q * D, mask=mask, other=0.0)
         cosine = mean_cosine(new, compared, in_group, PER_HEAD, G, Q)
         begin, start = tl.load(frontier + bh), tl.load(segment_begin + bh)
         boundary = (tl.load(seen + bh) != n - 1) | (cosine < tau) | (n + 1 - begin > span)
@@ -115,7 +115,7 @@ def _boundary(
         # `compute-sanitizer --tool racecheck` reports a race in the sums of `mean_cosine`, at shapes with few query
         # heads. It is benign: several warps hold the same rows, and store the same partial sum at the same place.
         compared = tl.where(boundary, new, memory * compared + (1 - memory) * new)
-        tl.store(previous_at + n % 2 * Q * D, compared.to(previous.dtype.element_ty), mask=mask & in_group[:, None])
+        tl.store(previous_at + n % 2 * Q * D, compared, mask=mask & in_group[:, None])
         size = n - 1 - start
         cut = (boundary & (size >= shortest)) | (size >= longest)
         cuts += bh * span

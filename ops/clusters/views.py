@@ -1,6 +1,7 @@
 """The tensors of ClusterKV and LouisKV: units of the index, segments in the ring, and what triggers a retrieval."""
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import Of
@@ -37,13 +38,14 @@ class Trigger(NamedTuple):
     """What decides whether a decode step retrieves.
 
     previous: the query that the next one is compared with, in two halves. A step at length n reads half (n - 1) % 2 and
-        writes half n % 2, so programs of other heads may still read while one writes.
+        writes half n % 2, so programs of other heads may still read while one writes. It is in fp32: with `memory` near
+        1 a mean in bf16 never moves.
     seen: the row length at the last check. A value other than `length - 1` means that a prompt came in between.
     retrieve_now: 1 if the head retrieves at this step.
     retrievals: how often the head has retrieved.
     """
 
-    previous: Annotated[Tensor, Of("batch 2 q_heads dim", "kv")]
+    previous: Annotated[Tensor, Of("batch 2 q_heads dim", torch.float32)]
     seen: PerHead
     retrieve_now: PerHead
     retrievals: PerHead

@@ -1,8 +1,12 @@
 """Summarise the keys of every block that leaves the ring by a volume: a centre and a spread.
 
-    box       centre = (max + min) / 2 per channel;  spread = max |key - centre| per channel
-    ball      centre = mean key;                     spread = max |key - centre|_2, one number
-    mean-box  centre = (max + min) / 2 per channel;  spread = mean |key - centre| per channel
+    y         = (key - origin) / unit                the origin of the head (ops/index/_origin.py)
+    box       centre = (max + min) / 2 per channel;  spread = max |y - centre| per channel
+    ball      centre = mean y;                       spread = max |y - centre|_2, one number
+    mean-box  centre = (max + min) / 2 per channel;  spread = mean |y - centre| per channel
+
+The unit is UNIT for volumes in fp8 and 1 for others. A block with keys that are more than 448 units from the centre
+gets a spread of 448, which counts as unbounded. So a volume in fp8 is a bound at any size of the keys.
 
 Box (arXiv 2406.10774) and ball contain every key: the centre is rounded to its storage type first, and the
 spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of a NeurIPS 2024 paper) describes
@@ -11,8 +15,9 @@ where most keys are. It is no bound: its spread is rounded to the nearest.
 Args:
     leaving: the keys of the tokens that leave the ring.
     digests: centre [batch, heads, blocks, dim] and spread [batch, heads, blocks, dim or 1], changed for the blocks that
-        leave.
-    coarse [batch, heads, rows, dim]: if given, the same launch writes the fp8 copy of these keys (copy_keys.py).
+        leave. The origin of a row is changed when its first tokens leave.
+    coarse [batch, heads, rows, dim]: if given, the same launch writes the fp8 copy of these keys (copy_keys.py), from
+        the same origin.
 
 Launches: one program per (row, head, block that can leave in one call); it returns at once if its block does not leave.
 """
@@ -25,7 +30,8 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
-from torchsparsekv.ops.index.copy_keys import Coarse, as_copied, keep_copy
+from torchsparsekv.ops.index._origin import UNIT, middle_of, origin_of
+from torchsparsekv.ops.index.copy_keys import COPY_UNIT, Coarse, as_copied, keep_copy
 from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
 
 UNBOUNDED = 65504.0  # how a spread of FP8_MAX is read, as fp8 has no infinity: the largest number of fp16
@@ -48,7 +54,7 @@ def check(leaving, digests, lengths, coarse=None) -> None:
 def check_digests(pool: Tensor, digests: Digests) -> None:
     """Refuse digests of an unknown volume, or of other blocks than those of this pool."""
     check_spread(digests)
-    rows, (centre, spread, block_size, volume) = pool.shape[2], digests
+    rows, (centre, spread, block_size, volume, _) = pool.shape[2], digests
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
         raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")
@@ -67,9 +73,14 @@ def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(y.float() < x, bits + 1, bits).view(dtype)
 
 
-def bounds(keys: Tensor, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Centre and spread of keys [..., tokens, head_dim]."""
-    x, name = keys.float(), VOLUMES[volume]
+def unit_of(dtype: torch.dtype) -> float:
+    """The unit of volumes that are stored in this type."""
+    return UNIT if dtype == FP8 else 1.0
+
+
+def bounds(keys: Tensor, origin: Tensor | float, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Centre and spread of keys [..., tokens, head_dim]. `origin` broadcasts to the keys."""
+    x, name = (keys.float() - origin) / unit_of(dtype), VOLUMES[volume]
     middle = x.mean(-2) if name == "ball" else (x.amin(-2) + x.amax(-2)) / 2
     centre = (middle.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else middle).to(dtype)
     away = x - centre.float().unsqueeze(-2)
@@ -87,10 +98,13 @@ def reference(
     block_size = digests.block_size
     for b, old, new, keys in leaving_keys(leaving, lengths):
         blocks = slice(old // block_size, new // block_size)
-        centre, spread = bounds(keys.unflatten(1, (-1, block_size)), digests.volume, digests.centre.dtype)
+        if old == lengths.sink:
+            digests.origin[b] = middle_of(keys[:, :block_size])
+        origin, pages = digests.origin[b, :, None, None], keys.unflatten(1, (-1, block_size))
+        centre, spread = bounds(pages, origin, digests.volume, digests.centre.dtype)
         digests.centre[b, :, blocks], digests.spread[b, :, blocks] = centre, spread
         if coarse is not None:
-            coarse[b, :, old:new] = as_copied(keys)
+            coarse[b, :, old:new] = as_copied(keys, digests.origin[b, :, None])
 
 
 @triton.jit
@@ -112,12 +126,14 @@ def _store(to, x, d, D: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def store_digest(
-    x, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    x, origin, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store the volume around the `live` keys of `x` [P, DP] as block number `at`. Divisions round correctly: a
-    mean may lie half-way between two fp8 numbers, and an error of half a bit would round it to the other one."""
+    """Store the volume around the `live` keys of `x` [P, DP], counted from `origin` [DP], as block number `at`.
+    Divisions round correctly: a mean may lie half-way between two fp8 numbers, and an error of half a bit would round
+    it to the other one."""
     d = tl.arange(0, DP)
+    x = (x.to(tl.float32) - origin[None, :]) * (1.0 / UNIT)
     live, n = live[:, None], tl.sum(live.to(tl.float32), 0)
     if BALL:
         middle = tl.div_rn(tl.sum(tl.where(live, x, 0.0), 0), n)
@@ -142,50 +158,57 @@ def store_digest(
 
 @triton.jit
 def digest_block(
-    k, pool, centre, spread, coarse, block, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks,
-    BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr, MAX: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    k, pool, centre, spread, origin, coarse, block, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks,
+    sink, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr,
+    MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store the volume of one block that leaves and, with COPY, the fp8 copy of its keys."""
+    o = origin_of(
+        k, pool, origin, block * P == sink, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, sink, P, P, D,
+        DP,
+    )  # fmt: skip
     pos = block * P + tl.arange(0, P)
     every = tl.full((P,), True, tl.int1)
     x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, every, D, DP).to(tl.float32)
-    store_digest(x, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, D, DP)
+    store_digest(x, o, every, centre, spread, bh * blocks + block, BALL, MEAN, LIMIT, UNIT, D, DP)
     if COPY:
-        keep_copy(x, coarse, bh * pool_rows + pos, every, MAX, D, DP)
+        keep_copy(x, o, coarse, bh * pool_rows + pos, every, MAX, COPY_UNIT, D, DP)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _bounds(
-    k, pool, centre, spread, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
-    pool_rows, blocks, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, COPY: tl.constexpr,
-    MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+    k, pool, centre, spread, origin, coarse, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads,
+    tokens, pool_rows, blocks, sink, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr, UNIT: tl.constexpr,
+    COPY: tl.constexpr, MAX: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
     n0, n = tl.load(start + b), tl.load(length + b)
-    block = tl.load(previous_ring_begin + b) // P + tl.program_id(0)  # the only grid dimension that may exceed 65,535
+    old = tl.load(previous_ring_begin + b)
+    block = old // P + tl.program_id(0)  # the only grid dimension that may exceed 65,535
     if (n > 0) & (block * P < tl.load(ring_begin + b)):
         digest_block(
-            k, pool, centre, spread, coarse, block, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, blocks, BALL,
-            MEAN, LIMIT, COPY, MAX, P, D, DP,
+            k, pool, centre, spread, origin, coarse, block, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows,
+            blocks, sink, BALL, MEAN, LIMIT, UNIT, COPY, MAX, P, D, DP,
         )  # fmt: skip
 
 
 def volume_of(digests: Digests) -> dict[str, object]:
     """The constants with which `store_digest` makes the volume of these digests."""
-    name, limit = VOLUMES[digests.volume], FP8_MAX if digests.centre.dtype == FP8 else 0.0
-    return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit)
+    name, dtype = VOLUMES[digests.volume], digests.centre.dtype
+    limit = FP8_MAX if dtype == FP8 else 0.0
+    return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit, UNIT=unit_of(dtype))
 
 
 def launch(leaving, digests, lengths, coarse) -> None:
-    (k, pool), (centre, spread, block_size, _) = leaving, digests
+    (k, pool), (centre, spread, block_size, _, origin) = leaving, digests
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     most = cdiv(k.shape[2] + lengths.interval, block_size)  # blocks that can leave in one call
     _bounds[(min(most, centre.shape[2]), batch * heads)](
-        k, pool, centre, spread, pool if coarse is None else coarse, *lengths[:4], *k.stride()[:3], heads, k.shape[2],
-        rows, centre.shape[2], **volume_of(digests), COPY=coarse is not None, MAX=FP8_MAX, P=block_size, D=d,
+        k, pool, centre, spread, origin, pool if coarse is None else coarse, *lengths[:4], *k.stride()[:3], heads,
+        k.shape[2], rows, centre.shape[2], lengths.sink, **volume_of(digests), COPY=coarse is not None, MAX=FP8_MAX,
+        P=block_size, D=d,
         DP=next_power_of_2(d), num_warps=2, **launch_early(centre.device, batch * heads * most),
     )  # fmt: skip
 

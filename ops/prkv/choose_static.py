@@ -37,7 +37,7 @@ from torchsparsekv.ops._machinery.triton import (
     wait_for_previous,
 )  # fmt: skip
 from torchsparsekv.ops.attend._split import capped, soft_capped
-from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
+from torchsparsekv.ops.index.copy_keys import COPY_UNIT, Coarse, Origin, copied, key_of, keys_in
 from torchsparsekv.ops.index.observe import NOT_SINCE, NOT_YET
 from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.select._top import GROUP, store_peaks
@@ -131,7 +131,9 @@ class Head(NamedTuple):
     sink: Any
 
 
-def check(observed, static, store, coarse, lengths, attention) -> None:
+def check(observed, static, store, coarse, origin, lengths, attention) -> None:
+    if (coarse is None) != (origin is None):
+        raise ValueError("a copy of the keys has an origin, and no origin is given without a copy")
     _check.heads(observed.queries.transpose(1, 2), store.pool)
     if static.ids.shape[2] > MOST:
         raise ValueError(f"a static set has at most {MOST} tokens, got room for {static.ids.shape[2]}")
@@ -149,8 +151,8 @@ def is_due(static: StaticSet, b: int, h: int, length: int, retrievable: int) -> 
 
 
 def reference(
-    observed: Observed, static: Changed[StaticSet], store: KVStore, coarse: Coarse | None, lengths: Lengths,
-    attention: Attention,
+    observed: Observed, static: Changed[StaticSet], store: KVStore, coarse: Coarse | None,
+    origin: Origin | None, lengths: Lengths, attention: Attention,
 ) -> None:  # fmt: skip
     """Choose the static set anew where it is due: the tokens that the latest queries attend to most.
 
@@ -160,6 +162,7 @@ def reference(
         store: the sinks are read from the ring, retrievable tokens from the pool.
         coarse: the fp8 copy of the keys [batch, heads, rows, dim]; it is read in place of the pool, which may be host
             memory. None: keys are read from the pool.
+        origin: the origin of the copy [batch, heads, dim].
         lengths: retrievable tokens lie from `sink` up to `ring_begin`.
         attention: scale and soft cap of the model.
 
@@ -179,7 +182,8 @@ def reference(
             if not is_due(static, b, h, n, end - sink):
                 continue
             sinks = min(n, sink)
-            retrievable = keys_in(pool, coarse, b, h, slice(sink, end)).to(queries.dtype)
+            retrievable = keys_in(pool, coarse, b, h, slice(sink, end))
+            retrievable = retrievable.to(queries.dtype) if origin is None else retrievable + origin[b, h]
             keys = torch.cat([keys_of(ring[b, h, :sinks]).float(), retrievable.float()])
             scores = window_scores(queries[:, h], keys, attention)[sinks:]
             best = scores.argsort(descending=True, stable=True)[: int(static.target[b, h])].sort().values
@@ -208,6 +212,17 @@ def _load_queries(queries, first, head, sizes, C: tl.constexpr):
 
 
 @triton.jit
+def _shift(x, origin, bh, C: tl.constexpr):
+    """The products [part] of the queries `x` with the origin of the copy of the keys; 0 without a copy."""
+    if C.coarse:
+        d = tl.arange(0, C.padded)
+        o = tl.load(origin + bh * C.dim + d, mask=d < C.dim, other=0.0)
+        return tl.sum(x.to(tl.float32) * o[None, :], 1)
+    else:
+        return tl.full((C.part,), 0.0, tl.float32)
+
+
+@triton.jit
 def _exp2(x, C: tl.constexpr):
     if C.exp2 != "":
         return tl.inline_asm_elementwise(C.exp2, "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -223,12 +238,14 @@ def _log2_factor(attention, CAPPED: tl.constexpr):
 
 @triton.jit
 def _logits(
-    x, source, tile, bh, begin, end, rows, attention, BY_QUERY: tl.constexpr, IN_RING: tl.constexpr, C: tl.constexpr,
+    x, shift, source, tile, bh, begin, end, rows, attention, BY_QUERY: tl.constexpr, IN_RING: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Products of the queries `x` and the keys of a tile, and which tokens of the tile lie in [begin, end).
 
     [tile, part], or BY_QUERY [part, tile]: the axis that is summed next lies within a thread. Soft-capped logits are
     scaled; without a soft cap `_log2_factor` has the scale. `source` is the ring (IN_RING), or what `copied` returns.
+    `shift` is what `_shift` returns.
     """
     d, pos = tl.arange(0, C.padded), tile * C.tile + tl.arange(0, C.tile)
     live = (pos >= begin) & (pos < end)
@@ -242,6 +259,8 @@ def _logits(
         z = tl.dot(x, tl.trans(k), input_precision="ieee")
     else:
         z = tl.dot(k, tl.trans(x), input_precision="ieee")
+    if C.coarse and not IN_RING:
+        z = z * COPY_UNIT + (shift[:, None] if BY_QUERY else shift[None, :])
     if C.capped:
         z = capped(z * attention.scale, attention.softcap)
     return z, live
@@ -257,18 +276,19 @@ def _add_tile(z, live, factor, peak, total, C: tl.constexpr):
 
 
 @triton.jit
-def _sum_softmax(queries, ring, keys, scratch, head, attention, sizes, C: tl.constexpr):
+def _sum_softmax(queries, ring, keys, origin, scratch, head, attention, sizes, C: tl.constexpr):
     """Phase 1: over this program's tiles, the largest logit of every query and the sum of 2 ** (logit - largest)."""
     factor, end, sink = _log2_factor(attention, C.capped), head.end, head.sink
     for first in range(0, sizes.queries, C.part):
         x, _ = _load_queries(queries, first, head, sizes, C)
+        shift = _shift(x, origin, head.bh, C)
         peak, total = tl.full((C.part,), float("-inf"), tl.float32), tl.full((C.part,), 0.0, tl.float32)
         sinks = tl.where(head.part == head.parts - 1, tl.minimum(head.length, sink), 0)  # the last program adds them
         for tile in tl.range(tl.cdiv(sinks, C.tile), num_stages=1):
-            z, live = _logits(x, ring, tile, head.bh, 0, sinks, sizes.ring_rows, attention, True, True, C)
+            z, live = _logits(x, shift, ring, tile, head.bh, 0, sinks, sizes.ring_rows, attention, True, True, C)
             peak, total = _add_tile(z, live, factor, peak, total, C)
         for tile in tl.range(sink // C.tile + head.part, tl.cdiv(end, C.tile), head.parts, num_stages=C.stages):
-            z, live = _logits(x, keys, tile, head.bh, sink, end, sizes.rows, attention, True, False, C)
+            z, live = _logits(x, shift, keys, tile, head.bh, sink, end, sizes.rows, attention, True, False, C)
             peak, total = _add_tile(z, live, factor, peak, total, C)
         i = (head.bh * head.parts + head.part) * sizes.queries + first + tl.arange(0, C.part)
         tl.store(scratch.peaks_of_query + i, peak)
@@ -290,17 +310,18 @@ def _log_sums(scratch, i, exists, parts, step, C: tl.constexpr):
 
 
 @triton.jit
-def _score_tokens(queries, keys, scratch, head, attention, sizes, C: tl.constexpr):
+def _score_tokens(queries, keys, origin, scratch, head, attention, sizes, C: tl.constexpr):
     """Phase 2: scores and peaks of all tiles of this program, -inf behind the last retrievable token."""
     i, tiles, factor = tl.arange(0, C.tile), tl.cdiv(head.end, C.tile), _log2_factor(attention, C.capped)
     part, parts, rows = head.part, head.parts, sizes.rows
     scores, peaks = scratch.scores + head.bh * rows, scratch.peaks + head.bh * sizes.groups
     for first in range(0, sizes.queries, C.part):
         x, exists = _load_queries(queries, first, head, sizes, C)
+        shift = _shift(x, origin, head.bh, C)
         stored = head.bh * parts * sizes.queries + first + tl.arange(0, C.part)
         log_sum = _log_sums(scratch, stored, exists, parts, sizes.queries, C)
         for tile in tl.range(part, tiles, parts, num_stages=C.stages):
-            z, live = _logits(x, keys, tile, head.bh, head.sink, head.end, rows, attention, False, False, C)
+            z, live = _logits(x, shift, keys, tile, head.bh, head.sink, head.end, rows, attention, False, False, C)
             pos = tile * C.tile + i
             mass = tl.sum(_exp2(z * factor - log_sum[None, :], C), 1)  # [tile]
             mass += tl.load(scores + pos, mask=live & (first > 0), other=0.0)
@@ -317,7 +338,7 @@ def _score_tokens(queries, keys, scratch, head, attention, sizes, C: tl.constexp
 
 @triton.jit
 def choose_set(
-    observed, static, ring, keys, lengths, attention, scratch, sizes, FIRST: tl.constexpr, LAST: tl.constexpr,
+    observed, static, ring, keys, origin, lengths, attention, scratch, sizes, FIRST: tl.constexpr, LAST: tl.constexpr,
     STAY: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Phases FIRST to LAST of choosing the set of one head; returns whether the head is due.
@@ -341,11 +362,11 @@ def choose_set(
         if FIRST < 0:
             grid_barrier(barrier + ARRIVED, parts)
         if FIRST <= 0:
-            _sum_softmax(observed.queries, ring, keys, scratch, head, attention, sizes, C)
+            _sum_softmax(observed.queries, ring, keys, origin, scratch, head, attention, sizes, C)
         if (FIRST <= 1) & (LAST > 1):
             if FIRST < 1:
                 grid_barrier(barrier + ARRIVED, parts)
-            _score_tokens(observed.queries, keys, scratch, head, attention, sizes, C)
+            _score_tokens(observed.queries, keys, origin, scratch, head, attention, sizes, C)
         if (FIRST <= 2) & (LAST > 2):
             if FIRST < 2:
                 grid_barrier(barrier + ARRIVED, parts)
@@ -366,11 +387,11 @@ def choose_set(
 
 @triton.jit
 def _choose(
-    observed, static, ring, keys, lengths, attention, scratch, sizes, FIRST: tl.constexpr, LAST: tl.constexpr,
+    observed, static, ring, keys, origin, lengths, attention, scratch, sizes, FIRST: tl.constexpr, LAST: tl.constexpr,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    choose_set(observed, static, ring, keys, lengths, attention, scratch, sizes, FIRST, LAST, False, C)
+    choose_set(observed, static, ring, keys, origin, lengths, attention, scratch, sizes, FIRST, LAST, False, C)
 
 
 def _resources(device: torch.device, row_bytes: int) -> Resources:
@@ -379,7 +400,7 @@ def _resources(device: torch.device, row_bytes: int) -> Resources:
     return PAIR if row_bytes == PAIRED else LARGE
 
 
-def arguments(observed, static, store, coarse, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
+def arguments(observed, static, store, coarse, origin, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and what `_choose` takes by name, but for its phases."""
     (queries,), (ring, pool) = observed, store
     (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
@@ -400,8 +421,9 @@ def arguments(observed, static, store, coarse, lengths, attention) -> tuple[tupl
         new(compiled.most, dtype=torch.int32),
     )  # fmt: skip
     return (batch * heads, parts), dict(
-        observed=observed, static=static, ring=ring, keys=copied(pool, coarse), lengths=lengths, attention=attention,
-        scratch=scratch, sizes=Sizes(heads, window, ring.shape[2], rows, padded_queries, groups, most), C=compiled,
+        observed=observed, static=static, ring=ring, keys=copied(pool, coarse),
+        origin=ring if origin is None else origin, lengths=lengths, attention=attention, scratch=scratch,
+        sizes=Sizes(heads, window, ring.shape[2], rows, padded_queries, groups, most), C=compiled,
         num_warps=may.warps,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.gather._hot_buffer import check_blocks, empty_slot
 from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_digest, volume_of
-from torchsparsekv.ops.index.copy_keys import Coarse, copied, key_of, keys_in
+from torchsparsekv.ops.index.copy_keys import COPY_UNIT, Coarse, copied, key_of, keys_in
 from torchsparsekv.ops.prkv.choose_static import ARRIVED, COUNTERS, LEFT
 from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.store.rows import row_at, stored_width
@@ -54,6 +54,7 @@ class Moved(NamedTuple):
     keys: Tensor  # what the digests are made from: the fp8 copy, or the pool
     centre: Tensor
     spread: Tensor
+    origin: Tensor
     plan: Tensor  # [batch * heads, parts, LISTS, most]
     most: int  # tokens of a set
     rows: int  # of the pool
@@ -69,6 +70,7 @@ class Layout(NamedTuple):
     ball: bool
     mean: bool
     limit: float
+    unit: float
     block_size: int
     dim: int
     padded: int  # dim, rounded up to a power of two
@@ -121,8 +123,8 @@ def reference(
     Args:
         static: the sets. Heads with `updated` move theirs; `front_home` becomes what the move leaves.
         pool: [batch, heads, rows, 2, dim], may be host memory: it is rewritten in stream order, and nothing waits.
-        coarse: the fp8 copy of the keys [batch, heads, rows, dim]: it moves along, and digests are made from it.
-            None: digests are made from the pool.
+        coarse: the fp8 copy of the keys [batch, heads, rows, dim]: it moves along, and digests are made from it,
+            and their origin must be that of the copy. None: digests are made from the pool.
         hot: rows of the pool that lie in the hot buffer are read from there, and rewritten in both places, so that less
             crosses the link. Where the pool is packed and the hot buffer is not, the touched blocks lose their slots.
         digests: made anew for the touched blocks.
@@ -152,7 +154,8 @@ def reference(
             every = range(block * block_size, (block + 1) * block_size)
             native = [x for x in every if x not in strangers] or list(every)
             keys = keys_in(pool, coarse, b, h, native)
-            digest = bounds(keys, digests.volume, digests.centre.dtype)
+            origin = digests.origin[b, h] if coarse is None else 0.0
+            digest = bounds(keys, origin, digests.volume, digests.centre.dtype)
             digests.centre[b, h, block], digests.spread[b, h, block] = digest
             slot = int(hot.slot_of[b, h, block])
             if slot >= 0 and rows.dtype is hot.rows.dtype:
@@ -328,9 +331,14 @@ def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.con
             pos = block * C.block_size + r
             native = _at_home(plan + HOME * C.most, pos, first, most, C)
             x = key_of(moved.keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], moved.rows, C.dim, C.coarse)
+            x, o = x.to(tl.float32), tl.zeros((C.padded,), tl.float32)
+            if C.coarse:
+                x *= COPY_UNIT
+            else:
+                o = tl.load(moved.origin + bh * C.dim + d, mask=d < C.dim, other=0.0)
             store_digest(
-                x.to(tl.float32), native, moved.centre, moved.spread, bh * moved.blocks + block, C.ball, C.mean,
-                C.limit, C.dim, C.padded,
+                x, o, native, moved.centre, moved.spread, bh * moved.blocks + block, C.ball, C.mean, C.limit, C.unit,
+                C.dim, C.padded,
             )  # fmt: skip
             if not C.same_type:
                 slot = tl.load(hot.slot_of + bh * moved.blocks + block)
@@ -375,17 +383,16 @@ def _relocate(static, moved, first, FIRST: tl.constexpr, LAST: tl.constexpr, C: 
 
 def arguments(parts: int, static, pool, coarse, hot, digests) -> tuple[Moved, Layout]:
     """What `move_set` takes beside the set."""
-    centre, spread = digests[:2]
     (batch, heads, rows), d, width, most = pool.shape[:3], hot.rows.shape[5], stored_width(pool), static.ids.shape[2]
     padded_most = max(16, next_power_of_2(most))
     plan = torch.empty((batch * heads, parts, int(LISTS), padded_most), dtype=torch.int32, device=pool.device)
     volume: dict[str, Any] = volume_of(digests)
     return Moved(
-        pool, hot, pool if coarse is None else coarse, copied(pool, coarse), centre, spread, plan, most, rows,
-        blocks=centre.shape[2], slots=hot.block_of.shape[2],
+        pool, hot, pool if coarse is None else coarse, copied(pool, coarse), digests.centre, digests.spread,
+        digests.origin, plan, most, rows, blocks=digests.centre.shape[2], slots=hot.block_of.shape[2],
     ), Layout(
-        same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=volume["BALL"],
-        mean=volume["MEAN"], limit=volume["LIMIT"], block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d),
+        same_type=pool.dtype is hot.rows.dtype, coarse=coarse is not None, ball=volume["BALL"], mean=volume["MEAN"],
+        limit=volume["LIMIT"], unit=volume["UNIT"], block_size=hot.rows.shape[3], dim=d, padded=next_power_of_2(d),
         width=width, padded_width=next_power_of_2(width), rows=ROWS, most=padded_most,
         bits=padded_most.bit_length() - 1, looked=LOOKED,
     )  # fmt: skip

@@ -86,6 +86,7 @@ def reference(
         static: the sets; `target` of heads that have not chosen since the last prompt is set.
         pool: [batch, heads, rows, 2, dim].
         coarse: the fp8 copy of the keys [batch, heads, rows, dim], read in place of the pool. None: the pool is read.
+            The order of the products of a query does not depend on the origin and the unit of the copy.
         lengths: retrievable tokens lie from `sink` up to `ring_begin`; targets are multiples of `interval`.
         k: how many best tokens of each query are compared; at most the room of a set.
         per_head: each kv head has a target of its own, else the layer has one.

@@ -37,7 +37,7 @@ def parts_of_update(observed, static, store, coarse, hot, digests, lengths, atte
     no_keys = observed.queries.new_empty(batch, heads, 0, d)
     return Parts(
         (Leaving(no_keys, store.pool), digests, lengths, coarse),
-        (observed, static, store, coarse, lengths, attention),
+        (observed, static, store, coarse, None if coarse is None else digests.origin, lengths, attention),
         (static, store.pool, coarse, hot, digests, lengths.sink),
     )
 
@@ -84,8 +84,10 @@ def _digest_leaving(queries, moved, lengths, heads, M: tl.constexpr):
     n, old, new = tl.load(lengths.length + b), tl.load(lengths.previous_ring_begin + b), tl.load(lengths.ring_begin + b)
     for block in range(old // M.block_size + part, tl.where(n > 0, tl.cdiv(new, M.block_size), 0), parts):
         block_bounds.digest_block(
-            queries, moved.pool, moved.centre, moved.spread, moved.coarse, block, n, n, b, h, bh, 0, 0, 0, 0,
-            moved.rows, moved.blocks, M.ball, M.mean, M.limit, M.coarse, MAX, M.block_size, M.dim, M.padded,
+            queries, moved.pool, moved.centre, moved.spread, moved.origin, moved.coarse, block, old, n, n, b, h, bh,
+            0, 0, 0, 0, moved.rows, moved.blocks, lengths.sink, M.ball,
+            M.mean, M.limit, M.unit, M.coarse, MAX, M.block_size,
+            M.dim, M.padded,
         )  # fmt: skip
 
 
@@ -100,8 +102,9 @@ def _update_static_set(
     due = False
     if (FIRST < MOVING) & (LAST > 1):
         due = choose_set(
-            observed, static, ring, moved.keys, lengths, attention, scratch, sizes, FIRST - 1, LAST - 1, True, C
-        )
+            observed, static, ring, moved.keys, moved.origin, lengths, attention, scratch, sizes, FIRST - 1, LAST - 1,
+            True, C,
+        )  # fmt: skip
     elif FIRST >= MOVING:  # a launch before this one has chosen the sets that were due
         due = tl.load(static.updated + tl.program_id(0)) != 0
     if LAST > MOVING:  # noqa: SIM102 (it is known when the kernel is compiled)
@@ -112,7 +115,7 @@ def _update_static_set(
 def launch(*args) -> None:
     _, choosing, (static, pool, coarse, hot, digests, _) = parts_of_update(*args)
     grid, given = choose_static.arguments(*choosing)
-    del given["keys"]  # `moved` has them
+    del given["keys"], given["origin"]  # `moved` has them
     moved, layout = relocate.arguments(grid[1], static, pool, coarse, hot, digests)
     for phase in phases(pool.device, grid[1], PHASES):
         _update_static_set[grid](

@@ -1,14 +1,16 @@
 """Score every block by the largest q.k that its volume allows (its digest, ops/index/block_bounds.py).
 
-    box    score = max over the query heads of the group of  q.centre + |q|.spread      (|q| per channel)
-    ball   score = max over the query heads of the group of  q.centre + |q|_2 * spread
+    box    score = max over the query heads of the group of  q.origin + unit (q.centre + |q|.spread)   (|q| per channel)
+    ball   score = max over the query heads of the group of  q.origin + unit (q.centre + |q|_2 * spread)
 
-Both are matrix products, so tensor cores compute them while the digests stream in. Blocks without a retrievable token
+Volumes are counted from the origin of a head. q.origin is the same for all blocks, but differs between the query heads
+of a group, which share a score. The others are matrix products, so tensor cores compute them while the digests stream
+in. Blocks without a retrievable token
 (the sinks, and blocks that have not left the ring) score -inf.
 
 Args:
     q [batch, q_heads, 1, dim]
-    digests: centre [batch, heads, blocks, dim], spread [batch, heads, blocks, dim or 1].
+    digests: centre [batch, heads, blocks, dim], spread [batch, heads, blocks, dim or 1], origin [batch, heads, dim].
     pinned [batch, heads]: if given, the blocks of the first `pinned` tokens behind the sinks score +inf, so that every
         selection takes them, whatever their digests.
 
@@ -37,7 +39,7 @@ from torchsparsekv.ops._machinery.triton import (
     triton,
     wait_for_previous,
 )
-from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread
+from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread, unit_of
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
 from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
 
@@ -62,18 +64,19 @@ def _widths(spread: Tensor) -> Tensor:
     return torch.where(x >= FP8_MAX, UNBOUNDED, x) if spread.dtype == FP8 else x
 
 
-def bound(q: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
+def bound(q: Tensor, centre: Tensor, spread: Tensor, origin: Tensor) -> Tensor:
     """The largest q.k that each digest allows, over the query heads of its kv head: [batch, heads, digests]."""
     x = q[:, :, 0].unflatten(1, (centre.shape[1], -1)).float()
     size = x.abs() if spread.shape[-1] > 1 else x.norm(dim=-1, keepdim=True)
-    return (x @ centre.float().transpose(-1, -2) + size @ _widths(spread).transpose(-1, -2)).amax(2)
+    scores = x @ centre.float().transpose(-1, -2) + size @ _widths(spread).transpose(-1, -2)
+    return (scores * unit_of(centre.dtype) + x @ origin[..., None]).amax(2)
 
 
 def reference(
     q: AnyQuery, digests: Digests, lengths: Lengths, pinned: PerHead | None = None
 ) -> tuple[Tensor, Tensor]:
-    centre, spread, block_size, _ = digests
-    scores = bound(q, centre, spread)
+    centre, spread, block_size, _, origin = digests
+    scores = bound(q, centre, spread, origin)
     block, first = torch.arange(centre.shape[2], device=q.device), lengths.sink // block_size
     if pinned is not None:
         scores = scores.masked_fill(block < first + pinned[..., None] // block_size, torch.inf)
@@ -84,9 +87,9 @@ def reference(
 
 @triton.jit
 def bounds_of(
-    q, q_b, q_h, b, h, centre, spread, head, blocks, block, place, first, end, BOX: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    q, q_b, q_h, b, h, centre, spread, origin, head, blocks, block, place, first, end, BOX: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
+    UNBOUNDED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Scores [n, GP] of the digests `block` [n] of a `head` with `blocks` digests, by the G query heads of kv head `h`.
 
@@ -104,19 +107,21 @@ def bounds_of(
         if LIMIT > 0:
             w = tl.where(w >= LIMIT, UNBOUNDED, w)
         s += tl.dot(w, tl.abs(x).to(DOT), input_precision="ieee")
-    else:
-        x = x.to(tl.float32)
+    x = x.to(tl.float32)
+    if not BOX:
         norm = tl.sqrt(tl.sum(x * x, 0))
         s += tl.load(spread + head * blocks + block, mask=place < end, other=0.0)[:, None] * norm[None, :]
+    o = tl.load(origin + head * D + d, mask=d < D, other=0.0)
+    s = s * UNIT + tl.sum(x * o[:, None], 0)[None, :]
     return tl.where((g < G)[None, :] & ((place < end) & (place >= first))[:, None], s, float("-inf"))
 
 
 @triton.jit
 def _scores(
-    q, centre, spread, out, peaks, ring_begin, pinned, q_b, q_h, heads, blocks, groups, first,
+    q, centre, spread, origin, out, peaks, ring_begin, pinned, q_b, q_h, heads, blocks, groups, first,
     PINNED: tl.constexpr, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -126,8 +131,8 @@ def _scores(
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
         s = bounds_of(
-            q, q_b, q_h, b, h, centre, spread, bh, blocks, block, block, first, end, BOX, G, GP, D, DP, DOT, LIMIT,
-            UNBOUNDED,
+            q, q_b, q_h, b, h, centre, spread, origin, bh, blocks, block, block, first, end, BOX, G, GP, D, DP, DOT,
+            LIMIT, UNBOUNDED, UNIT,
         )  # fmt: skip
         best = tl.max(s, 1)
         if PINNED:
@@ -151,36 +156,37 @@ def _fits(q, digests, lengths, pinned=None) -> _cuda.Module | str:
         return f"queries in {q.dtype} against centres in {centre.dtype}, not halves against fp8"
     if d not in NATIVE_DIMS or group > min(NATIVE_GROUP, NATIVE_QUERIES // d):
         return f"head_dim {d} with {group} query heads a kv head"
-    if not _cuda.aligned(q, centre, spread) or any(x % 8 for x in q.stride()[:2]):
+    if not _cuda.aligned(q, centre, spread, digests.origin) or any(x % 8 for x in q.stride()[:2]):
         return "tensors are not aligned to 16 bytes"
-    shape = dict(D=d, G=group, BOX=int(box), BF16=int(q.dtype == torch.bfloat16), WARPS=NATIVE_WARPS, GROUP=GROUP)
+    bf16 = int(q.dtype == torch.bfloat16)
+    shape = dict(D=d, G=group, BOX=int(box), BF16=bf16, WARPS=NATIVE_WARPS, GROUP=GROUP, UNIT=int(unit_of(FP8)))
     return _cuda.load("bound_scores", q.device, **shape)
 
 
 def _launch_cuda(kernels, q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
     """csrc/bound_scores.cu"""
-    (centre, spread, block_size, _), (batch, heads, blocks, _) = digests, digests.centre.shape
+    (centre, spread, block_size, _, origin), (batch, heads, blocks, _) = digests, digests.centre.shape
     out, peaks = fake(q, digests)
     parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
-        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, out, peaks, lengths.ring_begin,
-        pinned, q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
+        "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, origin, out, peaks,
+        lengths.ring_begin, pinned, q.stride(0), q.stride(1), heads, blocks, lengths.sink // block_size, block_size,
     )  # fmt: skip
     return out, peaks
 
 
 def _launch_triton(q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
-    centre, spread, block_size, _ = digests
+    centre, spread, block_size, _, origin = digests
     batch, heads, blocks, d = centre.shape
     out, peaks = fake(q, digests)
     group = q.shape[1] // heads
     _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, out, peaks, lengths.ring_begin, lengths.ring_begin if pinned is None else pinned,
+        q, centre, spread, origin, out, peaks, lengths.ring_begin, lengths.ring_begin if pinned is None else pinned,
         q.stride(0), q.stride(1), heads, blocks, peaks.shape[2], lengths.sink // block_size, PINNED=pinned is not None,
         BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
         DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=dot_type(q, centre),
-        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, GROUP=GROUP,
-        num_warps=2, **launch_early(q.device, batch * heads * cdiv(blocks, BLOCKS)),
+        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, UNIT=unit_of(centre.dtype),
+        GROUP=GROUP, num_warps=2, **launch_early(q.device, batch * heads * cdiv(blocks, BLOCKS)),
     )  # fmt: skip
     return out, peaks
 

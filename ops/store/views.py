@@ -180,12 +180,14 @@ class Digests(NamedTuple):
     centre: the middle of the volume.
     spread: half its width in every channel (a box, spread = dim), or its radius (a ball, spread = 1).
     volume: the kind of the volume, an index into VOLUMES.
+    origin: the point from which the volumes of a head count the keys (ops/index/_origin.py).
     """
 
     centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
     spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
     block_size: int
     volume: int
+    origin: Annotated[Tensor, Of("batch heads dim", torch.float32)]
 
 
 class Observed(NamedTuple):

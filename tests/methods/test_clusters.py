@@ -140,11 +140,11 @@ def test_rows_too_long_for_the_choice_are_refused():
 # ---------------------------------------------------------------- the trigger
 
 
-def steps_of(q: torch.Tensor, prompt: int, method, v=None):
+def steps_of(q: torch.Tensor, prompt: int, method, dtype=torch.float32):
     """`retrieve_now` after every decode step on queries q [heads, tokens, dim], and the layer."""
     g = torch.Generator().manual_seed(1)
-    k = torch.randn(1, 2, q.shape[1], q.shape[2], generator=g)
-    layer = Layer(method, heads=2, group=q.shape[0] // 2, dim=q.shape[2])
+    k = torch.randn(1, 2, q.shape[1], q.shape[2], generator=g).to(dtype)
+    layer = Layer(method, heads=2, group=q.shape[0] // 2, dim=q.shape[2], dtype=dtype)
     layer.feed(q[None, :, :prompt], k[:, :, :prompt], k[:, :, :prompt])
     now = []
     for t in range(prompt, q.shape[1]):
@@ -190,6 +190,20 @@ def test_query_is_compared_with_the_last_retrieving_query():
         every.append(sum(x[0] for x in now))
     assert every == sorted(set(every)), "each retrieves more often than the one before"
     assert every[-1] < 35
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_earlier_query_moves_where_memory_is_near_1(dtype):
+    """The query turns a little and stays there for 200 steps, and the mean follows. So a further turn is not far from
+    it. In bf16 each of the 200 steps is too small to change a number, and the further turn would retrieve."""
+    q = torch.zeros(2, 220, 16)
+    q[:, :, 0], q[:, :20, 1], q[:, 20:, 1], q[:, -1, 1] = 1, 1.5, 0.375, 0.125
+    now, layer = steps_of(q.to(dtype), 10, made("louiskv", tau=0.7, memory=0.998, window=250), dtype=dtype)
+    assert [t for t, heads in enumerate(now) if heads[0]] == [0]
+    mean = q[:, 10]
+    for x in q[:, 11:].unbind(1):
+        mean = 0.998 * mean + 0.002 * x
+    torch.testing.assert_close(layer.state.trigger.previous[0, 0].cpu(), mean, atol=1e-4, rtol=0)
 
 
 def test_a_second_turn_retrieves_at_its_first_step():

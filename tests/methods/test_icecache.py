@@ -400,3 +400,18 @@ def test_full_budget_is_the_number_of_retrievable_tokens():
     g = Geometry(1, 1, 16, 1024, torch.float32)
     for budget, pages in ((1024 - 64 - 256, 1024 // 16 * 5 // 4), (1024 - 64 - 256 - 16, (1024 - 64 - 256 - 16) // 16)):
         assert make_method("icecache", budget=budget).buffers(g)["hot"].chosen.shape[2] == pages
+
+
+def test_row_in_a_batch_has_the_bits_of_the_row_alone_with_an_int8_pool():
+    """Given equal inputs. Models give a row inputs that differ in the last bit, and int8 may round these to another
+    number."""
+    g, prompt, steps = torch.Generator().manual_seed(1), 90, 12
+    q, k, v = (torch.randn(3, heads, prompt + steps, 16, generator=g) for heads in (4, 2, 2))
+    parts, hyper = [1] * steps, dict(sink=4, window=8, budget=16, page_size=4)
+    sizes, pads = dict(heads=2, group=2, rows=192, pool_dtype=torch.int8), [0, 23, 57]
+    batch = Layer(make_method("icecache", **hyper), batch=3, left_pad=pads, **sizes)
+    together = batch.feed_parts(q, k, v, [prompt, *parts])
+    for b, pad in enumerate(pads):
+        own = (x[b : b + 1, :, pad:] for x in (q, k, v))
+        alone = Layer(make_method("icecache", **hyper), **sizes).feed_parts(*own, [prompt - pad, *parts])
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together[1:], alone[1:]))

@@ -200,7 +200,7 @@ def lives(layer: Layer) -> dict:
     row = torch.arange(s.store.pool.shape[2], device=DEVICE)
     far = (row >= at.sink) & (row < at.ring_begin[:, None])
     kept = lambda m, x: x.masked_fill(~m[:, None, :, None, None], 0)  # noqa: E731
-    index = {n: getattr(s.digests, n).float() for n in ("centre", "spread")} if "digests" in s.buffers else {}
+    index = {n: getattr(s.digests, n).float() for n in ("centre", "spread", "origin")} if "digests" in s.buffers else {}
     lengths = {"seq_len": layer.row_lengths.seq_len, "length": at.length, "ring_begin": at.ring_begin}
     return {"ring": kept(near, s.store.ring), "pool": kept(far, s.store.pool), **index, **lengths}
 

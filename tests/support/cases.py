@@ -68,7 +68,8 @@ def _block_bounds(w: World):
     lead = (w.batch, w.heads, w.blocks)
     one = VOLUMES[volume] == "ball"
     spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
-    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume)
+    origin = w.truth[:, :, -1, 0].float() * (1 - w.seed % 2)
+    digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume, origin)
     return (Leaving(w.k, w.pool(torch.maximum(w.begin, w.length))), digests, w.lengths_view)
 
 
@@ -78,7 +79,8 @@ def _bound_scores(w: World):
     spread = torch.rand(*keys.shape[:3], w.dim if box else 1, generator=w.g)
     spread = spread.to(dtype) if box else spread
     volume = VOLUMES.index("box" if box else "ball")
-    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread, w.block, volume), w.lengths_view)
+    origin = torch.randn(*keys.shape[:2], w.dim, generator=w.g)
+    return (w.q[:, :, :1], Digests(keys.mean(3).to(dtype), spread, w.block, volume, origin), w.lengths_view)
 
 
 def _top_blocks(w: World):
@@ -221,7 +223,7 @@ def _find_boundary(w: World):
     lead = (w.batch, w.heads)
     seen = (w.length[:, None] - torch.randint(1, w.pick(2, 3), lead, generator=w.g)).to(I32)
     now, retrievals = (torch.randint(0, 2, lead, generator=w.g, dtype=I32) for _ in range(2))
-    trigger = Trigger(previous.to(w.dtype), seen, now, retrievals)
+    trigger = Trigger(previous, seen, now, retrievals)
     tau, memory = w.pick(0.7, -0.9, 0.2, 0.6, 0.8, 1.0), w.pick(0.0, 0.6, 1.0)
     rule = Boundaries(tau, w.pick(False, True), w.pick(1, 2, 3), w.ring_rows, memory)
     return (q, ring, units, segments, trigger, w.stats(), w.lengths_view, rule)

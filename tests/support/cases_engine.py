@@ -59,12 +59,14 @@ def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
     lead, one = (1, w.heads, blocks_of(w)), VOLUMES[volume] == "ball"
     spread = torch.rand(*lead, 1 if one else w.dim, generator=w.g)
     centre = torch.randn(*lead, w.dim, generator=w.g).to(dtype)
-    return Digests(centre, spread if one else spread.to(dtype), w.block, volume)
+    origin = torch.randn(1, w.heads, w.dim, generator=w.g) + w.pick(torch.nan, 0.0)
+    return Digests(centre, spread if one else spread.to(dtype), w.block, volume, origin)
 
 
 def table_scores(w: World):
     volume, dtype = w.pick(*range(len(VOLUMES))), w.pick(torch.float32, torch.float8_e4m3fn)
-    return (w.q[:, :, :1], _digests(w, volume, dtype), requests(w))
+    digests = _digests(w, volume, dtype)
+    return (w.q[:, :, :1], digests._replace(origin=digests.origin.nan_to_num(2.0)), requests(w))
 
 
 def list_blocks(w: World):

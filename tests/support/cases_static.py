@@ -56,7 +56,8 @@ def choose_static(w: World):
     store = KVStore(w.ring(w.length, w.begin), w.pool(w.begin))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
     coarse = store.pool[:, :, :, 0].to(FP8).view(torch.uint8) if w.pick(False, True) else None
-    return (queries, static, store, coarse, w.lengths_view, attention)
+    origin = None if coarse is None else torch.randn(w.batch, w.heads, w.dim, generator=w.g)
+    return (queries, static, store, coarse, origin, w.lengths_view, attention)
 
 
 def _kept(w: World, frontier: torch.Tensor) -> SnapSet:
@@ -90,8 +91,9 @@ def keep_leaving(w: World):
 
 def copy_keys(w: World):
     coarse = torch.zeros(w.batch, w.heads, w.rows, w.dim, dtype=torch.uint8)
-    keys = w.pick(1, 300)  # also beyond what fp8 holds
-    return (Leaving(w.k * keys, w.pool(torch.maximum(w.begin, w.length)) * keys), coarse, w.lengths_view)
+    origin = torch.randn(w.batch, w.heads, w.dim, generator=w.g)
+    keys = w.pick(1, 2000)  # also beyond what fp8 holds
+    return (Leaving(w.k * keys, w.pool(torch.maximum(w.begin, w.length)) * keys), coarse, origin, w.lengths_view)
 
 
 def block_bounds(w: World, things):
@@ -137,7 +139,7 @@ def relocate(w: World, fetching, bounding):
 
 def update_static_set(w: World, fetching, bounding):
     """Sets of any size, as `choose_static` has them; retrievable tokens that the last update moved away from home."""
-    queries, static, store, coarse, lengths, attention = choose_static(w)
+    queries, static, store, coarse, _, lengths, attention = choose_static(w)
     _, _, hot, _ = fetching
     volume = w.pick(*range(len(VOLUMES)))
     _, digests, _ = bounding(dataclasses.replace(w, pick=lambda *options: options[volume % len(options)]))

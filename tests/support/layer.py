@@ -20,11 +20,14 @@ def small(name: str, **hyper):
 class Layer:
     """One layer of one method, driven as the seam drives it."""
 
-    def __init__(self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None, device=DEVICE):
+    def __init__(
+        self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None, device=DEVICE,
+        dtype=torch.float32, pool_dtype=None,
+    ):  # fmt: skip
         self.method, self.attention = method, Attention(scale=dim**-0.5)
         self.device, self.row_lengths = device, RowLengths(method.ring_plan, batch, rows, device)
         self.row_lengths.left_pad.copy_(torch.tensor(left_pad or [0] * batch))
-        buffers = method.buffers(Geometry(batch, heads, dim, rows, torch.float32, group))
+        buffers = method.buffers(Geometry(batch, heads, dim, rows, dtype, group, pool_dtype=pool_dtype))
         self.state = LayerState(buffers, self.row_lengths, device, pool_on_host=False)
 
     def feed(self, q, k, v):

@@ -126,7 +126,7 @@ class ClusterMethod(Method):
             "store": stored["store"]._replace(ring=ring),
             "segments": Segments(cuts=Buffer((*lead, span), i32), segment_begin=at_sink, frontier=at_sink),
             "trigger": Trigger(
-                previous=Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), g.dtype),
+                previous=Buffer((g.batch, 2, g.kv_heads * g.group, g.head_dim), torch.float32),
                 seen=Buffer(lead, i32, fill=-1), retrieve_now=none, retrievals=Buffer(lead, i32, counts=True),
             ),
         }  # fmt: skip

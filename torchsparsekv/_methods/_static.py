@@ -114,6 +114,8 @@ class StaticMethod(ObservingMethod):
         stagger = 0 if self.update_every is None else g.layer * self.update_every // g.layers
         ids, front_home = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
+        if self.copies and not moves:  # sets that move have pages, and the origin of their digests
+            copy["origin"] = Buffer((*g.lead, g.head_dim), torch.float32)
         return copy | {
             "observed": self.observed_buffer(g),
             "static": StaticSet(
@@ -132,10 +134,13 @@ class StaticMethod(ObservingMethod):
 
     def copy(self, s: LayerState, leaving: Leaving) -> None:
         if self.copies:
-            copy_keys(leaving, s.coarse, s.lengths)
+            copy_keys(leaving, s.coarse, s.origin, s.lengths)
 
     def coarse(self, s: LayerState) -> Tensor | None:
         return s.coarse if self.copies else None
 
+    def origin(self, s: LayerState) -> Tensor | None:
+        return s.origin if self.copies else None
+
     def choose_static(self, s: LayerState, a: Attention) -> None:
-        choose_static(s.observed, s.static, s.store, self.coarse(s), s.lengths, a)
+        choose_static(s.observed, s.static, s.store, self.coarse(s), self.origin(s), s.lengths, a)

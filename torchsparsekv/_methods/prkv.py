@@ -101,6 +101,9 @@ class PRKV(StaticMethod, PageMethod):
         """Write digests and the copy of the keys in one launch."""
         block_bounds(leaving, s.digests, s.lengths, self.coarse(s))
 
+    def origin(self, s: LayerState) -> Tensor | None:
+        return s.digests.origin if self.copies else None
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         if not self.static:
             return PageMethod.choose(self, s, q, a)

@@ -25,7 +25,7 @@ from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
 from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.views import Attention, Digests
-from torchsparsekv.state import Buffer, Geometry, each
+from torchsparsekv.state import Buffer, Geometry
 
 
 class BlockStore:
@@ -45,6 +45,7 @@ class BlockStore:
         self.pool: Tensor | None = None
         self.digests: Digests | None = None
         self.hot: SharedHot | None = None
+        self._origin = self._zeros((1, heads, head_dim), torch.float32).fill_(torch.nan)  # until filled_bounds finds it
         # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
         # on that number.
         self._hot_rows = self._zeros(self._hot_shape()) if self.on_host else None
@@ -65,7 +66,7 @@ class BlockStore:
 
     def _on_page(self, blocks: int) -> list[Buffer]:
         pool, digests = self._buffers(blocks)
-        return [*each({"digests": digests}), *([] if self.on_host else [pool])]
+        return [digests.centre, digests.spread, *([] if self.on_host else [pool])]
 
     @property
     def page_bytes(self) -> int:
@@ -103,7 +104,7 @@ class BlockStore:
             at += b.nbytes
         self.page, (centre, spread, *pool) = page, parts
         declared = self._buffers(1)[1]
-        self.digests = Digests(centre, spread, declared.block_size, declared.volume)
+        self.digests = declared._replace(centre=centre, spread=spread, origin=self._origin)
         if pool:
             (self.pool,) = pool
 

@@ -31,7 +31,7 @@ ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
     "bound_scores": [
-        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP)
+        dict(D=d, G=g, BOX=box, BF16=bf16, WARPS=BOUNDS.NATIVE_WARPS, GROUP=GROUP, UNIT=4)
         for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
     ],
     "rerank": [

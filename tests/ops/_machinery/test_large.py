@@ -91,9 +91,9 @@ def halves(*shape: int) -> torch.Tensor:
     return like(torch.float16, *shape)
 
 
-def taken_in(what) -> tuple:
+def taken_in(*what) -> tuple:
     """A prompt of as many tokens as the pool has rows, into `what`."""
-    return Leaving(halves(*LEAD, 128), halves(*LEAD, 2, 128)), what, times()
+    return Leaving(halves(*LEAD, 128), halves(*LEAD, 2, 128)), *what, times()
 
 
 def times() -> Lengths:
@@ -106,7 +106,7 @@ def codes() -> Codes:
 
 
 GRIDS = {
-    "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128))),
+    "copy_keys": ("_copy", lambda: taken_in(like(torch.uint8, *LEAD, 128), like(torch.float32, *LEAD[:2], 128))),
     "encode_keys": ("_encode", lambda: (*taken_in(codes()), 8, 0)),
     "flush_ring": ("_flush", lambda: (KVStore(halves(*LEAD, 2, 128), halves(*LEAD, 2, 128)), times())),
 }

@@ -2,6 +2,7 @@
 
 Expected values come from the raw keys and values of every request, which the store never sees again.
 """
+import importlib
 import random
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from world import DEVICE
 from torchsparsekv import use_kernels
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
+from torchsparsekv.ops.engine.table_scores import table_scores
+from torchsparsekv.ops.engine.views import Requests
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv_benchmarks.speed.serve import fetched
 
@@ -32,8 +35,10 @@ class Request:
 class Engine:
     """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
 
-    def __init__(self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST):
-        hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest="float32")
+    def __init__(
+        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, digest="float32"
+    ):
+        hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest=digest)
         options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
         self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
         self.random, self.free = random.Random(seed), list(range(1, BLOCKS))
@@ -209,6 +214,30 @@ def test_shared_prefix_is_indexed_once():
     for t, was in zip(e.store.digests[:2], before):
         assert torch.equal(t[:, :, a.ids].cpu().float(), was[:, :, a.ids].cpu().float())
     assert b.ids[:8] == a.ids
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_bias_of_a_channel_changes_no_choice_of_an_engine(kernels, monkeypatch):
+    """Digests in fp8 of all requests count from one origin, which the first block of all decides."""
+    monkeypatch.setattr(importlib.import_module("torchsparsekv.ops.engine.filled_bounds"), "SCANNED", 4)
+    best = []
+    with use_kernels(kernels):
+        for digest in ("float32", "float8"):
+            e, origins = Engine("device", digest=digest), []
+            for _ in range(2):
+                r = e.begin()
+                r.keys[..., 3] += 600
+                e._write([(r, 10)])
+                e._write([(r, 70)])
+                origins.append(e.store.digests.origin.clone())
+            assert torch.equal(*origins)
+            first = e.requests[0].keys[:, :BLOCK]
+            assert torch.equal(origins[0][0].cpu(), (first.amin(1) + first.amax(1)) / 2)
+            its = Requests(*e.tables(e.requests), SINK, WINDOW)
+            q = torch.randn(3, HEADS * GROUP, 1, DIM, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+            best.append(table_scores(q, e.store.digests, its)[0][:2].topk(5).indices.flatten(0, 1).tolist())
+    kept = [len({*a} & {*b}) for a, b in zip(*best)]
+    assert sum(kept) >= 17, kept  # of 4 * 5
 
 
 def test_shared_block_is_fetched_once():

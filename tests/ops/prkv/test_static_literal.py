@@ -28,7 +28,8 @@ class Literal(PRKV):
             rows = s.store.pool[b, h]
             rows[sink:end] = rows[gathered(ids, sink, end).to(rows.device)]
             keys = keys_of(rows).unflatten(0, (-1, self.block_size))[: end // self.block_size]
-            for to, new in zip(s.digests, bounds(keys, VOLUMES.index(self.shape), s.digests.centre.dtype)):
+            volume, dtype = VOLUMES.index(self.shape), s.digests.centre.dtype
+            for to, new in zip(s.digests, bounds(keys, s.digests.origin[b, h], volume, dtype)):
                 to[b, h, : end // self.block_size] = new
             s.hot.slot_of[b, h], s.hot.block_of[b, h] = -1, -1
         return self.best(s, *bound_scores(q, s.digests, s.lengths, s.static.count))
