@@ -36,8 +36,7 @@ from torchsparsekv.ops.attend._split import (
     tile_of,
 )
 from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
-from torchsparsekv.ops.rest.group_sums import check_groups
-from torchsparsekv.ops.rest.views import NO_REST, Rest
+from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
@@ -77,7 +76,7 @@ def reference(
     bias = torch.zeros_like(live, dtype=torch.float32)
     if rest.sums is not None:
         means, tokens = remaining(rest, ring, hot, lengths, begins, fill)
-        rows, live = torch.cat([rows, means.to(q.dtype)], 2), torch.cat([live, tokens > 0], -1)
+        rows, live = torch.cat([rows.float(), means], 2), torch.cat([live, tokens > 0], -1)
         bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live, bias = (x.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2) for x in (live, bias))
@@ -135,8 +134,11 @@ def _attend(
                 n, FILLED, GROUP, GROUPS, TOKENS, CHOSEN, P, D, DP,
             )  # fmt: skip
             bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
-            key, value = key.to(x.dtype), value.to(x.dtype)
-            top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+            if x.dtype == tl.float32:
+                top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+            else:  # a mean in bf16 is too far off where keys have a large mean
+                half, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
+                top, total, acc = fold(half, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
