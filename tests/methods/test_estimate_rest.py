@@ -242,7 +242,7 @@ def test_fork_copies_the_sums():
     torch.testing.assert_close(torch.cat(one), torch.cat(two), rtol=0, atol=0)
 
 
-def test_plan_and_cache_count_the_sums():
+def test_plan_cache_and_report_count_the_sums():
     model = tiny()
     with torchsparsekv.patch(model, "quest", max_length=128, estimate_rest=8, block_size=4) as handle:
         memory = handle.plan(batch_size=2)
@@ -251,6 +251,9 @@ def test_plan_and_cache_count_the_sums():
         assert (row.layers, row.nbytes) == (len(sparse), len(sparse) * 2 * 2 * 16 * 2 * 16 * 4)  # fp32, as the model
         cache = handle.make_cache(batch_size=2)
         assert cache.nbytes() == (memory.host_bytes, memory.device_bytes)
+        report = handle.report()
+        assert report.rest_bytes == report.as_dict()["rest_bytes"] == row.nbytes
+        assert f"of which {row.nbytes / 2**10:.2f} KiB estimate the rest" in str(report)
 
 
 # ---------------------------------------------------------------- what is refused

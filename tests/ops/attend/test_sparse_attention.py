@@ -62,11 +62,13 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("filled", [False, True])
-def test_cuda_kernel_equals_reference_with_many_groups(filled, group, block, cluster):
-    """More groups and chosen blocks than a cluster has warps."""
-    w = Long(lengths=[16000, 9001], group=4, dim=128, block=block, dtype=torch.bfloat16, rows=16384)
+@pytest.mark.parametrize("tokens", [1000, 16000])
+def test_cuda_kernel_equals_reference_with_many_groups(tokens, filled, group, block, cluster):
+    """More groups and chosen blocks than a cluster has warps, or few tokens that remain of each group."""
+    w = Long(lengths=[tokens, tokens - 99], group=4, dim=128, block=block, dtype=torch.bfloat16, rows=tokens // 512 * 512 + 512)
     q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
-    hot = hot._replace(chosen=w.chosen(600 // block))
+    w.truth[..., 1, :] += 1  # so that the output tells the ring from the rest
+    hot = hot._replace(chosen=w.chosen(600 // block), rows=w.truth.unflatten(2, (-1, block)))
     fill = torch.randint(0, block + 1, hot.slot_of.shape, generator=w.g, dtype=torch.int32)
     fill = fill.minimum((w.begin[:, None, None] - torch.arange(0, w.rows, block)).clamp(min=0).int())
     full = (torch.arange(block) < fill[..., None]).flatten(2)
@@ -78,7 +80,7 @@ def test_cuda_kernel_equals_reference_with_many_groups(filled, group, block, clu
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("group", [32, 128])
