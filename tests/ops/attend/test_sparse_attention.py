@@ -65,7 +65,8 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
 @pytest.mark.parametrize("tokens", [1000, 16000])
 def test_cuda_kernel_equals_reference_with_many_groups(tokens, filled, group, block, cluster):
     """More groups and chosen blocks than a cluster has warps, or few tokens that remain of each group."""
-    w = Long(lengths=[tokens, tokens - 99], group=4, dim=128, block=block, dtype=torch.bfloat16, rows=tokens // 512 * 512 + 512)
+    rows = 1024 if tokens == 1000 else 16384
+    w = Long(lengths=[tokens, tokens - 99], group=4, dim=128, block=block, dtype=torch.bfloat16, rows=rows)
     q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
     w.truth[..., 1, :] += 1  # so that the output tells the ring from the rest
     hot = hot._replace(chosen=w.chosen(600 // block), rows=w.truth.unflatten(2, (-1, block)))
@@ -85,7 +86,7 @@ def test_cuda_kernel_equals_reference_with_many_groups(tokens, filled, group, bl
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_sums_in_fp16_are_accurate_where_keys_have_a_large_mean(group):
-    """A mean of 100 in all channels: the output changes by less than 0.5 %, and four times as much with sums in bf16."""
+    """A mean of 100 in all channels changes the output by less than 0.5 %, and with sums in bf16 four times as much."""
     g = torch.Generator().manual_seed(0)
     w = Long(lengths=[4000], heads=4, dim=128, block=16, sink=0, window=16, interval=16, rows=4096)
     q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
@@ -101,7 +102,8 @@ def test_sums_in_fp16_are_accurate_where_keys_have_a_large_mean(group):
 
     want = attend(torch.float32)
     error = {x: float((attend(x) - want).norm() / want.norm()) for x in (torch.float16, torch.bfloat16)}
-    assert 4 * error[torch.float16] < error[torch.bfloat16] and error[torch.float16] < 0.005
+    assert error[torch.float16] < 0.005
+    assert error[torch.float16] < error[torch.bfloat16] / 4
 
 
 KINDS = ["triton", pytest.param("cuda", marks=pytest.mark.gpu)]
