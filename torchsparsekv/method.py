@@ -45,8 +45,8 @@ Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to l
 DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
-# Tokens of a group with estimate_rest=True: as many as make at most REST_GROUPS groups of a row.
-LEAST_REST, MOST_REST, REST_GROUPS = 32, 128, 2048
+# Tokens of a group with estimate_rest=True: as many as make at most REST_GROUPS groups of a row, if MOST_REST allows.
+LEAST_REST, MOST_REST, REST_GROUPS = 32, 128, 3072
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
 
 

@@ -296,7 +296,7 @@ def test_groups_larger_than_a_row_are_refused():
 
 def test_true_means_larger_groups_in_longer_caches():
     group = make_method("quest", estimate_rest=True).rest_group
-    assert [group(n << 10) for n in (1, 64, 65, 128, 256, 1024)] == [32, 32, 64, 64, 128, 128]
+    assert [group(n << 10) for n in (1, 64, 96, 97, 128, 192, 193, 1024)] == [32, 32, 32, 64, 64, 64, 128, 128]
     assert make_method("quest", estimate_rest=True, block_size=64, budget=1024).rest_group(1 << 10) == 64
 
 
