@@ -2,8 +2,6 @@
 import pytest
 import torch
 from cases import OPS
-from hypothesis import given
-from hypothesis import strategies as st
 from kernels import on
 from world import DEVICE, World
 
@@ -15,13 +13,13 @@ ENTRY = load_all()["append"]
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
-@given(
-    leaves=st.integers(1, 3), group=st.sampled_from([1, 8, 32, 64]), interval=st.sampled_from([1, 16, 33, 40]),
-    window=st.sampled_from([0, 5]), sink=st.sampled_from([0, 3]), seed=st.integers(0, 9),
-)  # fmt: skip
-def test_sums_equal_means_of_raw_keys_and_values(kind, leaves, group, interval, window, sink, seed):
+@pytest.mark.parametrize(
+    ("interval", "group", "leaves", "window", "sink"),
+    [(1, 8, 3, 5, 3), (16, 64, 2, 0, 0), (33, 32, 2, 5, 3), (40, 8, 3, 0, 3), (40, 64, 1, 5, 0), (40, 1, 2, 5, 3)],
+)
+def test_sums_equal_means_of_raw_keys_and_values(kind, interval, group, leaves, window, sink):
     length = sink + window + leaves * interval
-    w = World(lengths=[length, length - 1], window=window, sink=sink, interval=interval, rows=192, seed=seed)
+    w = World(lengths=[length, length - 1], window=window, sink=sink, interval=interval, rows=192)
     token, store, stats, lengths, *_ = OPS["append"](w)
     sums = lambda upto: torch.stack([_sums(w, b, int(n), group) for b, n in enumerate(upto)])  # noqa: E731
     rest = Rest(sums(w.previous_begin), group)
