@@ -44,4 +44,7 @@ struct Ring {
     const int span = rows - sink, oldest = sink + (begin - sink) % span;
     return row < sink ? row : begin + row - oldest + (row < oldest ? span : 0);
   }
+
+  // The ring row of a position.
+  __device__ int row(int position) const { return position < sink ? position : sink + (position - sink) % (rows - sink); }
 };

@@ -10,7 +10,7 @@ from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, hot_note, placed
 from torchsparsekv.patches._plan import Memory, Plan
 from torchsparsekv.patches._precompile import precompile
-from torchsparsekv.report import LayerReport, Report, layer_report
+from torchsparsekv.report import LayerReport, Report, layer_report, rest_bytes
 
 SMALLEST_BUCKET = 1024
 
@@ -114,12 +114,13 @@ class Handle:
             return self._last_report
         cache = self._latest() if self._latest else None
         if cache is None:
-            return Report(self.planned.method.name, (), 0, 0, self._notes())
+            return Report(self.planned.method.name, (), 0, 0, notes=self._notes())
         rows = tuple(layer_report(i, layer.method, layer.state) for i, layer in cache.stored.items())
         host_bytes, device_bytes = cache.nbytes()
         sizes = hot_note(self.planned, cache.place, cache.batch, cache.max_length, self.hot_gib)
         notes = (*self._notes(), *sizes, *self._whole(rows), *self._lost(rows))
-        return Report(self.planned.method.name, rows, host_bytes, device_bytes, notes)
+        sums = rest_bytes(layer.state for layer in cache.stored.values())
+        return Report(self.planned.method.name, rows, host_bytes, device_bytes, sums, notes)
 
     def unpatch(self) -> None:
         """Restore the model exactly."""

@@ -45,7 +45,8 @@ Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to l
 DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
-REST_GROUP = 32  # tokens of a group with estimate_rest=True
+# Tokens of a group with estimate_rest=True: as many as make at most REST_GROUPS groups of a row, if MOST_REST allows.
+LEAST_REST, MOST_REST, REST_GROUPS = 32, 128, 3072
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
 
 
@@ -76,6 +77,8 @@ class Traits:
     attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects by content;
         "recent": sinks and ring; "window": the ring alone, and the layer keeps no pool; "everything": the whole pool.
     reorders_pool: the method puts tokens at pool rows of its own choice, also beyond the length of a row.
+    moves_leaving: `step` puts the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or in
+        another order at the rows of their positions.
     partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
     couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
     selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
@@ -90,6 +93,7 @@ class Traits:
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
     reorders_pool: bool = False
+    moves_leaving: bool = False
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
@@ -122,7 +126,7 @@ class Method:
     estimate_rest: bool | int = option(
         False,
         "Estimate what a step does not retrieve by the means of groups of tokens. A number: tokens of a group, a power "
-        f"of two. True: {REST_GROUP}. False: it is left out.",
+        f"of two. True: {LEAST_REST} up to {MOST_REST} by the length of the cache. False: it is left out.",
     )
 
     if TYPE_CHECKING:  # a field where users can choose it
@@ -220,10 +224,18 @@ class Method:
         """What steps read of `traits`: of a frozen dataclass torch.compile guards every field, at every step."""
         return self.traits.attends
 
-    @property
-    def rest_group(self) -> int:
-        """Tokens of a group whose mean stands for what is not retrieved; 0: nothing does."""
-        return REST_GROUP if self.estimate_rest is True else int(self.estimate_rest)
+    @cached_property
+    def _moves_leaving(self) -> bool:
+        return self.traits.moves_leaving
+
+    def rest_group(self, rows: int) -> int:
+        """Tokens of a group whose mean stands for what is not retrieved, in a cache of so many pool rows."""
+        if self.estimate_rest is not True:
+            return self.estimate_rest
+        group = max(LEAST_REST, self.block_size)
+        while group < MOST_REST and group * REST_GROUPS < rows:
+            group *= 2
+        return group
 
     @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
@@ -246,13 +258,11 @@ class Method:
         slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
         found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
-        if not self.rest_group:
+        if not self.estimate_rest:
             return found
-        if self.rest_group > g.rows:
-            raise ValueError(
-                f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {self.rest_group}"
-            )
-        return found | {"rest": rest_buffers(g, self.rest_group)}
+        if (group := self.rest_group(g.rows)) > g.rows:
+            raise ValueError(f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {group}")
+        return found | {"rest": rest_buffers(g, group)}
 
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
@@ -329,7 +339,7 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
-            rest = s.rest if self.rest_group else NO_REST
+            rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
@@ -349,11 +359,12 @@ class Method:
     @final
     def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One new token into the store and the index."""
-        observed = self.observed_queries(s)
-        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed)
+        observed, later = self.observed_queries(s), self._moves_leaving
+        rest = s.rest if self.estimate_rest and not later else NO_REST
+        append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed, rest)
         leaving = Leaving(k, s.store.pool)
         self.step(s, q, leaving)
-        if self.rest_group:
+        if self.estimate_rest and later:  # only now do the tokens have their rows
             group_sums(leaving, v, s.rest, s.lengths, rows=self.leaving_rows(s))
 
     @final
@@ -362,7 +373,7 @@ class Method:
         flush_ring(s.store, s.lengths)
         leaving = Leaving(k, s.store.pool)
         order = self.prompt(s, q, leaving, join=join)
-        if self.rest_group:
+        if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, k, a)
@@ -452,7 +463,7 @@ def traits_of(method: Method) -> Traits:
     traits = method.traits
     if not isinstance(traits, Traits):
         raise TypeError(f"{method.name}: traits must be a Traits, got {traits!r}")
-    assert method._attends == traits.attends
+    assert (method._attends, method._moves_leaving) == (traits.attends, traits.moves_leaving)
     return traits
 
 

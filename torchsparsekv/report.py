@@ -47,6 +47,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     host_bytes: int
     device_bytes: int
+    rest_bytes: int = 0  # of the device bytes, those of the sums of estimate_rest
     notes: tuple[str, ...] = ()  # layers that run something else, and defaults that did not fit
 
     @property
@@ -93,7 +94,8 @@ class Report:
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
         if static:
             lines.append(f"static share of the budget by layer: {', '.join(static)}")
-        lines.append(f"cache memory: {size_of(self.host_bytes)} host, {size_of(self.device_bytes)} device")
+        sums = f", of which {size_of(self.rest_bytes)} estimate the rest" if self.rest_bytes else ""
+        lines.append(f"cache memory: {size_of(self.host_bytes)} host, {size_of(self.device_bytes)} device{sums}")
         return "\n".join([*lines, *self.notes, *(f"!! {w}" for w in self.warnings)])
 
 
@@ -146,6 +148,11 @@ def layer_report(layer: int, method, state: LayerState) -> LayerReport:
         prompted=bool((state.lengths.length > 0).any()),
         **row,
     )
+
+
+def rest_bytes(states: Iterable[LayerState]) -> int:
+    """The bytes of the sums of `estimate_rest` in these layers."""
+    return sum(s.rest.sums.nbytes for s in states if "rest" in s.buffers)
 
 
 def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:

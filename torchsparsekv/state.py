@@ -162,8 +162,13 @@ def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
 
 
 def rest_buffers(g: Geometry, group: int) -> Rest:
-    """The sums of groups of `group` tokens, for a layer with `estimate_rest`."""
-    return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), torch.float32), group)
+    """The sums of groups of `group` tokens, for a layer with `estimate_rest`.
+
+    They are in fp16 for bf16 models too: with a mean of 100 in all channels of the keys, fp16 changes the output by
+    0.4 %, and bf16 by 4 %.
+    """
+    dtype = torch.float32 if g.dtype is torch.float32 else torch.float16
+    return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), dtype), group)
 
 
 def mark_static(t: Tensor) -> Tensor:

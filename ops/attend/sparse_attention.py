@@ -14,7 +14,7 @@ Args:
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
-programs per multiprocessor, then one launch that combines their parts. `rest` is Triton's.
+programs per multiprocessor, then one launch that combines their parts. `rest` adds no launch.
 """
 import torch
 from torch import Tensor
@@ -36,9 +36,8 @@ from torchsparsekv.ops.attend._split import (
     tile_of,
 )
 from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
-from torchsparsekv.ops.rest.group_sums import check_groups
-from torchsparsekv.ops.rest.views import NO_REST, Rest
-from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
+from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
+from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at, row_width
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
@@ -47,6 +46,8 @@ NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv h
 # 16 warps fills a multiprocessor, so it cannot start before fetch ends: both take 10.6 us, not 10.4, at 1360 tokens.
 NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
 NATIVE_TILE = 16  # tokens that a warp takes at a time
+NATIVE_REMAINDERS = 4  # groups of the rest of which a warp takes exact tokens out at a time
+NATIVE_SHARED = 96 << 10  # bytes of shared memory that the tables of the rest may have
 
 
 def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
@@ -77,7 +78,7 @@ def reference(
     bias = torch.zeros_like(live, dtype=torch.float32)
     if rest.sums is not None:
         means, tokens = remaining(rest, ring, hot, lengths, begins, fill)
-        rows, live = torch.cat([rows, means.to(q.dtype)], 2), torch.cat([live, tokens > 0], -1)
+        rows, live = torch.cat([rows.float(), means], 2), torch.cat([live, tokens > 0], -1)
         bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live, bias = (x.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2) for x in (live, bias))
@@ -135,8 +136,11 @@ def _attend(
                 n, FILLED, GROUP, GROUPS, TOKENS, CHOSEN, P, D, DP,
             )  # fmt: skip
             bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
-            key, value = key.to(x.dtype), value.to(x.dtype)
-            top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+            if x.dtype == tl.float32:
+                top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+            else:  # a mean in bf16 is too far off where keys have a large mean
+                half, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
+                top, total, acc = fold(half, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
@@ -161,8 +165,6 @@ def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int) -> int:
 
 
 def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Module, int, int] | str:
-    if rest.sums is not None:
-        return "the rest is estimated by Triton alone"
     d, heads, sinks = q.shape[3], ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -172,29 +174,48 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
-    warps = _warps(q, ring, hot, cluster)
-    sizes = native(d, group, hot.rows.shape[3], selection.fill is not None, warps, cluster)
+    warps, page = _warps(q, ring, hot, cluster), hot.rows.shape[3]
+    if rest.sums is not None:
+        if rest.sums.dtype is not torch.float16 or rest.group % page or not _cuda.aligned(rest.sums):
+            return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
+        if (shared := _shared(q, hot, warps, heads, rest)) > NATIVE_SHARED:
+            return f"the tables of {rest.sums.shape[2]} groups take {shared} bytes of shared memory"
+    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group)
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
     return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
 
 
-def native(d: int, group: int, page: int, filled: bool, warps: int, cluster: int) -> dict[str, int]:
+def _shared(q: Tensor, hot: HotBuffer, warps: int, heads: int, rest: Rest) -> int:
+    """Bytes of dynamic shared memory of a program: first for the rest, if there is one, then for its sums."""
+    d, parts = q.shape[3], warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
+    if rest.sums is None:
+        return parts
+    tables = 4 * (rest.sums.shape[2] + 2 * hot.chosen.shape[2])
+    return max(parts, warps * NATIVE_REMAINDERS * row_width(d) * 2 + tables)
+
+
+def native(
+    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0
+) -> dict[str, int]:
     """The constants with which csrc/sparse_attention.cu is compiled, but for the type."""
     resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
-    return dict(D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster)
+    return dict(
+        D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
+        REMAINDERS=NATIVE_REMAINDERS,
+    )  # fmt: skip
 
 
 def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> Tensor:
     """csrc/sparse_attention.cu"""
-    (kernels, warps, cluster), (batch, heads, ring_rows, _, d) = fitting, ring.shape
+    (kernels, warps, cluster), (batch, heads, ring_rows) = fitting, ring.shape[:3]
     out, p = result_like(q), hot.rows.shape[3]
     begins, heads_per_begin = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen,
-        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, out, q.stride(0), q.stride(1),
-        heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2], hot.chosen.shape[2] * p,
-        lengths.sink, float(attention.scale), float(attention.softcap),
-        shared=warps * q.shape[1] // heads * (d + 4) * 4,
+        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin, out,
+        q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
+        hot.chosen.shape[2] * p, 0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale),
+        float(attention.softcap), shared=_shared(q, hot, warps, heads, rest),
     )  # fmt: skip
     return out
 

@@ -29,7 +29,7 @@ def remaining(
     (sums, group), p, sink = rest, hot.rows.shape[3], lengths.sink
     assert sums is not None
     groups, left = sums.shape[2], lengths.ring_begin.tolist()
-    means = sums.to(torch.float32, copy=True)
+    means = sums.float() * group
     tokens = torch.zeros(sums.shape[:3], dtype=torch.int64, device=sums.device)
     for b in range(sums.shape[0]):
         for h in range(sums.shape[1]):
@@ -83,8 +83,8 @@ def remaining_tile(
     else:
         count = tl.maximum(tl.minimum((at + 1) * GROUP, left) - tl.maximum(at * GROUP, sink), 0)
     row, there = row_at(sums, bh, at, groups, D)[:, None], ((count > 0) & (at < groups))[:, None]
-    keys = load_key(row, d, there, d < D, D).to(tl.float32)  # [GROUPS, DP]
-    values = load_value(row, d, there, d < D, D).to(tl.float32)  # [GROUPS, DP]
+    keys = load_key(row, d, there, d < D, D).to(tl.float32) * GROUP  # [GROUPS, DP]
+    values = load_value(row, d, there, d < D, D).to(tl.float32) * GROUP  # [GROUPS, DP]
     first, last = tl.zeros((), tl.int32) + n, tl.zeros((), tl.int32)
     for some in range(0, n, CHOSEN):
         j = some + tl.arange(0, CHOSEN)

@@ -1,6 +1,7 @@
-"""Add the tokens that leave the ring to the sums of their groups.
+"""Add the tokens that leave the ring to the sums of their groups. At a step `append` does this, unless the method puts
+the tokens at pool rows of its own choice.
 
-    sums[g] += sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin
+    sums[g] += sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin, / group
 
 The number of tokens in a sum follows from the ring begin: min((g + 1) * group, ring_begin) - max(g * group, sink).
 
@@ -26,7 +27,7 @@ from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.side_stream import on_side_stream
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
-from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.rest.views import Rest, check_groups
 from torchsparsekv.ops.store.rows import (
     as_numbers,
     in_row,
@@ -51,16 +52,6 @@ def check(leaving, v, rest, lengths, order=None, join=True, rows=None) -> None:
         raise ValueError(f"rows are those of a step, got {v.shape[2]} new tokens")
 
 
-def check_groups(rest: Rest, rows: int) -> None:
-    """Refuse groups that do not cover exactly a pool of so many rows."""
-    sums, group = rest
-    if group < 1 or group & (group - 1):
-        raise ValueError(f"group must be a power of two, got {group}")
-    if sums is None or sums.shape[2] != cdiv(rows, group):
-        have = "no sums" if sums is None else f"sums of {sums.shape[2]}"
-        raise ValueError(f"{rows} pool rows are {cdiv(rows, group)} groups of {group}, got {have}")
-
-
 def reference(
     leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True,
     rows: InsertedRows | None = None,
@@ -73,7 +64,7 @@ def reference(
         if rows is not None:
             for h, taken in enumerate(rows[b].long()):
                 tokens = as_numbers(pool[b, h, taken], torch.float32).float()
-                sums[b, h] = sums[b, h].float().index_add(0, taken // group, tokens)
+                sums[b, h] = sums[b, h].float().index_add(0, taken // group, tokens / group)
             continue
         fresh, column = min(max(old, n0), new), k.shape[2] - n
         added = rows_of(k[b], v[b])
@@ -83,7 +74,7 @@ def reference(
         tokens = torch.cat([earlier, added[:, column + fresh : column + new].float()], 1)
         for g in range(old // group, cdiv(new, group)):
             first, last = max(g * group, old), min((g + 1) * group, new)
-            sums[b, :, g] = sums[b, :, g].float() + tokens[:, first - old : last - old].sum(1)
+            sums[b, :, g] = sums[b, :, g].float() + tokens[:, first - old : last - old].sum(1) / group
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -102,8 +93,7 @@ def _sum(
         d = tl.arange(0, DP)
         there = d < D
         row = row_at(sums, bh, g, groups, D)
-        key = tl.load(row + d, mask=there, other=0.0).to(tl.float32)
-        value = tl.load(value_at(row, D) + d, mask=there, other=0.0).to(tl.float32)
+        key, value = tl.zeros((DP,), tl.float32), tl.zeros((DP,), tl.float32)
         for first in range(0, GROUP, TILE):
             pos = g * GROUP + first + tl.arange(0, TILE)
             leaves = (pos >= old) & (pos < new)
@@ -119,6 +109,8 @@ def _sum(
             y += tl.load(v + b * v_b + h * v_h + col * v_s + d[None, :], mask=m & there[None, :], other=0.0)
             key += tl.sum(x, 0)
             value += tl.sum(y, 0)
+        key = tl.load(row + d, mask=there, other=0.0).to(tl.float32) + key / GROUP
+        value = tl.load(value_at(row, D) + d, mask=there, other=0.0).to(tl.float32) + value / GROUP
         tl.store(row + d, key.to(sums.dtype.element_ty), mask=there)
         tl.store(value_at(row, D) + d, value.to(sums.dtype.element_ty), mask=there)
 
@@ -138,15 +130,13 @@ def _add_rows(
             at = tl.load(rows + bh * n + i) + one
             token = load_row(row_at(pool, bh, at, pool_rows, D), c, at >= 0, there, D)  # [1, ROW]
             to = row_at(sums, bh, at // GROUP, groups, D) + c
-            found = tl.load(to, mask=there, other=0.0).to(tl.float32) + token
+            found = tl.load(to, mask=there, other=0.0).to(tl.float32) + token / GROUP
             tl.store(to, found.to(sums.dtype.element_ty), mask=there)
 
 
 def launch(leaving, v, rest, lengths, order, join, rows) -> None:
     if rows is not None:
         return _launch_rows(leaving.pool, rest, lengths, rows, v.shape[3])
-    if v.shape[2] == 1:  # a step
-        return _launch(leaving, v, rest, lengths, order)
     used = (*leaving, v, rest.sums, *lengths[:4], *(() if order is None else (order,)))
     with on_side_stream(join, *used):
         _launch(leaving, v, rest, lengths, order)

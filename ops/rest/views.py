@@ -4,13 +4,15 @@ from typing import Annotated, NamedTuple
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
+from torchsparsekv.ops._machinery.triton import cdiv
 
 
 class Rest(NamedTuple):
-    """The sums of the keys and values of every group of pool rows (ops/rest/group_sums.py).
+    """The sums of the keys and values of every group of pool rows.
 
     sums: row g is the sum of the keys and the sum of the values in the pool rows g * group to (g + 1) * group, of
-        tokens that have left the ring. None: nothing is estimated.
+        tokens that have left the ring, divided by `group`. So fp16 has room for it, and a full group has its mean.
+        None: nothing is estimated.
     group: pool rows of a group; 0 without sums.
     """
 
@@ -19,3 +21,13 @@ class Rest(NamedTuple):
 
 
 NO_REST = Rest()
+
+
+def check_groups(rest: Rest, rows: int) -> None:
+    """Refuse groups that do not cover exactly a pool of so many rows."""
+    sums, group = rest
+    if group < 1 or group & (group - 1):
+        raise ValueError(f"group must be a power of two, got {group}")
+    if sums is None or sums.shape[2] != cdiv(rows, group):
+        have = "no sums" if sums is None else f"sums of {sums.shape[2]}"
+        raise ValueError(f"{rows} pool rows are {cdiv(rows, group)} groups of {group}, got {have}")

@@ -9,7 +9,7 @@ from layer import Layer, small
 from models import dense_logits, greedy_logits, prompts, tiny
 
 import torchsparsekv
-from torchsparsekv.method import REST_GROUP, all_methods, make_method
+from torchsparsekv.method import all_methods, make_method
 from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.store.rows import keys_of
 from torchsparsekv.ops.store.views import Attention
@@ -242,15 +242,18 @@ def test_fork_copies_the_sums():
     torch.testing.assert_close(torch.cat(one), torch.cat(two), rtol=0, atol=0)
 
 
-def test_plan_and_cache_count_the_sums():
+def test_plan_cache_and_report_count_the_sums():
     model = tiny()
     with torchsparsekv.patch(model, "quest", max_length=128, estimate_rest=8, block_size=4) as handle:
         memory = handle.plan(batch_size=2)
         (row,) = [r for r in memory.rows if r.name == "rest.sums"]
         sparse = [x for x in handle.planned.methods if x.name == "quest"]
-        assert (row.layers, row.nbytes) == (len(sparse), len(sparse) * 2 * 2 * 16 * 2 * 16 * 4)
+        assert (row.layers, row.nbytes) == (len(sparse), len(sparse) * 2 * 2 * 16 * 2 * 16 * 4)  # fp32, as the model
         cache = handle.make_cache(batch_size=2)
         assert cache.nbytes() == (memory.host_bytes, memory.device_bytes)
+        report = handle.report()
+        assert report.rest_bytes == report.as_dict()["rest_bytes"] == row.nbytes
+        assert f"of which {row.nbytes / 2**10:.2f} KiB estimate the rest" in str(report)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -278,7 +281,7 @@ def test_methods_without_a_rest_to_estimate_are_refused(name):
 
 def test_prkv_takes_it_without_a_static_set():
     assert "static_ratio=0" in refusal(lambda: make_method("prkv", estimate_rest=16))
-    assert make_method("prkv", estimate_rest=16, static_ratio=0).rest_group == 16
+    assert make_method("prkv", estimate_rest=16, static_ratio=0).rest_group(4096) == 16
 
 
 def test_every_other_method_takes_it():
@@ -291,6 +294,14 @@ def test_groups_larger_than_a_row_are_refused():
     assert said == "quest: estimate_rest must be at most the 128 tokens of a row, got 256"
 
 
-def test_true_means_groups_of_32():
-    assert make_method("quest", estimate_rest=True).rest_group == REST_GROUP == 32
-    assert make_method("quest").rest_group == 0
+def test_true_means_larger_groups_in_longer_caches():
+    group = make_method("quest", estimate_rest=True).rest_group
+    assert [group(n << 10) for n in (1, 64, 96, 97, 128, 192, 193, 1024)] == [32, 32, 32, 64, 64, 64, 128, 128]
+    assert make_method("quest", estimate_rest=True, block_size=64, budget=1024).rest_group(1 << 10) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_default_sums_take_at_most_a_32nd_of_the_keys_and_values(dtype):
+    for rows in (1 << 14, 1 << 17, 1 << 19):
+        buffers = make_method("quest", estimate_rest=True).buffers(Geometry(1, 8, 128, rows, dtype))
+        assert 32 * buffers["rest"].sums.nbytes <= buffers["store"].pool.nbytes

@@ -285,7 +285,11 @@ def _rest(w: World, upto: torch.Tensor) -> Rest:
     for b, end in enumerate(upto.tolist()):
         for g in range(w.sink // group, -(-end // group) if end > w.sink else 0):
             sums[b, :, g] = w.truth[b, :, max(g * group, w.sink) : min((g + 1) * group, end)].double().sum(1)
-    return Rest(sums.float(), group)
+    return Rest((sums / group).to(_sums_in(w)), group)
+
+
+def _sums_in(w: World) -> torch.dtype:
+    return torch.float32 if w.dtype is torch.float32 else w.pick(torch.float16, torch.float32)
 
 
 def _filled_rest(w: World, fill: torch.Tensor) -> Rest:
@@ -294,19 +298,29 @@ def _filled_rest(w: World, fill: torch.Tensor) -> Rest:
     there = torch.arange(w.block) < fill[..., None]
     rows = w.truth.double() * there.flatten(2)[..., None, None]
     rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, -w.rows % group))
-    return Rest(rows.unflatten(2, (-1, group)).sum(3).float(), group)
+    return Rest(rows.unflatten(2, (-1, group)).mean(3).to(_sums_in(w)), group)
+
+
+def _append(w: World):
+    rest = _begun(w) if w.pick(False, True) else Rest()
+    return (*cases_static.append(w, _store(w, w.previous_begin)), rest)
+
+
+def _begun(w: World) -> Rest:
+    """The sums before this call: 0 where a group has no token yet."""
+    rest = _rest(w, w.previous_begin)
+    assert rest.sums is not None
+    return rest._replace(sums=rest.sums.nan_to_num(0))
 
 
 def _group_sums(w: World):
-    rest, order = _rest(w, w.previous_begin), _order(w) if w.tokens > 1 else None
-    dtype = w.pick(torch.float32, w.dtype)
+    rest, order = _begun(w), _order(w) if w.tokens > 1 else None
     pool = w.pool(torch.maximum(w.begin, w.start) if order is None else w.start)
     rows = None
     if w.tokens == 1 and w.pick(False, True):
         rows = torch.rand(w.batch, w.heads, w.rows, generator=w.g).argsort(-1)[..., : w.interval].to(I32).contiguous()
         pool = w.truth.clone()
-    sums = rest.sums.nan_to_num(0).to(dtype)
-    return (Leaving(w.k, pool), w.v, rest._replace(sums=sums), w.lengths_view, order, True, rows)
+    return (Leaving(w.k, pool), w.v, rest, w.lengths_view, order, True, rows)
 
 
 def _dense_attention(w: World):
@@ -326,7 +340,7 @@ def _window_attention(w: World):
 
 OPS = {
     "advance": _advance,
-    "append": lambda w: cases_static.append(w, _store(w, w.previous_begin)),
+    "append": _append,
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),

@@ -36,6 +36,9 @@ ROOM = "room = (budget - (end - begin).cumsum(0) + (end - begin)).clamp(min=0)"
 SNAP = "ops/snapkv/snap_tokens.py"
 PAPERS = "tests/methods/test_snapkv.py::test_one_query_head_per_kv_head_equals_the_paper"
 CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_and_turns_keep_equal_tokens"
+REMAINING = "ops/rest/_remaining.py"
+DEFINITION = "tests/methods/test_estimate_rest.py::test_step_equals_definition_from_raw_keys_and_values"
+APPENDED = "tests/ops/rest/test_append_sums.py::test_sums_equal_means_of_raw_keys_and_values"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
     Mutation("the heads of a group choose by their mean query", PARIS,
@@ -242,6 +245,23 @@ MUTATIONS = (
     Mutation("the hand passes a slot less", "ops/gather/_hot_buffer.py",
              "tl.where(taken, step + 1, 0)", "tl.where(taken, step, 0)",
              "tests/ops/gather/test_hot_buffer.py -k over_many_calls"),
+    # ---- the rest
+    Mutation("exact tokens stay in the sums", REMAINING, "alpha=-1)", "alpha=0)", DEFINITION + "[quest-reference]"),
+    Mutation("the kernel leaves exact keys in the sums", REMAINING,
+             '    keys -= tl.dot(of.to(k.dtype), k, input_precision="ieee")\n', "", DEFINITION + "[quest-triton]"),
+    Mutation("one token more remains of a group", REMAINING, "(held // group, minlength=groups)",
+             "(held // group, minlength=groups) + 1", DEFINITION + "[quest-reference]"),
+    Mutation("the kernel counts one exact token less", REMAINING, "count - tl.sum(of.to(tl.int32), 1)",
+             "count - tl.maximum(tl.sum(of.to(tl.int32), 1) - 1, 0)", DEFINITION + "[quest-triton]"),
+    Mutation("a mean counts as one token", "ops/attend/sparse_attention.py", "tokens.clamp(min=1).float().log()",
+             "torch.zeros_like(tokens.float())", DEFINITION + "[quest-reference]"),
+    Mutation("in the kernel a mean counts as one token", "ops/attend/sparse_attention.py",
+             "tl.log(tl.maximum(count, 1).to(tl.float32))", "tl.log(tl.minimum(count, 1).to(tl.float32))",
+             DEFINITION + "[quest-triton]"),
+    Mutation("append forgets the group that a step before began", "ops/store/append.py",
+             "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "tl.cdiv(first, GROUP)", APPENDED),
+    Mutation("a program of append adds up what another one did", "ops/store/append.py",
+             "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "first // GROUP", APPENDED),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",
              "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",

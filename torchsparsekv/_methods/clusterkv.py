@@ -80,7 +80,8 @@ class ClusterKV(ClusterMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=self.run is None, cannot_crop=CLUSTERED)
+        clusters = self.run is None
+        return Traits(selects_every_step=clusters, moves_leaving=clusters, cannot_crop=CLUSTERED)
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         return Method.report_row(self, s, counts) if self.run is None else super().report_row(s, counts)

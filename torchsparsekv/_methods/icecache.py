@@ -83,12 +83,12 @@ class IceCache(Method):
     @cached_property
     def traits(self) -> Traits:
         return Traits(
-            reorders_pool=True, partial_blocks=True, selects_every_step=True,
+            reorders_pool=True, moves_leaving=True, partial_blocks=True, selects_every_step=True,
             no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
         )  # fmt: skip
 
     def _no_rest(self) -> str:
-        if self.rest_group and self.rest_group < self.block_size:
+        if self.estimate_rest is not True and 0 < self.estimate_rest < self.block_size:
             return f"has pages of {self.block_size}, and a group holds whole pages"
         return "" if self.prefetch_async is None else "cannot have it with prefetch_async"
 

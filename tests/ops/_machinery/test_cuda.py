@@ -47,9 +47,10 @@ VARIANTS = {
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
     ],
     "sparse_attention": [
-        ATTENTION.native(d, g, p, p > 1, warps, c) | {"BF16": bf16}
+        ATTENTION.native(d, g, p, p > 1, warps, c, rest) | {"BF16": bf16}
         for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 8),
                                         (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
+        for rest in (64, 0)
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
