@@ -208,10 +208,10 @@ class Handle:
         """The cache of a generate() call. `keep`: the user gets the cache, so no later call may use it again. A cache
         whose call still runs is not used either."""
         if needed > (self.max_length or self.limit):
-            whose = f"max_position_embeddings of the model is {self.limit}"
-            if self.max_length is not None:
-                whose = f"this patch allows max_length={self.max_length}"
-            raise ValueError(f"prompt and new tokens need a cache of {needed}, {whose}")
+            raise ValueError(
+                f"prompt and new tokens need a cache of {needed}, this patch allows max_length="
+                f"{self.max_length or self.limit}"
+            )
         length = self.max_length or min(self.limit, max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()))
         with self._lock:
             c = self._recycled
