@@ -344,6 +344,17 @@ def test_cache_without_room_is_refused_before_weights_are_loaded(tmp_path, monke
         evaluate(None, tmp_path, ("quest",), tasks=("single",))
 
 
+def test_memory_that_the_weights_took_counts(tmp_path, monkeypatch):
+    """A cache that no longer fits is refused before the first sample."""
+    loaded, load = [], recall.load
+    monkeypatch.setattr(recall, "load", lambda *given, **how: loaded.append(1) or load(*given, **how))
+    monkeypatch.setattr(host, "available", lambda: 1024 if loaded else 1 << 40)
+    with pytest.raises(MemoryError, match="host memory is free"):
+        evaluate(None, tmp_path, ("quest",), tasks=("single",))
+    assert loaded
+    assert not list(tmp_path.iterdir())
+
+
 def test_quick_leaves_alone_what_was_given():
     o = quality.resolved(Options(quick=True, budgets=(32,)))
     assert o.budgets == (32,)
