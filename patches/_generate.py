@@ -49,7 +49,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     batch = max(generation_config.num_return_sequences or 1, 1) * batch_size
     chunked = generation_config.prefill_chunk_size is not None
     mask = model_kwargs.get("attention_mask")
-    columns = _columns(generation_config, mask)
+    columns = _columns(generation_config, mask, max_cache_length)
     _fit_chunks(generation_config, mask, columns, given)
     limit = handle.limit if given is None else given.max_length
     if limit == self.config.get_text_config(decoder=True).max_position_embeddings:
@@ -103,12 +103,12 @@ def _check_padding(given: SparseCache, mask) -> None:
         )
 
 
-def _columns(generation_config, mask) -> int | None:
+def _columns(generation_config, mask, max_cache_length: int) -> int | None:
     """The tokens of the longest row at the begin of the call, with those in the cache. None if they are unknown."""
     if mask is not None:
         return mask.shape[-1]
     new = generation_config.max_new_tokens
-    return None if new is None else generation_config.max_length - new
+    return None if new is None else max_cache_length + 1 - new  # transformers counts all tokens but the last
 
 
 def _check_begun(given: SparseCache, columns: int | None) -> None:
@@ -126,19 +126,22 @@ def _check_begun(given: SparseCache, columns: int | None) -> None:
 
 def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
     """Shorten an answer that exceeds the positions of the model by `over` tokens. Returns the tokens that were cut."""
-    new = generation_config.max_new_tokens
-    if over <= 0 or new is None or columns is None:
+    if over <= 0:
         return 0
-    if over >= new:
+    if columns is not None and columns > limit:
         raise ValueError(
             f"the prompt has {columns} tokens, which leaves no room for an answer: max_position_embeddings of the "
             f"model is {limit}"
         )
     generation_config.max_length -= over
-    generation_config.max_new_tokens = new - over
+    name, why = "max_length", ""
+    if generation_config.max_new_tokens is not None:
+        generation_config.max_new_tokens -= over
+        name, why = "max_new_tokens", f"{columns} tokens are there and "
+    now = getattr(generation_config, name)
     warnings.warn(
-        f"torchsparsekv: max_new_tokens is {new - over} instead of {new}, because {columns} tokens are there and "
-        f"max_position_embeddings of the model is {limit}",
+        f"torchsparsekv: {name} is {now} instead of {now + over}, because {why}max_position_embeddings of the model is "
+        f"{limit}",
         stacklevel=2,
     )
     return over

@@ -43,9 +43,9 @@ def install(
     else:
         check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
-    handle.install()
-    for note in plan.warned:
+    for note in plan.warned:  # before the model is touched, as a filter may turn a warning into an error
         warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
+    handle.install()
     return handle
 
 

@@ -21,9 +21,9 @@ from torchsparsekv_benchmarks._options import option
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import replay, suite, summary
 from torchsparsekv_benchmarks.quality.options import BASE, METHODS, RECALL, Compared, Setting, check_compared, settings
-from torchsparsekv_benchmarks.quality.run import captured, check_setting, cost, patched, tell
-from torchsparsekv_benchmarks.quality.sources import Source, load
-from torchsparsekv_benchmarks.quality.store import Store, key
+from torchsparsekv_benchmarks.quality.run import captured, check_settings, cost, patched, tell
+from torchsparsekv_benchmarks.quality.sources import Source, without_weights
+from torchsparsekv_benchmarks.quality.store import Store, check_file, key
 
 BENCHMARK = "board"
 TURNS = "turns"
@@ -216,7 +216,9 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     """Evaluate, print the table, write samples to `out` and the table beside it as CSV."""
     check(o, out)
     assert out is not None
-    source = source or load(o)
+    header = _results.header(BENCHMARK, dataclasses.asdict(o))
+    check_file(out, header)
+    source = source or without_weights(o)
     has = (*source.tasks, *source.on_request, TURNS)
     if unknown := [t for t in o.tasks if t not in has]:
         raise ValueError(f"unknown task {', '.join(unknown)}; there are: {', '.join(has)}")
@@ -227,10 +229,11 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
                 f"lengths may have {positions} tokens at most, the positions of {o.model}, got {length}: "
                 f"--yarn {-(-length // positions)} makes more of them"
             )
-        for setting in wanted(o):
-            check_setting(source.model, setting, length, o)
+    check_settings(source.model, wanted(o), o)
+    source = source.loaded()
+    check_settings(source.model, wanted(o), o)  # the weights have taken their memory
     about = source.about() | {"sink": o.sink, "skip_layers": o.skip_layers}
-    store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": about})
+    store = Store(out, header | {"model": about})
     total = len(o.lengths) * len(wanted(o)) * len(o.tasks) * o.samples
     rows = list(watched(evaluate(source, o, store), total, "sample"))
     found = table(rows)

@@ -1,8 +1,10 @@
 """A language model and its tokenizer from a name, a folder or a GGUF file, and in one line what is in the way of it."""
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,27 +29,65 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name} is a folder without a config.json, so it holds no Hugging Face model{hint}")
 
 
-def pretrained(name: str, device: torch.device, dtype: Any, yarn: float = 1.0) -> tuple[Any, Any]:
-    """(tokenizer, model in eval mode), with `yarn` times the model's own positions."""
+class Files(NamedTuple):
+    """A model whose weights are not loaded."""
+
+    name: str
+    tokenizer: Any
+    config: Any
+    where: str
+    how: dict[str, str]
+
+    def empty(self, dtype: Any) -> Any:
+        """The model without weights, for checks."""
+        return empty(self.config, dtype)
+
+    def load(self, device: torch.device, dtype: Any) -> Any:
+        """The model in eval mode. A file that `make real-model` fetched is first converted, once."""
+        from transformers import AutoModelForCausalLM
+
+        where, how, path = self.where, self.how, located(self.name)
+        if how and self.name in real_model.MODELS:
+            where, how = str(convert(path, path.parent / self.name)), {}
+        with one_line(self.name):
+            model = AutoModelForCausalLM.from_pretrained(where, config=self.config, dtype=dtype, **how)
+        return model.to(device).eval()
+
+
+def empty(config: Any, dtype: Any) -> Any:
+    """A model of this config without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if dtype == "auto" else dtype).eval()
+
+
+def opened(name: str, yarn: float = 1.0) -> Files:
+    """The tokenizer and the config, with `yarn` times the model's own positions."""
     check_name(name)
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
     except ImportError as e:
         raise RuntimeError("a language model needs transformers: pip install 'torchsparsekv[hf]'") from e
     path = located(name)
     if path.suffix == GGUF and find_spec("gguf") is None:
         raise RuntimeError(f"{name} is a {GGUF} file, which needs a package: pip install gguf")
-    if path.suffix == GGUF and name in real_model.MODELS:
-        path = convert(path, path.parent / name)
     local = path.suffix == GGUF or name in real_model.MODELS
     how = {"gguf_file": path.name} if path.suffix == GGUF else {}
     where = str(path.parent if how else path) if local else name
-    try:
+    with one_line(name):
         tokenizer = tokenizer_of(AutoTokenizer, where, name, **how)
         config = AutoConfig.from_pretrained(where, **how)
-        if yarn > 1:
-            widen(config, yarn, name)
-        model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=dtype, **how)
+    if yarn > 1:
+        widen(config, yarn, name)
+    return Files(name, tokenizer, config, where, how)
+
+
+@contextlib.contextmanager
+def one_line(name: str) -> Iterator[None]:
+    """Say in one line what transformers finds wrong with a model."""
+    try:
+        yield
     except ImportError as e:
         raise RuntimeError(f"{name} needs a package that is not installed: {first_line(e)}") from e
     except OSError as e:
@@ -55,7 +95,12 @@ def pretrained(name: str, device: torch.device, dtype: Any, yarn: float = 1.0) -
             f"{name} is neither a folder with a model, nor a {GGUF} file, nor a name that Hugging Face's hub could be "
             f"asked for: {first_line(e)}"
         ) from e
-    return tokenizer, model.to(device).eval()
+
+
+def pretrained(name: str, device: torch.device, dtype: Any, yarn: float = 1.0) -> tuple[Any, Any]:
+    """(tokenizer, model in eval mode), with `yarn` times the model's own positions."""
+    files = opened(name, yarn)
+    return files.tokenizer, files.load(device, dtype)
 
 
 def convert(file: Path, folder: Path) -> Path:

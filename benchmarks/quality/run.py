@@ -1,6 +1,7 @@
 """Tasks x lengths x methods x budgets through stock generate(), on the same samples for every method."""
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 
 import torchsparsekv
-from torchsparsekv.method import Step
+from torchsparsekv.method import Step, named_method
 from torchsparsekv.probe import Probe, probe
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import summary
 from torchsparsekv_benchmarks.quality.options import (
     DENSE,
+    OF_THE_PATCH,
     Compared,
     Options,
     Setting,
@@ -24,8 +26,8 @@ from torchsparsekv_benchmarks.quality.options import (
     settings,
     widened,
 )
-from torchsparsekv_benchmarks.quality.sources import Sample, Source, load
-from torchsparsekv_benchmarks.quality.store import Store, key
+from torchsparsekv_benchmarks.quality.sources import Sample, Source, placed, without_weights
+from torchsparsekv_benchmarks.quality.store import Store, check_file, key
 
 BENCHMARK = "eval"
 Work = tuple[dict, Sample]  # a row without its results, and its sample
@@ -92,11 +94,15 @@ def runner(source: Source, setting: Setting, length: int, o: Options) -> Iterato
 
 
 def patched(model, setting: Setting, length: int, o: Compared, step: Step = "compiled"):
-    offload: Any = o.offload
-    told = dict(setting.patch or {})
-    if told and widened(setting.method):
-        told["window"] = min(told["window"], length)  # window and budget together may be all there is, and more
-    return torchsparsekv.patch(model, setting.method, max_length=length, offload=offload, step=step, **told)
+    return torchsparsekv.patch(model, setting.method, step=step, **told(setting, length, o))
+
+
+def told(setting: Setting, length: int, o: Compared) -> dict[str, Any]:
+    """The keywords of patch() for a setting."""
+    keywords = dict(setting.patch or {})
+    if keywords and widened(setting.method):
+        keywords["window"] = min(keywords["window"], length)  # window and budget together may be all there is, and more
+    return {"max_length": length, "offload": o.offload, **keywords}
 
 
 def captured(model) -> Step:
@@ -137,27 +143,37 @@ def kept(seen: Probe, row: int | None = None) -> dict:
     return out
 
 
-def check_setting(model, setting: Setting, length: int, o: Compared) -> None:
-    """Raises where a method refuses the length, and says which at what budget: there are many of both."""
-    try:
-        with patched(model, setting, length, o) as handle:
-            handle.planned.bytes(1, length, pool_on_host=False)  # a method checks its sizes when it declares them
-    except ValueError as e:
-        raise ValueError(f"{setting.label} at a length of {length}: {e}") from e
+def check_settings(model, wanted: Sequence[Setting], o: Compared) -> None:
+    """Refuse a setting that patch() or a cache would refuse, and name it. The model may be without weights."""
+    device, _ = placed(o)
+    for length, setting in itertools.product(o.lengths, wanted):
+        if setting.patch is None:
+            continue
+        try:
+            _check_setting(model, device, setting, length, o)
+        except ValueError as e:
+            raise ValueError(f"{setting.label} at a length of {length}: {e}") from e
+
+
+def _check_setting(model, device: torch.device, setting: Setting, length: int, o: Compared) -> None:
+    from torchsparsekv.patches import _install, _memory
+
+    keywords = told(setting, length, o)
+    of_patch = {n: keywords.pop(n, None) for n in ("max_length", "offload", *OF_THE_PATCH)}
+    method, given = named_method(setting.method, keywords)
+    plan, _, _ = _install.planned(model, method, given, device, layers=None, **of_patch)
+    _memory.check_memory(plan, 1, length, _memory.placed(plan, o.offload, 1, length))
 
 
 def check_model(source: Source, o: Options, wanted: list[Setting]) -> None:
-    """Refuse what the model or its tasks cannot do, before the first of many samples."""
+    """Refuse what the model or its tasks cannot do, before the weights are loaded."""
     has = (*source.tasks, *source.on_request)
     unknown = [t for t in o.tasks if t not in has]
     if unknown:
         raise ValueError(f"unknown task {', '.join(unknown)}; {source.kind} has: {', '.join(has)}")
-    for length in o.lengths:
-        for setting in wanted:
-            if setting.patch is not None:
-                check_setting(source.model, setting, length, o)
-        for task in o.tasks or source.tasks:
-            source.sample(task, length, 0)
+    check_settings(source.model, wanted, o)
+    for length, task in itertools.product(o.lengths, o.tasks or source.tasks):
+        source.sample(task, length, 0)
 
 
 def evaluate(source: Source, o: Options, store: Store) -> Iterator[dict]:
@@ -214,10 +230,14 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     if min(o.lengths) < max(o.budgets):
         what = f"a length of {min(o.lengths)} tokens is below a budget of {max(o.budgets)}"
         raise ValueError(f"{what}: longer --lengths, or smaller --budgets")
-    source = source or load(o)
-    check_model(source, o, settings(o))
-    store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": source.about()})
-    total = len(o.lengths) * len(settings(o)) * len(o.tasks or source.tasks) * o.samples
+    wanted, header = settings(o), _results.header(BENCHMARK, dataclasses.asdict(o))
+    check_file(out, header)
+    source = source or without_weights(o)
+    check_model(source, o, wanted)
+    source = source.loaded()
+    check_settings(source.model, wanted, o)  # the weights have taken their memory
+    store = Store(out, header | {"model": source.about()})
+    total = len(o.lengths) * len(wanted) * len(o.tasks or source.tasks) * o.samples
     rows = list(watched(evaluate(source, o, store), total, "sample"))
     table = summary.summarize(rows, DENSE)
     tell(rows, table, [summary.shown(r) for r in table], summary.ABOUT, out)

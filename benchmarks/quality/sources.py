@@ -1,4 +1,5 @@
 """Where models and samples come from: the project's recall model, or any Hugging Face model with RULER's tasks."""
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from torchsparsekv_benchmarks.quality.options import RECALL, OnModel
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality.pretrained import empty, opened
 
 
 class Sample(Protocol):
@@ -32,7 +33,10 @@ READOUT = "readout"  # the context-intensive one: 64 records of the prompt in on
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and `sample(task, length, index)`, which gives the same sample whenever it is asked."""
+    """A model, and `sample(task, length, index)`, which gives the same sample whenever it is asked.
+
+    weights: loads the model; until then `model` has none. None: it has its weights.
+    """
 
     name: str
     kind: str
@@ -41,6 +45,10 @@ class Source:
     sample: Callable[[str, int, int], Sample]
     on_request: tuple[str, ...] = ()  # tasks that only run where they are named
     tokenizer: Any = None
+    weights: Callable[[], Any] | None = None
+
+    def loaded(self) -> "Source":
+        return self if self.weights is None else dataclasses.replace(self, model=self.weights(), weights=None)
 
     def about(self) -> dict:
         """Which model this is, so that results of another one are never mixed in."""
@@ -63,6 +71,11 @@ def fingerprint(model) -> str:
 
 
 def load(o: OnModel) -> Source:
+    return without_weights(o).loaded()
+
+
+def without_weights(o: OnModel) -> Source:
+    """For checks that come before the weights are loaded."""
     device, dtype = placed(o)
     return _recall(device, dtype) if o.model == RECALL else _hugging_face(o, device, dtype)
 
@@ -87,14 +100,19 @@ def _recall(device: torch.device, dtype) -> Source:
         prompt = len(journal.journal(length, index).prompt)
         return journal.journal(length - prompt, index)
 
-    net, _ = model.load(device=device, dtype=torch.bfloat16 if dtype == "auto" else dtype)
-    return Source(RECALL, RECALL, net.eval(), tasks.TASKS, sample, on_request=(JOURNAL, READOUT))
+    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    net = empty(model.config(), dtype)
+    weights = lambda: model.load(device=device, dtype=dtype)[0].eval()  # noqa: E731
+    return Source(RECALL, RECALL, net, tasks.TASKS, sample, on_request=(JOURNAL, READOUT), weights=weights)
 
 
 def _hugging_face(o: OnModel, device: torch.device, dtype) -> Source:
     from torchsparsekv_benchmarks.quality import ruler, suite
 
-    tokenizer, model = pretrained(o.model, device, dtype, o.yarn)
-    prompts = ruler.Ruler(tokenizer, suite.TASKS)
+    files = opened(o.model, o.yarn)
+    prompts = ruler.Ruler(files.tokenizer, suite.TASKS)
     name = o.model if o.yarn == 1 else f"{o.model}, {o.yarn:g} times its positions by YaRN"
-    return Source(name, "ruler", model, ruler.TASKS, prompts.sample, on_request=tuple(suite.TASKS), tokenizer=tokenizer)
+    return Source(
+        name, "ruler", files.empty(dtype), ruler.TASKS, prompts.sample, on_request=tuple(suite.TASKS),
+        tokenizer=files.tokenizer, weights=lambda: files.load(device, dtype),
+    )  # fmt: skip

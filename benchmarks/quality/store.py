@@ -23,15 +23,8 @@ class Store:
             self._write(header)
 
     def _take_up(self, header: dict) -> None:
+        check_file(self.path, header)
         lines, whole = read(self.path)
-        if not lines or lines[0].get("benchmark") != header["benchmark"]:
-            raise ValueError(f"{self.path} is not a file of `torchsparsekv {header['benchmark']}`: choose another one")
-        for name in ("environment", "model"):
-            had, has = lines[0][name], header[name]
-            other = [k for k in {**had, **has} if had.get(k) != has.get(k)]
-            if other:
-                was, now = ({k: x.get(k) for k in other} for x in (had, has))
-                raise ValueError(f"{self.path} was made with {was}, this is {now}: choose another file")
         with self.path.open("r+b") as f:
             f.truncate(whole)  # a line that was cut off when the run was stopped
         for row in lines[1:]:
@@ -56,6 +49,22 @@ class Store:
     def _write(self, line: dict) -> None:
         with self.path.open("a") as f:
             f.write(json.dumps(line) + "\n")
+
+
+def check_file(path: Path, header: dict) -> None:
+    """Refuse a file of another benchmark, environment or model. A header without a model is of a model that is not
+    loaded."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    lines, _ = read(path)
+    if not lines or lines[0].get("benchmark") != header["benchmark"]:
+        raise ValueError(f"{path} is not a file of `torchsparsekv {header['benchmark']}`: choose another one")
+    for name in {"environment", "model"} & header.keys():
+        had, has = lines[0][name], header[name]
+        other = [k for k in {**had, **has} if had.get(k) != has.get(k)]
+        if other:
+            was, now = ({k: x.get(k) for k in other} for x in (had, has))
+            raise ValueError(f"{path} was made with {was}, this is {now}: choose another file")
 
 
 def heads(lines: list[dict]) -> list[dict]:

@@ -17,10 +17,10 @@ from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import replay, summary, teacher, text_summary, texts
 from torchsparsekv_benchmarks.quality.options import Setting, settings
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
-from torchsparsekv_benchmarks.quality.run import captured, check_setting, cost, kept, patched, tell
+from torchsparsekv_benchmarks.quality.pretrained import opened
+from torchsparsekv_benchmarks.quality.run import captured, check_settings, cost, kept, patched, tell
 from torchsparsekv_benchmarks.quality.sources import about, placed
-from torchsparsekv_benchmarks.quality.store import Store, key
+from torchsparsekv_benchmarks.quality.store import Store, check_file, key
 from torchsparsekv_benchmarks.quality.text_options import Options, check
 
 BENCHMARK = "eval-text"
@@ -116,15 +116,13 @@ def _has(store: Store, row: dict, chunk: Chunk) -> bool:
     return had is not None and (not chunk.probed or row["patch"] is None or had["mass"] is not None)
 
 
-def check_model(model, o: Options) -> None:
-    """Refuse what the model cannot do, before the first of many samples."""
+def check_model(model, o: Options, wanted: list[Setting]) -> None:
+    """Refuse what the model cannot do, before the weights are loaded."""
     positions = model.config.get_text_config(decoder=True).max_position_embeddings
     for length in o.lengths:
         if length > positions:
             raise ValueError(f"lengths may have {positions} tokens at most, the positions of {o.model}; got {length}")
-        for setting in settings(o):
-            if setting.patch is not None:
-                check_setting(model, setting, length, o)
+    check_settings(model, wanted, o)
 
 
 def run(o: Options, out: Path | None = None) -> list[dict]:
@@ -132,12 +130,17 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     check(o)
     if out is None or out.suffix == ".csv":
         raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
-    tokenizer, model = pretrained(o.model, *placed(o), o.yarn)
-    every = texts.read(o, tokenizer)
-    check_model(model, o)
+    wanted, header = settings(o), _results.header(BENCHMARK, dataclasses.asdict(o))
+    check_file(out, header)
+    device, dtype = placed(o)
+    files = opened(o.model, o.yarn)
+    every = texts.read(o, files.tokenizer)
+    check_model(files.empty(dtype), o, wanted)
+    model = files.load(device, dtype)
+    check_settings(model, wanted, o)  # the weights have taken their memory
     which = about(o.model, model, BENCHMARK) | {"steps": o.steps, "texts": {t.name: t.digest for t in every}}
-    store = Store(out, _results.header(BENCHMARK, dataclasses.asdict(o)) | {"model": which})
-    total = len(o.lengths) * len(every) * len(settings(o)) * o.samples
+    store = Store(out, header | {"model": which})
+    total = len(o.lengths) * len(every) * len(wanted) * o.samples
     rows = list(watched(evaluate(model, every, o, store), total, "sample"))
     table = text_summary.summarize(rows)
     tell(rows, table, [text_summary.shown(r) for r in table], text_summary.ABOUT, out)

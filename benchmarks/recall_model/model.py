@@ -20,10 +20,16 @@ CONFIG = dict(
 
 def build(**overrides):
     """A model with random weights, by the global seed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config(**overrides))
+
+
+def config(**overrides):
+    from transformers import AutoConfig
 
     fields = {**CONFIG, **overrides}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def tokenizer():

@@ -13,13 +13,14 @@ from models import tiny
 from standin import LENGTH, source
 from transformers import DynamicCache
 
-from torchsparsekv import method
+from torchsparsekv import host, method
 from torchsparsekv._methods.quest import Quest
 from torchsparsekv._methods.random import Random
 from torchsparsekv_benchmarks.quality import ruler
 from torchsparsekv_benchmarks.quality import run as quality
 from torchsparsekv_benchmarks.quality.options import Options, settings
 from torchsparsekv_benchmarks.quality.store import read
+from torchsparsekv_benchmarks.recall_model import model as recall
 from torchsparsekv_benchmarks.recall_model import tasks
 
 
@@ -305,6 +306,53 @@ def test_it_refuses_before_it_writes(model, tmp_path, what):
         evaluate(model, tmp_path, **{"methods": ("quest",), **options})
     assert not list(tmp_path.iterdir())
     assert not hasattr(model.model, "_torchsparsekv")
+
+
+OF_RECALL = {
+    "no such task": (dict(tasks=("nope",)), "unknown task nope; recall has: "),
+    "a length without room for a sample": (dict(lengths=(64,)), "length is 64; a sample needs at least"),
+    "longer than the model": (dict(lengths=(262144,)), "max_length 262144 is above the model's max_pos"),
+    "too many dense layers": (dict(skip_layers=6), "skip_layers must be from 0 to 5, got 6"),
+    "no such device": (dict(device="meta"), "runs on cpu and cuda, this model is on meta"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG | OF_RECALL)
+def test_it_refuses_before_weights_are_loaded(tmp_path, monkeypatch, what):
+    def loaded(*_, **__):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(recall, "load", loaded)
+    options, says = (WRONG | OF_RECALL)[what]
+    small = dict(methods=("quest",), tasks=("single",), hyper=("quest.block_size=4",))
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=says):
+        evaluate(None, tmp_path, **{**small, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_of_another_benchmark_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    (tmp_path / "eval.jsonl").write_text('{"benchmark": "eval-text"}\n')
+    with pytest.raises(ValueError, match="is not a file of `torchsparsekv eval`: choose another one"):
+        evaluate(None, tmp_path, ("quest",), tasks=("single",))
+
+
+def test_cache_without_room_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(host, "available", lambda: 1024)
+    with pytest.raises(MemoryError, match=r"a cache of 256 tokens x batch 1 needs .* host memory is free"):
+        evaluate(None, tmp_path, ("quest",), tasks=("single",))
+
+
+def test_memory_that_the_weights_took_counts(tmp_path, monkeypatch):
+    """A cache that no longer fits is refused before the first sample."""
+    loaded, load = [], recall.load
+    monkeypatch.setattr(recall, "load", lambda *given, **how: loaded.append(1) or load(*given, **how))
+    monkeypatch.setattr(host, "available", lambda: 1024 if loaded else 1 << 40)
+    with pytest.raises(MemoryError, match="host memory is free"):
+        evaluate(None, tmp_path, ("quest",), tasks=("single",))
+    assert loaded
+    assert not list(tmp_path.iterdir())
 
 
 def test_quick_leaves_alone_what_was_given():

@@ -226,11 +226,15 @@ WRONG = {
     "no such folder": (dict(model="./nowhere"), r"there is no model at \./nowhere"),
     "no such deep folder": (dict(model="no/where/else"), "there is no model at no/where/else"),
     "no such file": (dict(model="nowhere.gguf"), "there is no file nowhere.gguf"),
+    "a budget of half a block": (dict(budgets=(18,)), "quest: budget must be a multiple of block_size 4, got 18"),
+    "no such place": (dict(offload="moon"), "offload must be one of auto, host, device, got 'moon'"),
+    "too many dense layers": (dict(skip_layers=3), "skip_layers must be from 0 to 2, got 3"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_it_refuses_before_it_writes(folder, tmp_path, what):
+def test_it_refuses_before_weights_are_loaded(folder, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     given, says = WRONG[what]
     with pytest.raises(ValueError, match=says) as told:
         text.run(options(folder, **given), tmp_path / "out.jsonl")

@@ -1,4 +1,6 @@
 """Models by name: wider positions, and a GGUF file that becomes a folder once."""
+import copy
+
 import pytest
 import torch
 import transformers
@@ -51,6 +53,9 @@ def test_a_fetched_file_becomes_a_folder_that_is_loaded_from_then_on(tmp_path, m
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: bytes_tokenizer())
+    config = transformers.AutoConfig.from_pretrained
+    described = lambda where, **how: copy.deepcopy(model.config) if how else config(where)  # noqa: E731
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", described)
     for _ in range(2):
         _, found = load("smollm2")
         assert all(torch.equal(a, b.float()) for a, b in zip(found.parameters(), model.parameters()))

@@ -97,12 +97,12 @@ def test_paths_and_lengths_that_cannot_be(monkeypatch, args, says):
 def test_a_method_that_refuses_a_length_is_named():
     """Before the first sample, with its budget: `eval` has many of both."""
     from torchsparsekv_benchmarks.quality.options import Options, settings
-    from torchsparsekv_benchmarks.quality.run import check_setting
+    from torchsparsekv_benchmarks.quality.run import check_settings
 
     half = ("pariskv.beta=0.5", "pariskv.rho=0.5")
     o = Options(methods=("pariskv",), budgets=(512,), lengths=(1024,), hyper=half)
     with pytest.raises(ValueError, match=r"^pariskv 512 at a length of 1024: pariskv: budget 512 is above the 464"):
-        check_setting(tiny(max_position_embeddings=1024), settings(o)[1], 1024, o)
+        check_settings(tiny(max_position_embeddings=1024), settings(o), o)
 
 
 def test_the_demo_explains_its_budget():

@@ -1,11 +1,17 @@
 """Every example runs at a tiny size, as a user starts it."""
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import bytes_tokenizer
+from evaluating_text import SAID
+from models import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CALLS = {
@@ -24,7 +30,30 @@ CALLS = {
         ["--words", "200", "--new-tokens", "3", "--methods", "streaming,quest,oracle"],
         ["200 tokens, budget 64", "streaming", "quest", "oracle"],
     ),
+    "adapter.py": (["--words", "200", "--new-tokens", "4"], ["with the adapter, unpatched", "without it, pariskv"]),
+    "score_with_lm_eval.py": (
+        ["--samples", "2", "--methods", "pariskv,streaming"],
+        ["unpatched    1.000", "pariskv      1.000   density 0.2", "streaming    0.000   density 0.1"],
+    ),
 }  # fmt: skip
+NEEDS = {"adapter.py": "peft", "score_with_lm_eval.py": "lm_eval"}  # packages of an extra
+NOTEBOOK = EXAMPLES / "three_methods.ipynb"
+
+
+def test_recipes_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
+
+
+def test_adapter_and_full_budget_give_the_answers_of_the_unpatched_model():
+    pytest.importorskip("peft")
+    done = run("adapter.py", "--words", "100", "--budget", "128", "--new-tokens", "6")
+    assert done.returncode == 0, done.stderr[-2000:]
+    unpatched, patched = (
+        dict(re.findall(rf"^(with.*?), {who} +(.*)$", done.stdout, re.M)) for who in ("unpatched", "pariskv")
+    )
+    assert patched == unpatched
+    assert len(set(unpatched.values())) == 2, "the adapter changes nothing"
 
 
 def test_every_example_is_run():
@@ -65,8 +94,49 @@ def test_one_token_chunks_and_empty_texts_are_refused(given, here):
 @pytest.mark.parametrize("name", CALLS)
 def test_example_runs(name):
     args, says = CALLS[name]
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     done = run(name, *args)
     assert done.returncode == 0, done.stderr[-2000:]
     for part in says:
         assert part in done.stdout
     assert "!!" not in done.stdout, "a report warns"
+
+
+def cells() -> list[str]:
+    """The code of the notebook."""
+    return ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def test_notebook_runs_from_top_to_bottom(tmp_path, capsys):
+    """With a tiny model and a text of its own, in the place of what `make real-model` fetches."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    tokenizer = bytes_tokenizer()
+    tiny(vocab_size=len(tokenizer), max_position_embeddings=512).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "said.txt").write_text(SAID)
+    options, *rest = cells()
+    here: dict = {}
+    exec(options, here)
+    assert set(here) - {"__builtins__"} == {"MODEL", "TEXT", "PROMPT", "STEPS", "METHODS", "PATCH"}
+    here |= dict(MODEL=str(tmp_path), TEXT=str(tmp_path / "said.txt"), PROMPT=300, STEPS=4)
+    here["PATCH"] = dict(budget=32, sink=16, window=16)
+    with warnings.catch_warnings():  # the notebook hides some
+        for cell in rest:
+            exec(cell, here)
+    said = capsys.readouterr().out
+    for method in here["METHODS"]:
+        assert f"{method}: the first" in said
+        assert re.search(rf"{method} +KL -?0\.\d+, attention weight kept [01]\.\d+", said)
+    left, right = plt.gcf().axes
+    assert len(left.lines) == len(right.lines) == len(here["METHODS"])
+    plt.close("all")
+
+
+def test_notebook_has_its_outputs_and_no_path_of_a_machine():
+    text = NOTEBOOK.read_text()
+    outputs = [c["outputs"] for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    assert all(outputs[1:]), "run it anew from top to bottom"
+    assert "image/png" in outputs[-1][-1]["data"]
+    assert not re.search(r"/(work|home|tmp|root|Users)/", text)

@@ -197,6 +197,8 @@ def test_every_family_is_captured(family, replays, monkeypatch):
     if DEVICE.type == "cuda" and family == "phimoe":
         pytest.skip("its steps wait for the host there, and are compiled")
     model = supported(family)
+    if not getattr(model, "_can_compile_fullgraph", True):
+        pytest.skip("in this transformers its steps read numbers on the host, and are compiled")
     monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: pytest.fail("compiled"))
     want = said(model, disable_compile=True)
     with torchsparsekv.patch(model, "quest", **FULL) as handle:

@@ -154,6 +154,34 @@ def test_answer_is_capped_at_the_positions_of_the_model():
             model.generate(IDS, max_new_tokens=5, do_sample=False)
 
 
+@pytest.mark.parametrize("given", [dict(max_length=100), dict(max_length=100, attention_mask=torch.ones_like(IDS))])
+@torch.no_grad()
+def test_max_length_beyond_the_positions_is_capped_too(given):
+    model = tiny(max_position_embeddings=64)
+    with patch(model, max_length=None):
+        want = model.generate(IDS, max_new_tokens=5, do_sample=False)
+        said = r"max_length is 65 instead of 100, because max_position_embeddings of the model is 64"
+        with pytest.warns(UserWarning, match=said):
+            assert torch.equal(model.generate(IDS, do_sample=False, **given), want)
+
+
+@torch.no_grad()
+def test_prompt_of_embeddings_is_counted():
+    """They come without token ids, and transformers counts them apart."""
+    model = tiny(max_position_embeddings=64)
+    embed = model.get_input_embeddings()
+    with patch(model, max_length=None) as handle:
+        want = model.generate(IDS, max_new_tokens=5, do_sample=False)
+        with pytest.warns(UserWarning, match="max_new_tokens is 5 instead of 50, because 60 tokens are there"):
+            got = model.generate(inputs_embeds=embed(IDS), max_new_tokens=50, do_sample=False)
+        assert torch.equal(got, want[:, 60:])
+        cache = handle.make_cache(2, 64)
+        model.generate(inputs_embeds=embed(IDS[:, :40]), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        cache.crop(40)
+        with pytest.raises(ValueError, match="this call has 30 tokens and the SparseCache holds 40"):
+            model.generate(inputs_embeds=embed(IDS[:, :30]), past_key_values=cache, max_new_tokens=4, do_sample=False)
+
+
 @pytest.mark.parametrize("chunk", [59, 1, 2, 3, 60, 200])
 @torch.no_grad()
 def test_chunks_of_a_prompt_are_balanced(chunk):

@@ -2,15 +2,21 @@
 # ruff: noqa: E501 (in the table a row is a line)
 import contextlib
 import pickle
+import sys
+import warnings
+from unittest import mock
 
 import pytest
 import torch
+from cases import hyper_of
 from models import tiny
 from refusing import IDS, MASK, SMALL, Row, generate, patch, used
 from snapshot import snapshot
+from transformers.models.llama.modeling_llama import LlamaAttention
 from world import DEVICE
 
 import torchsparsekv
+from torchsparsekv.patches import _names
 
 
 def restored(change, back):
@@ -88,6 +94,70 @@ def called(model_type):
     return model
 
 
+def crop(length, method="quest"):
+    """Crop a cache that holds a padded prompt."""
+
+    def act(model):
+        hyper = hyper_of(method, **SMALL)
+        with torch.no_grad(), torchsparsekv.patch(model, method, **hyper) as handle:
+            cache = handle.make_cache(2)
+            model(IDS, attention_mask=MASK, past_key_values=cache)
+            cache.crop(length)
+
+    return act
+
+
+def cropped_after_unpatch(model, handle):
+    cache = handle.make_cache(2)
+    handle.unpatch()
+    cache.crop(1)
+
+
+def cropped_while_generating(model, handle):
+    cache = handle.make_cache(2)
+    now = dict(stopping_criteria=[lambda *_: cache.crop(4)], max_new_tokens=4, do_sample=False)
+    model.generate(IDS, past_key_values=cache, **now)
+
+
+def second_cache(*method, **options):
+    return used(lambda model, handle: torchsparsekv.SparseCache(model, *method, **options))
+
+
+def compiled():
+    model = tiny()
+    model.compile(backend="eager")
+    return model
+
+
+def without_transformers(model):
+    ours = [name for name in sys.modules if name.startswith("torchsparsekv.patches")]
+    with mock.patch.dict(sys.modules, {"transformers": None}):
+        for name in ours:
+            del sys.modules[name]
+        torchsparsekv.patch(model)
+
+
+def unknown_seam(model):
+    """A newer transformers, whose attention takes the cache by a name that nobody knows."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, memory=None, **kwargs): ...
+
+    newer = mock.patch.object(_names.transformers, "__version__", "5.99.1")
+    with newer, mock.patch.object(LlamaAttention, "forward", forward):
+        patch()(model)
+
+
+def warned(act):
+    """The first warning of ours as an error."""
+
+    def run(model):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "(torchsparsekv: |make_cache)", UserWarning)
+            act(model)
+
+    return run
+
+
 LONGER = torch.cat([MASK, MASK[:, -2:]], 1)
 A_HOLE = LONGER.index_fill(1, torch.tensor([15], device=DEVICE), 0)
 
@@ -142,6 +212,31 @@ ROWS = [
     Row("mask too narrow", masked(LONGER[:, 1:]), ValueError, r"of 21 columns does not fit: the cache holds 20 tokens and 2 are new, so it needs 22 columns, or 2"),
     Row("mask hides a stored token", masked(A_HOLE), ValueError, r"contradicts the cache: it hides tokens that are stored or new"),
     Row("mask hides a new token", masked(torch.cat([MASK, MASK[:, :1] * 0, MASK[:, -1:]], 1)), ValueError, r"contradicts the cache"),
+    # chat
+    Row("crop of a fraction", crop(1.5), ValueError, r"crop takes a number of tokens, from -20 to 20 here, got 1.5"),
+    Row("crop of True", crop(True), ValueError, r"crop takes a number of tokens, from -20 to 20 here, got True"),
+    Row("crop below the begin", crop(-21), ValueError, r"from -20 to 20 here, got -21"),
+    Row("crop into the padding of a row", crop(2), ValueError, r"crop\(2\) would leave a row of the batch with nothing but padding"),
+    Row("crop of snapkv", crop(15, "snapkv"), NotImplementedError, r"crop: snapkv selects by the queries of the latest tokens.*Handle\.fork"),
+    Row("crop of icecache", crop(15, "icecache"), NotImplementedError, r"crop: icecache stores tokens in the order of its tree; make a copy before the turn \(Handle\.fork\)"),
+    Row("crop of a window that dropped tokens", crop(15), NotImplementedError, r"crop: layer \d has a sliding window of 13 tokens and has dropped the tokens before it; make a copy", lambda: tiny("gemma2")),
+    Row("crop after unpatch", used(cropped_after_unpatch), RuntimeError, r"the patch that made this SparseCache was taken off"),
+    Row("crop in a running generate", used(cropped_while_generating), RuntimeError, r"crop: a generate\(\) is running on this SparseCache"),
+    Row("crop of an interrupted cache", used(lambda m, h: broken_off(m, h).crop(5)), RuntimeError, r"did not come to its end.*Call reset\(\) on it"),
+    Row("crop of one layer", used(lambda m, h: h.make_cache(2).layers[1].crop(3)), NotImplementedError, r"cropped.*a whole cache has crop\(length\)"),
+    Row("second cache with options", second_cache("quest", budget=8), ValueError, r"patched already with Quest\(.*no other method and no options"),
+    Row("cache with an unknown option", lambda m: torchsparsekv.SparseCache(m, "quest", bugdet=8), TypeError, r"'quest' has no hyper-parameter bugdet"),
+    Row("prefill chunk size a float", generate(prefill_chunk_size=8.0), ValueError, r"prefill_chunk_size must be a positive int, got 8.0"),
+    Row("as many tokens as the cache holds", used(lambda m, h: [m.generate(IDS, past_key_values=c, max_new_tokens=1) for c in 2 * [h.make_cache(2)]]), ValueError, r"this call has 20 tokens and the SparseCache holds 20: pass the token ids of the whole conversation"),
+    # warnings, which a filter turns into errors
+    Row("answer beyond the positions", warned(generate(max_new_tokens=50)), UserWarning, r"max_new_tokens is 45 instead of 50, because 20 tokens are there and max_position_embeddings of the model is 64", lambda: tiny(max_position_embeddings=64)),
+    Row("max_length that saves nothing", warned(patch(budget=56)), UserWarning, r"nothing will be saved: quest attends to every token of a row of up to 66 tokens \(sink 4, window 6, budget 56\), and max_length is 64"),
+    Row("dynamic cache", warned(generate(cache_implementation="dynamic")), UserWarning, r"this decode step is dense, its cache is not one of this patch"),
+    Row("cache of all positions", warned(used(lambda m, h: h.make_cache(2), max_length=None)), UserWarning, r"make_cache\(\) without max_length has room for 512 tokens"),
+    # versions and wrappers
+    Row("compiled model", patch(), RuntimeError, r"this model is compiled already.*: patch first, compile\(\) then", compiled),
+    Row("no transformers", without_transformers, ImportError, r"^patch needs transformers, which is not installed: pip install 'torchsparsekv\[hf\]'$"),
+    Row("transformers whose seam does not fit", unknown_seam, NotImplementedError, r"LlamaForCausalLM has 0 attention modules.*; this is transformers 5\.99\.1, and torchsparsekv is tested up to \d+\.\d+: install"),
     Row("mask of fewer rows", masked(LONGER[:1]), ValueError, r"made for batch size 2, the attention mask has 1 rows"),
 ]  # fmt: skip
 

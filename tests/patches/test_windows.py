@@ -4,6 +4,7 @@ import torch
 from cases import METHODS, hyper_of
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 from snapshot import snapshot
+from supported import supported
 from torch._dynamo.utils import ReinplaceCounters, counters
 
 import torchsparsekv
@@ -148,6 +149,10 @@ def test_method_window_cannot_be_chosen():
     for entry in ("full", {"budget": 64}, "window"):
         with pytest.raises(ValueError, match=says):
             torchsparsekv.patch(model, "quest", **FULL, layers={2: entry})
-    with pytest.raises(ValueError, match=r"layers\[0\]: this layer has no keys and values, which no method changes"):
-        torchsparsekv.patch(tiny("qwen3_next"), "quest", **FULL, layers={0: "full"})
     assert snapshot(model) == before
+
+
+def test_method_of_a_linear_layer_cannot_be_chosen():
+    model = supported("qwen3_next")
+    with pytest.raises(ValueError, match=r"layers\[0\]: this layer has no keys and values, which no method changes"):
+        torchsparsekv.patch(model, "quest", **FULL, layers={0: "full"})
