@@ -4,13 +4,14 @@
     box       centre = (max + min) / 2 per channel;  spread = max |y - centre| per channel
     ball      centre = mean y;                       spread = max |y - centre|_2, one number
     mean-box  centre = (max + min) / 2 per channel;  spread = mean |y - centre| per channel
+    mean      centre = mean y;                       spread = 0, one number
 
 The unit is UNIT for volumes in fp8 and 1 for others. A block with keys that are more than 448 units from the centre
 gets a spread of 448, which counts as unbounded. So a volume in fp8 is a bound at any size of the keys.
 
 Box (arXiv 2406.10774) and ball contain every key: the centre is rounded to its storage type first, and the
 spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of a NeurIPS 2024 paper) describes
-where most keys are. It is no bound: its spread is rounded to the nearest.
+where most keys are. It is no bound: its spread is rounded to the nearest. Mean is a point.
 
 Args:
     leaving: the keys of the tokens that leave the ring.
@@ -35,13 +36,14 @@ from torchsparsekv.ops.index.copy_keys import COPY_UNIT, Coarse, as_copied, keep
 from torchsparsekv.ops.store.views import Digests, Leaving, Lengths
 
 UNBOUNDED = 65504.0  # how a spread of FP8_MAX is read, as fp8 has no infinity: the largest number of fp16
-VOLUMES = ("box", "ball", "mean-box")
+VOLUMES = ("box", "ball", "mean-box", "mean")
+ONE_SPREAD = ("ball", "mean")  # one number a block
 
 
 def check_spread(digests: Digests) -> None:
     centre, spread = digests[:2]
     if spread.shape[-1] not in (1, centre.shape[-1]):
-        raise ValueError(f"spread has one value per channel (boxes) or per block (ball), got {tuple(spread.shape)}")
+        raise ValueError(f"spread has one value per channel (boxes) or per block (ball, mean), got {tuple(spread.shape)}")
     want = centre.dtype if spread.shape[-1] > 1 else torch.float32
     if spread.dtype != want:
         raise TypeError(f"spread must be {want}, got {spread.dtype}")
@@ -55,7 +57,7 @@ def check_digests(pool: Tensor, digests: Digests) -> None:
     """Refuse digests of an unknown volume, or of other blocks than those of this pool."""
     check_spread(digests)
     rows, (centre, spread, block_size, volume, _) = pool.shape[2], digests
-    if volume not in range(len(VOLUMES)) or (VOLUMES[volume] == "ball") != (spread.shape[-1] == 1):
+    if volume not in range(len(VOLUMES)) or (VOLUMES[volume] in ONE_SPREAD) != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
         raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")
     if rows // block_size != centre.shape[2]:
@@ -81,8 +83,10 @@ def unit_of(dtype: torch.dtype) -> float:
 def bounds(keys: Tensor, origin: Tensor | float, volume: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Centre and spread of keys [..., tokens, head_dim]. `origin` broadcasts to the keys."""
     x, name = (keys.float() - origin) / unit_of(dtype), VOLUMES[volume]
-    middle = x.mean(-2) if name == "ball" else (x.amin(-2) + x.amax(-2)) / 2
+    middle = x.mean(-2) if name in ONE_SPREAD else (x.amin(-2) + x.amax(-2)) / 2
     centre = (middle.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else middle).to(dtype)
+    if name == "mean":
+        return centre, torch.zeros_like(x[..., 0, :1])
     away = x - centre.float().unsqueeze(-2)
     if name == "ball":
         return centre, away.square().sum(-1).amax(-1, keepdim=True).sqrt()
@@ -145,7 +149,8 @@ def store_digest(
     away = tl.where(live, tl.abs(x - c[None, :]), 0.0)
     if BALL:
         away = tl.where((d < D)[None, :], away, 0.0)
-        tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
+        radius = tl.sqrt(tl.max(tl.sum(away * away, 1), 0))
+        tl.store(spread + at, radius if BALL == 1 else radius * 0)
     else:
         if MEAN:
             s = tl.div_rn(tl.sum(away, 0), n)
@@ -198,7 +203,8 @@ def volume_of(digests: Digests) -> dict[str, object]:
     """The constants with which `store_digest` makes the volume of these digests."""
     name, dtype = VOLUMES[digests.volume], digests.centre.dtype
     limit = FP8_MAX if dtype == FP8 else 0.0
-    return dict(BALL=name == "ball", MEAN=name == "mean-box", LIMIT=limit, UNIT=unit_of(dtype))
+    ball = {"ball": 1, "mean": 2}.get(name, 0)
+    return dict(BALL=ball, MEAN=name == "mean-box", LIMIT=limit, UNIT=unit_of(dtype))
 
 
 def launch(leaving, digests, lengths, coarse) -> None:

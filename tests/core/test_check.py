@@ -19,6 +19,7 @@ SMALL = {
     "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
     "prkv": PAGES,
     "prkv_static": dict(SIZES, budget=16),
+    "pagemean": PAGES,
     "quest": PAGES,
     "random": PAGES,
     "snapkv": dict(budget=16, window=24),

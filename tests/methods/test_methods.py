@@ -24,7 +24,7 @@ from torchsparsekv.ops.store.rows import ring_positions
 # ---------------------------------------------------------------- (a) a planted key is found
 
 
-FINDERS = [("quest", {}), ("oracle", {}), *(("arkvale", dict(volume=volume)) for volume in VOLUMES)]
+FINDERS = [("quest", {}), ("pagemean", {}), ("oracle", {}), *(("arkvale", dict(volume=volume)) for volume in VOLUMES)]
 
 
 @pytest.mark.parametrize("where", PLANTED)
@@ -123,6 +123,26 @@ def check_exactly(method, score, past: Past):
 @given(past=pasts(whole=True), n=st.integers(1, 12))
 def test_quest_chooses_by_its_definition(past, n):
     check_exactly(small("quest", budget=n * BLOCK, digest="float32"), quest_score, past)
+
+
+@pytest.mark.parametrize(
+    ("name", "score"), [("quest", quest_score), ("arkvale", arkvale_score), ("pagemean", lambda page, q: q @ page.mean(0))]
+)
+@given(past=pasts(), n=st.integers(1, 12))
+def test_a_group_of_heads_may_choose_by_its_mean_query(name, score, past, n):
+    chosen = past.fill(small(name, budget=n * BLOCK, digest="float32", group="mean")).choose(past.query)
+    for b, h, keys, queries in past.heads_of_rows():
+        mean = queries.mean(0, keepdim=True)
+        scores = {p: float(score(page, mean)) for p, page in pages(keys).items()}
+        check_choice(chosen[b, h], scores, n, slack=1e-4)
+
+
+@given(past=pasts(), n=st.integers(1, 12))
+def test_pagemean_by_the_largest_score_of_a_head(past, n):
+    chosen = past.fill(small("pagemean", budget=n * BLOCK, digest="float32", group="max")).choose(past.query)
+    for b, h, keys, queries in past.heads_of_rows():
+        scores = {p: float((queries @ page.mean(0)).max()) for p, page in pages(keys).items()}
+        check_choice(chosen[b, h], scores, n, slack=1e-4)
 
 
 @pytest.mark.parametrize("volume", ["cuboid-mean", "cuboid"])

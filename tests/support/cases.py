@@ -396,6 +396,7 @@ MANY_TOKENS = {
 
 METHODS = {
     "arkvale": dict(block_size=8),
+    "pagemean": dict(block_size=8),
     "clusterkv": dict(cluster_size=4, every=10, new_clusters=2, rounds=2),
     "full": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
@@ -431,5 +432,5 @@ def hyper_of(method: str, **common) -> dict:
     return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
 
 
-IN_BLOCKS = {"arkvale", "oracle", "prkv", "quest", "random", "streaming"}
+IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "random", "streaming"}
 RING_PLAN = RingPlan(sink=4, window=6, interval=4)

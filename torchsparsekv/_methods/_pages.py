@@ -1,12 +1,13 @@
 """The base of methods that keep a volume around the keys of each page."""
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchsparsekv.method import Method, Traits, option
-from torchsparsekv.ops.index.block_bounds import VOLUMES, block_bounds
+from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES, block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, Digests, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
@@ -24,6 +25,9 @@ class PageMethod(Method):
 
     block_size: int = option(16, "Tokens of a page; a power of two.")
     digest: str = option("float8", "Storage type of page volumes: float8, bfloat16 or float32; float8 is read fastest.")
+    group: str = option("max", "How the query heads of a kv head choose together: max (of their scores) or mean query.")
+
+    GROUPS: ClassVar = ("max", "mean")
 
     @cached_property
     def traits(self) -> Traits:
@@ -38,6 +42,7 @@ class PageMethod(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_of("digest", DIGESTS)
+        self.check_one_of("group", self.GROUPS)
 
     @property
     def shape(self) -> str:
@@ -46,7 +51,7 @@ class PageMethod(Method):
 
     def buffers(self, g: Geometry) -> Buffers:
         lead, dtype = (*g.lead, g.rows // self.block_size), DIGESTS[self.digest]
-        spread = Buffer((*lead, 1), torch.float32) if self.shape == "ball" else Buffer((*lead, g.head_dim), dtype)
+        spread = Buffer((*lead, 1), torch.float32) if self.shape in ONE_SPREAD else Buffer((*lead, g.head_dim), dtype)
         centre = Buffer((*lead, g.head_dim), dtype)
         origin = Buffer((*g.lead, g.head_dim), torch.float32)
         digests = Digests(centre, spread, self.block_size, VOLUMES.index(self.shape), origin)
@@ -59,4 +64,8 @@ class PageMethod(Method):
         self.prompt(s, q, leaving, join=True)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        return self.best(s, *bound_scores(q, s.digests, s.lengths))
+        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths))
+
+    def asking(self, q: Tensor, digests: Digests) -> Tensor:
+        """The queries that digests are compared with: all, or their mean for each kv head."""
+        return q if self.group == "max" else q.unflatten(1, (digests.centre.shape[1], -1)).mean(2)

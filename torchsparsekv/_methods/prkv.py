@@ -112,4 +112,4 @@ class PRKV(StaticMethod, PageMethod):
             most = min(self.budget, s.static.ids.shape[2])
             static_target(s.observed, s.static, s.store.pool, coarse, s.lengths, most, self.per_head)
         update_static_set(s.observed, s.static, s.store, coarse, s.hot, s.digests, s.lengths, a)
-        return self.best(s, *bound_scores(q, s.digests, s.lengths, s.static.count))
+        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths, s.static.count))

@@ -120,7 +120,7 @@ class BlockStore:
         """Attention of one query of every request, [requests, query heads, head_dim]; its token has been written."""
         (pool, digests), method = self._ready(), self.method
         requests, x = Requests(length, table, method.sink, method.window), q.unsqueeze(2)
-        best = top_blocks(table_scores(x, digests, requests), min(self.chosen, table.shape[1]))
+        best = top_blocks(table_scores(method.asking(x, digests), digests, requests), min(self.chosen, table.shape[1]))
         ids, fill = list_blocks(best, requests, method.block_size)
         if self.hot is not None:
             ids, pool = fetch_shared(ids, pool, self.hot), self.hot.rows.flatten(2, 3)

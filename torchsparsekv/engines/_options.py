@@ -6,7 +6,7 @@ from torchsparsekv._methods._pages import PageMethod
 from torchsparsekv.method import as_int, make_method
 
 PLACES = ("device", "host")
-METHODS = ("arkvale", "quest")  # methods whose whole index is per block, so that requests can share blocks
+METHODS = ("arkvale", "pagemean", "quest")  # methods whose whole index is per block, so that requests can share blocks
 
 
 @dataclass(frozen=True)

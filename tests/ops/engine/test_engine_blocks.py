@@ -130,7 +130,9 @@ def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
         for block in range(first, last):
             keys, x = r.keys[h, block * BLOCK : (block + 1) * BLOCK], q[h * GROUP : (h + 1) * GROUP]
             low, high = keys.amin(0), keys.amax(0)
-            if method.name == "quest":
+            if method.name == "pagemean":
+                score = x.mean(0) @ keys.mean(0)
+            elif method.name == "quest":
                 score = torch.maximum(x * low, x * high).sum(-1).amax()
             else:
                 middle = (low + high) / 2
@@ -142,7 +144,7 @@ def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("method", ["quest", "arkvale"])
+@pytest.mark.parametrize("method", ["quest", "arkvale", "pagemean"])
 @pytest.mark.parametrize("kv", ["device", "host"])
 def test_random_requests_equal_brute_force(kv, method, seed):
     """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
