@@ -43,7 +43,7 @@ ONE_SPREAD = ("ball", "mean")  # one number a block
 def check_spread(digests: Digests) -> None:
     centre, spread = digests[:2]
     if spread.shape[-1] not in (1, centre.shape[-1]):
-        raise ValueError(f"spread has one value per channel (boxes) or per block (ball, mean), got {tuple(spread.shape)}")
+        raise ValueError(f"spread has a value per channel (boxes) or per block (ball, mean), got {tuple(spread.shape)}")
     want = centre.dtype if spread.shape[-1] > 1 else torch.float32
     if spread.dtype != want:
         raise TypeError(f"spread must be {want}, got {spread.dtype}")

@@ -39,8 +39,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],
     ),
     "prkv": dict(
-        **IN_RING, budget=1024, block_size=32, digest="float8", group="max", observe=64, update_every=128, update_from="codes",
-        static_ratio=0.25, per_head=False, static=256,
+        **IN_RING, budget=1024, block_size=32, digest="float8", group="max", observe=64, update_every=128,
+        update_from="codes", static_ratio=0.25, per_head=False, static=256,
     ),
     "pagemean": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="mean"),
     "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max"),

@@ -125,9 +125,10 @@ def test_quest_chooses_by_its_definition(past, n):
     check_exactly(small("quest", budget=n * BLOCK, digest="float32"), quest_score, past)
 
 
-@pytest.mark.parametrize(
-    ("name", "score"), [("quest", quest_score), ("arkvale", arkvale_score), ("pagemean", lambda page, q: q @ page.mean(0))]
-)
+MEAN_SCORES = {"quest": quest_score, "arkvale": arkvale_score, "pagemean": lambda page, q: q @ page.mean(0)}
+
+
+@pytest.mark.parametrize(("name", "score"), MEAN_SCORES.items())
 @given(past=pasts(), n=st.integers(1, 12))
 def test_a_group_of_heads_may_choose_by_its_mean_query(name, score, past, n):
     chosen = past.fill(small(name, budget=n * BLOCK, digest="float32", group="mean")).choose(past.query)

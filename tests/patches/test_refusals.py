@@ -315,7 +315,7 @@ ROWS = [
     Row("block_bounds: too few blocks", op("block_bounds", digests_centre=but_one, digests_spread=but_one), ValueError, r"^64 rows are not 15 blocks of 4$"),
     Row("block_bounds: volume 3", op("block_bounds", digests_volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
     Row("block_bounds: balls with spreads of boxes", op("block_bounds", digests_volume=lambda _: 1), ValueError, r"^volume is one of .*, got 1 with spreads \(2, 2, 16, 16\)$"),
-    Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has one value per channel \(boxes\) or per block \(ball\), got \(2, 2, 16, 15\)$"),
+    Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has a value per channel \(boxes\) or per block \(ball, mean\), got \(2, 2, 16, 15\)$"),
     Row("bound_scores: spread of another type", op("bound_scores", digests_spread=torch.Tensor.half), TypeError, r"^spread must be torch.float32, got torch.float16$"),
     Row("bound_scores: q of three heads", op("bound_scores", q=lambda q: q[:, :3]), ValueError, r"^queries \(2, 3, 1, 16\) do not fit keys and values \(2, 2, 16, 16\)$"),
     Row("bound_scores: pinned in int64", op("bound_scores", pinned=torch.Tensor.long), TypeError, r"^pinned must be torch.int32, got torch.int64$"),
