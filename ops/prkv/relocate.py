@@ -331,7 +331,7 @@ def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.con
             pos = block * C.block_size + r
             native = _at_home(plan + HOME * C.most, pos, first, most, C)
             x = key_of(moved.keys, bh, pos[:, None], d[None, :], (r >= 0)[:, None], moved.rows, C.dim, C.coarse)
-            x, o = x.to(tl.float32), tl.zeros((C.padded,), tl.float32)
+            x, o = x.to(tl.float32), tl.full((C.padded,), 0.0, tl.float32)
             if C.coarse:
                 x *= COPY_UNIT
             else:

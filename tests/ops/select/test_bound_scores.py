@@ -68,7 +68,7 @@ def test_cuda_equals_reference(resident, d, group, blocks, share, sink, block, b
         m.setattr(BOUNDS, "RESIDENT", resident)
         results = [ENTRY.run(kind, q, *rest) for kind in ("cuda", "triton")]
     for got, its_peaks in results:
-        torch.testing.assert_close(got.cpu(), scores, rtol=2e-5, atol=1e-3)  # of sums of hundreds
+        torch.testing.assert_close(got.cpu(), scores, rtol=2e-5, atol=4e-3)  # of sums of ten thousands
         assert torch.equal(its_peaks, peaks_of(got))
     assert torch.equal(peaks.isinf(), results[0][1].isinf().cpu())
 
