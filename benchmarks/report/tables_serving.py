@@ -43,23 +43,6 @@ def throughput(*results: Result) -> str:
     return markdown(said, head, rows)
 
 
-@table("readme-setting", "h200_decode_text.json", "h200_throughput_128k_int8.json")
-def readme_setting(one: Result, many: Result) -> str:
-    """Two methods beside dense attention, all of one run but the throughput."""
-    rows = {m: at(one, m, LONG) for m in ("quest", "pariskv")}
-    said = (
-        f"{gpu(one, many)}, {shape(one, many)}, {tokens(LONG)}, budget {one.options['budget']}, pool in host memory, "
-        f"hot buffer of two budgets; synthetic queries, hits {hits(rows.values())}. Tokens a second: the largest batch "
-        "that fits, pool in int8."
-    )
-    dense, most = at(one, "full", LONG), {x["method"]: x["tokens_per_s"] for x in many.rows}
-    best = max(x for m, x in most.items() if m in DENSE)
-    told = [["dense", number(dense["tpot_ms"]), number(dense["device_GiB"], 1), number(best, 0)]]
-    for m, row in rows.items():
-        told.append([f"`{m}`", number(row["tpot_ms"]), number(row["device_GiB"], 1), number(most.get(m), 0)])
-    return markdown(said, ["method", "ms a token, batch 1", "GiB of cache on the GPU", "tokens a second"], told)
-
-
 @table("memory", *FILES, "h200_decode_int8.json")
 def memory(*results: Result) -> str:
     *usual, packed = results

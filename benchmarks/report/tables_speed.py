@@ -103,6 +103,48 @@ for _method in RUNS:
     _of_method(_method)
 
 
+TRACED = ("h200_decode_trace_quest.json", "h200_decode_trace_tokens.json")
+BUFFERS = {None: "auto", "hot_budgets=6": "6 budgets"}
+REST = "estimate_rest=True"
+
+
+def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
+    """The dense model, then each method by its trace: method, budget and hot buffer, and the row."""
+    dense = min((x for r in results for x in r.rows if x["method"] in DENSE), key=lambda x: x["tpot_ms"])
+    out = [([named(dense), "-", "-"], dense)]
+    for r in results:
+        for x in (x for x in r.rows if x.get("trace")):
+            changed = x.get("hyper")
+            name = f"`{x['method']}`" + (" + rest" if changed == REST else "")
+            out.append(([name, str(r.options["budget"]), BUFFERS[None if changed == REST else changed]], x))
+    return out
+
+
+def said_of_traces(*results: Result) -> str:
+    return (
+        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONG)}, batch 1, pool in host memory. "
+        "Steps choose what Qwen2.5-Coder-1.5B chose at each step after 120K of source code. Hits: chosen blocks that "
+        "were in the hot buffer."
+    )
+
+
+@table("readme-setting", *TRACED)
+def readme_setting(*results: Result) -> str:
+    told = [
+        [*names, number(x.get("hit_rate")), number(x.get("device_GiB"), 1), number(x["tpot_ms"]), times(x["speedup"])]
+        for names, x in traced(*results) if x.get("hyper") != REST
+    ]  # fmt: skip
+    head = ["method", "budget", "hot buffer", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
+    return markdown(said_of_traces(*results), head, told)
+
+
+@table("speed-trace", *TRACED)
+def speed_trace(*results: Result) -> str:
+    told = [[*names, *cells(x)[:-1]] for names, x in traced(*results)]
+    head = ["method", "budget", "hot buffer", *COLUMNS[:-1]]
+    return markdown(f"{said_of_traces(*results)} {RATIOS}", head, told)
+
+
 @table("speed-reuse", "h200_decode_icecache.json")
 def speed_reuse(r: Result) -> str:
     """IceCache where some layers choose for others."""

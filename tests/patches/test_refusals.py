@@ -313,7 +313,7 @@ ROWS = [
     Row("block_bounds: centre in int8", op("block_bounds", digests_centre=torch.Tensor.char), TypeError, r"^digests.centre must be torch.float32 or torch.float16 or torch.bfloat16 or torch.float8_e4m3fn, got torch.int8$"),
     Row("block_bounds: too few centres", op("block_bounds", digests_centre=but_one), ValueError, r"^digests.spread must have shape \(2, 2, 15, 16\), got \(2, 2, 16, 16\)$"),
     Row("block_bounds: too few blocks", op("block_bounds", digests_centre=but_one, digests_spread=but_one), ValueError, r"^64 rows are not 15 blocks of 4$"),
-    Row("block_bounds: volume 3", op("block_bounds", digests_volume=lambda _: 3), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), got 3 with spreads \(2, 2, 16, 16\)$"),
+    Row("block_bounds: volume 4", op("block_bounds", digests_volume=lambda _: 4), ValueError, r"^volume is one of 0 \(box\), 1 \(ball\), 2 \(mean-box\), 3 \(mean\), got 4 with spreads \(2, 2, 16, 16\)$"),
     Row("block_bounds: balls with spreads of boxes", op("block_bounds", digests_volume=lambda _: 1), ValueError, r"^volume is one of .*, got 1 with spreads \(2, 2, 16, 16\)$"),
     Row("bound_scores: spread cut", op("bound_scores", digests_spread=cut), ValueError, r"^spread has a value per channel \(boxes\) or per block \(ball, mean\), got \(2, 2, 16, 15\)$"),
     Row("bound_scores: spread of another type", op("bound_scores", digests_spread=torch.Tensor.half), TypeError, r"^spread must be torch.float32, got torch.float16$"),
