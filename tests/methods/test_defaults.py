@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
     "oracle": dict(**IN_RING, budget=1024, block_size=1),
     "pariskv": dict(
-        **IN_RING, budget=100, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
+        **IN_RING, budget=1024, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
         m=8, seed=0,
         # Below how many tokens, and in millionths: the share that is reranked, the share that earns points.
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],

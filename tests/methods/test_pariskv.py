@@ -331,10 +331,10 @@ def test_compiled_step_equals_eager_on_both_sides_of_the_dense_threshold():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_defaults_are_those_of_the_paper():
+def test_defaults_of_the_patch():
     model = tiny()
     with torchsparsekv.patch(model, "pariskv", max_length=512, skip_layers=1) as handle:
-        assert handle.planned.method.budget == 100
+        assert handle.planned.method.budget == 1024
     with torchsparsekv.patch(model, "quest", max_length=512, skip_layers=1, budget=512) as handle:
         assert (handle.planned.method.sink, handle.planned.method.window) == (64, 256)
 

@@ -371,7 +371,7 @@ def test_methods_say_the_type_and_meaning_of_every_hyper_parameter():
             assert repr(h.default) in repr(h)
     quest, pariskv = (torchsparsekv.methods()[name]["budget"] for name in ("quest", "pariskv"))
     assert quest.type is int
-    assert (quest.default, pariskv.default) == (1024, 100)
+    assert (quest.default, pariskv.default) == (1024, 1024)
     assert quest.meaning == pariskv.meaning, "a default alone was overridden"
     assert str(quest) == f"<int = 1024: {quest.meaning}>"
     assert torchsparsekv.methods()["icecache"]["r"].type_name == "float | None"

@@ -42,7 +42,7 @@ class ParisKV(Method):
     """
 
     name = "pariskv"
-    budget: int = 100
+
     update_interval: int | None = option(
         None, "Tokens that leave the ring, and are encoded, together. None: as `window`, at most 256."
     )
