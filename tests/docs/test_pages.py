@@ -35,7 +35,7 @@ def test_the_example_of_the_readme_runs_as_pasted(monkeypatch, capsys):
 
     model, tokenizer = recall.load(dtype=torch.float32)
     known = tokenizer.get_vocab()
-    text = " ".join(f"w{i % 480:03d}" for i in range(1500))
+    text = " ".join(f"w{i % 480:03d}" for i in range(5000))
     read = lambda text, **how: tokenizer(" ".join(w for w in text.split() if w in known), **how)  # noqa: E731
     stand_in = SimpleNamespace(decode=tokenizer.decode)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: Read(read, stand_in))

@@ -334,7 +334,7 @@ def test_compiled_step_equals_eager_on_both_sides_of_the_dense_threshold():
 def test_defaults_of_the_patch():
     model = tiny()
     with torchsparsekv.patch(model, "pariskv", max_length=512, skip_layers=1) as handle:
-        assert handle.planned.method.budget == 1024
+        assert handle.planned.method.budget == 512, "a default is clamped to the row"
     with torchsparsekv.patch(model, "quest", max_length=512, skip_layers=1, budget=512) as handle:
         assert (handle.planned.method.sink, handle.planned.method.window) == (64, 256)
 
