@@ -1,4 +1,5 @@
 """Tables of what methods answer and how far they are from the dense model. A function a table."""
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,8 @@ def ranked(found: dict[tuple[str, int | None], Answers], budget: int) -> list[st
 
 
 def worst_error(found: dict[tuple[str, int | None], Answers]) -> float:
-    return max(a.error for a in found.values())
+    """Rounded up to two digits."""
+    return math.ceil(100 * max(a.error for a in found.values())) / 100
 
 
 @table("board-32k", BOARD)
