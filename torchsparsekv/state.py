@@ -165,7 +165,7 @@ def rest_buffers(g: Geometry, group: int) -> Rest:
     """The sums of groups of `group` tokens, for a layer with `estimate_rest`.
 
     They are in fp16 for bf16 models too: with a mean of 100 in all channels of the keys, fp16 changes the output by
-    0.4 %, and bf16 by 4 %.
+    0.4 % at most, and bf16 by 4 %. With a mean of 600 fp16 changes it by up to 1.5 %.
     """
     dtype = torch.float32 if g.dtype is torch.float32 else torch.float16
     return Rest(Buffer((*g.lead, -(-g.rows // group), *row_shape(g.head_dim)), dtype), group)

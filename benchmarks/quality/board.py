@@ -219,6 +219,7 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     header = _results.header(BENCHMARK, dataclasses.asdict(o))
     check_file(out, header)
     source = source or without_weights(o)
+    every, batch = wanted(o), min(o.batch, o.samples)
     has = (*source.tasks, *source.on_request, TURNS)
     if unknown := [t for t in o.tasks if t not in has]:
         raise ValueError(f"unknown task {', '.join(unknown)}; there are: {', '.join(has)}")
@@ -229,12 +230,12 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
                 f"lengths may have {positions} tokens at most, the positions of {o.model}, got {length}: "
                 f"--yarn {-(-length // positions)} makes more of them"
             )
-    check_settings(source.model, wanted(o), o)
+    check_settings(source.model, every, o, batch)
     source = source.loaded()
-    check_settings(source.model, wanted(o), o)  # the weights have taken their memory
+    check_settings(source.model, every, o, batch)  # the weights have taken their memory
     about = source.about() | {"sink": o.sink, "skip_layers": o.skip_layers}
     store = Store(out, header | {"model": about})
-    total = len(o.lengths) * len(wanted(o)) * len(o.tasks) * o.samples
+    total = len(o.lengths) * len(every) * len(o.tasks) * o.samples
     rows = list(watched(evaluate(source, o, store), total, "sample"))
     found = table(rows)
     tell(rows, found, [summary.shown(r) for r in found], summary.ABOUT, out)

@@ -143,26 +143,27 @@ def kept(seen: Probe, row: int | None = None) -> dict:
     return out
 
 
-def check_settings(model, wanted: Sequence[Setting], o: Compared) -> None:
-    """Refuse a setting that patch() or a cache would refuse, and name it. The model may be without weights."""
+def check_settings(model, wanted: Sequence[Setting], o: Compared, batch: int = 1) -> None:
+    """Refuse a setting that patch() or a cache of `batch` rows would refuse, and name it. The model may be without
+    weights."""
     device, _ = placed(o)
     for length, setting in itertools.product(o.lengths, wanted):
         if setting.patch is None:
             continue
         try:
-            _check_setting(model, device, setting, length, o)
-        except ValueError as e:
-            raise ValueError(f"{setting.label} at a length of {length}: {e}") from e
+            _check_setting(model, device, setting, length, o, batch)
+        except (ValueError, MemoryError) as e:
+            raise type(e)(f"{setting.label} at a length of {length}: {e}") from e
 
 
-def _check_setting(model, device: torch.device, setting: Setting, length: int, o: Compared) -> None:
+def _check_setting(model, device: torch.device, setting: Setting, length: int, o: Compared, batch: int) -> None:
     from torchsparsekv.patches import _install, _memory
 
     keywords = told(setting, length, o)
     of_patch = {n: keywords.pop(n, None) for n in ("max_length", "offload", *OF_THE_PATCH)}
     method, given = named_method(setting.method, keywords)
     plan, _, _ = _install.planned(model, method, given, device, layers=None, **of_patch)
-    _memory.check_memory(plan, 1, length, _memory.placed(plan, o.offload, 1, length))
+    _memory.check_memory(plan, batch, length, _memory.placed(plan, o.offload, batch, length))
 
 
 def check_model(source: Source, o: Options, wanted: list[Setting]) -> None:

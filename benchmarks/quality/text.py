@@ -122,7 +122,7 @@ def check_model(model, o: Options, wanted: list[Setting]) -> None:
     for length in o.lengths:
         if length > positions:
             raise ValueError(f"lengths may have {positions} tokens at most, the positions of {o.model}; got {length}")
-    check_settings(model, wanted, o)
+    check_settings(model, wanted, o, min(o.batch, o.samples))
 
 
 def run(o: Options, out: Path | None = None) -> list[dict]:
@@ -137,7 +137,7 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     every = texts.read(o, files.tokenizer)
     check_model(files.empty(dtype), o, wanted)
     model = files.load(device, dtype)
-    check_settings(model, wanted, o)  # the weights have taken their memory
+    check_settings(model, wanted, o, min(o.batch, o.samples))  # the weights have taken their memory
     which = about(o.model, model, BENCHMARK) | {"steps": o.steps, "texts": {t.name: t.digest for t in every}}
     store = Store(out, header | {"model": which})
     total = len(o.lengths) * len(every) * len(wanted) * o.samples

@@ -149,8 +149,9 @@ def store_digest(
     away = tl.where(live, tl.abs(x - c[None, :]), 0.0)
     if BALL:
         away = tl.where((d < D)[None, :], away, 0.0)
-        radius = tl.sqrt(tl.max(tl.sum(away * away, 1), 0))
-        tl.store(spread + at, radius if BALL == 1 else radius * 0)
+        if BALL == 2:
+            away = tl.zeros_like(away)
+        tl.store(spread + at, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)))
     else:
         if MEAN:
             s = tl.div_rn(tl.sum(away, 0), n)

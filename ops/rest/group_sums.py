@@ -137,6 +137,8 @@ def _add_rows(
 def launch(leaving, v, rest, lengths, order, join, rows) -> None:
     if rows is not None:
         return _launch_rows(leaving.pool, rest, lengths, rows, v.shape[3])
+    if v.shape[2] == 1:  # a step
+        return _launch(leaving, v, rest, lengths, order)
     used = (*leaving, v, rest.sums, *lengths[:4], *(() if order is None else (order,)))
     with on_side_stream(join, *used):
         _launch(leaving, v, rest, lengths, order)

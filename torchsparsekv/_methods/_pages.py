@@ -20,7 +20,7 @@ class PageMethod(Method):
     """Keeps a volume per page and attends to the pages whose volume allows the largest q.k.
 
     Bounds of a volume are rounded outwards, so a smaller `digest` makes bounds looser, never wrong. Volumes are counted
-    from the middle of the first page of a row, so a constant bias of a key channel (Qwen2) costs little precision.
+    from the middle of the first page of a row, so a bias of channels that rotate slowly costs little precision.
     """
 
     block_size: int = option(16, "Tokens of a page; a power of two.")
