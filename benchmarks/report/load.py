@@ -10,7 +10,10 @@ from torchsparsekv_benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefill", "throughput"
 TEXT, CLUSTERS, MEANS = "eval-text", "clusters", "means"
-NO_FIGURE = (CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "selecting_layers")
+NO_FIGURE = (
+    CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "selecting_layers",
+    "page_summaries",
+)  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, *NO_FIGURE)
 

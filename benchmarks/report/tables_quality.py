@@ -202,6 +202,22 @@ def board_128k(means: Means) -> str:
     return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
 
 
+@table("page-summaries", "quality/page_summaries.json")
+def page_summaries(r: Result) -> str:
+    texts = r.options["texts"].split(",")
+    by = {(x["summary"], x["query"], x["text"]): x["share"] for x in r.rows}
+    rules = dict.fromkeys((x["summary"], x["query"]) for x in r.rows)
+    o = r.options
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens, {o['budget'] // o['page']} pages of {o['page']} tokens, "
+        "every other layer, 32 queries. Values: the share of the attention weight outside sinks and window that the "
+        "chosen pages hold."
+    )
+    kinds = {"moby-dick": "prose", "sympy": "source code"}
+    told = [[*rule, *(number(by[(*rule, t)]) for t in texts)] for rule in rules]
+    return markdown(said, ["summary of a page", "query", *(kinds[t] for t in texts)], told)
+
+
 @table("readme-real", BOARD, "quality/kl_32k.json")
 def readme_real(means: Means, kl: Means) -> str:
     """At the budget of the speeds in the README, and at a quarter of it; the exact best tokens beside the methods."""

@@ -1,17 +1,23 @@
 """Every example runs at a tiny size, as a user starts it."""
+import contextlib
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from byte_tokenizer import bytes_tokenizer
 from evaluating_text import SAID
 from models import tiny
+
+from torchsparsekv_benchmarks.recall_model import model as recall
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CALLS = {
@@ -56,16 +62,50 @@ def test_adapter_and_full_budget_give_the_answers_of_the_unpatched_model():
     assert len(set(unpatched.values())) == 2, "the adapter changes nothing"
 
 
+def test_server_answers_as_generate_does_and_refuses_in_one_line():
+    def post(body: bytes) -> dict:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            return {"code": e.code} | json.loads(e.read())
+
+    with start("server.py", "--port", "0", "--requests", "3") as served, contextlib.ExitStack() as stack:
+        stack.callback(served.kill)  # a failure must not wait for requests
+        port = int(served.stdout.readline().split()[-1])
+        text = " ".join(f"w{i % 480:03d}" for i in range(300))
+        asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+        said = [post(json.dumps(asked).encode()) for _ in range(2)]
+        assert said[0] == said[1]
+        assert said[0]["usage"] == {"prompt_tokens": 300, "completion_tokens": 5}
+        assert post(b"{}") == {"code": 400, "error": {"message": "KeyError: 'messages'"}}
+        rest, _ = served.communicate(timeout=60)
+        assert served.returncode == 0
+    assert "torchsparsekv: pariskv" in rest
+    model, tokenizer = recall.load(dtype=torch.float32)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    out = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
+    want = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert said[0]["choices"][0]["message"] == {"role": "assistant", "content": want}
+
+
 def test_every_example_is_run():
-    assert sorted(CALLS) == sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+    assert sorted([*CALLS, "server.py"]) == sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+
+
+def called(name: str, *args: str) -> dict:
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return dict(args=[sys.executable, str(EXAMPLES / name), *args], text=True, env=environment)
 
 
 def run(name: str, *args: str):
-    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return subprocess.run(capture_output=True, **called(name, *args))
+
+
+def start(name: str, *args: str) -> subprocess.Popen:
+    return subprocess.Popen(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **called(name, *args))
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_layers_with_another_kind_of_cache_are_refused(llama, kind):
     ("ours", "options", "said"),
     [
         ("quest", {}, "needs additional_config"),
-        ({"method": "pariskv"}, {}, "method must be one of arkvale, quest, got 'pariskv'"),
+        ({"method": "pariskv"}, {}, "method must be one of arkvale, pagemean, quest, got 'pariskv'"),
         ({"method": "quest", "kv": "disk"}, {}, "kv must be one of device, host, got 'disk'"),
         ({"method": "quest", "ratio": 3}, {}, "has no hyper-parameter ratio; it has: budget, sink"),
         ({"method": "quest", "block_size": 32}, {}, "block_size is that of the engine, 16, got 32"),

@@ -284,7 +284,7 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(kv="host", host_gib="8"), "got '8'"),
         (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
-        (dict(method="pariskv"), "method must be one of arkvale, quest, got 'pariskv'"),
+        (dict(method="pariskv"), "method must be one of arkvale, pagemean, quest, got 'pariskv'"),
     ],
 )
 def test_impossible_options_are_refused(given, said):
