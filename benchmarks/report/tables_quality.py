@@ -205,7 +205,7 @@ def board_128k(means: Means) -> str:
 @table("page-summaries", "quality/page_summaries.json")
 def page_summaries(r: Result) -> str:
     texts = r.options["texts"].split(",")
-    by = {(x["summary"], x["query"], x["text"]): x["share"] for x in r.rows}
+    by = {((x["summary"], x["query"]), x["text"]): x["share"] for x in r.rows}
     rules = dict.fromkeys((x["summary"], x["query"]) for x in r.rows)
     o = r.options
     said = (
@@ -214,7 +214,7 @@ def page_summaries(r: Result) -> str:
         "chosen pages hold."
     )
     kinds = {"moby-dick": "prose", "sympy": "source code"}
-    told = [[*rule, *(number(by[(*rule, t)]) for t in texts)] for rule in rules]
+    told = [[*rule, *(number(by[rule, t]) for t in texts)] for rule in rules]
     return markdown(said, ["summary of a page", "query", *(kinds[t] for t in texts)], told)
 
 
