@@ -43,6 +43,11 @@ class File:
     means: int = 0  # of so many raw files; 0: the file is what its command wrote
 
     @property
+    def script(self) -> bool:
+        """Whether a script of benchmarks/research made it, which this does not run."""
+        return self.commands[0].startswith("python benchmarks/research/")
+
+    @property
     def out(self) -> Path:
         """What the commands call it."""
         return out_of(self.commands[0])
@@ -51,6 +56,8 @@ class File:
         """Why it cannot be made where that is the GPU."""
         if self.means:
             return f"means of {self.means} raw files, whose commands it holds"
+        if self.script:
+            return f"made by a script: {self.commands[0]}"
         wanted = self.environment.get("gpu")
         return f"needs {wanted}, this machine has {gpu or 'no GPU'}" if wanted not in (None, gpu) else None
 
@@ -88,6 +95,8 @@ def read(path: Path, results: Path) -> File:
         return File(path.relative_to(results).as_posix(), path, (), {}, len(sources))
     (result,) = load([path])
     file = File(path.relative_to(results).as_posix(), path, result.commands, result.environment)
+    if file.script:
+        return file
     try:
         for command in file.commands:
             argv(command)

@@ -11,7 +11,7 @@ from world import DEVICE, World, integers
 
 from torchsparsekv.ops.clusters.cluster_keys import Kmeans
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
-from torchsparsekv.ops.index.block_bounds import VOLUMES
+from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
 from torchsparsekv.ops.pariskv.views import Codes
@@ -66,7 +66,7 @@ def _block_bounds(w: World):
     volume = w.pick(*range(len(VOLUMES)))
     dtype = w.pick(torch.float32, FP8, torch.float16)
     lead = (w.batch, w.heads, w.blocks)
-    one = VOLUMES[volume] == "ball"
+    one = VOLUMES[volume] in ONE_SPREAD
     spread = torch.zeros(*lead, 1) if one else torch.zeros(*lead, w.dim).to(dtype)
     origin = w.truth[:, :, -1, 0].float() * (1 - w.seed % 2)
     digests = Digests(torch.zeros(*lead, w.dim).to(dtype), spread, w.block, volume, origin)

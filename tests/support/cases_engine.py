@@ -4,7 +4,7 @@ from world import World
 
 from torchsparsekv.ops.engine.tables import near_begin
 from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
-from torchsparsekv.ops.index.block_bounds import VOLUMES
+from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES
 from torchsparsekv.ops.store.views import Attention, Digests
 
 I32 = torch.int32
@@ -56,7 +56,7 @@ def filled_bounds(w: World):
 
 
 def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
-    lead, one = (1, w.heads, blocks_of(w)), VOLUMES[volume] == "ball"
+    lead, one = (1, w.heads, blocks_of(w)), VOLUMES[volume] in ONE_SPREAD
     spread = torch.rand(*lead, 1 if one else w.dim, generator=w.g)
     centre = torch.randn(*lead, w.dim, generator=w.g).to(dtype)
     origin = torch.randn(1, w.heads, w.dim, generator=w.g) + w.pick(torch.nan, 0.0)
