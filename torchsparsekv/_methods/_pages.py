@@ -25,7 +25,9 @@ class PageMethod(Method):
 
     block_size: int = option(16, "Tokens of a page; a power of two.")
     digest: str = option("float8", "Storage type of page volumes: float8, bfloat16 or float32; float8 is read fastest.")
-    group: str = option("max", "How the query heads of a kv head choose together: max (of their scores) or mean query.")
+    group: str = option(
+        "max", "How the query heads of a kv head choose: by their largest score (max), or by their mean query (mean)."
+    )
 
     GROUPS: ClassVar = ("max", "mean")
 
