@@ -81,8 +81,10 @@ class Traits:
         another order at the rows of their positions.
     partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
     couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
-    selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
-        selected block between steps. Such a method may set `prefetch_async`.
+    selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt may
+        fill the hot buffer.
+    moves_selected: tokens of a block move between its selection and the next step. Without it, a method that selects at
+        every step may set `prefetch_async`.
     no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
         token stays at the pool row that took it when it left the ring (`leaving_rows`).
     least_capability: the oldest CUDA compute capability that the kernels compile for.
@@ -97,6 +99,7 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    moves_selected: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
@@ -165,9 +168,10 @@ class Method:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.traits.selects_every_step:
+        if not self.traits.selects_every_step or self.traits.moves_selected:
             raise ValueError(
-                f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
+                f"{self.name}: prefetch_async is for methods that select at every step and move no token, "
+                f"got {value!r}: leave it out"
             )
 
     def _check_rest(self) -> None:

@@ -20,7 +20,7 @@ def acting(method) -> dict[str, object]:
 IN_RING = dict(sink=64, window=256, hot_budgets="auto", prefetch_async=None, estimate_rest=False)
 CLUSTERED = dict(**IN_RING, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
-    "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", group="max", volume="cuboid-mean"),
+    "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", group="mean", volume="cuboid-mean"),
     "clusterkv": dict(
         **IN_RING | dict(sink=16), budget=1024, cluster_size=80, stretch=None, rounds=20, seed=0, cosine=True,
         every=320, new_clusters=4, run=None,
@@ -39,8 +39,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],
     ),
     "prkv": dict(
-        **IN_RING, budget=1024, block_size=32, digest="float8", group="max", observe=64, update_every=128,
-        update_from="codes", static_ratio=0.25, per_head=False, static=256,
+        **IN_RING, budget=1024, block_size=32, digest="float8", group="mean", volume="cuboid-mean", observe=64,
+        update_every=128, update_from="codes", static_ratio=0.25, per_head=False, static=256,
     ),
     "pagemean": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="mean"),
     "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max"),
