@@ -189,7 +189,7 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
 
 
 def _shared(q: Tensor, hot: HotBuffer, warps: int, heads: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: first for the tables of the rest, if there is one, then for its sums."""
+    """Bytes of dynamic shared memory of a program: the tables of the rest, and later its sums."""
     parts = warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
     if rest.sums is None:
         return parts

@@ -25,16 +25,16 @@ class PRKV(StaticMethod, PageMethod):
     """Of "PRKV: Page Restructured KV Cache for High Accuracy and Efficiency LLM Generation", algorithm 1.
 
     The static set has `static_ratio` of the budget, in whole pages (rounded down). Steps select the other pages by
-    their digest, which is ArkVale's unless `volume` says otherwise; a ratio of 0 is ArkVale. With "auto" each layer decides at the first step after a
-    prompt, by the tokens that the first and the last query of the observation window agree on (appendix G); the report
-    shows the share of each layer.
+    their digest, which is ArkVale's unless `volume` says otherwise; a ratio of 0 is ArkVale. With "auto" each layer
+    decides at the first step after a prompt, by the tokens that the first and the last query of the observation window
+    agree on (appendix G); the report shows the share of each layer.
     """
 
     name = "prkv"
 
     block_size: int = 32
     group: str = "mean"
-    volume: str = option("cuboid-mean", "Digest of a page: ArkVale's cuboid-mean (the paper's), or the mean key (mean).")
+    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (ArkVale's, the paper's), or the mean key (mean).")
     update_every: int | None = 128
     static_ratio: float | str = option(0.25, 'Static share of the budget. "auto": each layer decides.')
     per_head: bool = option(False, 'With static_ratio="auto", each kv head decides for itself.')
