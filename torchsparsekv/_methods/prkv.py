@@ -34,7 +34,7 @@ class PRKV(StaticMethod, PageMethod):
 
     block_size: int = 32
     group: str = "mean"
-    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (ArkVale's, as in the paper) or mean (its mean key).")
+    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (ArkVale's, as in the paper), or mean.")
     update_every: int | None = 128
     static_ratio: float | str = option(0.25, 'Static share of the budget. "auto": each layer decides.')
     per_head: bool = option(False, 'With static_ratio="auto", each kv head decides for itself.')
