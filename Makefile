@@ -86,7 +86,7 @@ $(READY): pyproject.toml setup.py benchmarks/pyproject.toml benchmarks/setup.py
 
 # What the recipes and their tests need besides; `make demo` does without.
 $(TESTS): $(READY)
-	$(BIN)/python -m pip install --quiet --editable ".[eval,peft,real]" torchao
+	$(BIN)/python -m pip install --quiet --editable ".[eval,peft,real]"
 	@touch $@
 
 clean:

@@ -102,10 +102,10 @@ def test_every_module_of_an_installed_wheel_can_be_imported(built, tmp_path):
 
 
 def test_environment_of_make_test_skips_no_test_for_a_package():
-    """vllm needs an environment of its own, and a GPU."""
+    """vllm needs an environment of its own, and a GPU. Every import of transformers imports torchao too, slowly."""
     if not (Path(sys.prefix) / ".tests").exists():
         pytest.skip("`make test` did not make this environment")
     texts = [p.read_text() for p in (ROOT / "tests").rglob("test_*.py")]
     names = set(re.findall(r"""importorskip\(["'](\w+)""", "\n".join(texts)))
     assert names > {"vllm", "peft", "lm_eval", "gguf"}
-    assert {name for name in names if importlib.util.find_spec(name) is None} <= {"vllm"}
+    assert {name for name in names if importlib.util.find_spec(name) is None} <= {"vllm", "torchao"}
