@@ -238,11 +238,19 @@ class Method:
         return group
 
     @classmethod
+    def in_layers(cls, layers: Mapping[int, "Method"], count: int) -> Mapping[int, "Method"]:
+        """What each layer runs, for methods whose layers differ by their number.
+
+        layers: the layers that run this class of method, in order. count: all layers of the model.
+        """
+        return layers
+
+    @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-        layers: the layers that run this class of method, in order, each as (method, kv heads, query heads). A layer can
-        share the selection of an equal one only.
+        layers: the layers that run this class of method or a class made from it, in order, each as (method, kv heads,
+        query heads). A dense layer that others share with has `choose` called, and keeps there what it selects.
         """
         return {}
 
@@ -329,6 +337,8 @@ class Method:
         self.ingest_token(s, q, k, v)
         selection = Selection()
         if self._attends == "everything":
+            if s.followers:
+                self.choose(s, q, a)
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)

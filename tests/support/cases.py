@@ -159,6 +159,11 @@ def _attention_mass(w: World):
     return (w.q[:, :, :1], store, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
 
 
+def _filter_scores(w: World):
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
+    return (w.q[:, :, :1], w.pool(w.length), w.lengths_view, w.sink, w.window, attention, w.pick(False, True))
+
+
 def _random_scores(w: World):
     return (w.lengths_view, w.heads, w.blocks, w.block, w.seed * 4_294_967)
 
@@ -351,6 +356,7 @@ OPS = {
     "rank_by_votes": _rank_by_votes,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
+    "filter_scores": _filter_scores,
     "find_boundary": _find_boundary,
     "close_segments": _close_segments,
     "cluster_keys": _cluster_keys,
@@ -401,6 +407,7 @@ METHODS = {
     "full": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "omnikv": dict(wait_layers=0),
     "oracle": {},
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
