@@ -64,6 +64,8 @@ def choose(
             f"{method.name} runs in no layer: {windowed} of {layers} attend to a sliding window or keep no keys and "
             f"values{rest}"
         )
+    elif idle and runs != tuple(chosen):
+        notes.append(f"{method.name} runs in no layer: all {layers} layers are dense")
     every = dict.fromkeys(m for m in (method, *runs) if m is not None)
     warned = tuple(_saves_nothing(m, max_length) for m in every if _whole_rows(m, max_length))
     return Assignment(method, runs, skip_layers, (*dict.fromkeys(notes), *warned), warned)

@@ -18,6 +18,7 @@ from torchsparsekv.state import Geometry
 METHODS = {
     "quest": dict(budget=8), "arkvale": dict(budget=8), "pagemean": dict(budget=8), "random": dict(budget=8),
     "oracle": dict(budget=6, block_size=1),
+    "omnikv": dict(budget=6),
     "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
     "icecache": dict(budget=8, page_size=4, r=0.25, least_view=8),
     "prkv": dict(budget=8, static_ratio=0),

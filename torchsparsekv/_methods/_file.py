@@ -20,10 +20,12 @@ def read_file(method: Method, field: str, command: str, take: Callable[[Any], ob
 
 
 def read_layers(method: Method, field: str) -> None:
-    """Check a hyper-parameter that names layers: None, layers in ascending order, or the path of a file of `torchsparsekv
-    selecting-layers`, which becomes the layers that select."""
-    given = getattr(method, field)
-    read_file(method, field, "selecting-layers", lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None])
+    """Check a hyper-parameter that names layers: None, or layers in ascending order.
+
+    The path of a file of `torchsparsekv selecting-layers` becomes the layers that select.
+    """
+    given, selecting = getattr(method, field), lambda rows: [r["layer"] for r in rows if r["follows"] is None]
+    read_file(method, field, "selecting-layers", lambda file: selecting(file["rows"]))
     if (layers := getattr(method, field)) is None:
         return
     layers = tuple(layers) if isinstance(layers, (tuple, list)) else ()

@@ -37,7 +37,7 @@ class OmniKV(Method):
         "the layers of the model.",
     )
     wait_layers: int = option(1, "Layers behind each filter layer that are dense too.")
-    score: str = option("logits", "Tokens are chosen by the largest logit, or by the largest weight (weights), of a head.")
+    score: str = option("logits", "Tokens are chosen by the largest logit of a head, or by its largest weight: weights.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,8 @@ class OmniKV(Method):
         (method, *others), numbers = dict.fromkeys(layers.values()), [*layers]
         assert isinstance(method, cls)
         if others:
-            raise ValueError(f"{cls.name}: all its layers must have the same hyper-parameters, got {method}, {others[0]}")
+            two = f"{method}, {others[0]}"
+            raise ValueError(f"{cls.name}: all its layers must have the same hyper-parameters, got {two}")
         filters = method.filters(numbers, count)
         dense = {i for i in numbers if i not in filters and not method.behind(i, numbers, filters)}
         return {i: method.filter if i in filters else Full() if i in dense else method for i in numbers}
@@ -96,8 +97,8 @@ class OmniKV(Method):
                 continue
             if heads != had:
                 raise ValueError(
-                    f"{cls.name}: layers that share a choice have as many kv heads, got {heads} in layer {i}, and {had} "
-                    f"in layer {latest}"
+                    f"{cls.name}: layers that share a choice have as many kv heads, got {heads} in layer {i}, and "
+                    f"{had} in layer {latest}"
                 )
             found[i] = latest
         return found
