@@ -291,9 +291,9 @@ class Method:
         """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        """A prompt, or a chunk of one, with keys `k` is in the index: select what later steps attend to, if the method
-        selects once a prompt. The pool may not have these tokens yet."""
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
+        """A prompt, or a chunk of one, with queries `q` and keys `k` is in the index: select what later steps attend
+        to, if the method selects once a prompt. The pool may not have these tokens yet."""
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
@@ -306,6 +306,9 @@ class Method:
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
+
+    def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
@@ -351,6 +354,7 @@ class Method:
                 fetch(selection, s.store.pool, s.hot, s.stats)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
+            self.attended(s, q, a)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
@@ -386,7 +390,7 @@ class Method:
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
-        self.prompted(s, k, a)
+        self.prompted(s, q, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
             admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 

@@ -13,6 +13,7 @@ PAGES = dict(SIZES, block_size=4)
 SMALL = {
     "arkvale": PAGES,
     "clusterkv": dict(SIZES, budget=16, every=16, new_clusters=2, cluster_size=8, rounds=4),
+    "h2o": dict(budget=16, window=8),
     "icecache": dict(SIZES, page_size=4),
     "louiskv": dict(SIZES, budget=64),
     "omnikv": SIZES,

@@ -26,6 +26,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         every=320, new_clusters=4, run=None,
     ),
     "full": dict(**IN_RING, budget=1024),
+    "h2o": dict(**IN_RING | dict(sink=0), budget=1024, prompt_queries=None),
     "icecache": dict(
         **IN_RING, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
         growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,

@@ -1,12 +1,12 @@
 """Filter layers of OmniKV are dense and choose one set of tokens, which the layers behind them attend to."""
 import pytest
 import torch
+from choice import check_choice
 from hypothesis import given
 from hypothesis import strategies as st
 from layer import SINK, WINDOW, Layer, small
 from models import MAX_LENGTH, dense_logits, greedy_logits, prompts, tiny
 from past import pasts
-from test_methods import check_choice
 from torch._dynamo.utils import counters
 
 import torchsparsekv

@@ -3,6 +3,7 @@ import dataclasses
 import math
 
 import cases_engine
+import cases_evicting
 import cases_prefetch
 import cases_static
 import cases_tree
@@ -367,6 +368,10 @@ OPS = {
     "choose_static": cases_static.choose_static,
     "static_target": cases_static.static_target,
     "snap_tokens": cases_static.snap_tokens,
+    "add_prompt_attention": cases_evicting.add_prompt_attention,
+    "keep_heaviest": cases_evicting.keep_heaviest,
+    "evict_lightest": cases_evicting.evict_lightest,
+    "add_attention": cases_evicting.add_attention,
     "keep_leaving": cases_static.keep_leaving,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "update_static_set": lambda w: cases_static.update_static_set(w, _fetch(w), _block_bounds),
@@ -394,7 +399,7 @@ OPS = {
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention", "group_sums",
+    "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest",
     "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 
@@ -405,6 +410,7 @@ METHODS = {
     "pagemean": dict(block_size=8),
     "clusterkv": dict(cluster_size=4, every=10, new_clusters=2, rounds=2),
     "full": {},
+    "h2o": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "omnikv": dict(wait_layers=0),

@@ -37,7 +37,7 @@ class OmniKV(Method):
         "the layers of the model.",
     )
     wait_layers: int = option(1, "Layers behind each filter layer that are dense too.")
-    score: str = option("logits", "Tokens are chosen by the largest logit of a head, or by its largest weight: weights.")
+    score: str = option("logits", "What tokens are chosen by: the largest of the logits, or weights, of all heads.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ ALWAYS, NEVER = 1.0, -1.0  # how often a step waits at these values of prefetch_
 NAMES = [name for name in METHODS if make_method(name).traits.selects_every_step]
 DYNAMIC = {"prkv": dict(static_ratio=0, update_every=None)}  # as it may come late
 # Methods whose blocks hold tokens in their order.
-WHERE_TOKENS_ARE = ["quest", "arkvale", "omnikv", "oracle", "pagemean", "pariskv"]
+WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pagemean", "pariskv"]
 HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
 
 
