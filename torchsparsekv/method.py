@@ -83,6 +83,7 @@ class Traits:
     couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
     selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
         selected block between steps. Such a method may set `prefetch_async`.
+    all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
     no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
         token stays at the pool row that took it when it left the ring (`leaving_rows`).
     least_capability: the oldest CUDA compute capability that the kernels compile for.
@@ -97,6 +98,7 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    all_queries: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""

@@ -54,7 +54,7 @@ def reference(
     Launches: two kernels of batch * heads * cdiv(ring_rows, TILE) + cdiv(chosen, TILE) programs: logits, then weights.
     """
     heads, slot = ring.shape[1], hot.chosen.clamp(min=0).long()
-    kept = keys_of(hot.rows[:, :, :, 0]).gather(2, slot[..., None].expand(-1, -1, -1, ring.shape[4]))
+    kept = keys_of(hot.rows.squeeze(3)).gather(2, slot[..., None].expand(-1, -1, -1, ring.shape[4]))
     position = attended_positions(ring, hot, lengths)[:, :, None]
     keys = torch.cat([keys_of(ring), kept], 2).float()
     z = soft_capped(grouped(q, heads) @ keys.transpose(-1, -2) * attention.scale, attention.softcap)

@@ -15,7 +15,7 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.attend._split import capped, soft_capped
+from torchsparsekv.ops.attend._split import capped, soft_capped, tile_of
 from torchsparsekv.ops.attend.prompt_attention import bounds_of, brought, check_spans
 from torchsparsekv.ops.h2o.views import HeavySet
 from torchsparsekv.ops.index.observe import NOT_YET
@@ -23,7 +23,6 @@ from torchsparsekv.ops.store.rows import as_numbers, keys_of, only_keys
 from torchsparsekv.ops.store.views import Attention, Lengths, NewKeys, Pool, Queries
 
 LOGITS = 1 << 22  # of one kv head at a time in the reference: 16 MiB
-TILE = 64  # queries, and keys, of a program of the kernels
 
 
 def check(q, k, heavy, pool, lengths, attention, spans, last) -> None:
@@ -79,8 +78,8 @@ def reference(
         last: count the last so many new queries only; 0: all.
 
     Launches:
-        Two kernels for each row: the log-sum-exp of every query, then a program for every TILE keys that goes through
-        the queries behind them. Without `spans` it waits for the device.
+        Two kernels for each row: the log-sum-exp of every query, then a program for every tile of keys that goes
+        through the queries behind them. Without `spans` it waits for the device.
     """
     heads = k.shape[1]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
@@ -167,13 +166,13 @@ def launch(q, k, heavy, pool, lengths, attention, spans, last) -> None:
         keys = torch.cat([*past, k[b, :, k.shape[2] - new :]], 1).contiguous()
         x, extra = q[b, :, q.shape[2] - count :], attention.sink_logits
         lse = torch.empty(q_heads, count, dtype=torch.float32, device=q.device)
-        shape = dict(G=q_heads // heads, D=d, DP=max(16, next_power_of_2(d)), TILE=TILE)
+        shape = dict(G=q_heads // heads, D=d, DP=max(16, next_power_of_2(d)), TILE=tile_of(q))
         same = (*x.stride()[:2], n - count, count, n)
         capping = (attention.scale, attention.softcap)
-        _totals[(cdiv(count, TILE), q_heads)](
+        _totals[(cdiv(count, tile_of(q)), q_heads)](
             x, keys, lse if extra is None else extra, lse, *same, *capping, EXTRA=extra is not None, **shape
         )
-        _columns[(cdiv(n, TILE), heads)](
+        _columns[(cdiv(n, tile_of(q)), heads)](
             x, keys, lse, heavy.received[b], *same, heavy.received.shape[2], *capping, **shape
         )
 

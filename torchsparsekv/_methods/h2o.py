@@ -42,7 +42,10 @@ class H2O(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(no_rest="evicts tokens", cannot_crop="evicts tokens by queries, which are not stored")
+        return Traits(
+            all_queries=True, no_rest="evicts tokens",
+            cannot_crop="selects by the attention of all queries, and the cache has no queries",
+        )  # fmt: skip
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """A step selects anew where a token joins the kept ones."""
