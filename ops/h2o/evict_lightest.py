@@ -66,7 +66,7 @@ def _evict(heavy, lengths, heads, most, rows, WIDE: tl.constexpr, PDL: tl.conste
                 held += 1
                 updated = tl.full((), 1, tl.int32)
             else:
-                least, where, slot = _least(ids, received, most, WIDE)
+                least, slot = _least(ids, received, most, WIDE)
                 if tl.load(received + p) > least:
                     tl.store(ids + slot, p)
                     updated = tl.full((), 1, tl.int32)
@@ -80,7 +80,7 @@ def _evict(heavy, lengths, heads, most, rows, WIDE: tl.constexpr, PDL: tl.conste
 
 @triton.jit
 def _least(ids, received, most, WIDE: tl.constexpr):
-    """(attention, position, place) of the kept token that received least; of equal ones the highest position."""
+    """(attention, place) of the kept token that received least; of equal ones the one with the highest position."""
     least, where, slot = float("inf"), tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     for first in range(0, most, WIDE):
         j = first + tl.arange(0, WIDE)
@@ -93,7 +93,7 @@ def _least(ids, received, most, WIDE: tl.constexpr):
         least = tl.where(better, low, least)
         where = tl.where(better, at, where)
         slot = tl.where(better, place, slot)
-    return least, where, slot
+    return least, slot
 
 
 def launch(heavy, lengths) -> None:

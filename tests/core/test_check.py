@@ -23,6 +23,7 @@ SMALL = {
     "prkv_static": dict(SIZES, budget=16),
     "pagemean": PAGES,
     "quest": PAGES,
+    "raas": PAGES,
     "random": PAGES,
     "snapkv": dict(budget=16, window=24),
 }

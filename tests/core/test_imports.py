@@ -161,7 +161,7 @@ def test_allowed_imports_have_no_cycle():
 
 SHARED = ("store", "index", "select", "gather", "rest", "attend", "_machinery")
 FAMILY = re.compile(
-    r"\b(?:icecache|pariskv|prkv\w*|snapkv|omnikv|h2o|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I
+    r"\b(?:icecache|pariskv|prkv\w*|snapkv|omnikv|h2o|raas|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I
 )
 
 

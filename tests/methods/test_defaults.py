@@ -46,6 +46,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     ),
     "pagemean": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="mean"),
     "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max"),
+    "raas": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max", share=0.5),
     "random": dict(**IN_RING, budget=1024, block_size=16, seed=0),
     "prkv_static": dict(**IN_RING, budget=1024, observe=64, update_every=None, update_from="keys"),
     "snapkv": dict(

@@ -16,8 +16,8 @@ HEADS, DIM, WINDOW, BUDGET = 2, 16, 5, 7
 
 
 def official(q, k, prompt: int, heavy: int, recent: int, scale: float):
-    """The authors' code (utils_real_drop/modify_llama.py) for one query head: q, k [tokens, dim]. Before each step behind
-    the prompt, the positions that the step attends to. Its recent tokens are `recent` without the newest token."""
+    """The authors' code (utils_real_drop/modify_llama.py) for one query head: q, k [tokens, dim]. The positions that
+    each step behind the prompt attends to. The newest token is not one of the `recent` tokens."""
     received, kept, seen = torch.zeros(len(q), dtype=torch.float64), [*range(prompt)], []
     for i in range(prompt):
         received[: i + 1] += torch.softmax(k[: i + 1] @ q[i] * scale, -1)
@@ -159,7 +159,7 @@ def test_an_evicted_token_never_comes_back(seed, turn):
         for h in range(HEADS):
             assert not lost[h] & set(step[0, h])
             lost[h] |= set(range(n)) - set(step[0, h])
-    assert lost[0] and lost[1]
+    assert all(lost.values())
 
 
 def test_tokens_of_a_turn_are_candidates():

@@ -8,7 +8,7 @@ import cases_prefetch
 import cases_static
 import cases_tree
 import torch
-from world import DEVICE, World, integers
+from world import DEVICE, World, first, integers
 
 from torchsparsekv.ops.clusters.cluster_keys import Kmeans
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
@@ -372,6 +372,8 @@ OPS = {
     "keep_heaviest": cases_evicting.keep_heaviest,
     "evict_lightest": cases_evicting.evict_lightest,
     "add_attention": cases_evicting.add_attention,
+    "keep_prompt_pages": cases_evicting.keep_prompt_pages,
+    "stamp_pages": lambda w: cases_evicting.stamp_pages(w, _bound_scores(dataclasses.replace(w, pick=first))),
     "keep_leaving": cases_static.keep_leaving,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "update_static_set": lambda w: cases_static.update_static_set(w, _fetch(w), _block_bounds),
@@ -400,6 +402,7 @@ MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
     "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest",
+    "keep_prompt_pages",
     "window_attention", *cases_engine.MANY_TOKENS,
 }  # fmt: skip
 
@@ -418,6 +421,7 @@ METHODS = {
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
+    "raas": dict(block_size=4),
     "random": dict(block_size=4),
     "prkv_static": dict(update_every=7, update_from="codes"),
     "snapkv": dict(observe=4, kernel_size=3),
@@ -445,5 +449,5 @@ def hyper_of(method: str, **common) -> dict:
     return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
 
 
-IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "random", "streaming"}
+IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "raas", "random", "streaming"}
 RING_PLAN = RingPlan(sink=4, window=6, interval=4)
