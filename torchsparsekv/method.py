@@ -85,6 +85,7 @@ class Traits:
         fill the hot buffer.
     moves_selected: tokens of a block move between its selection and the next step. Without it, a method that selects at
         every step may set `prefetch_async`.
+    all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
     no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
         token stays at the pool row that took it when it left the ring (`leaving_rows`).
     least_capability: the oldest CUDA compute capability that the kernels compile for.
@@ -100,6 +101,7 @@ class Traits:
     couples_heads: bool = False
     selects_every_step: bool = False
     moves_selected: bool = False
+    all_queries: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
@@ -242,11 +244,19 @@ class Method:
         return group
 
     @classmethod
+    def in_layers(cls, layers: Mapping[int, "Method"], count: int) -> Mapping[int, "Method"]:
+        """What each layer runs, for methods whose layers differ by their number.
+
+        layers: the layers that run this class of method, in order. count: all layers of the model.
+        """
+        return layers
+
+    @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-        layers: the layers that run this class of method, in order, each as (method, kv heads, query heads). A layer can
-        share the selection of an equal one only.
+        layers: the layers that run this class of method or a class made from it, in order, each as (method, kv heads,
+        query heads). A dense layer that others share with has `choose` called, and keeps there what it selects.
         """
         return {}
 
@@ -287,9 +297,9 @@ class Method:
         """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        """A prompt, or a chunk of one, with keys `k` is in the index: select what later steps attend to, if the method
-        selects once a prompt. The pool may not have these tokens yet."""
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
+        """A prompt, or a chunk of one, with queries `q` and keys `k` is in the index: select what later steps attend
+        to, if the method selects once a prompt. The pool may not have these tokens yet."""
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
@@ -302,6 +312,9 @@ class Method:
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
+
+    def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
@@ -333,6 +346,8 @@ class Method:
         self.ingest_token(s, q, k, v)
         selection = Selection()
         if self._attends == "everything":
+            if s.followers:
+                self.choose(s, q, a)
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
@@ -345,6 +360,7 @@ class Method:
                 fetch(selection, s.store.pool, s.hot, s.stats)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
+            self.attended(s, q, a)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
@@ -380,7 +396,7 @@ class Method:
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
-        self.prompted(s, k, a)
+        self.prompted(s, q, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
             admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 

@@ -26,11 +26,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
         every=320, new_clusters=4, run=None,
     ),
     "full": dict(**IN_RING, budget=1024),
+    "h2o": dict(**IN_RING | dict(sink=0), budget=1024, prompt_queries=None),
     "icecache": dict(
         **IN_RING, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
         growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
+    "omnikv": dict(**IN_RING, budget=1024, filter_layers=None, wait_layers=1, score="logits"),
     "oracle": dict(**IN_RING, budget=1024, block_size=1),
     "pariskv": dict(
         **IN_RING, budget=1024, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
@@ -44,6 +46,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     ),
     "pagemean": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="mean"),
     "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max"),
+    "raas": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max", share=0.5),
     "random": dict(**IN_RING, budget=1024, block_size=16, seed=0),
     "prkv_static": dict(**IN_RING, budget=1024, observe=64, update_every=None, update_from="keys"),
     "snapkv": dict(

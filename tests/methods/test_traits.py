@@ -42,6 +42,7 @@ def test_the_method_of_window_layers_is_not_offered():
         ("prkv", dict(update_from="keys"), "older_devices", 'digest="bfloat16"'),
         ("prkv", dict(digest="bfloat16", update_from="keys"), "least_capability", (8, 0)),
         ("prkv_static", dict(update_every=8), "least_capability", (8, 9)),
+        ("omnikv", {}, "couples_heads", True),
         ("icecache", {}, "partial_blocks", True),
         ("icecache", {}, "reorders_pool", True),
     ],

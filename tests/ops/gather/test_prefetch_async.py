@@ -30,7 +30,9 @@ HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
 
 
 def test_methods_with_prefetch_async_are_pinned():
-    assert sorted(NAMES) == ["arkvale", "clusterkv", "icecache", "oracle", "pagemean", "pariskv", "quest", "random"]
+    assert sorted(NAMES) == [
+        "arkvale", "clusterkv", "icecache", "omnikv", "oracle", "pagemean", "pariskv", "quest", "random",
+    ]  # fmt: skip
 
 
 def drifting(seed: int, pad: int):
