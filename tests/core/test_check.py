@@ -17,6 +17,7 @@ SMALL = {
     "louiskv": dict(SIZES, budget=64),
     "oracle": SIZES,
     "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
+    "pqcache": dict(SIZES, budget=16, bits=3),
     "prkv": PAGES,
     "prkv_static": dict(SIZES, budget=16),
     "pagemean": PAGES,

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         # Below how many tokens, and in millionths: the share that is reranked, the share that earns points.
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],
     ),
+    "pqcache": dict(**IN_RING | dict(sink=32), budget=1024, m=2, bits=6, rounds=20, seed=0),
     "prkv": dict(
         **IN_RING, budget=1024, block_size=32, digest="float8", group="max", observe=64, update_every=128,
         update_from="codes", static_ratio=0.25, per_head=False, static=256,

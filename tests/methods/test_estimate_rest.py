@@ -19,6 +19,7 @@ METHODS = {
     "quest": dict(budget=8), "arkvale": dict(budget=8), "pagemean": dict(budget=8), "random": dict(budget=8),
     "oracle": dict(budget=6, block_size=1),
     "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
+    "pqcache": dict(budget=6, m=4, bits=3, rounds=3),
     "icecache": dict(budget=8, page_size=4, r=0.25, least_view=8),
     "prkv": dict(budget=8, static_ratio=0),
     "louiskv": dict(budget=8, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),

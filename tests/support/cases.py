@@ -5,6 +5,7 @@ import math
 import cases_engine
 import cases_prefetch
 import cases_static
+import cases_tokens
 import cases_tree
 import torch
 from world import DEVICE, World, integers
@@ -383,13 +384,14 @@ OPS = {
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,
     **cases_engine.OPS,
+    **cases_tokens.OPS,
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
     "prompt_attention", "group_sums",
-    "window_attention", *cases_engine.MANY_TOKENS,
+    "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
@@ -403,6 +405,7 @@ METHODS = {
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "oracle": {},
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "pqcache": dict(m=4, bits=3, rounds=3),
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
     "random": dict(block_size=4),
