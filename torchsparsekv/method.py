@@ -299,6 +299,11 @@ class Method:
         """The blocks to attend to beside the ring; `Selection()` where there are never any."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
+    def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
+        """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
+        The blocks of this step are in the hot buffer by now. None: nothing is added."""
+        return None
+
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
         attended = counts.in_ring + counts.selected * self.block_size
@@ -339,6 +344,8 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
+                if (bias := self.weigh(s, q, a)) is not None:
+                    selection = selection._replace(bias=bias)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
         if s.on_step is not None:

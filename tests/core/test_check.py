@@ -15,6 +15,7 @@ SMALL = {
     "clusterkv": dict(SIZES, budget=16, every=16, new_clusters=2, cluster_size=8, rounds=4),
     "icecache": dict(SIZES, page_size=4),
     "louiskv": dict(SIZES, budget=64),
+    "magicpig": dict(SIZES, budget=16, bits=3, tables=20),
     "oracle": SIZES,
     "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
     "pqcache": dict(SIZES, budget=16, bits=3),

@@ -31,6 +31,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
+    "magicpig": dict(**IN_RING | dict(sink=4), budget=1024, bits=10, tables=150, seed=0),
     "oracle": dict(**IN_RING, budget=1024, block_size=1),
     "pariskv": dict(
         **IN_RING, budget=1024, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",

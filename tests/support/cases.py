@@ -276,7 +276,12 @@ def _sparse_attention(w: World):
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
     if fill is not None and rest.sums is not None:
         frontier, rest = None, _filled_rest(w, fill)
-    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w), rest)
+    bias = None
+    if w.pick(False, True):
+        bias = torch.randn(w.batch, w.heads * w.group, chosen.shape[2], generator=w.g) * 3
+        bias[torch.rand(bias.shape, generator=w.g) < 0.2] = -math.inf
+    selection = Selection(frontier=frontier, fill=fill, bias=bias)
+    return (w.q[:, :, :1], ring, hot, w.lengths_view, selection, _attention(w), rest)
 
 
 def _rest(w: World, upto: torch.Tensor) -> Rest:
@@ -403,6 +408,7 @@ METHODS = {
     "full": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "magicpig": dict(bits=3, tables=12),
     "oracle": {},
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
     "pqcache": dict(m=4, bits=3, rounds=3),

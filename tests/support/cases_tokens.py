@@ -2,10 +2,11 @@
 import math
 
 import torch
-from world import World
+from world import World, integers
 
+from torchsparsekv.ops.magicpig.views import Sample, Signatures
 from torchsparsekv.ops.pqcache.views import Codebook
-from torchsparsekv.ops.store.views import Attention, Leaving
+from torchsparsekv.ops.store.views import Attention, HotBuffer, Leaving
 
 
 def _leaving(w: World) -> Leaving:
@@ -49,10 +50,53 @@ def code_logits(w: World):
     return (w.q[:, :, :1], _codebook(w), w.lengths_view, _attention(w))
 
 
+# ---------------------------------------------------------------- hash tables
+
+
+def _signatures(w: World) -> Signatures:
+    """Codes of few bits, so that many are equal; the centre is of whole numbers."""
+    codes = torch.randint(0, 4, (w.batch, w.heads, w.pick(5, 2, 9), w.rows), generator=w.g)
+    return Signatures(codes.to(torch.int16), integers(torch.randn(w.batch, w.heads, w.dim, generator=w.g)))
+
+
+def _sample(w: World, tables: int) -> Sample:
+    asked = torch.randint(0, 4, (w.batch, w.heads * w.group, tables), generator=w.g).to(torch.int16)
+    return Sample(asked, torch.randint(0, tables + 1, (w.batch, w.heads), generator=w.g, dtype=torch.int32))
+
+
+def hash_keys(w: World):
+    leaving = Leaving(*map(integers, _leaving(w)))
+    return (leaving, _signatures(w), w.lengths_view, w.pick(2, 1, 15), w.seed)
+
+
+def hash_prompt(w: World):
+    leaving = Leaving(integers(w.k), integers(w.pool(w.start)))
+    return (leaving, _signatures(w), w.lengths_view, w.pick(2, 1, 15), w.seed, True)
+
+
+def find_collisions(w: World):
+    signatures = _signatures(w)
+    sample = _sample(w, signatures.codes.shape[2])
+    return (integers(w.q[:, :, :1]), signatures, sample, w.lengths_view, 2, w.seed, 1 + w.seed % (w.rows + 2))
+
+
+def sample_bias(w: World):
+    signatures = _signatures(w)
+    each = torch.arange(w.rows, dtype=torch.int32).expand(w.batch, w.heads, -1).contiguous()
+    none, chosen = torch.zeros(w.batch, w.heads, dtype=torch.int32), w.chosen(max(1, w.blocks // 2))
+    rows, used = w.truth[:, :, :, None].contiguous(), torch.zeros_like(each)
+    hot = HotBuffer(rows, each, each.clone(), used, none, none.clone(), chosen)
+    return (w.q[:, :, :1], hot, signatures, _sample(w, signatures.codes.shape[2]), w.pick(2, 1, 10))
+
+
 OPS = {
     "softmax_scores": softmax_scores,
     "assign_codes": assign_codes,
     "learn_codebook": learn_codebook,
     "code_logits": code_logits,
+    "hash_keys": hash_keys,
+    "hash_prompt": hash_prompt,
+    "find_collisions": find_collisions,
+    "sample_bias": sample_bias,
 }
-MANY_TOKENS = {"assign_codes", "learn_codebook"}
+MANY_TOKENS = {"assign_codes", "learn_codebook", "hash_keys", "hash_prompt"}
