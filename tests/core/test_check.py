@@ -24,6 +24,7 @@ SMALL = {
     "pagemean": PAGES,
     "quest": PAGES,
     "random": PAGES,
+    "shadowkv": dict(PAGES, outliers=2),
     "snapkv": dict(budget=16, window=24),
 }
 

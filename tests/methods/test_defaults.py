@@ -51,6 +51,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "snapkv": dict(
         **IN_RING | dict(sink=0), budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
     ),
+    "shadowkv": dict(**IN_RING | dict(sink=0), budget=1024, block_size=8, outliers=24),
     "streaming": dict(**IN_RING, budget=1024, block_size=16),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ METHODS = {
     "oracle": dict(budget=6, block_size=1),
     "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
     "pqcache": dict(budget=6, m=4, bits=3, rounds=3),
+    "shadowkv": dict(budget=8, outliers=1),
     "icecache": dict(budget=8, page_size=4, r=0.25, least_view=8),
     "prkv": dict(budget=8, static_ratio=0),
     "louiskv": dict(budget=8, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),

@@ -227,7 +227,7 @@ def lives(layer: Layer) -> dict:
 
 
 # What these methods retrieve together depends on where prompts begin and end.
-BY_PROMPT = ("clusterkv", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "snapkv")
+BY_PROMPT = ("clusterkv", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "shadowkv", "snapkv")
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_PROMPT])

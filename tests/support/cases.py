@@ -417,6 +417,7 @@ METHODS = {
     "random": dict(block_size=4),
     "prkv_static": dict(update_every=7, update_from="codes"),
     "snapkv": dict(observe=4, kernel_size=3),
+    "shadowkv": dict(block_size=4, outliers=2),
     "streaming": dict(block_size=4),
 }
 
@@ -441,5 +442,5 @@ def hyper_of(method: str, **common) -> dict:
     return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
 
 
-IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "random", "streaming"}
+IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "random", "shadowkv", "streaming"}
 RING_PLAN = RingPlan(sink=4, window=6, interval=4)

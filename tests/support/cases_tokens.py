@@ -6,6 +6,7 @@ from world import World, integers
 
 from torchsparsekv.ops.magicpig.views import Sample, Signatures
 from torchsparsekv.ops.pqcache.views import Codebook
+from torchsparsekv.ops.shadowkv.views import Landmarks
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Leaving
 
 
@@ -89,6 +90,28 @@ def sample_bias(w: World):
     return (w.q[:, :, :1], hot, signatures, _sample(w, signatures.codes.shape[2]), w.pick(2, 1, 10))
 
 
+# ---------------------------------------------------------------- landmarks
+
+
+def _landmarks(w: World) -> Landmarks:
+    lead = (w.batch, w.heads, w.blocks)
+    cosines = torch.randint(-4, 5, lead, generator=w.g) / 4  # many ties
+    keys = torch.randn(*lead, w.dim, generator=w.g).to(w.dtype)
+    return Landmarks(keys, cosines, torch.randint(0, 2, lead, generator=w.g, dtype=torch.int32))
+
+
+def keep_landmarks(w: World):
+    return (_leaving(w), _landmarks(w), w.lengths_view, w.block)
+
+
+def mark_outliers(w: World):
+    return (_landmarks(w), w.lengths_view, w.block, w.pick(2, 0, 5))
+
+
+def landmark_logits(w: World):
+    return (w.q[:, :, :1], _landmarks(w), w.lengths_view, w.block, _attention(w))
+
+
 OPS = {
     "softmax_scores": softmax_scores,
     "assign_codes": assign_codes,
@@ -98,5 +121,8 @@ OPS = {
     "hash_prompt": hash_prompt,
     "find_collisions": find_collisions,
     "sample_bias": sample_bias,
+    "keep_landmarks": keep_landmarks,
+    "mark_outliers": mark_outliers,
+    "landmark_logits": landmark_logits,
 }
-MANY_TOKENS = {"assign_codes", "learn_codebook", "hash_keys", "hash_prompt"}
+MANY_TOKENS = {"assign_codes", "learn_codebook", "hash_keys", "hash_prompt", "keep_landmarks", "mark_outliers"}
