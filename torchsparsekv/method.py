@@ -316,6 +316,11 @@ class Method:
     def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
         """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
 
+    def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
+        """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
+        The blocks of this step are in the hot buffer by now. None: nothing is added."""
+        return None
+
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
         attended = counts.in_ring + counts.selected * self.block_size
@@ -358,6 +363,8 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
+                if (bias := self.weigh(s, q, a)) is not None:
+                    selection = selection._replace(bias=bias)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
             self.attended(s, q, a)

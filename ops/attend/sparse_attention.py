@@ -2,14 +2,15 @@
 
     out = softmax(scale * q.k, with the soft cap and the sink logit) v
           over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block;
-          with `rest` also over what remains of each group of the pool (ops/rest/__init__.py)
+          with `rest` also over what remains of each group of the pool (ops/rest/__init__.py);
+          with `bias` the logits of the selected blocks have these numbers added, behind the soft cap
 
 Args:
     q [batch, q_heads, 1, dim]
     ring [batch, heads, ring_rows, 2, dim]
     hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
-    selection: frontier [batch, heads] (None: lengths.ring_begin) and fill [batch, heads, blocks] (None: all rows).
-        `ids` is not read: fetch has turned it into hot.chosen.
+    selection: frontier [batch, heads] (None: lengths.ring_begin), fill [batch, heads, blocks] (None: all rows) and
+        bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
@@ -66,7 +67,7 @@ def reference(
     q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention,
     rest: Rest = NO_REST,
 ) -> Tensor:  # fmt: skip
-    frontier, fill = selection[2:]
+    frontier, fill, added = selection[2:]
     begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier
     rows, length = ring.shape[2], lengths.length
     in_ring = torch.stack([ring_positions(rows, length, x, lengths.sink) for x in begins.unbind(1)], 1) >= 0
@@ -82,6 +83,8 @@ def reference(
         bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live, bias = (x.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2) for x in (live, bias))
+    if added is not None:
+        bias[..., ring.shape[2] : ring.shape[2] + at.shape[2] * p] += added.repeat_interleave(p, 2).unsqueeze(2)
     out = softmax_attention(q, rows, live, attention, bias)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
@@ -96,11 +99,11 @@ def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
 
 @triton.jit
 def _attend(
-    q, ring, hot, chosen, block_of, fill, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
+    q, ring, hot, chosen, block_of, fill, added, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
     ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr,
-    FILLED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, CHOSEN: tl.constexpr,
-    PDL: tl.constexpr,
+    FILLED: tl.constexpr, ADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -124,7 +127,12 @@ def _attend(
         if FILLED:
             block = tl.load(block_of + bh * slots + slot, mask=live, other=-1)
             live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
-        top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
+        if ADDED:
+            g = tl.arange(0, GP)[:, None]
+            bias = tl.load(added + (bh * G + g) * n + (token // P)[None, :], mask=(g < G) & live[None, :], other=0.0)
+            top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP, bias)
+        else:
+            top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
     if GROUP > 0:
         left = tl.load(ring_begin + b)
         if FILLED:
@@ -174,6 +182,8 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         return f"head_dim {d} and {group} query heads a kv head are not among {NATIVE_DIMS} and up to {NATIVE_GROUP}"
     if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
+    if selection.bias is not None:
+        return "selected blocks have a bias"
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
@@ -222,18 +232,19 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
 
 
 def _launch_triton(q, ring, hot, lengths, selection, attention, rest) -> Tensor:
-    (batch, heads, ring_rows), (frontier, fill), sums = ring.shape[:3], selection[2:], rest.sums
+    (batch, heads, ring_rows), (frontier, fill, added), sums = ring.shape[:3], selection[2:], rest.sums
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
     groups = 0 if sums is None else sums.shape[2]
     tile = tile_of(q)  # one tile per program at batch 1; two stages, as a program seldom has a third tile
     parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile) + cdiv(groups, GROUPS))
     _attend[(batch * heads, parts.splits)](
         q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill,
-        ring if sums is None else sums, lengths.length, lengths.ring_begin if frontier is None else frontier,
-        lengths.ring_begin, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, ring_rows,
-        hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink, attention.scale, attention.softcap,
-        parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **tile_sizes(rest, n), **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
+        q if added is None else added, ring if sums is None else sums, lengths.length,
+        lengths.ring_begin if frontier is None else frontier, lengths.ring_begin, parts.acc, parts.top, parts.total,
+        q.stride(0), q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink,
+        attention.scale, attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None,
+        FILLED=fill is not None, ADDED=added is not None, **tile_sizes(rest, n), **parts.shape(), num_stages=2,
+        **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 
