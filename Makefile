@@ -22,7 +22,7 @@ docs: $(READY)
 site: $(READY)
 	@$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[site]"
 	$(BIN)/python tests/tools/link.py build/linked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site is made; to read and search it: python3 -m http.server --directory build/site"
 
 # Real language models and texts for eval, eval-text and board, 1.6 GB, into benchmarks/real_model, which no commit holds.
