@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS := $(VENV)/.tests
 
-.PHONY: help demo docs results real-model test slow full fuzz sanitize long wheel versions lint clean
+.PHONY: help demo docs site results real-model test slow full fuzz sanitize long wheel versions lint clean
 help:
-	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | docs | site | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
 	@echo "make real-model: the language models and texts that eval, eval-text and board measure with;  ONLY='qwen-1.5b sympy' chooses"
 
@@ -18,6 +18,13 @@ demo: $(READY)
 # The tables of all pages and the figure of the README, from the committed files of results.
 docs: $(READY)
 	$(BIN)/python -m torchsparsekv_benchmarks.report.tables
+
+# The site of docs/ in build/site, with a page of every docstring. A broken link stops it.
+site: $(READY)
+	@$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[site]"
+	$(BIN)/python tests/tools/link.py build/linked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site is made; to read and search it: python3 -m http.server --directory build/site"
 
 # Real language models and texts for eval, eval-text and board, 1.6 GB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)

@@ -56,7 +56,7 @@ def option(default: Any, meaning: str) -> Any:
 
 
 class HyperParameter(NamedTuple):
-    """What `torchsparsekv.methods()` says of one hyper-parameter."""
+    """Type, default and meaning of one hyper-parameter, as `torchsparsekv.methods()` returns them."""
 
     type: Any
     default: Any
@@ -72,26 +72,27 @@ class HyperParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine must know of a method beyond its hooks.
+    """Facts about a method that the engine needs beyond its hooks.
 
-    attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects by content;
-        "recent": sinks and ring; "window": the ring alone, and the layer keeps no pool; "everything": the whole pool.
-    reorders_pool: the method puts tokens at pool rows of its own choice, also beyond the length of a row.
-    moves_leaving: `step` puts the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or in
-        another order at the rows of their positions.
-    partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
-    couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
-    selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt may
-        fill the hot buffer.
-    moves_selected: tokens of a block move between its selection and the next step. Without it, a method that selects at
-        every step may set `prefetch_async`.
-    all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
-    no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
-        token stays at the pool row that took it when it left the ring (`leaving_rows`).
-    least_capability: the oldest CUDA compute capability that the kernels compile for.
-    older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
-    cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from the keys
-        that it gets, without their queries, and returns None: then `SparseCache.crop` runs it again.
+    Attributes:
+        attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects. "recent":
+            sinks and ring. "window": the ring alone, and the layer keeps no pool. "everything": the whole pool.
+        reorders_pool: the method stores tokens at pool rows of its own choice, also beyond the length of a row.
+        moves_leaving: `step` stores the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or
+            in another order at the rows of their positions.
+        partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
+        couples_heads: all heads of a layer decide together, so one device must hold all of them.
+        selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt
+            fills the hot buffer.
+        moves_selected: tokens of a selected block may move before the next step. Without it, a method that selects at
+            every step may set `prefetch_async`.
+        all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
+        no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes it retrieves at its
+            steps, and leaves a token at the pool row that took it when it left the ring (`leaving_rows`).
+        least_capability: the oldest CUDA compute capability that the kernels compile for.
+        older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
+        cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
+            alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"

@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
         *CORE, "patches", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
         "benchmarks._traces", "benchmarks.quality", "benchmarks.recall_model",
     },
-    "torchsparsekv_benchmarks.research": {"benchmarks._results", "benchmarks.quality"},
+    "torchsparsekv_benchmarks.research": {"benchmarks._results", "benchmarks._traces", "benchmarks.quality"},
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",
