@@ -28,7 +28,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from torchsparsekv import host
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.ops._machinery.chain import mapped
+from torchsparsekv.ops.store.views import Attention, Lengths
 
 VERSION = "0.26.0"
 USABLE = 0.8  # share of the free host memory that is used without `host_gib`
@@ -77,12 +78,12 @@ class Prompt:
 class Metadata:
     """A batch. The first `decodes` requests have one new token each, the others are `prompts`.
 
-    length: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
+    lengths: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
     """
 
     decodes: int
     prompts: tuple[Prompt, ...]
-    length: Tensor
+    lengths: Lengths
     table: Tensor
     to: Tensor
 
@@ -97,6 +98,9 @@ class Builder(AttentionMetadataBuilder):
         self.reorder_batch_threshold = 1
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
+        self.store = stores[0]
+        most = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size)
+        self.begin = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read it at this address
         if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
         room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
@@ -122,9 +126,10 @@ class Builder(AttentionMetadataBuilder):
             decodes = next(i for i, n in enumerate(new) if n > 1)
             rows = [i for i in range(decodes, m.num_reqs) if new[i]]
             prompts = tuple(Prompt(i, starts[i], starts[i + 1], lengths[i] - new[i]) for i in rows)
-        return Metadata(
-            decodes, prompts, m.seq_lens, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens]
-        )
+        lengths = self.store.lengths(m.seq_lens)
+        begin = self.begin[: m.num_reqs].copy_(lengths.ring_begin[: m.num_reqs])
+        lengths = lengths._replace(ring_begin=begin)
+        return Metadata(decodes, prompts, lengths, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens])
 
 
 class Backend(AttentionBackend):
@@ -205,7 +210,8 @@ class Impl(AttentionImpl):
         tokens = len(m.to)
         self.store.write(key[:tokens], value[:tokens], m.to)
         if n := m.decodes:
-            output[:n] = self.store.decode(query[:n], m.length[:n], m.table[:n], self.attention)
+            lengths = mapped(m.lengths, lambda t: t[:n])
+            output[:n] = self.store.decode(query[:n], lengths, m.table[:n], self.attention)
         for p in m.prompts:
             new = slice(p.first, p.end)
             output[new] = self.store.prompt(query[new], key[new], value[new], m.table[p.row], p.past, self.attention)
