@@ -143,6 +143,8 @@ class BlockStore:
         """Use the engine's memory, bytes [blocks, page_bytes]: the index of all blocks, then the pool if it is here."""
         if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
             return
+        if not page.is_contiguous():
+            raise ValueError(f"a block store needs memory without gaps, got {page.shape} with strides {page.stride()}")
         parts, at, flat = dict[str, Tensor](), 0, page.view(torch.uint8).flatten()
         for name, b in self._on_page(page.shape[0]).items():
             parts[name] = flat[at : at + b.nbytes].view(b.dtype).view(b.shape)
