@@ -103,8 +103,8 @@ def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
     share |= {"kv_cache_dtype": "fp8"} if place == "flash-fp8" else {}
     return dict(
         graphs=sizes if total else (), native=o.native, load_format="dummy", dtype="bfloat16",
-        max_model_len=context + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK, enable_prefix_caching=False,
-        disable_log_stats=True, ours=ours if place in OURS else None, **share,
+        max_model_len=context + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK,
+        enable_prefix_caching=False, disable_log_stats=True, ours=ours if place in OURS else None, **share,
     )  # fmt: skip
 
 
