@@ -204,7 +204,7 @@ def test_layers_with_another_kind_of_cache_are_refused(llama, kind):
     [
         ("quest", {}, "needs additional_config"),
         ({"method": "icecache"}, {}, "got 'icecache': it stores the tokens of a request in the order of its tree"),
-        ({"method": "quest", "kv": "disk"}, {}, "kv must be one of device, host, got 'disk'"),
+        ({"method": "quest", "kv": "disk"}, {}, "kv must be one of device, host, auto, got 'disk'"),
         ({"method": "quest", "ratio": 3}, {}, "has no hyper-parameter ratio; it has: budget, sink"),
         ({"method": "quest", "block_size": 32}, {}, "block_size is that of the engine, 16, got 32"),
         ({"method": "quest"}, {"block_size": 48}, "block_size of the engine must be a power of two, got 48"),

@@ -5,7 +5,9 @@ The index of a token depends on the keys of its block alone. So blocks that requ
 earlier use of a block leaves no trace. Only tokens older than the window can be selected, whole intervals at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
-memory, and the device has the index and one hot buffer for all requests.
+memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer as
+large as device memory allows. Blocks of prompts go there at once, and stay until it is full. Then those that no step
+selected lately leave, and are fetched from the host if a step selects them again.
 
 A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.
 ops/engine/__init__.py lists the launches of a prompt and of a decode step.
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from torchsparsekv import host
 from torchsparsekv.engines._options import Options
+from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.engine.fetch_shared import fetch_shared
 from torchsparsekv.ops.engine.list_units import list_units, listed
 from torchsparsekv.ops.engine.listed_attention import listed_attention
@@ -27,6 +30,7 @@ from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.store.views import Attention, BlockTable, KVStore, Lengths
 from torchsparsekv.state import Buffer, Geometry, named
 
+ADMITTED = 4096  # units that are brought at a time
 OF_ROWS = ("store", "stats", "hot")  # what a method declares for rows with a pool of their own, beside its index
 
 
@@ -65,14 +69,15 @@ class BlockStore:
         self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
         places: int,
     ):  # fmt: skip
-        self.method, self.on_host, self.device, self.dtype = options.method, options.kv == "host", device, dtype
+        self.method, self.on_host, self.device, self.dtype = options.method, options.kv != "device", device, dtype
+        self.resident = options.kv == "auto"
         self.heads, self.head_dim, self.block_size = heads, head_dim, options.block_size
         self.unit = self.method.block_size  # tokens that are selected together: a block, or one token
         self.plan = self.method.ring_plan
-        chosen = self._declared(places)["hot"].chosen.shape[2]
-        plan, unit = self.plan, self.unit
+        plan, chosen = self.plan, self._declared(places)["hot"].chosen.shape[2]
+        units = listed(chosen, plan.sink, plan.window, plan.interval, self.unit)
         # With room for the listed units alone, it would thrash.
-        self.slots = requests * (listed(chosen, plan.sink, plan.window, plan.interval, unit) + chosen)
+        self.slots = self._least_slots = requests * (units + chosen)
         self.page: Tensor | None = None
         self.pool: Tensor | None = None
         self.layer: SharedLayer | None = None
@@ -84,7 +89,7 @@ class BlockStore:
         }  # fmt: skip
         # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
         # on that number.
-        self._hot_rows = self._zeros(self._hot_shape()) if self.on_host else None
+        self._hot_rows = self._zeros(self._hot_shape()) if options.kv == "host" else None
 
     # ---- sizes, and memory
 
@@ -123,6 +128,14 @@ class BlockStore:
         """Bytes of a block in host memory."""
         return self._pool(1).nbytes if self.on_host else 0
 
+    def reserve(self, blocks: int, room: int) -> None:
+        """With kv="auto": allocate a hot buffer for `blocks` blocks, or for as many as `room` bytes hold. It always has
+        room for a step."""
+        units, each = blocks * self.block_size // self.unit, self._pool(1).nbytes * self.unit // self.block_size
+        self._hot_rows = None  # frees that of another size
+        self.slots = max(self._least_slots, min(units, room // each))
+        self._hot_rows = self._zeros(self._hot_shape())
+
     def allocate(self, blocks: int) -> None:
         """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
         units = blocks * self.block_size // self.unit
@@ -135,7 +148,8 @@ class BlockStore:
         lead, i32 = (1, self.heads), torch.int32
         none = self._zeros((*lead, units + self.slots), i32) - 1
         slot_of, block_of = (t.contiguous() for t in none.split([units, self.slots], 2))
-        assert self._hot_rows is not None
+        if self._hot_rows is None:
+            raise RuntimeError('kv="auto" needs a hot buffer: reserve it first')
         used, hand = self._zeros((*lead, self.slots), i32), self._zeros(lead, i32)
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
@@ -185,7 +199,19 @@ class BlockStore:
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""
-        return table_prompt(q, k, v, self._ready().store.pool, table, past, self.block_size, a)
+        out = table_prompt(q, k, v, self._ready().store.pool, table, past, self.block_size, a)
+        if self.resident:
+            self._admit(table[past // self.block_size : cdiv(past + len(k), self.block_size)])
+        return out
+
+    def _admit(self, blocks: Tensor) -> None:
+        """Bring blocks of a prompt to the hot buffer, the newest of them if there are more than it holds."""
+        pool, hot = self._ready().store.pool, self.hot
+        assert hot is not None
+        parts = torch.arange(self.block_size // self.unit, device=blocks.device, dtype=blocks.dtype)
+        units = (blocks[:, None] * len(parts) + parts).flatten()[-self.slots :]
+        for some in units.split(ADMITTED):
+            fetch_shared(some.expand(1, self.heads, -1).contiguous(), pool, hot)
 
     def _ready(self) -> SharedLayer:
         if self.layer is None:

@@ -242,6 +242,14 @@ def host_room(config: VllmConfig) -> int:
     return first.room
 
 
+def device_room(config: VllmConfig) -> int:
+    """Bytes of device memory that keys and values may fill, with kv="auto". vLLM measures its own memory afterwards."""
+    gib = ours_in(config)[0].options.device_gib
+    if gib is not None:
+        return int(gib * GIB)
+    return least_of_ranks(config, torch.cuda.mem_get_info()[0] // 2 if torch.cuda.is_available() else 0)
+
+
 def _is_ours(layer: object) -> bool:
     return isinstance(getattr(layer, "impl", None), Impl)
 
@@ -277,8 +285,12 @@ def plan_host(config: VllmConfig) -> None:
             f"torchsparsekv: {least} blocks of {stores[0].block_size} tokens take {gib:.2f} GiB of host memory, "
             f"{room / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override), or raise host_gib"
         )
+    blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
+    if stores[0].resident:
+        room = device_room(config) // len(stores)
+        for store in stores:
+            store.reserve(blocks, room)
     if wanted is None:
-        blocks = min(most, config.scheduler_config.max_num_seqs * longest + 1)
         config.cache_config.num_gpu_blocks_override = blocks
         if plans_elsewhere(config.parallel_config):
             config.cache_config.kv_cache_memory_bytes = blocks * sum(s.page_bytes for s in stores)

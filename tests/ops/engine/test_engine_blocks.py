@@ -37,12 +37,15 @@ class Engine:
     """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
 
     def __init__(
-        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, **hyper: object
+        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, room: int = 0,
+        **hyper: object,
     ):
         exact = {} if method == "pariskv" else {"digest": "float32"}
         hyper = dict(budget=budget, sink=SINK, window=WINDOW) | exact | hyper
         options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
         self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
+        if kv == "auto":
+            self.store.reserve(BLOCKS, room * self.store.host_bytes)
         self.random, self.free = random.Random(seed), list(range(1, BLOCKS))
         self.g = torch.Generator().manual_seed(seed)
         self.store.allocate(BLOCKS)
@@ -171,9 +174,45 @@ TESTED = [
 ]  # fmt: skip
 
 
+def test_blocks_stay_on_the_device_until_it_is_full():
+    """With room for all, a step brings only the block that its new token begins."""
+    e = Engine("auto", room=BLOCKS)
+    assert e.store.slots == BLOCKS
+    a, b = e.begin(), e.begin()
+    e.prompt(a, 30)
+    e.prompt(b, 21)
+    for step in range(12):
+        begun = sum(r.length % BLOCK == 0 for r in (a, b))
+        assert fetched([e.store], lambda: e.decode([a, b])) == begun, step
+
+
+def test_blocks_that_no_step_selects_leave_a_full_device_first():
+    """One request decodes, one waits. A third begins: the one that decodes still misses nothing, the other does."""
+    e = Engine("auto", most=2, room=44, budget=BLOCK * 8)
+    assert e.store.slots == 44
+    active, waiting = e.begin(), e.begin()
+    e.prompt(active, BLOCK * 10)
+    e.prompt(waiting, BLOCK * 20)
+    for _ in range(2):
+        e.decode([active])  # of its blocks every one
+    e.prompt(e.begin(), BLOCK * PLACES)
+    there = e.store.hot.slot_of[0].cpu() >= 0
+    held = [there[:, r.ids].float().mean().item() for r in (active, waiting)]
+    assert held[0] == 1
+    assert held[1] <= 0.5
+    e.decode([waiting, active])  # fetched again, and equal to brute force
+
+
+def test_hot_buffer_is_reserved_before_the_tables():
+    with pytest.raises(RuntimeError, match='kv="auto" needs a hot buffer'):
+        BlockStore(
+            read_options({"method": "quest", "kv": "auto"}, 16), HEADS, DIM, torch.float32, DEVICE, requests=1, places=4
+        ).allocate(9)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", *PARIS])
-@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("kv", ["device", "host", "auto"])
 def test_random_requests_equal_brute_force(kv, method, hyper, seed):
     """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
     e, r = Engine(kv, method, seed=seed, **hyper), random.Random(seed)
@@ -319,7 +358,9 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(host_gib=2), 'with kv="host", got 2'),
         (dict(kv="host", host_gib=0), "positive number of GiB"),
         (dict(kv="host", host_gib="8"), "got '8'"),
-        (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
+        (dict(kv="disk"), "kv must be one of device, host, auto, got 'disk'"),
+        (dict(kv="host", device_gib=2), 'device_gib is a positive number of GiB, with kv="auto", got 2'),
+        (dict(kv="auto", device_gib=-1), "got -1"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
         (dict(estimate_rest=True), "an engine has no estimate_rest, got True"),
         (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
