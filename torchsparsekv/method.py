@@ -93,6 +93,8 @@ class Traits:
         older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
         cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
             alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a token
+            depends on the keys of that token's block alone, so that requests can share blocks: then it has `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -107,6 +109,7 @@ class Traits:
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
     cannot_crop: str = "does not say that its index can be built from keys alone (Traits.cannot_crop)"
+    no_engine: str = "does not say that requests can share its index (Traits.no_engine)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +308,19 @@ class Method:
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
 
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        """An engine stored new tokens of any requests: take their keys `k` [tokens, kv_heads, head_dim] into the index.
+        `to` [tokens] has the pool row of each, -1 for a token that is not stored."""
+        raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define written")
+
     def leaving_rows(self, s: LayerState) -> Tensor | None:
         """The pool rows that took the tokens which left the ring at this step, [batch, kv_heads, interval]; None: those
         of their positions. Only methods that put tokens at rows of their own choice have them."""
         return None
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        """The blocks to attend to beside the ring; `Selection()` where there are never any."""
+        """The blocks to attend to beside the ring; `Selection()` where there are never any. Blocks are numbered in the
+        order of the text; `s.block_table` says where they are if rows share one pool, as those of an engine do."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
     def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
@@ -337,11 +346,9 @@ class Method:
 
     def best(self, s: LayerState, scores: Tensor, peaks: Tensor | None = None) -> Selection:
         """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of the pool]."""
-        if scores.shape != s.hot.slot_of.shape:
-            raise ValueError(
-                f"{self.name}: scores are one number for each block of the pool, {tuple(s.hot.slot_of.shape)}, got "
-                f"{tuple(scores.shape)}"
-            )
+        want = (s.lengths.length.shape[0], s.store.pool.shape[1], s.row_capacity // self.block_size)
+        if scores.shape != want:
+            raise ValueError(f"{self.name}: scores are one number for each block, {want}, got {tuple(scores.shape)}")
         return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final

@@ -19,7 +19,17 @@ from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Attention, Digests, HotBuffer, KVStore, Leaving, Lengths, Scored, Selection
+from torchsparsekv.ops.store.views import (
+    Attention,
+    BlockTable,
+    Digests,
+    HotBuffer,
+    KVStore,
+    Leaving,
+    Lengths,
+    Scored,
+    Selection,
+)
 from torchsparsekv.state import RingPlan
 
 FP8 = torch.float8_e4m3fn
@@ -137,23 +147,32 @@ def _centroid_votes(w: World):
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 
 
+def _coded(w: World, m: int) -> tuple[Codes, Lengths, BlockTable]:
+    """Of rows that have a pool each, or share one."""
+    if w.pick(True, False):
+        return _encoded(w, m), w.lengths_view, BlockTable()
+    return cases_engine.codes(w, m), *cases_engine.requests(w)
+
+
 def _rank_by_votes(w: World):
     m = max(w.pick(8, 4, 2), 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
-    codes, packs = _encoded(w, m), w.pick(1, 2, 3)
+    (codes, lengths, table), packs = _coded(w, m), w.pick(1, 2, 3)
+    codes = codes._replace(counts=codes.counts.expand(w.batch, -1, -1, -1).contiguous())
     shape = (w.batch, w.heads, packs, 1 << m, codes.ids.shape[3], 4)
     votes = torch.randint(0, 7, shape, generator=w.g, dtype=torch.uint8)
     ratios, least, dense = _ratios(w), w.seed % 7, w.pick(0, w.rows // 2)
     capacity = candidate_capacity(w.rows, ratios, least, dense) + w.pick(0, 1)
-    return (votes, codes, w.lengths_view, ratios, least, dense, capacity)
+    return (votes, codes, lengths, ratios, least, dense, capacity, table)
 
 
 def _rerank(w: World):
-    codes = _encoded(w, w.pick(8, 4, 2))
+    codes, _, table = _coded(w, w.pick(8, 4, 2))
+    codes = codes._replace(counts=codes.counts.expand(w.batch, -1, -1, -1).contiguous())
     size = 1 << (w.dim - 1).bit_length()
     rotated = torch.randn(w.batch, w.heads, w.pick(1, w.group), size, generator=w.g)
     empty = torch.full((w.batch, w.heads, w.pick(0, 70)), -1)
     candidates = torch.cat([w.chosen(max(1, w.blocks // 2)), empty], 2)
-    return (rotated, codes, candidates.to(I32).contiguous())
+    return (rotated, codes, candidates.to(I32).contiguous(), table)
 
 
 def _attention_mass(w: World):
@@ -356,7 +375,9 @@ OPS = {
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
-    "bound_scores": lambda w: cases_static.bound_scores(w, _bound_scores(w)),
+    "bound_scores": lambda w: w.pick(
+        lambda w: cases_static.bound_scores(w, _bound_scores(w)), cases_engine.bound_scores
+    )(w),
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
     "centroid_votes": _centroid_votes,

@@ -50,6 +50,7 @@ class PRKV(StaticMethod, PageMethod):
             moves_selected=bool(self.static),
             no_rest="moves tokens in the pool, but with static_ratio=0" if self.static else "",
             cannot_crop=QUERIES if self.static else "",
+            no_engine="moves the tokens of a set of each request in its pool",
             least_capability=max((n["least_capability"] for n in needs), default=(8, 0)),
             older_devices=", ".join(n["older_devices"] for n in needs),
         )
