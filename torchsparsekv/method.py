@@ -93,8 +93,9 @@ class Traits:
         older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
         cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
             alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
-        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a token
-            depends on the keys of that token's block alone, so that requests can share blocks: then it has `written`.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a
+            token depends on the keys of that token's block alone, so that requests can share blocks: then it has
+            `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
