@@ -70,8 +70,9 @@ def at_least(options: Any, **least: int) -> None:
     """Raises where a number, or one of several, is lower than that; without any, too."""
     for name, bound in least.items():
         value = getattr(options, name)
-        if min(value if isinstance(value, tuple) else (value,), default=bound - 1) < bound:
-            raise ValueError(f"{name} must be at least {bound}, got {value}")
+        values = value if isinstance(value, tuple) else (value,)
+        if min(values, default=bound - 1) < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {min(values, default='nothing')}")
 
 
 def repeats(values: Sequence) -> bool:

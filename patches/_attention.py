@@ -1,6 +1,5 @@
 """The attention and mask functions that transformers dispatches to on a patched model."""
 import sys
-import warnings
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SENTINEL, SparseCache
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._names import NAME, cache_in, name_in, renamed
+from torchsparsekv.patches._warn import warn
 
 PREFIX = "torchsparsekv_over_"
 NOTHING_BUT_PADDING = "torchsparsekv: a row of the batch is nothing but padding"
@@ -140,10 +140,9 @@ def _warn_dense(module) -> None:
     owner = getattr(module, "_torchsparsekv_owner", None)
     if owner is None or module.layer_idx != owner.first:
         return
-    warnings.warn(
-        "torchsparsekv: this decode step is dense, its cache is not one of this patch: use generate(), or pass "
-        f"{NAME}=handle.make_cache(...) (what guidance_scale compares with is dense in any case)",
-        stacklevel=2,
+    warn(
+        "this decode step is dense, its cache is not one of this patch: use generate(), or pass "
+        f"{NAME}=handle.make_cache(...) (what guidance_scale compares with is dense in any case)"
     )
 
 

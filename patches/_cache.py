@@ -130,7 +130,14 @@ class SparseCache(Cache):
             max_length: tokens of a row. None: all positions of the model.
             options: keywords of patch(); refused for a patched model.
         """
-        handle_for(model, method, max_length, options).make_cache(batch_size, max_length, into=self)
+        found = getattr(unwrapped(model), "_torchsparsekv", None)
+        handle = handle_for(model, method, max_length, options)
+        try:
+            handle.make_cache(batch_size, max_length, into=self)
+        except BaseException:
+            if found is None:  # the patch is ours
+                handle.unpatch()
+            raise
 
     @classmethod
     def of_plan(

@@ -1,7 +1,6 @@
 """What stands in for generate() and for its own way to a cache, on the patched instance."""
 import functools
 import itertools
-import warnings
 from typing import TYPE_CHECKING
 
 from transformers import GenerationMixin
@@ -11,6 +10,7 @@ from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
 from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._names import NAME, cache_in, renamed
+from torchsparsekv.patches._warn import warn
 
 if TYPE_CHECKING:
     from torchsparsekv.patches._handle import Handle
@@ -27,10 +27,8 @@ def forget_compiled(model) -> None:
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
     """The class's own; what it holds of our caches is free again when it ends, however it ends."""
-    if isinstance(cache_in(kwargs), SparseCache):
-        kwargs = renamed(kwargs)
     with _use.generating():
-        return type(self).generate(self, *args, **kwargs)
+        return type(self).generate(self, *args, **renamed(kwargs))
 
 
 def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
@@ -82,11 +80,11 @@ def _refuse(model, generation_config, generation_mode) -> None:
     if generation_config.is_assistant:  # first: by some versions of transformers it has a cache_implementation too
         raise ValueError("a patched model cannot assist another: that takes tokens back out of the cache; unpatch it")
     if generation_config.use_cache is False:
-        raise ValueError("use_cache=False would bypass torchsparsekv silently; unpatch the model instead")
+        raise ValueError("use_cache=False would bypass torchsparsekv: leave it out")
     if generation_config.cache_implementation is not None:
         raise ValueError(
-            f"cache_implementation={generation_config.cache_implementation!r} would bypass torchsparsekv silently; "
-            f"unpatch the model, or pass {NAME}"
+            f"cache_implementation={generation_config.cache_implementation!r} would bypass torchsparsekv: leave it out "
+            "for a sparse cache, 'dynamic' is dense"
         )
     check_implementation(model.config.get_text_config(decoder=True))
     if generation_config.output_attentions:
@@ -141,11 +139,7 @@ def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
         generation_config.max_new_tokens -= over
         name, why = "max_new_tokens", f"{columns} tokens are there and "
     now = getattr(generation_config, name)
-    warnings.warn(
-        f"torchsparsekv: {name} is {now} instead of {now + over}, because {why}max_position_embeddings of the model is "
-        f"{limit}",
-        stacklevel=2,
-    )
+    warn(f"{name} is {now} instead of {now + over}, because {why}max_position_embeddings of the model is {limit}")
     return over
 
 

@@ -1,7 +1,6 @@
 """What patch() returns: makes caches, reports what they did, and restores the model."""
 import copy
 import threading
-import warnings
 import weakref
 
 from torchsparsekv.method import Method, as_int
@@ -10,6 +9,7 @@ from torchsparsekv.patches._cache import SparseCache
 from torchsparsekv.patches._memory import check_memory, hot_note, placed
 from torchsparsekv.patches._plan import Memory, Plan
 from torchsparsekv.patches._precompile import precompile
+from torchsparsekv.patches._warn import warn
 from torchsparsekv.report import LayerReport, Report, layer_report, rest_bytes
 
 SMALLEST_BUCKET = 1024
@@ -65,10 +65,9 @@ class Handle:
     def _say_how_much(self, batch: int, length: int) -> None:
         memory = self.plan(batch, length)
         host_mib, device_mib = memory.host_bytes / 2**20, memory.device_bytes / 2**20
-        warnings.warn(
-            f"make_cache() without max_length has room for {length} tokens, all that the model's positions allow: "
-            f"{host_mib:.1f} MiB of host memory and {device_mib:.1f} MiB on the device",
-            stacklevel=3,
+        warn(
+            f"a cache without max_length has room for {length} tokens, all that the model's positions allow: "
+            f"{host_mib:.1f} MiB of host memory and {device_mib:.1f} MiB on the device"
         )
 
     def _sizes(self, batch_size, max_length) -> tuple[int, int]:
@@ -206,10 +205,9 @@ class Handle:
         if self.not_captured:
             return
         self.not_captured = why
-        warnings.warn(
-            f"torchsparsekv: decode steps of this {type(self.model).__name__} are compiled from now on, which takes a "
-            f"minute the first time, since they cannot be captured as a CUDA graph: {why}",
-            stacklevel=2,
+        warn(
+            f"decode steps of this {type(self.model).__name__} are compiled from now on, which takes a "
+            f"minute the first time, since they cannot be captured as a CUDA graph: {why}"
         )
 
     def hold(self, cache: SparseCache, *, chunked: bool) -> bool:
@@ -223,7 +221,7 @@ class Handle:
         whose call still runs is not used either."""
         if needed > (self.max_length or self.limit):
             raise ValueError(
-                f"prompt and new tokens need a cache of {needed}, this patch allows max_length="
+                f"prompt and new tokens need a cache of {needed} tokens, this patch allows max_length="
                 f"{self.max_length or self.limit}"
             )
         length = self.max_length or min(self.limit, max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()))

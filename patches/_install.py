@@ -1,5 +1,4 @@
 """patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
-import warnings
 from collections.abc import Mapping
 from typing import get_args
 
@@ -18,6 +17,7 @@ from torchsparsekv.patches._memory import check_hot_gib, check_memory, placed
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
 from torchsparsekv.patches._unwrapped import unwrapped
+from torchsparsekv.patches._warn import warn
 
 OFFLOAD = get_args(Offload)
 STEPS = get_args(Step)
@@ -44,7 +44,7 @@ def install(
         check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     for note in plan.warned:  # before the model is touched, as a filter may turn a warning into an error
-        warnings.warn(f"torchsparsekv: {note}", stacklevel=3)
+        warn(note)
     handle.install()
     return handle
 

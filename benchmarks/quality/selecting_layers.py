@@ -184,7 +184,7 @@ def check(o: Options, out: Path) -> None:
     at_least(o, every=2, samples=1, length=1, steps=1, budget=1, sink=0, window=1)
     options.check_dtype(o.dtype)
     if out.exists():
-        raise FileExistsError(f"{out} is there already: name another file")
+        raise FileExistsError(f"{out} is there already: name another file with --out")
     make_method("icecache", budget=o.budget, sink=o.sink, window=o.window)
 
 

@@ -290,3 +290,36 @@ def test_constructed_cache_takes_every_keyword_of_patch():
     with torchsparsekv.patch(tiny(), "quest", max_length=512, block_size=4, **given) as handle:
         assert repr(cache.handle) == repr(handle)
     cache.handle.unpatch()
+
+
+def test_constructed_cache_that_is_refused_leaves_the_model_unpatched():
+    model = tiny()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        torchsparsekv.SparseCache(model, "quest", batch_size=0, **SMALL)
+    assert snapshot(model) == before
+    first = torchsparsekv.SparseCache(model, "quest", **SMALL)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        torchsparsekv.SparseCache(model, "quest", batch_size=0)
+    assert first.handle.active, "the first cache is in use"
+    first.handle.unpatch()
+
+
+@torch.no_grad()
+def test_warnings_name_the_line_of_the_user():
+    model = tiny(max_position_embeddings=128)
+    saving = {n: x for n, x in SMALL.items() if n != "max_length"}
+    where = dict(max_new_tokens=100, do_sample=False)
+    acts = {
+        "has room for 128 tokens": lambda: torchsparsekv.SparseCache(model, "quest", **saving),
+        "max_new_tokens is 69 instead of 100": lambda: model.generate(IDS, **where),
+        "this decode step is dense": lambda: model.generate(IDS[:, :20], cache=DynamicCache(), **where),
+    }
+    for says, act in acts.items():
+        with pytest.warns(UserWarning, match=f"torchsparsekv: .*{says}") as told:
+            act()
+        assert {w.filename for w in told if str(w.message).startswith("torchsparsekv: ")} == {__file__}
+    model._torchsparsekv.unpatch()
+    with pytest.warns(UserWarning, match="nothing will be saved") as told:
+        torchsparsekv.SparseCache(model, "quest", max_length=16, **{**saving, "budget": 8})
+    assert told[0].filename == __file__

@@ -9,6 +9,7 @@ from cli import answered, refused
 from models import tiny
 from planned import allocated
 from planned import folder as of_a_tiny_model
+from transformers import AutoConfig
 from world import DEVICE
 
 import torchsparsekv
@@ -119,6 +120,17 @@ def test_the_command_takes_an_old_name_with_a_warning(folder):
 )
 def test_plan_command_refuses_wrong_arguments(folder, args, says):
     assert f"plan: {says}" in refused("plan", *(folder if a == "MODEL" else a for a in args))
+
+
+def test_plan_of_an_unknown_model_is_refused_in_one_line(monkeypatch):
+    def fail(name):
+        raise OSError("no connection\nCheck it")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    assert refused("plan", "nowhere") == (
+        "plan: nowhere is neither a folder with a model nor a name that Hugging Face's hub could be asked for: "
+        "no connection\n"
+    )
 
 
 def test_info_lists_versions_and_devices():

@@ -247,8 +247,8 @@ ROWS = [
     Row("config of a patched model", patch_one_of_two, RuntimeError, r"implementation 'torchsparsekv_over_sdpa', of a patched model whose config it is or was copied from"),
     Row("patched twice", patch_twice, RuntimeError, r"patched already: <torchsparsekv active .*Quest.*unpatch"),
     # capacity
-    Row("generate overruns", generate(max_new_tokens=46), ValueError, r"need a cache of 65, this patch allows max_length=64"),
-    Row("prompt overruns in generate", generate(*prompts(2, 70)), ValueError, r"need a cache of 73, this patch allows max_length=64"),
+    Row("generate overruns", generate(max_new_tokens=46), ValueError, r"need a cache of 65 tokens, this patch allows max_length=64"),
+    Row("prompt overruns in generate", generate(*prompts(2, 70)), ValueError, r"need a cache of 73 tokens, this patch allows max_length=64"),
     Row("prompt overruns", call(prompts(2, 65)[0]), ValueError, r"65 tokens after 0 overrun this cache of max_length 64"),
     Row("second prompt overruns", used(second_prompt_overruns), ValueError, r"20 tokens after 20 overrun this cache of max_length 32"),
     Row("generate overruns a given cache", generate(cache=lambda h: h.make_cache(2, 22)), ValueError, r"holds 22 tokens, this call needs 23"),
@@ -265,8 +265,8 @@ ROWS = [
     Row("assisted decoding", generate(IDS[1:], MASK[1:], assistant_model=tiny()), ValueError, r"'assisted_generation' reorders or forks"),
     # transformers 5 moved contrastive search out, and asks for remote code before it would come to us
     Row("contrastive search", generate(penalty_alpha=0.6, top_k=4), ValueError, r"contrastive_search|Contrastive Search requires"),
-    Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv"),
-    Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv"),
+    Row("use_cache=False", generate(use_cache=False), ValueError, r"use_cache=False would bypass torchsparsekv: leave it out$"),
+    Row("static cache", generate(cache_implementation="static"), ValueError, r"cache_implementation='static' would bypass torchsparsekv: leave it out for a sparse cache, 'dynamic' is dense$"),
     Row("shorter prompt on a used cache", used(shorter), ValueError, r"this call has 12 tokens and the SparseCache holds 20: pass the token ids of the whole conversation.*cache\.crop"),
     Row("prompt above the positions of the model", used(lambda m, h: m.generate(IDS.repeat(1, 26), attention_mask=torch.ones_like(IDS.repeat(1, 26)), max_new_tokens=4), max_length=None), ValueError, r"the prompt has 520 tokens, which leaves no room.*max_position_embeddings of the model is 512"),
     Row("crop of more than is held", used(lambda m, h: h.make_cache(2).crop(5)), ValueError, r"crop takes a number of tokens, from 0 to 0 here, got 5"),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import torchsparsekv
 from torchsparsekv.commands import app
-from torchsparsekv.commands._models import check_name
 from torchsparsekv.commands._options import TOLD, parsed
 from torchsparsekv.method import make_method
 from torchsparsekv_benchmarks._progress import Progress, now
@@ -114,17 +113,15 @@ def command(
     taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
 ) -> None:
     """Find the tau at which LouisKV retrieves least within a stated loss."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from torchsparsekv_benchmarks.quality.pretrained import opened
 
-    from torchsparsekv_benchmarks.quality.pretrained import tokenizer_of
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         told = {} if budget is None else {"budget": budget}
         thresholds = asked(taus, told, out)
-        check_name(model)
-        ids = texts_of(tokenizer_of(AutoTokenizer, model, model), text, prompt + steps, texts).to(device)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
+        files = opened(model)
+        ids = texts_of(files.tokenizer, text, prompt + steps, texts).to(device)
+        loaded = files.load(device, "auto")
         now(f"{len({1.0, *thresholds})} thresholds on {texts} texts of {prompt} + {steps} tokens, on {device}")
         found = calibrate(loaded, ids, prompt, loss, thresholds, **told)
         tell({**found, "model": model, "text": str(text)}, out)

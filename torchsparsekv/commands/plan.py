@@ -57,7 +57,13 @@ def planned(
 
     check_name(name)
     hyper = renamed(hyper)
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as e:
+        why = str(e).strip().split("\n", 1)[0]
+        raise ValueError(
+            f"{name} is neither a folder with a model nor a name that Hugging Face's hub could be asked for: {why}"
+        ) from e
     if max_length is None:
         max_length = min(LONG, getattr(config.get_text_config(decoder=True), "max_position_embeddings", LONG))
     with torch.device("meta"):
