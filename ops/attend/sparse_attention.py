@@ -38,16 +38,16 @@ from torchsparsekv.ops.attend._split import (
 )
 from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
 from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
-from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at, row_width
+from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
 # Programs per kv head (a cluster), and warps per program: as many as have a tile each, up to MOST_WARPS. A program of
 # 16 warps fills a multiprocessor, so it cannot start before fetch ends: both take 10.6 us, not 10.4, at 1360 tokens.
-NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
-NATIVE_TILE = 16  # tokens that a warp takes at a time
-NATIVE_REMAINDERS = 4  # groups of the rest of which a warp takes exact tokens out at a time
+# With the rest a program has more to do, and 16 warps are faster.
+NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, MOST_REST_WARPS = 8, 8, 12, 16
+NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 NATIVE_SHARED = 96 << 10  # bytes of shared memory that the tables of the rest may have
 
 
@@ -162,13 +162,16 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int) -> int:
+def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
     """Warps per program: the fewest that need no additional round of tiles. 8 if heads are wide or a multiprocessor
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
-    rounds = cdiv(tiles, cluster * MOST_WARPS)
+    chosen = cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
+    tiles, most = cdiv(ring.shape[2], NATIVE_TILE) + chosen, MOST_WARPS
+    if rest.sums is not None:
+        tiles, most = tiles + chosen + cdiv(rest.sums.shape[2], NATIVE_TILE), MOST_REST_WARPS
+    rounds = cdiv(tiles, cluster * most)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
@@ -184,7 +187,7 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
-    warps, page = _warps(q, ring, hot, cluster), hot.rows.shape[3]
+    warps, page = _warps(q, ring, hot, cluster, rest), hot.rows.shape[3]
     if rest.sums is not None:
         if rest.sums.dtype is not torch.float16 or rest.group % page or not _cuda.aligned(rest.sums):
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
@@ -196,12 +199,11 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
 
 
 def _shared(q: Tensor, hot: HotBuffer, warps: int, heads: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: first for the rest, if there is one, then for its sums."""
-    d, parts = q.shape[3], warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
+    """Bytes of dynamic shared memory of a program: the tables of the rest, and later its sums."""
+    parts = warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
     if rest.sums is None:
         return parts
-    tables = 4 * (rest.sums.shape[2] + 2 * hot.chosen.shape[2])
-    return max(parts, warps * NATIVE_REMAINDERS * row_width(d) * 2 + tables)
+    return max(parts, 4 * (rest.sums.shape[2] + 4 * hot.chosen.shape[2]))
 
 
 def native(
@@ -211,7 +213,6 @@ def native(
     resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
     return dict(
         D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
-        REMAINDERS=NATIVE_REMAINDERS,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Views: NamedTuples of the tensors and numbers of one layer that belong together. Ops take views as arguments.
 
 An op writes a view only where its reference says `Changed[View]`. A word in a shape, such as "batch" or "ring_rows", is
-the same size in all tensors of one op (ops/_machinery/signature.py). ops/store/rows.py alone says how a token lies in
-a row of memory.
+the same size in all tensors of one op (ops/_machinery/signature.py). "pools" is "batch", or 1 where the rows of the
+batch share one pool (BlockTable). ops/store/rows.py alone says how a token lies in a row of memory.
 
 The views in the order in which a decode step meets them: Token, KVStore, Lengths, Stats (append), Leaving, Digests
 (the index), Scored, Selection (the choice), HotBuffer (fetch), Attention (attention).
@@ -60,6 +60,21 @@ class Lengths(NamedTuple):
     ring_begin: PerRow
     sink: int
     interval: int
+
+
+class BlockTable(NamedTuple):
+    """The blocks of each row of the batch, where all rows share one pool. An index of that pool has a batch of 1.
+
+    ids: numbers of blocks in the order of the text. Position p of row b is in block ids[b, p // block_size]. Rows that
+        begin alike may share blocks. None: every row has a pool of its own, and its positions are pool rows.
+    block_size: tokens of a block; 0 without ids.
+    """
+
+    ids: Annotated[Tensor, Of("batch places", I32)] | None = None
+    block_size: int = 0
+
+
+OWN_POOLS = BlockTable()
 
 
 class Token(NamedTuple):
@@ -187,11 +202,11 @@ class Digests(NamedTuple):
     origin: the point from which the volumes of a head count the keys (ops/index/_origin.py).
     """
 
-    centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
-    spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
+    centre: Annotated[Tensor, Of("pools heads blocks dim", (*FLOATS, FP8))]
+    spread: Annotated[Tensor, Of("pools heads blocks spread", (*FLOATS, FP8))]
     block_size: int
     volume: int
-    origin: Annotated[Tensor, Of("batch heads dim", torch.float32)]
+    origin: Annotated[Tensor, Of("pools heads dim", torch.float32)]
 
 
 class Observed(NamedTuple):
