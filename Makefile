@@ -4,6 +4,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS := $(VENV)/.tests
 
 .PHONY: help demo docs site results real-model test slow full fuzz sanitize long wheel versions lint clean
 help:
@@ -36,15 +37,15 @@ results: $(READY)
 	if [ $$status -le 1 ]; then $(MAKE) docs || status=$$?; fi; exit $$status
 
 # The tests that are not in tests/tools/slow.txt; less than twelve minutes on two cores.
-test: $(READY)
+test: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # The tests that `make test` leaves out; about fifteen minutes on two cores. CI runs both.
-slow: $(READY)
+slow: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 # Every test; twenty-five minutes on two cores.
-full: $(READY)
+full: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
@@ -71,7 +72,7 @@ ARGS ?= -m "not slow" tests/patches tests/core tests/docs
 versions:
 	@status=0; for pair in $(VERSIONS); do here="$(VENV)/versions/$$pair"; \
 	$(MAKE) --no-print-directory "$$here/.ready" VENV="$$here" TORCH="torch==$${pair%/*}" \
-	&& "$$here/bin/python" -m pip install --quiet "transformers==$${pair#*/}" \
+	&& "$$here/bin/python" -m pip install --quiet --editable ".[peft]" "transformers==$${pair#*/}" \
 	&& echo "torch $${pair%/*}, transformers $${pair#*/}:" \
 	&& "$$here/bin/python" -m pytest -n auto --dist worksteal $(ARGS) || status=1; done; exit $$status
 
@@ -88,6 +89,11 @@ $(READY): pyproject.toml setup.py benchmarks/pyproject.toml benchmarks/setup.py
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[hf,cli,report,test,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps --editable benchmarks
+	@touch $@
+
+# What the recipes and their tests need besides; `make demo` does without.
+$(TESTS): $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[eval,peft,real]"
 	@touch $@
 
 clean:

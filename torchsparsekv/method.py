@@ -82,14 +82,20 @@ class Traits:
             in another order at the rows of their positions.
         partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
         couples_heads: all heads of a layer decide together, so one device must hold all of them.
-        selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and no selected
-            block moves between steps. Such a method may set `prefetch_async`.
+        selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt
+            fills the hot buffer.
+        moves_selected: tokens of a selected block may move before the next step. Without it, a method that selects at
+            every step may set `prefetch_async`.
+        all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
         no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes it retrieves at its
             steps, and leaves a token at the pool row that took it when it left the ring (`leaving_rows`).
         least_capability: the oldest CUDA compute capability that the kernels compile for.
         older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
         cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
             alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a
+            token depends on the keys of that token's block alone, so that requests can share blocks: then it has
+            `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -98,10 +104,13 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    moves_selected: bool = False
+    all_queries: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
     cannot_crop: str = "does not say that its index can be built from keys alone (Traits.cannot_crop)"
+    no_engine: str = "does not say that requests can share its index (Traits.no_engine)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +175,10 @@ class Method:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.traits.selects_every_step:
+        if not self.traits.selects_every_step or self.traits.moves_selected:
             raise ValueError(
-                f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
+                f"{self.name}: prefetch_async is for methods that select at every step and move no token, "
+                f"got {value!r}: leave it out"
             )
 
     def _check_rest(self) -> None:
@@ -239,11 +249,19 @@ class Method:
         return group
 
     @classmethod
+    def in_layers(cls, layers: Mapping[int, "Method"], count: int) -> Mapping[int, "Method"]:
+        """What each layer runs, for methods whose layers differ by their number.
+
+        layers: the layers that run this class of method, in order. count: all layers of the model.
+        """
+        return layers
+
+    @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-        layers: the layers that run this class of method, in order, each as (method, kv heads, query heads). A layer can
-        share the selection of an equal one only.
+        layers: the layers that run this class of method or a class made from it, in order, each as (method, kv heads,
+        query heads). A dense layer that others share with has `choose` called, and keeps there what it selects.
         """
         return {}
 
@@ -284,12 +302,17 @@ class Method:
         """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        """A prompt, or a chunk of one, with keys `k` is in the index: select what later steps attend to, if the method
-        selects once a prompt. The pool may not have these tokens yet."""
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
+        """A prompt, or a chunk of one, with queries `q` and keys `k` is in the index: select what later steps attend
+        to, if the method selects once a prompt. The pool may not have these tokens yet."""
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
+
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        """An engine stored new tokens of any requests: take their keys `k` [tokens, kv_heads, head_dim] into the index.
+        `to` [tokens] has the pool row of each, -1 for a token that is not stored."""
+        raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define written")
 
     def leaving_rows(self, s: LayerState) -> Tensor | None:
         """The pool rows that took the tokens which left the ring at this step, [batch, kv_heads, interval]; None: those
@@ -297,8 +320,17 @@ class Method:
         return None
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        """The blocks to attend to beside the ring; `Selection()` where there are never any."""
+        """The blocks to attend to beside the ring; `Selection()` where there are never any. Blocks are numbered in the
+        order of the text; `s.block_table` says where they are if rows share one pool, as those of an engine do."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
+
+    def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
+
+    def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
+        """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
+        The blocks of this step are in the hot buffer by now. None: nothing is added."""
+        return None
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
@@ -315,11 +347,9 @@ class Method:
 
     def best(self, s: LayerState, scores: Tensor, peaks: Tensor | None = None) -> Selection:
         """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of the pool]."""
-        if scores.shape != s.hot.slot_of.shape:
-            raise ValueError(
-                f"{self.name}: scores are one number for each block of the pool, {tuple(s.hot.slot_of.shape)}, got "
-                f"{tuple(scores.shape)}"
-            )
+        want = (s.lengths.length.shape[0], s.store.pool.shape[1], s.row_capacity // self.block_size)
+        if scores.shape != want:
+            raise ValueError(f"{self.name}: scores are one number for each block, {want}, got {tuple(scores.shape)}")
         return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
@@ -330,6 +360,8 @@ class Method:
         self.ingest_token(s, q, k, v)
         selection = Selection()
         if self._attends == "everything":
+            if s.followers:
+                self.choose(s, q, a)
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
@@ -340,8 +372,11 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
+                if (bias := self.weigh(s, q, a)) is not None:
+                    selection = selection._replace(bias=bias)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
+            self.attended(s, q, a)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
@@ -377,7 +412,7 @@ class Method:
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
-        self.prompted(s, k, a)
+        self.prompted(s, q, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
             admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 

@@ -104,7 +104,7 @@ for _method in RUNS:
 
 
 TRACED = ("h200_decode_trace_quest.json", "h200_decode_trace_tokens.json")
-BUFFERS = {None: "auto", "hot_budgets=6": "6 budgets"}
+BUFFERS = {None: "auto", "hot_budgets=6": "5 %", "hot_budgets=25": "5 %"}  # of the tokens, at budgets of 1024 and 256
 REST = "estimate_rest=True"
 
 

@@ -160,7 +160,9 @@ def test_allowed_imports_have_no_cycle():
 # ---------------------------------------------------------------- shared ops know no method
 
 SHARED = ("store", "index", "select", "gather", "rest", "attend", "_machinery")
-FAMILY = re.compile(r"\b(?:icecache|pariskv|prkv\w*|snapkv|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I)
+FAMILY = re.compile(
+    r"\b(?:icecache|pariskv|prkv\w*|snapkv|omnikv|h2o|raas|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I
+)
 
 
 @pytest.mark.parametrize("path", files(*(f"ops/{part}" for part in SHARED)), ids=lambda p: str(p.relative_to(ROOT)))

@@ -273,7 +273,7 @@ MUTATIONS = (
              "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "first // GROUP", APPENDED),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",
-             "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",
+             "rounds = cdiv(tiles, cluster * most)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",
              "tests/ops/attend/test_sparse_attention.py::test_number_of_warps_follows_the_tiles"),
     Mutation("what is retrieved late is out of reach", "ops/attend/sparse_attention.py",
              "    begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier\n",

@@ -1,12 +1,13 @@
 """The base of methods that keep a volume around the keys of each page."""
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchsparsekv.method import Method, Traits, option
+from torchsparsekv.ops.engine.filled_bounds import filled_bounds
 from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES, block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, Digests, Leaving, Selection
@@ -33,13 +34,12 @@ class PageMethod(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        fp8 = self.digest == "float8"
-        return Traits(
-            selects_every_step=True,
-            least_capability=(8, 9) if fp8 else (8, 0),
-            older_devices='digest="bfloat16"' if fp8 else "",
-            cannot_crop="",
-        )
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="", **self.capability)
+
+    @property
+    def capability(self) -> dict[str, Any]:
+        """The device capability that the digests need."""
+        return dict(least_capability=(8, 9), older_devices='digest="bfloat16"') if self.digest == "float8" else {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +65,11 @@ class PageMethod(Method):
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         self.prompt(s, q, leaving, join=True)
 
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        filled_bounds(k, to, s.store.pool, s.digests)
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths))
+        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths, table=s.block_table))
 
     def asking(self, q: Tensor, digests: Digests) -> Tensor:
         """The queries that digests are compared with: all, or their mean for each kv head."""

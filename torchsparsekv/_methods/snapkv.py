@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchsparsekv._methods._static import QUERIES, ObservingMethod
+from torchsparsekv._methods._static import LATEST, QUERIES, ObservingMethod
 from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
@@ -60,7 +60,7 @@ class SnapKV(ObservingMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES)
+        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES, no_engine=LATEST)
 
     def effective(self) -> dict[str, object]:
         """`generates`: the number of tokens that can be generated before the window drops a token that the method must
@@ -85,7 +85,7 @@ class SnapKV(ObservingMethod):
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         observe(q, s.observed, s.kept.chosen_at, s.lengths)
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
         widest = 2 * s.store.pool.shape[2] + 1  # beyond it every token has the same neighbours: all
         pooling = Pooling(min(self.kernel_size, widest), self.pooling == "maxpool")
         spans = s.row_lengths.spans(k.shape[2])
