@@ -265,6 +265,9 @@ def board_more(means: Means) -> str:
     return markdown(said, head, told)
 
 
+KINDS = {"moby-dick": "prose", "sympy": "source code"}
+
+
 @table("page-summaries", "quality/page_summaries.json")
 def page_summaries(r: Result) -> str:
     texts = r.options["texts"].split(",")
@@ -276,9 +279,31 @@ def page_summaries(r: Result) -> str:
         "every other layer, 32 queries. Values: the share of the attention weight outside sinks and window that the "
         "chosen pages hold."
     )
-    kinds = {"moby-dick": "prose", "sympy": "source code"}
     told = [[*rule, *(number(by[rule, t]) for t in texts)] for rule in rules]
-    return markdown(said, ["summary of a page", "query", *(kinds[t] for t in texts)], told)
+    return markdown(said, ["summary of a page", "query", *(KINDS[t] for t in texts)], told)
+
+
+@table("token-choices", "quality/token_choices.json")
+def token_choices(r: Result) -> str:
+    """Means over the texts; the method that holds most at 256 tokens first."""
+    texts, budgets = r.options["texts"].split(","), sorted({x["budget"] for x in r.rows})
+    mean = lambda rows, key: sum(x[key] for x in rows) / len(rows)  # noqa: E731
+    told = []
+    for method, hyper in dict.fromkeys((x["method"], tuple(x["hyper"].items())) for x in r.rows):
+        own = [x for x in r.rows if (x["method"], tuple(x["hyper"].items())) == (method, hyper)]
+        by = [[x for x in own if x["budget"] == b] for b in budgets]
+        name = ", ".join([f"`{method}`", *(f"`{k}={v}`" for k, v in hyper if k != "block_size")])
+        shares, errors = ([number(mean(rows, key)) for rows in by] for key in ("share", "error"))
+        told.append((-mean(by[1], "share"), [name, *shares, *errors, f"{mean(by[-1], 'read'):.0f}"]))
+    o = r.options
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of {' and of '.join(KINDS[t] for t in texts)}, sink "
+        f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Share: of the attention weight "
+        "outside sinks and window, what the chosen tokens hold. Error: of the attention output, relative to dense "
+        "attention. Read: tokens chosen a kv head."
+    )
+    head = ["method", *(f"share at {b}" for b in budgets), *(f"error at {b}" for b in budgets)]
+    return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
 
 
 @table("readme-real", BOARD, "quality/kl_32k.json")
