@@ -129,7 +129,7 @@ def engine(
         compiled |= {"custom_ops": ["none"]}
         told |= {"kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}}
     llm = vllm.LLM(
-        path, attention_config={"backend": backend}, skip_tokenizer_init=True, generation_config="vllm", seed=0,
+        path, attention_backend=backend, skip_tokenizer_init=True, generation_config="vllm", seed=0,
         enforce_eager=not graphs, compilation_config=compiled, **told, **options,
     )  # fmt: skip
     try:

@@ -154,7 +154,7 @@ def test_each_of_sixteen_requests_finds_its_needle(finder, kv, graphs, dtype):
 def config_of(path: str, ours: object = None, **options):
     """What vLLM would start with."""
     given = ours if ours is not None else {"method": "quest"}
-    usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_config={"backend": engine.SEAM.NAME})
+    usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_backend=engine.SEAM.NAME)
     args = usual | {"additional_config": {"torchsparsekv": given}, "skip_tokenizer_init": True} | options
     return importlib.import_module("vllm.engine.arg_utils").EngineArgs(path, **args).create_engine_config()
 

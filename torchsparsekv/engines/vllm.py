@@ -98,7 +98,9 @@ class Builder(AttentionMetadataBuilder):
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
         self.store = stores[0]
-        most = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size)
+        most = max(
+            vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        )
         self.begin = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read it at this address
         if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
