@@ -312,7 +312,7 @@ def readme_real(means: Means, kl: Means) -> str:
     found, cells = over_tasks(means), by_label(kl)
     dense = found[BASE, None]
     told = [["dense", f"{dense.score:.2f}", f"{dense.score:.2f}", f"{dense.read:.0f}", "0", "-"]]
-    for method in ("oracle", "icecache", "louiskv", "pariskv", "quest"):
+    for method in ("oracle", "icecache", "louiskv", "pariskv", "quest", "random"):
         pairs = cells.get(f"`{method}`", {})
         far = " / ".join(f"{pairs[text, 1024]['kl']:.3f}" for text in TEXTS) if pairs else "-"
         quarter, whole = found[method, 256], found[method, 1024]
