@@ -267,7 +267,7 @@ def test_requests_decoding_beside_prompts_are_decode_steps(llama):
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=length, num_reqs=6, num_actual_tokens=24,
         max_query_len=16, max_seq_len=40, block_table_tensor=torch.zeros(6, 3, dtype=torch.int32), slot_mapping=to,
     )  # fmt: skip
-    config = config_of(llama[0], {"method": "quest", **SMALL})
+    config = config_of(llama[0], {"method": "quest", **SMALL}, max_num_seqs=8)
     layer(config)
     builder = engine.Builder(None, ["0"], config, torch.device("cpu"))
     for known, filling in itertools.product((None, length), (None, torch.tensor(new) > 1, torch.arange(6) > 0)):

@@ -1,8 +1,7 @@
 """Install the Python files of a vLLM release, without its native code: `python tests/tools/vllm_python.py 0.33.0`.
 
 Its wheels are built for GPUs and hold hundreds of megabytes of kernels. Their Python files are enough for its engine,
-and tests/support/vllm_cpu.py makes a vLLM for CPUs of them. Nothing else is installed: see
-tests/engines/requirements.txt.
+and tests/support/vllm_cpu.py makes a vLLM for CPUs of them. What it imports is in tests/engines/requirements.txt.
 """
 import subprocess
 import sys

@@ -155,7 +155,8 @@ class BlockStore:
 
     def bind(self, page: Tensor) -> None:
         """Use the engine's memory, bytes [blocks, page_bytes]: the index of all blocks, then the pool if it is here."""
-        if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
+        place = page.data_ptr(), page.shape, page.stride()
+        if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return
         if not page.is_contiguous():
             raise ValueError(f"a block store needs memory without gaps, got {page.shape} with strides {page.stride()}")

@@ -104,7 +104,7 @@ class Builder(AttentionMetadataBuilder):
         self.begin = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read it at this address
         if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
-        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
+        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.pool is None)
         if need > room:
             most = room // sum(s.host_bytes for s in stores)
             raise MemoryError(
