@@ -12,7 +12,7 @@ EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefi
 TEXT, CLUSTERS, MEANS = "eval-text", "clusters", "means"
 NO_FIGURE = (
     CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "selecting_layers",
-    "page_summaries",
+    "page_summaries", "kept_weight",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, *NO_FIGURE)
