@@ -20,19 +20,28 @@ class MemoryRow(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a cache will hold; `print` it for a table."""
+    """The memory of a cache that does not exist yet. `print(memory)` is a table.
+
+    Attributes:
+        batch: rows of the cache.
+        max_length: tokens of a row.
+        rows: one entry per kind of buffer, with its bytes over all layers.
+        notes: how the size of the hot buffers was found.
+    """
 
     batch: int
     max_length: int
     rows: tuple[MemoryRow, ...]
-    notes: tuple[str, ...] = ()  # on the size of the hot buffers
+    notes: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
+        """Bytes of host memory."""
         return sum(r.nbytes for r in self.rows if r.on_host)
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of GPU memory."""
         return sum(r.nbytes for r in self.rows if not r.on_host)
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ def option(default: Any, meaning: str) -> Any:
 
 
 class HyperParameter(NamedTuple):
-    """What `torchsparsekv.methods()` says of one hyper-parameter."""
+    """Type, default and meaning of one hyper-parameter, as `torchsparsekv.methods()` returns them."""
 
     type: Any
     default: Any
@@ -72,24 +72,30 @@ class HyperParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine must know of a method beyond its hooks.
+    """Facts about a method that the engine needs beyond its hooks.
 
-    attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects by content;
-        "recent": sinks and ring; "window": the ring alone, and the layer keeps no pool; "everything": the whole pool.
-    reorders_pool: the method puts tokens at pool rows of its own choice, also beyond the length of a row.
-    moves_leaving: `step` puts the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or in
-        another order at the rows of their positions.
-    partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
-    couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
-    selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
-        selected block between steps. Such a method may set `prefetch_async`.
-    all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
-    no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
-        token stays at the pool row that took it when it left the ring (`leaving_rows`).
-    least_capability: the oldest CUDA compute capability that the kernels compile for.
-    older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
-    cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from the keys
-        that it gets, without their queries, and returns None: then `SparseCache.crop` runs it again.
+    Attributes:
+        attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects. "recent":
+            sinks and ring. "window": the ring alone, and the layer keeps no pool. "everything": the whole pool.
+        reorders_pool: the method stores tokens at pool rows of its own choice, also beyond the length of a row.
+        moves_leaving: `step` stores the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or
+            in another order at the rows of their positions.
+        partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
+        couples_heads: all heads of a layer decide together, so one device must hold all of them.
+        selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt
+            fills the hot buffer.
+        moves_selected: tokens of a selected block may move before the next step. Without it, a method that selects at
+            every step may set `prefetch_async`.
+        all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
+        no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes it retrieves at its
+            steps, and leaves a token at the pool row that took it when it left the ring (`leaving_rows`).
+        least_capability: the oldest CUDA compute capability that the kernels compile for.
+        older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
+        cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
+            alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a
+            token depends on the keys of that token's block alone, so that requests can share blocks: then it has
+            `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -98,11 +104,13 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    moves_selected: bool = False
     all_queries: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
     cannot_crop: str = "does not say that its index can be built from keys alone (Traits.cannot_crop)"
+    no_engine: str = "does not say that requests can share its index (Traits.no_engine)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +175,10 @@ class Method:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.traits.selects_every_step:
+        if not self.traits.selects_every_step or self.traits.moves_selected:
             raise ValueError(
-                f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
+                f"{self.name}: prefetch_async is for methods that select at every step and move no token, "
+                f"got {value!r}: leave it out"
             )
 
     def _check_rest(self) -> None:
@@ -300,17 +309,28 @@ class Method:
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
 
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        """An engine stored new tokens of any requests: take their keys `k` [tokens, kv_heads, head_dim] into the index.
+        `to` [tokens] has the pool row of each, -1 for a token that is not stored."""
+        raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define written")
+
     def leaving_rows(self, s: LayerState) -> Tensor | None:
         """The pool rows that took the tokens which left the ring at this step, [batch, kv_heads, interval]; None: those
         of their positions. Only methods that put tokens at rows of their own choice have them."""
         return None
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        """The blocks to attend to beside the ring; `Selection()` where there are never any."""
+        """The blocks to attend to beside the ring; `Selection()` where there are never any. Blocks are numbered in the
+        order of the text; `s.block_table` says where they are if rows share one pool, as those of an engine do."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
     def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
         """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
+
+    def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
+        """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
+        The blocks of this step are in the hot buffer by now. None: nothing is added."""
+        return None
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
@@ -327,11 +347,9 @@ class Method:
 
     def best(self, s: LayerState, scores: Tensor, peaks: Tensor | None = None) -> Selection:
         """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of the pool]."""
-        if scores.shape != s.hot.slot_of.shape:
-            raise ValueError(
-                f"{self.name}: scores are one number for each block of the pool, {tuple(s.hot.slot_of.shape)}, got "
-                f"{tuple(scores.shape)}"
-            )
+        want = (s.lengths.length.shape[0], s.store.pool.shape[1], s.row_capacity // self.block_size)
+        if scores.shape != want:
+            raise ValueError(f"{self.name}: scores are one number for each block, {want}, got {tuple(scores.shape)}")
         return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
@@ -354,6 +372,8 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
+                if (bias := self.weigh(s, q, a)) is not None:
+                    selection = selection._replace(bias=bias)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
             self.attended(s, q, a)

@@ -14,7 +14,7 @@ from torchsparsekv.ops.gather._hot_buffer import check_chosen
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.advance import advance
 from torchsparsekv.ops.store.rows import STATS, row_shape
-from torchsparsekv.ops.store.views import HotBuffer, KVStore, Lengths, Prefetch, Stats
+from torchsparsekv.ops.store.views import OWN_POOLS, HotBuffer, KVStore, Lengths, Prefetch, Stats
 
 HOT_BUDGETS = 2  # budgets in a hot buffer, if free memory does not decide
 EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to generate()"
@@ -241,6 +241,8 @@ class LayerState:
     asynchronous fetches of this layer and the layers before it.
     """
 
+    block_table = OWN_POOLS
+
     if TYPE_CHECKING:  # the attribute names come from the declared buffers
 
         def __getattr__(self, name: str) -> Any: ...
@@ -282,6 +284,11 @@ class LayerState:
     @property
     def lengths(self) -> Lengths:
         return self.row_lengths.view
+
+    @property
+    def row_capacity(self) -> int:
+        """The most tokens of a row."""
+        return self.store.pool.shape[2]
 
     def publish(self, what: Any) -> None:
         """Keep data of a prompt until every layer that follows this one has consumed it."""

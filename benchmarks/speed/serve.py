@@ -1,10 +1,14 @@
-"""Time per token and tokens per second of vLLM: its Triton backend, and ours with keys and values on device or host.
+"""Time per token and tokens per second of vLLM: its own backends, and ours with keys and values on device or host.
+
+`flash` is vLLM's FlashAttention over 16-bit keys and values, `flash-fp8` over fp8 ones. Both need vLLM's native code,
+which `native` says is there: then norms and activations of all places are vLLM's native kernels too.
 
 Prompts are stored, not computed: their layers skip attention and MLP, so that keys and values are there without the
 time that they would take. What is timed are decode steps of the whole engine, scheduler and sampler included.
 """
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import os
 import statistics
@@ -18,11 +22,14 @@ from typing import Any
 import torch
 
 from torchsparsekv.engines._blocks import BlockStore
+from torchsparsekv.engines._vllm_seams import seam
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._options import at_least, different, option
 from torchsparsekv_benchmarks.speed import _common, decode
 
-BACKENDS = {"triton": "TRITON_ATTN", "device": "CUSTOM", "host": "CUSTOM"}
+BACKENDS = {"triton": "TRITON_ATTN", "flash": "FLASH_ATTN", "flash-fp8": "FLASH_ATTN", "device": None, "host": None}
+OURS = tuple(place for place, backend in BACKENDS.items() if backend is None)
+NATIVE = tuple(place for place, backend in BACKENDS.items() if backend == "FLASH_ATTN")
 BLOCK, CHUNK, WARM = 16, 8192, 8  # tokens of a block, of a step with prompts; steps before those that are timed
 
 
@@ -31,7 +38,10 @@ class Options:
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (32768, 131072)
     batches: tuple[int, ...] = option((1, 8, 0), "comma-separated; 0: the most that are admitted, up to `most`")
-    places: tuple[str, ...] = option(("triton", "device", "host"), "comma-separated: triton is vLLM's own backend")
+    places: tuple[str, ...] = option(
+        ("triton", "device", "host"), "comma-separated: triton, flash and flash-fp8 are vLLM's own backends"
+    )
+    native: bool = option(False, "vLLM has its native code, and uses it in all places.")
     method: str = "quest"
     budget: int = 1024
     steps: int = 64
@@ -44,28 +54,45 @@ class Options:
         at_least(self, contexts=1, batches=0, budget=BLOCK, steps=1, most=1, grows=self.steps + WARM + 2)
         if unknown := sorted(set(self.places) - set(BACKENDS)):
             raise ValueError(f"places must be of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
+        if not self.native and (these := [place for place in self.places if place in NATIVE]):
+            raise ValueError(f"places {', '.join(these)} need native: vLLM with its native code")
 
 
 @contextlib.contextmanager
 def stored_prompts(most: int) -> Iterator[None]:
     """Steps of more tokens than there are requests leave attention and MLP out."""
     from vllm.model_executor.models.llama import LlamaMLP
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl as Triton
 
-    mlp, attend, prompt = LlamaMLP.forward, Triton.forward, BlockStore.prompt
+    mlp, prompt = LlamaMLP.forward, BlockStore.prompt
+    theirs = {impl: impl.forward for impl in _implementations()}
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more):
-        if attn_metadata is not None and attn_metadata.max_query_len > 1:
-            return output.fill_(0)
-        return attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
+    def leaving_prompts_out(attend):
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more):
+            if attn_metadata is not None and attn_metadata.max_query_len > 1:
+                return output.fill_(0)
+            return attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
+
+        return forward
 
     LlamaMLP.forward = lambda self, x: x if x.shape[0] > most else mlp(self, x)
-    Triton.forward = forward
+    for impl, attend in theirs.items():
+        impl.forward = leaving_prompts_out(attend)
     BlockStore.prompt = lambda self, q, *others: torch.zeros_like(q)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LlamaMLP.forward, Triton.forward, BlockStore.prompt = mlp, attend, prompt  # type: ignore[method-assign]
+        LlamaMLP.forward, BlockStore.prompt = mlp, prompt  # type: ignore[method-assign]
+        for impl, attend in theirs.items():
+            impl.forward = attend
+
+
+def _implementations() -> list[type]:
+    """The attention of vLLM's own backends, as far as this vLLM has it."""
+    found = []
+    for module, name in (("triton_attn", "TritonAttentionImpl"), ("flash_attn", "FlashAttentionImpl")):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name))
+    return found
 
 
 def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
@@ -73,31 +100,37 @@ def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
     ours = {"method": o.method, "kv": place, "budget": o.budget}
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     share = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
+    share |= {"kv_cache_dtype": "fp8"} if place == "flash-fp8" else {}
     return dict(
-        graphs=sizes if total else (), load_format="dummy", dtype="bfloat16", max_model_len=context + o.grows,
-        max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK, enable_prefix_caching=False,
-        disable_log_stats=True, ours=None if place == "triton" else ours, **share,
+        graphs=sizes if total else (), native=o.native, load_format="dummy", dtype="bfloat16",
+        max_model_len=context + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK,
+        enable_prefix_caching=False, disable_log_stats=True, ours=ours if place in OURS else None, **share,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def engine(
-    path: str, backend: str, *, graphs: Sequence[int] = (), ours: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Any]:
+    path: str, backend: str, *, graphs: Sequence[int] = (), ours: dict[str, Any] | None = None, native: bool = False,
+    **options: Any,
+) -> Iterator[Any]:  # fmt: skip
     """A vLLM that is gone afterwards, with graphs for decode steps of so many requests each; without any it is eager.
 
-    ours: what the library is told.
+    ours: what the library is told. native: with vLLM's native kernels for all but attention.
     """
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
-    captured = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*graphs]} if graphs else {}
-    told = {"additional_config": {"torchsparsekv": ours}} if ours is not None else {}
+    compiled: dict[str, Any] = {"mode": 0}
+    if graphs:
+        compiled |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*graphs]}
+    told: dict[str, Any] = {"additional_config": {"torchsparsekv": ours}} if ours is not None else {}
+    if not native:
+        compiled |= {"custom_ops": ["none"]}
+        told |= {"kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}}
     llm = vllm.LLM(
-        path, attention_config={"backend": backend}, skip_tokenizer_init=True, generation_config="vllm", seed=0,
-        enforce_eager=not graphs, compilation_config={"mode": 0, "custom_ops": ["none"], **captured},
-        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}, **told, **options,
+        path, attention_backend=backend, skip_tokenizer_init=True, generation_config="vllm", seed=0,
+        enforce_eager=not graphs, compilation_config=compiled, **told, **options,
     )  # fmt: skip
     try:
         yield llm
@@ -118,7 +151,7 @@ def serving(o: Options, place: str, context: int) -> Iterator[Any]:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
-        with engine(folder, BACKENDS[place], **engine_options(o, place, context)) as llm:
+        with engine(folder, BACKENDS[place] or seam().NAME, **engine_options(o, place, context)) as llm:
             llm.apply_model(_randomise)
             yield llm
 

@@ -4,21 +4,27 @@
 
 Blocks lie in the engine's pool, or in the hot buffer: then `ids` are slots.
 """
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.engine.tables import check_one
-from torchsparsekv.ops.engine.views import Listed, OneQuery, Requests
+from torchsparsekv.ops.engine.views import Listed
 from torchsparsekv.ops.store.rows import as_numbers, row_at
-from torchsparsekv.ops.store.views import Attention, Pool
+from torchsparsekv.ops.store.views import I32, Attention, Pool
+
+OneQuery = Annotated[Tensor, Of("requests q_heads 1 dim", "kv", strided=True)]
+Length = Annotated[Tensor, Of("requests", I32)]
 
 
-def check(q, pool, ids, fill, requests, block_size, attention) -> None:
+def check(q, pool, ids, fill, length, block_size, attention) -> None:
     _check.heads(q, pool)
     check_one(pool)
     if ids.shape != fill.shape:
@@ -28,7 +34,7 @@ def check(q, pool, ids, fill, requests, block_size, attention) -> None:
 
 
 def reference(
-    q: OneQuery, pool: Pool, ids: Listed, fill: Listed, requests: Requests, block_size: int, attention: Attention
+    q: OneQuery, pool: Pool, ids: Listed, fill: Listed, length: Length, block_size: int, attention: Attention
 ) -> Tensor:
     """Attention of one query of every request over the blocks that are listed for it.
 
@@ -37,8 +43,8 @@ def reference(
         pool: the rows of all blocks [1, heads, rows, 2, dim]: the engine's pool, or the rows of the hot buffer.
         ids: the blocks of each request in `pool` [requests, heads, listed], -1 for none.
         fill: of each listed block, how many of its first rows hold a token.
-        requests: a request of length 0 gets zeros.
-        block_size: tokens of a block.
+        length: tokens of each request; a request of length 0 gets zeros.
+        block_size: tokens of a listed block, or of a part of one.
         attention: scale, soft cap and extra logits of the model.
 
     Returns:
@@ -75,7 +81,7 @@ def _attend(
     store_part(accs, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, pool, ids, fill, requests, block_size, attention) -> Tensor:
+def launch(q, pool, ids, fill, length, block_size, attention) -> Tensor:
     rows, (count, heads, n) = pool, ids.shape
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(n * block_size, tile))
@@ -84,7 +90,7 @@ def launch(q, pool, ids, fill, requests, block_size, attention) -> Tensor:
         attention.scale, attention.softcap, parts.splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
         num_stages=2, **launch_early(q.device, count * heads * parts.splits),
     )  # fmt: skip
-    return parts.combine(q, requests.length, attention.sink_logits)
+    return parts.combine(q, length, attention.sink_logits)
 
 
 listed_attention = register("listed_attention", reference, impls=(by_triton(launch),), fake=result_like, check=check)

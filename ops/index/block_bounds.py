@@ -57,6 +57,8 @@ def check_digests(pool: Tensor, digests: Digests) -> None:
     """Refuse digests of an unknown volume, or of other blocks than those of this pool."""
     check_spread(digests)
     rows, (centre, spread, block_size, volume, _) = pool.shape[2], digests
+    if centre.shape[0] != pool.shape[0]:
+        raise ValueError(f"digests are of {pool.shape[0]} pools, got {centre.shape[0]}")
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] in ONE_SPREAD) != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
         raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")

@@ -30,7 +30,8 @@ from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
 from torchsparsekv.ops.pariskv._srht import SEEDS, hadamard_odd, is_flipped, rotate
 from torchsparsekv.ops.pariskv.views import Codes
-from torchsparsekv.ops.store.views import Leaving, Lengths
+from torchsparsekv.ops.store.tables import check_table
+from torchsparsekv.ops.store.views import OWN_POOLS, Leaving, Lengths
 
 TILE = 32  # keys per program: one tensor-core tile, and little waste where few keys leave the ring
 COLUMNS = 64  # rotated coordinates that a program computes at a time
@@ -39,10 +40,16 @@ NOISE = 2.0**-24  # of a sum in fp32: its largest relative error per term
 
 
 def check(leaving, codes, lengths, m, seed) -> None:
+    check_codes(codes, leaving.new.shape[-1], m, seed)
+    check_table(codes.ids, leaving.new.shape[0], OWN_POOLS)
+
+
+def check_codes(codes: Codes, dim: int, m: int, seed: int) -> None:
+    """Refuse codes that do not fit keys of so many dimensions."""
     if m not in WORDS or not 0 <= seed < SEEDS:
         known = ", ".join(map(str, sorted(WORDS)))
         raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")
-    size = next_power_of_2(leaving.new.shape[-1])
+    size = next_power_of_2(dim)
     got = codes.ids.shape[3], codes.codes.shape[3], codes.counts.shape[3]
     if got != (size // m, size // 2, 1 << m):
         want = f"{size // m}, {size // 2} and {1 << m}"
@@ -85,6 +92,43 @@ def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int,
         counts.scatter_add_(2, ids_by_space, torch.ones_like(ids_by_space, dtype=torch.int32))
 
 
+@triton.jit
+def encode_tile(
+    x, live, first, ids, codes, weights, counts, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6,
+    c7, COUNT: tl.constexpr, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of the keys `x` [TILE, DP] where `live` [TILE, 1], at the subspaces from `first` [TILE, 1] on.
+    With COUNT their ids are counted in `counts`, those of a head."""
+    d = tl.arange(0, DP)
+    x = tl.where(is_flipped(d, seed)[None, :], -x, x)
+    noise = tl.sum(tl.abs(x.to(tl.float32)), 1)[:, None] * (DP * NOISE)
+    j = tl.arange(0, M)[None, None, :]
+    spaces: tl.constexpr = COLUMNS // M
+    for part in range(0, DP, COLUMNS):
+        minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
+        # [TILE, COLUMNS]; the products are exact
+        y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
+        y = tl.where(tl.abs(y) <= noise, 0.0, y)
+        y = tl.reshape(y, (TILE, spaces, M))
+        square = tl.sum(y * y, 2)
+        s, y2 = tl.reshape(square, (TILE, spaces, 1)), y * y
+        cell = (y2 > t1 * s).to(tl.int32) + (y2 > t2 * s).to(tl.int32) + (y2 > t3 * s).to(tl.int32)
+        cell += (y2 > t4 * s).to(tl.int32) + (y2 > t5 * s).to(tl.int32)
+        cell += (y2 > t6 * s).to(tl.int32) + (y2 > t7 * s).to(tl.int32)
+        positive = (y >= 0).to(tl.int32)
+        id_of = tl.sum(positive << j, 2)
+        word = tl.sum((positive * 8 + cell).to(tl.uint32) << (4 * j).to(tl.uint32), 2)
+        aligned = tl.sum(magnitude(cell, c0, c1, c2, c3, c4, c5, c6, c7) * tl.abs(y), 2)
+        w = tl.where(aligned > 0, square / tl.where(aligned > 0, aligned, 1.0) * scale, 0.0)
+        space = part // M + tl.arange(0, spaces)[None, :]
+        tl.store(ids + first + space, id_of.to(tl.uint8), mask=live)
+        tl.store(codes + first + space, word.to(codes.dtype.element_ty), mask=live)
+        tl.store(weights + first + space, tl.minimum(w, LARGEST).to(tl.float16), mask=live)
+        if COUNT:
+            tl.atomic_add(counts + space * (1 << M) + id_of, tl.full((TILE, spaces), 1, tl.int32), mask=live)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _encode(
     k, pool, ids, codes, weights, counts, start, length, previous_ring_begin, ring_begin, k_b, k_h, k_s, heads, tokens,
@@ -99,36 +143,18 @@ def _encode(
     first = tl.load(previous_ring_begin + b) + tl.program_id(0) * TILE  # the one grid dimension that may exceed 65,535
     if (n > 0) & (first < new):
         pos = first + tl.arange(0, TILE)
-        d = tl.arange(0, DP)
         live = (pos < new)[:, None]
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)  # [TILE, DP]
-        x = tl.where(is_flipped(d, seed)[None, :], -x, x)
-        noise = tl.sum(tl.abs(x.to(tl.float32)), 1)[:, None] * (DP * NOISE)
-        j = tl.arange(0, M)[None, None, :]
-        spaces: tl.constexpr = COLUMNS // M
-        for part in range(0, DP, COLUMNS):
-            minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
-            # [TILE, COLUMNS]; the products are exact
-            y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
-            y = tl.where(tl.abs(y) <= noise, 0.0, y)
-            y = tl.reshape(y, (TILE, spaces, M))
-            square = tl.sum(y * y, 2)
-            s, y2 = tl.reshape(square, (TILE, spaces, 1)), y * y
-            cell = (y2 > t1 * s).to(tl.int32) + (y2 > t2 * s).to(tl.int32) + (y2 > t3 * s).to(tl.int32)
-            cell += (y2 > t4 * s).to(tl.int32) + (y2 > t5 * s).to(tl.int32)
-            cell += (y2 > t6 * s).to(tl.int32) + (y2 > t7 * s).to(tl.int32)
-            positive = (y >= 0).to(tl.int32)
-            id_of = tl.sum(positive << j, 2)
-            word = tl.sum((positive * 8 + cell).to(tl.uint32) << (4 * j).to(tl.uint32), 2)
-            aligned = tl.sum(magnitude(cell, c0, c1, c2, c3, c4, c5, c6, c7) * tl.abs(y), 2)
-            w = tl.where(aligned > 0, square / tl.where(aligned > 0, aligned, 1.0) * scale, 0.0)
-            space = part // M + tl.arange(0, spaces)[None, :]
-            space_at = (bh * rows + pos[:, None]) * (DP // M) + space
-            tl.store(ids + space_at, id_of.to(tl.uint8), mask=live)
-            tl.store(codes + space_at, word.to(codes.dtype.element_ty), mask=live)
-            tl.store(weights + space_at, tl.minimum(w, LARGEST).to(tl.float16), mask=live)
-            count_at = counts + (bh * (DP // M) + space) * (1 << M) + id_of
-            tl.atomic_add(count_at, tl.full((TILE, spaces), 1, tl.int32), mask=live)
+        encode_tile(
+            x, live, (bh * rows + pos[:, None]) * (DP // M), ids, codes, weights, counts + bh * (DP // M) * (1 << M),
+            seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, True, LARGEST, NOISE, M, DP, TILE,
+            COLUMNS,
+        )  # fmt: skip
+
+
+def constants(m: int, size: int) -> tuple[float, ...]:
+    """The numbers `scale` to `c7` of the kernels."""
+    return (size**-0.5, *(t * t for t in quantiser(m)[0]), *polynomial(m))
 
 
 def launch(leaving, codes, lengths, m, seed) -> None:
@@ -136,10 +162,9 @@ def launch(leaving, codes, lengths, m, seed) -> None:
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     size = next_power_of_2(d)
     most = min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call
-    squares = [t * t for t in quantiser(m)[0]]
     _encode[(cdiv(most, TILE), batch * heads)](
         k, pool, codes.ids, words(codes.codes, m), codes.weights, codes.counts, *lengths[:4], *k.stride()[:3], heads,
-        k.shape[2], rows, seed, size**-0.5, *squares, *polynomial(m), LARGEST=LARGEST, NOISE=NOISE, M=m, D=d, DP=size,
+        k.shape[2], rows, seed, *constants(m, size), LARGEST=LARGEST, NOISE=NOISE, M=m, D=d, DP=size,
         TILE=TILE, COLUMNS=min(COLUMNS, size), **launch_early(k.device, batch * heads * cdiv(most, TILE)),
     )  # fmt: skip
 

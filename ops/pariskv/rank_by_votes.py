@@ -38,7 +38,8 @@ from torchsparsekv.ops._machinery.triton import (
 from torchsparsekv.ops.pariskv import centroid_votes as _votes
 from torchsparsekv.ops.pariskv.centroid_votes import MILLION, beta_and_rho, share_by_length, split_ratios
 from torchsparsekv.ops.pariskv.views import Codes
-from torchsparsekv.ops.store.views import Lengths
+from torchsparsekv.ops.store.tables import check_table, pool_row_of, pool_rows, positions
+from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Lengths
 
 Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
 MOST_SPACES = 254 // len(_votes.PERCENT)  # scores are one byte, and one value is kept for keys that are no candidates
@@ -55,9 +56,10 @@ NATIVE_FIXED = 4096  # the start and the end of a program take as long as scorin
 EXCLUSIVE_BYTES = 60_000
 
 
-def check(votes, codes, lengths, ratios, least, dense, capacity) -> None:
-    rows, spaces = codes.ids.shape[2:]
+def check(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> None:
+    rows, spaces = positions(codes.ids, table), codes.ids.shape[3]
     _votes.check_ratios(ratios)
+    check_table(codes.ids, votes.shape[0], table)
     if capacity < candidate_capacity(rows, ratios, least, dense):
         raise ValueError(f"{capacity} candidates do not hold what {rows} rows can give")
     if spaces > MOST_SPACES:
@@ -75,34 +77,44 @@ def candidate_capacity(rows: int, ratios: list[int], least: int, dense: int) -> 
     return max(1, *(candidates_of(min(n, rows), ratios, least, dense) for n in ends if n >= 0))
 
 
+def ids_of_row(ids: Tensor, table: BlockTable, b: int, first: int, end: int) -> Tensor:
+    """The ids [heads, tokens, spaces] of the positions from `first` up to `end` of row `b`."""
+    if table.ids is None:
+        return ids[b, :, first:end]
+    own = table._replace(ids=table.ids[b : b + 1])
+    return ids[0, :, pool_rows(torch.arange(first, end, device=own.ids.device)[None], own)[0]]
+
+
 def reference(
-    votes: Votes, codes: Codes, lengths: Lengths, ratios: list[int], least: int, dense: int, capacity: int
-) -> Tensor:
+    votes: Votes, codes: Codes, lengths: Lengths, ratios: list[int], least: int, dense: int, capacity: int,
+    table: BlockTable = OWN_POOLS,
+) -> Tensor:  # fmt: skip
     """Rank keys by votes.
 
     Args:
         votes: [batch, heads, packs, centroids, spaces, 4], of centroid_votes.
-        codes: the index; only `ids` [batch, heads, rows, spaces] is read.
+        codes: the index; only `ids` [pools, heads, rows, spaces] is read.
         lengths: positions per row.
         ratios: beta by the number of keys, in millionths (above).
         least: the fewest candidates, where there are as many keys.
         dense: rows of at most this many keys make all of them candidates.
         capacity: the width of the result, at least `candidate_capacity`.
+        table: the blocks of each row, if rows share one pool.
 
     Returns:
-        [batch, heads, capacity], int32: pool rows of the candidates in ascending order, -1 behind them.
+        [batch, heads, capacity], int32: positions of the candidates in ascending order, -1 behind them.
     """
-    batch, heads = codes.ids.shape[:2]
+    batch, heads = votes.shape[:2]
     out = torch.full((batch, heads, capacity), -1, dtype=torch.int32)
     for b in range(batch):
         sink, end = lengths.sink, int(lengths.ring_begin[b])
         n = max(end - sink, 0)
         if n == 0:
             continue
-        table = votes[b].permute(0, 1, 4, 3, 2).flatten(1, 2).long()  # [heads, queries, spaces, centroids]
-        ids = codes.ids[b, :, sink:end].transpose(1, 2).long()
-        ids = ids[:, None].expand(-1, table.shape[1], -1, -1)
-        score = table.gather(-1, ids).sum(2).amax(1)
+        of_heads = votes[b].permute(0, 1, 4, 3, 2).flatten(1, 2).long()  # [heads, queries, spaces, centroids]
+        ids = ids_of_row(codes.ids, table, b, sink, end).transpose(1, 2).long()
+        ids = ids[:, None].expand(-1, of_heads.shape[1], -1, -1)
+        score = of_heads.gather(-1, ids).sum(2).amax(1)
         best = score.argsort(dim=-1, descending=True, stable=True)[:, : candidates_of(n, ratios, least, dense)]
         out[b, :, : best.shape[1]] = sink + best.sort(-1).values
     return out
@@ -127,23 +139,28 @@ def _by_space(table, B: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _score(
-    ids, table, scores, at_least, ring_begin, heads, rows, stride, sink, W: tl.constexpr, B: tl.constexpr,
-    SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ids, table, scores, at_least, ring_begin, blocks, heads, rows, stride, places, sink, W: tl.constexpr,
+    B: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Score a span of keys, and count how many of them have at least each score."""
+    """Score a span of keys, and count how many of them have at least each score. `blocks` [batch, places] are the
+    blocks of PAGE tokens of each row, if there is a table."""
     wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
-    ids += bh * rows * B  # only scalars need 64-bit arithmetic
+    if PAGE == 0:
+        ids += bh * rows * B  # only scalars need 64-bit arithmetic
+    else:
+        ids += bh % heads * rows * B
     table += bh * (W * B * SIZE)
     votes = _by_space(table, B, SIZE)
     count = tl.zeros((BINS,), tl.int32)
     for first in range(part * span, tl.minimum(part * span + span, end), CHUNK):
         row = first + tl.arange(0, CHUNK)
         live = (row >= sink) & (row < end)
-        id_of = tl.load(ids + row[:, None] * B + b[None, :], mask=live[:, None], other=0)
+        at = pool_row_of(blocks, bh // heads, places, row, live, PAGE)
+        id_of = tl.load(ids + at[:, None] * B + b[None, :], mask=live[:, None], other=0)
         entry = tl.reshape(id_of.to(tl.int32) + b[None, :] * SIZE, (CHUNK * B,))
         best = tl.zeros((CHUNK,), tl.int32)
         for w in tl.static_range(W):
@@ -243,10 +260,10 @@ def _bins(spaces: int) -> int:
     return next_power_of_2(len(_votes.PERCENT) * spaces + 2)
 
 
-def _buffers(ids: Tensor, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for the scores of the keys, the counts `at_least` of every part, and the candidates."""
-    new = lambda *shape, dtype: ids.new_empty((*ids.shape[:2], *shape), dtype=dtype)  # noqa: E731
-    rows, bins = cdiv(ids.shape[2], 16) * 16, _bins(ids.shape[3])
+def _buffers(votes: Tensor, rows: int, parts: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers for the scores of up to `rows` keys, the counts `at_least` of every part, and the candidates."""
+    new = lambda *shape, dtype: votes.new_empty((*votes.shape[:2], *shape), dtype=dtype)  # noqa: E731
+    rows, bins = cdiv(rows, 16) * 16, _bins(votes.shape[4])
     return new(rows, dtype=torch.uint8), new(parts, bins, dtype=torch.int32), new(capacity, dtype=torch.int32)
 
 
@@ -258,8 +275,10 @@ def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
     return min(range(1, most + 1), key=lambda parts: rounds(parts) * (cdiv(rows, parts) + NATIVE_FIXED))
 
 
-def _fits(votes, codes, lengths, ratios, least, dense, capacity) -> _cuda.Module | str:
+def _fits(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> _cuda.Module | str:
     packs, size, spaces = votes.shape[2:5]
+    if table.ids is not None:
+        return "rows share one pool"
     if size != 256 or spaces not in _votes.NATIVE_SPACES or packs > NATIVE_PACKS:
         return f"{spaces} subspaces of {size} centroids, {packs} entries of query heads"
     if not _cuda.aligned(votes, codes.ids):
@@ -268,14 +287,14 @@ def _fits(votes, codes, lengths, ratios, least, dense, capacity) -> _cuda.Module
     return _cuda.load("rank_by_votes", votes.device, **shape)
 
 
-def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity) -> Tensor:
+def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> Tensor:
     """csrc/rank_by_votes.cu"""
     ids, times = codes.ids, lengths.ring_begin
     batch, heads, rows, _ = ids.shape
     all_heads, packs = batch * heads, votes.shape[2]
     multiprocessors = sm_count(ids.device)
     parts = native_parts(all_heads, rows, multiprocessors)
-    scores, at_least, out = _buffers(ids, parts, capacity)
+    scores, at_least, out = _buffers(votes, rows, parts, capacity)
     below, beta, _ = split_ratios(ratios)
     kernels.launch(
         "scores", (all_heads, parts, 1), NATIVE_STEP, ids, votes, scores, at_least, times, heads, rows, scores.shape[2],
@@ -289,18 +308,19 @@ def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity)
     return out
 
 
-def _launch_triton(votes, codes, lengths, ratios, least, dense, capacity) -> Tensor:
+def _launch_triton(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> Tensor:
     ids, times, sink = codes.ids, lengths.ring_begin, lengths.sink
-    batch, heads, rows, spaces = ids.shape
-    all_heads, (packs, size) = batch * heads, votes.shape[2:4]
+    (batch, heads, packs, size, spaces), rows = votes.shape[:5], positions(ids, table)
+    all_heads = batch * heads
     chunk = min(CHUNK, max(16, next_power_of_2(rows)))
     parts = max(1, min(cdiv(rows, chunk), cdiv(RESIDENT * sm_count(ids.device), all_heads)))
     tile = min(TILE, next_power_of_2(cdiv(cdiv(rows, parts), chunk) * chunk))
-    scores, at_least, out = _buffers(ids, parts, capacity)
+    scores, at_least, out = _buffers(votes, rows, parts, capacity)
     below, beta, _ = split_ratios(ratios)
     _score[(all_heads, parts)](
-        ids, votes.view(torch.int32), scores, at_least, times, heads, rows, scores.shape[2], sink, W=packs, B=spaces,
-        SIZE=size, BINS=_bins(spaces), CHUNK=chunk, num_warps=max(4, chunk // 128),
+        ids, votes.view(torch.int32), scores, at_least, times, times if table.ids is None else table.ids, heads,
+        ids.shape[2], scores.shape[2], 0 if table.ids is None else table.ids.shape[1], sink, W=packs, B=spaces,
+        SIZE=size, BINS=_bins(spaces), CHUNK=chunk, PAGE=table.block_size, num_warps=max(4, chunk // 128),
         **launch_early(ids.device, all_heads * parts),
     )  # fmt: skip
     _compact[(all_heads, parts)](
@@ -311,8 +331,8 @@ def _launch_triton(votes, codes, lengths, ratios, least, dense, capacity) -> Ten
     return out
 
 
-def fake(votes, codes, lengths, ratios, least, dense, capacity: int) -> Tensor:
-    return codes.ids.new_empty((*codes.ids.shape[:2], capacity), dtype=torch.int32)
+def fake(votes, codes, lengths, ratios, least, dense, capacity: int, table=OWN_POOLS) -> Tensor:
+    return votes.new_empty((*votes.shape[:2], capacity), dtype=torch.int32)
 
 
 rank_by_votes = register(

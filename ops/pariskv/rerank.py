@@ -35,7 +35,8 @@ from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpack, unp
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Candidates
+from torchsparsekv.ops.store.tables import check_table, pool_row_of, pool_rows
+from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Candidates
 
 RotatedQueries = Annotated[Tensor, Of("batch heads queries padded_dim", torch.float32)]
 TILE = 64  # candidates per program: 820 programs at 128K keys, 8 kv heads and beta 0.05
@@ -45,29 +46,36 @@ TILE = 64  # candidates per program: 820 programs at 128K keys, 8 kv heads and b
 NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = {8: 4, 16: 4, 32: 2}, 8, 128
 
 
-def check(rotated, codes, candidates) -> None:
+def check(rotated, codes, candidates, table=OWN_POOLS) -> None:
+    check_table(codes.codes, candidates.shape[0], table)
     if rotated.shape[3] != 2 * codes.codes.shape[3]:
         raise ValueError(
             f"queries {tuple(rotated.shape)} do not fit codes of {codes.codes.shape[3]} bytes, two dimensions each"
         )
 
 
-def reference(rotated: RotatedQueries, codes: Codes, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def reference(
+    rotated: RotatedQueries, codes: Codes, candidates: Candidates, table: BlockTable = OWN_POOLS
+) -> tuple[Tensor, Tensor]:
     """Estimate the candidates.
 
     Args:
         rotated: [batch, heads, queries, padded dim], of centroid_votes; the largest estimate of the queries counts.
         codes: the index; `codes` and `weights` are read.
-        candidates: [batch, heads, candidates], pool rows, -1 for none.
+        candidates: [batch, heads, candidates], positions, -1 for none.
+        table: the blocks of each row, if rows share one pool.
 
     Returns:
         estimates: [batch, heads, candidates] in fp32, -inf for empty candidates.
         peaks: [batch, heads, groups] in fp32.
     """
     spaces, dim = codes.weights.shape[3], rotated.shape[3]
-    row = candidates.clamp(min=0).long()[..., None]
-    direction = directions(codes.codes.gather(2, row.expand(-1, -1, -1, codes.codes.shape[3])), dim // spaces).half()
-    direction = direction * codes.weights.gather(2, row.expand(-1, -1, -1, spaces))[..., None]
+    row = candidates.clamp(min=0).long()
+    pool = torch.arange(row.shape[0], device=row.device)[:, None, None]
+    if table.ids is not None:
+        row, pool = pool_rows(torch.where(candidates < 0, 0, row), table), torch.zeros_like(pool)
+    at = pool, torch.arange(row.shape[1], device=row.device)[:, None], row
+    direction = directions(codes.codes[at], dim // spaces).half() * codes.weights[at][..., None]
     estimate = direction.flatten(-2).float() @ rotated.half().float().transpose(-1, -2)
     estimate = estimate.amax(-1).masked_fill(candidates < 0, -torch.inf)
     return estimate, peaks_of(estimate)
@@ -75,9 +83,9 @@ def reference(rotated: RotatedQueries, codes: Codes, candidates: Candidates) -> 
 
 @triton.jit
 def _rerank(
-    rotated, codes, weights, candidates, out, peaks, rows, total, groups, c0, c1, c2, c3, c4, c5, c6, c7,
-    F: tl.constexpr, FP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    rotated, codes, weights, candidates, out, peaks, table, heads, places, rows, total, groups, c0, c1, c2, c3, c4, c5,
+    c6, c7, F: tl.constexpr, FP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    UNPACK: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -86,9 +94,11 @@ def _rerank(
     best = tl.full((TILE,), float("-inf"), tl.float32)
     if tl.max(row, 0) >= 0:
         live = (row >= 0)[:, None]
-        space_at = tl.maximum(row, 0)[:, None] * B + tl.arange(0, B)[None, :]
-        word = tl.load(codes + bh * rows * B + space_at, mask=live, other=0)  # [TILE, B]
-        w = tl.load(weights + bh * rows * B + space_at, mask=live, other=0.0)  # [TILE, B]
+        at = pool_row_of(table, bh // heads, places, tl.maximum(row, 0), row >= 0, PAGE)
+        space_at = at[:, None] * B + tl.arange(0, B)[None, :]
+        first = (bh if PAGE == 0 else bh % heads) * rows * B
+        word = tl.load(codes + first + space_at, mask=live, other=0)  # [TILE, B]
+        w = tl.load(weights + first + space_at, mask=live, other=0.0)  # [TILE, B]
         if UNPACK == "":
             direction = unpack(word, c0, c1, c2, c3, c4, c5, c6, c7, M) * w[:, :, None]
         else:
@@ -103,8 +113,10 @@ def _rerank(
     store_peaks(peaks + bh * groups, best, tl.program_id(1) * TILE, total, TILE, GROUP)
 
 
-def _fits(rotated, codes, candidates) -> _cuda.Module | str:
+def _fits(rotated, codes, candidates, table=OWN_POOLS) -> _cuda.Module | str:
     spaces, queries = codes.weights.shape[3], rotated.shape[2]
+    if table.ids is not None:
+        return "rows share one pool"
     if rotated.shape[3] != 8 * spaces or spaces not in NATIVE_SPACES or queries > NATIVE_FIELDS:
         return f"{spaces} subspaces of {rotated.shape[3]} dimensions and {queries} queries a kv head"
     if not _cuda.aligned(rotated, codes.codes, codes.weights):
@@ -114,7 +126,7 @@ def _fits(rotated, codes, candidates) -> _cuda.Module | str:
     return _cuda.load("rerank", candidates.device, **sizes, **levels)
 
 
-def _launch_cuda(kernels, rotated, codes, candidates) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, rotated, codes, candidates, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
     """csrc/rerank.cu"""
     out, peaks = fake(rotated, codes, candidates)
     batch, heads, total = candidates.shape
@@ -128,22 +140,22 @@ def _launch_cuda(kernels, rotated, codes, candidates) -> tuple[Tensor, Tensor]:
     return out, peaks
 
 
-def _launch_triton(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
+def _launch_triton(rotated, codes, candidates, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
     out, peaks = fake(rotated, codes, candidates)
-    batch, heads, rows, spaces = codes.weights.shape
-    total, queries = candidates.shape[2], rotated.shape[2]
+    (batch, heads, total), (rows, spaces), queries = candidates.shape, codes.weights.shape[2:], rotated.shape[2]
+    ids, places = (candidates, 0) if table.ids is None else (table.ids, table.ids.shape[1])
     m = rotated.shape[3] // spaces
     device = candidates.device
     _rerank[(batch * heads, cdiv(total, TILE))](
-        rotated, words(codes.codes, m), codes.weights, candidates, out, peaks, rows, total, peaks.shape[2],
-        *polynomial(m), F=queries, FP=max(16, next_power_of_2(queries)), B=spaces, M=m, TILE=TILE,
-        UNPACK=unpack_ptx(m, device), GROUP=GROUP, num_warps=4,
+        rotated, words(codes.codes, m), codes.weights, candidates, out, peaks, ids, heads, places, rows, total,
+        peaks.shape[2], *polynomial(m), F=queries, FP=max(16, next_power_of_2(queries)), B=spaces, M=m, TILE=TILE,
+        UNPACK=unpack_ptx(m, device), GROUP=GROUP, PAGE=table.block_size, num_warps=4,
         **launch_early(device, batch * heads * cdiv(total, TILE)),
     )  # fmt: skip
     return out, peaks
 
 
-def fake(rotated, codes, candidates) -> tuple[Tensor, Tensor]:
+def fake(rotated, codes, candidates, *_) -> tuple[Tensor, Tensor]:
     *lead, total = candidates.shape
     return torch.empty_like(candidates, dtype=torch.float32), rotated.new_empty((*lead, cdiv(total, GROUP)))
 

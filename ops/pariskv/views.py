@@ -1,11 +1,13 @@
 """The index of ParisKV."""
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops.store.views import I32
+
+Ids: TypeAlias = Annotated[Tensor, Of("pools heads rows spaces", torch.uint8)]
 
 
 class Codes(NamedTuple):
@@ -14,10 +16,10 @@ class Codes(NamedTuple):
     ids: per key and subspace, the number of the nearest sign pattern (the centroid).
     codes: per key, a 4-bit code per rotated coordinate, two to a byte: a sign, and one of 8 magnitudes.
     weights: per key and subspace, the factor that makes <direction, q> an estimate of <key, q>.
-    counts: how many keys of a row have each id.
+    counts: how many retrievable keys of a row have each id.
     """
 
-    ids: Annotated[Tensor, Of("batch heads rows spaces", torch.uint8)]
-    codes: Annotated[Tensor, Of("batch heads rows code_bytes", torch.uint8)]
-    weights: Annotated[Tensor, Of("batch heads rows spaces", torch.float16)]
+    ids: Ids
+    codes: Annotated[Tensor, Of("pools heads rows code_bytes", torch.uint8)]
+    weights: Annotated[Tensor, Of("pools heads rows spaces", torch.float16)]
     counts: Annotated[Tensor, Of("batch heads spaces centroids", I32)]

@@ -10,13 +10,15 @@ in. Blocks without a retrievable token
 
 Args:
     q [batch, q_heads, 1, dim]
-    digests: centre [batch, heads, blocks, dim], spread [batch, heads, blocks, dim or 1], origin [batch, heads, dim].
+    digests: centre [pools, heads, blocks, dim], spread [pools, heads, blocks, dim or 1], origin [pools, heads, dim].
     pinned [batch, heads]: if given, the blocks of the first `pinned` tokens behind the sinks score +inf, so that every
         selection takes them, whatever their digests.
+    table: the blocks of each row, if rows share one pool; its `block_size` is that of the digests. Score number i is
+        then that of block ids[b, i].
 
-Returns: scores [batch, heads, blocks] and their peaks [batch, heads, cdiv(blocks, GROUP)] (ops/select/_top.py), fp32.
-Launches: csrc/bound_scores.cu for fp8 digests and 16-bit queries, with at most RESIDENT programs per multiprocessor;
-else Triton with one program per (row, head, BLOCKS blocks).
+Returns: scores [batch, heads, blocks or places] and their peaks, one for every GROUP (ops/select/_top.py), fp32.
+Launches: csrc/bound_scores.cu for fp8 digests and 16-bit queries without a table, with at most RESIDENT programs per
+multiprocessor; else Triton with one program per (row, head, BLOCKS blocks).
 """
 from typing import Annotated
 
@@ -41,7 +43,8 @@ from torchsparsekv.ops._machinery.triton import (
 )
 from torchsparsekv.ops.index.block_bounds import UNBOUNDED, check_spread, unit_of
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.views import Digests, Lengths, PerHead
+from torchsparsekv.ops.store.tables import check_table
+from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Digests, Lengths, PerHead
 
 AnyQuery = Annotated[Tensor, Of("batch q_heads 1 dim", FLOATS, strided=True)]
 BLOCKS = 64  # per program: 16 KiB of fp8 digests; 8 heads with 2K blocks make enough programs for the whole GPU
@@ -53,9 +56,12 @@ NATIVE_WARPS = 8  # per program; a warp takes 16 blocks (a GROUP) at a time
 RESIDENT = 2  # programs per multiprocessor: larger grids are not launched early
 
 
-def check(q, digests, lengths, pinned=None) -> None:
+def check(q, digests, lengths, pinned=None, table=OWN_POOLS) -> None:
     _check.heads(q, digests.centre)
     check_spread(digests)
+    check_table(digests.centre, q.shape[0], table)
+    if table.ids is not None and table.block_size != digests.block_size:
+        raise ValueError(f"digests are of {digests.block_size} tokens, and the blocks of the table {table.block_size}")
 
 
 def _widths(spread: Tensor) -> Tensor:
@@ -73,14 +79,18 @@ def bound(q: Tensor, centre: Tensor, spread: Tensor, origin: Tensor) -> Tensor:
 
 
 def reference(
-    q: AnyQuery, digests: Digests, lengths: Lengths, pinned: PerHead | None = None
+    q: AnyQuery, digests: Digests, lengths: Lengths, pinned: PerHead | None = None, table: BlockTable = OWN_POOLS
 ) -> tuple[Tensor, Tensor]:
     centre, spread, block_size, _, origin = digests
+    blocks = centre.shape[2] if table.ids is None else table.ids.shape[1]
+    block, first = torch.arange(blocks, device=q.device), lengths.sink // block_size
+    live = (block >= first) & (block < lengths.ring_begin[:, None] // block_size)
+    if table.ids is not None:
+        ids = torch.where(live, table.ids, 0).long()
+        centre, spread = (t[0][:, ids].transpose(0, 1) for t in (centre, spread))
     scores = bound(q, centre, spread, origin)
-    block, first = torch.arange(centre.shape[2], device=q.device), lengths.sink // block_size
     if pinned is not None:
         scores = scores.masked_fill(block < first + pinned[..., None] // block_size, torch.inf)
-    live = (block >= first) & (block < lengths.ring_begin[:, None] // block_size)
     scores = scores.masked_fill(~live[:, None], -torch.inf)
     return scores, peaks_of(scores)
 
@@ -118,28 +128,32 @@ def bounds_of(
 
 @triton.jit
 def _scores(
-    q, centre, spread, origin, out, peaks, ring_begin, pinned, q_b, q_h, heads, blocks, groups, first,
-    PINNED: tl.constexpr, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    P: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr, UNBOUNDED: tl.constexpr,
-    UNIT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    q, centre, spread, origin, out, peaks, ring_begin, pinned, table, q_b, q_h, heads, blocks, places, groups, first,
+    TABLE: tl.constexpr, PINNED: tl.constexpr, BOX: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, P: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr, LIMIT: tl.constexpr,
+    UNBOUNDED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    place = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     end = tl.load(ring_begin + b) // P
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     if (tl.program_id(1) * BLOCKS < end) & (tl.program_id(1) * BLOCKS + BLOCKS > first):
+        head, block = bh, place
+        if TABLE:
+            end = tl.minimum(end, places)
+            head, block = h, tl.load(table + b * places + place, mask=place < end, other=0)
         s = bounds_of(
-            q, q_b, q_h, b, h, centre, spread, origin, bh, blocks, block, block, first, end, BOX, G, GP, D, DP, DOT,
+            q, q_b, q_h, b, h, centre, spread, origin, head, blocks, block, place, first, end, BOX, G, GP, D, DP, DOT,
             LIMIT, UNBOUNDED, UNIT,
         )  # fmt: skip
         best = tl.max(s, 1)
         if PINNED:
             pinned_end = tl.minimum(first + tl.load(pinned + bh) // P, end)
-            best = tl.where((block >= first) & (block < pinned_end), float("inf"), best)
-    tl.store(out + bh * blocks + block, best, mask=block < blocks)
-    store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, blocks, BLOCKS, GROUP)
+            best = tl.where((place >= first) & (place < pinned_end), float("inf"), best)
+    tl.store(out + bh * places + place, best, mask=place < places)
+    store_peaks(peaks + bh * groups, best, tl.program_id(1) * BLOCKS, places, BLOCKS, GROUP)
 
 
 def dot_type(q: Tensor, centre: Tensor):
@@ -149,8 +163,10 @@ def dot_type(q: Tensor, centre: Tensor):
     return tl.bfloat16 if centre.dtype == torch.bfloat16 else tl.float16
 
 
-def _fits(q, digests, lengths, pinned=None) -> _cuda.Module | str:
+def _fits(q, digests, lengths, pinned=None, table=OWN_POOLS) -> _cuda.Module | str:
     centre, spread = digests[:2]
+    if table.ids is not None:
+        return "rows share one pool"
     d, group, box = centre.shape[-1], q.shape[1] // centre.shape[1], spread.shape[-1] > 1
     if q.dtype not in (torch.float16, torch.bfloat16) or centre.dtype != FP8:
         return f"queries in {q.dtype} against centres in {centre.dtype}, not halves against fp8"
@@ -163,10 +179,10 @@ def _fits(q, digests, lengths, pinned=None) -> _cuda.Module | str:
     return _cuda.load("bound_scores", q.device, **shape)
 
 
-def _launch_cuda(kernels, q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
+def _launch_cuda(kernels, q, digests, lengths, pinned=None, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
     """csrc/bound_scores.cu"""
     (centre, spread, block_size, _, origin), (batch, heads, blocks, _) = digests, digests.centre.shape
-    out, peaks = fake(q, digests)
+    out, peaks = fake(q, digests, lengths)
     parts = max(1, min(cdiv(peaks.shape[2], NATIVE_WARPS), RESIDENT * sm_count(q.device) // (batch * heads)))
     kernels.launch(
         "bounds", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, centre, spread, origin, out, peaks,
@@ -175,26 +191,28 @@ def _launch_cuda(kernels, q, digests, lengths, pinned=None) -> tuple[Tensor, Ten
     return out, peaks
 
 
-def _launch_triton(q, digests, lengths, pinned=None) -> tuple[Tensor, Tensor]:
-    centre, spread, block_size, _, origin = digests
-    batch, heads, blocks, d = centre.shape
-    out, peaks = fake(q, digests)
-    group = q.shape[1] // heads
-    _scores[(batch * heads, cdiv(blocks, BLOCKS))](
-        q, centre, spread, origin, out, peaks, lengths.ring_begin, lengths.ring_begin if pinned is None else pinned,
-        q.stride(0), q.stride(1), heads, blocks, peaks.shape[2], lengths.sink // block_size, PINNED=pinned is not None,
-        BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d,
-        DP=next_power_of_2(d), P=block_size, BLOCKS=BLOCKS, DOT=dot_type(q, centre),
-        LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED, UNIT=unit_of(centre.dtype),
-        GROUP=GROUP, num_warps=2, **launch_early(q.device, batch * heads * cdiv(blocks, BLOCKS)),
+def _launch_triton(q, digests, lengths, pinned=None, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
+    (centre, spread, block_size, _, origin), begin = digests, lengths.ring_begin
+    heads, blocks, d = centre.shape[1:]
+    out, peaks = fake(q, digests, lengths, pinned, table)
+    (batch, _, places), group = out.shape, q.shape[1] // heads
+    _scores[(batch * heads, cdiv(places, BLOCKS))](
+        q, centre, spread, origin, out, peaks, begin, begin if pinned is None else pinned,
+        begin if table.ids is None else table.ids, q.stride(0), q.stride(1), heads, blocks, places, peaks.shape[2],
+        lengths.sink // block_size, TABLE=table.ids is not None, PINNED=pinned is not None,
+        BOX=spread.shape[-1] > 1, G=group, GP=max(16, next_power_of_2(group)), D=d, DP=next_power_of_2(d), P=block_size,
+        BLOCKS=BLOCKS, DOT=dot_type(q, centre), LIMIT=FP8_MAX if spread.dtype == FP8 else 0.0, UNBOUNDED=UNBOUNDED,
+        UNIT=unit_of(centre.dtype), GROUP=GROUP, num_warps=2,
+        **launch_early(q.device, batch * heads * cdiv(places, BLOCKS)),
     )  # fmt: skip
     return out, peaks
 
 
-def fake(q, digests, *_) -> tuple[Tensor, Tensor]:
-    *lead, blocks, _ = digests.centre.shape
-    new = digests.centre.new_empty
-    return new((*lead, blocks), dtype=torch.float32), new((*lead, cdiv(blocks, GROUP)), dtype=torch.float32)
+def fake(q, digests, lengths, pinned=None, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
+    heads, blocks = digests.centre.shape[1:3]
+    places = blocks if table.ids is None else table.ids.shape[1]
+    lead, new = (q.shape[0], heads), digests.centre.new_empty
+    return new((*lead, places), dtype=torch.float32), new((*lead, cdiv(places, GROUP)), dtype=torch.float32)
 
 
 bound_scores = register(

@@ -1,8 +1,8 @@
 """Views: NamedTuples of the tensors and numbers of one layer that belong together. Ops take views as arguments.
 
 An op writes a view only where its reference says `Changed[View]`. A word in a shape, such as "batch" or "ring_rows", is
-the same size in all tensors of one op (ops/_machinery/signature.py). ops/store/rows.py alone says how a token lies in
-a row of memory.
+the same size in all tensors of one op (ops/_machinery/signature.py). "pools" is "batch", or 1 where the rows of the
+batch share one pool (BlockTable). ops/store/rows.py alone says how a token lies in a row of memory.
 
 The views in the order in which a decode step meets them: Token, KVStore, Lengths, Stats (append), Leaving, Digests
 (the index), Scored, Selection (the choice), HotBuffer (fetch), Attention (attention).
@@ -27,6 +27,7 @@ PerRow: TypeAlias = Annotated[Tensor, Of("batch", I32)]
 PerHead: TypeAlias = Annotated[Tensor, Of("batch heads", I32)]
 SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
 Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
+Bias: TypeAlias = Annotated[Tensor, Of("batch q_heads candidates", torch.float32)]
 Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
 Ring: TypeAlias = Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
 # The pool is of the type of keys and values, or packed: int8 numbers with their scales (ops/store/rows.py).
@@ -59,6 +60,21 @@ class Lengths(NamedTuple):
     ring_begin: PerRow
     sink: int
     interval: int
+
+
+class BlockTable(NamedTuple):
+    """The blocks of each row of the batch, where all rows share one pool. An index of that pool has a batch of 1.
+
+    ids: numbers of blocks in the order of the text. Position p of row b is in block ids[b, p // block_size]. Rows that
+        begin alike may share blocks. None: every row has a pool of its own, and its positions are pool rows.
+    block_size: tokens of a block; 0 without ids.
+    """
+
+    ids: Annotated[Tensor, Of("batch places", I32)] | None = None
+    block_size: int = 0
+
+
+OWN_POOLS = BlockTable()
 
 
 class Token(NamedTuple):
@@ -103,12 +119,15 @@ class Selection(NamedTuple):
     retrieve_now: heads with 0 keep the blocks of their last selection. None: every head takes `ids`.
     frontier: the first position that a head attends to in the ring, after the sinks. None: `Lengths.ring_begin`.
     fill: the number of rows of each block that hold a token, counted from its first row. None: all rows hold one.
+    bias: a number that each query head adds to the logits of a block, behind the soft cap; -inf: the head leaves the
+        block out. The numbers belong to the slots of `HotBuffer.chosen`. None: nothing is added.
     """
 
     ids: Candidates | None = None
     retrieve_now: PerHead | None = None
     frontier: PerHead | None = None
     fill: Fill | None = None
+    bias: Bias | None = None
 
 
 class HotBuffer(NamedTuple):
@@ -183,11 +202,11 @@ class Digests(NamedTuple):
     origin: the point from which the volumes of a head count the keys (ops/index/_origin.py).
     """
 
-    centre: Annotated[Tensor, Of("batch heads blocks dim", (*FLOATS, FP8))]
-    spread: Annotated[Tensor, Of("batch heads blocks spread", (*FLOATS, FP8))]
+    centre: Annotated[Tensor, Of("pools heads blocks dim", (*FLOATS, FP8))]
+    spread: Annotated[Tensor, Of("pools heads blocks spread", (*FLOATS, FP8))]
     block_size: int
     volume: int
-    origin: Annotated[Tensor, Of("batch heads dim", torch.float32)]
+    origin: Annotated[Tensor, Of("pools heads dim", torch.float32)]
 
 
 class Observed(NamedTuple):

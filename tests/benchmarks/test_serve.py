@@ -70,7 +70,8 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(places=("triton", "disk")), "places must be of triton, device, host, got disk"),
+        (dict(places=("triton", "disk")), "places must be of triton, flash, flash-fp8, device, host, got disk"),
+        (dict(places=("flash-fp8", "device", "flash")), "places flash-fp8, flash need native"),
         (dict(batches=(-1,)), "batches"),
         (dict(grows=70), "grows"),
         (dict(contexts=(64, 64)), "contexts"),
@@ -79,3 +80,14 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
 def test_options_that_cannot_be_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         serve.Options(**options).check()
+
+
+def test_every_place_is_the_same_engine_with_another_attention():
+    """Same sizes, same kernels around; fp8 keys and values where the name says so."""
+    o = serve.Options(places=tuple(serve.BACKENDS), native=True)
+    o.check()
+    found = {place: serve.engine_options(o, place, 4096) for place in o.places}
+    assert {place for place in found if found[place].pop("ours")} == {"device", "host"}
+    assert {place for place in found if found[place].pop("kv_cache_dtype", None)} == {"flash-fp8"}
+    assert all(x == found["triton"] for x in found.values())
+    assert found["triton"]["native"] is True

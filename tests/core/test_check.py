@@ -17,14 +17,17 @@ SMALL = {
     "icecache": dict(SIZES, page_size=4),
     "louiskv": dict(SIZES, budget=64),
     "omnikv": SIZES,
+    "magicpig": dict(SIZES, budget=16, bits=3, tables=20),
     "oracle": SIZES,
     "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
+    "pqcache": dict(SIZES, budget=16, bits=3),
     "prkv": PAGES,
     "prkv_static": dict(SIZES, budget=16),
     "pagemean": PAGES,
     "quest": PAGES,
     "raas": PAGES,
     "random": PAGES,
+    "shadowkv": dict(PAGES, outliers=2),
     "snapkv": dict(budget=16, window=24),
 }
 
@@ -133,7 +136,7 @@ def test_scores_of_another_number_of_blocks_are_refused():
     def choose(self, s, q, a):
         return self.best(s, torch.zeros(*s.hot.slot_of.shape[:2], 3))
 
-    with pytest.raises(ValueError, match=r"one number for each block of the pool, \(3, 2, \d+\), got \(3, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"one number for each block, \(3, 2, \d+\), got \(3, 2, 3\)"):
         torchsparsekv.check_method(broken(choose=choose), **PAGES)
 
 

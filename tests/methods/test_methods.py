@@ -216,7 +216,10 @@ def lives(layer: Layer) -> dict:
 
 
 # What these methods retrieve together depends on where prompts begin and end.
-BY_PROMPT = ("clusterkv", "h2o", "icecache", "louiskv", "prkv", "prkv_static", "raas", "snapkv")
+BY_PROMPT = (
+    "clusterkv", "h2o", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "raas", "shadowkv",
+    "snapkv",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_PROMPT])

@@ -6,6 +6,7 @@ import cases_engine
 import cases_evicting
 import cases_prefetch
 import cases_static
+import cases_tokens
 import cases_tree
 import torch
 from world import DEVICE, World, first, integers
@@ -18,7 +19,17 @@ from torchsparsekv.ops.pariskv.rank_by_votes import candidate_capacity
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.select._top import peaks_of
-from torchsparsekv.ops.store.views import Attention, Digests, HotBuffer, KVStore, Leaving, Lengths, Scored, Selection
+from torchsparsekv.ops.store.views import (
+    Attention,
+    BlockTable,
+    Digests,
+    HotBuffer,
+    KVStore,
+    Leaving,
+    Lengths,
+    Scored,
+    Selection,
+)
 from torchsparsekv.state import RingPlan
 
 FP8 = torch.float8_e4m3fn
@@ -136,23 +147,32 @@ def _centroid_votes(w: World):
     return (q, codes, w.lengths_view, _ratios(w), w.pick(True, False), w.seed)
 
 
+def _coded(w: World, m: int) -> tuple[Codes, Lengths, BlockTable]:
+    """Of rows that have a pool each, or share one."""
+    if w.pick(True, False):
+        return _encoded(w, m), w.lengths_view, BlockTable()
+    return cases_engine.codes(w, m), *cases_engine.requests(w)
+
+
 def _rank_by_votes(w: World):
     m = max(w.pick(8, 4, 2), 2 if w.dim <= 64 else 4 if w.dim <= 128 else 8)  # scores are one byte
-    codes, packs = _encoded(w, m), w.pick(1, 2, 3)
+    (codes, lengths, table), packs = _coded(w, m), w.pick(1, 2, 3)
+    codes = codes._replace(counts=codes.counts.expand(w.batch, -1, -1, -1).contiguous())
     shape = (w.batch, w.heads, packs, 1 << m, codes.ids.shape[3], 4)
     votes = torch.randint(0, 7, shape, generator=w.g, dtype=torch.uint8)
     ratios, least, dense = _ratios(w), w.seed % 7, w.pick(0, w.rows // 2)
     capacity = candidate_capacity(w.rows, ratios, least, dense) + w.pick(0, 1)
-    return (votes, codes, w.lengths_view, ratios, least, dense, capacity)
+    return (votes, codes, lengths, ratios, least, dense, capacity, table)
 
 
 def _rerank(w: World):
-    codes = _encoded(w, w.pick(8, 4, 2))
+    codes, _, table = _coded(w, w.pick(8, 4, 2))
+    codes = codes._replace(counts=codes.counts.expand(w.batch, -1, -1, -1).contiguous())
     size = 1 << (w.dim - 1).bit_length()
     rotated = torch.randn(w.batch, w.heads, w.pick(1, w.group), size, generator=w.g)
     empty = torch.full((w.batch, w.heads, w.pick(0, 70)), -1)
     candidates = torch.cat([w.chosen(max(1, w.blocks // 2)), empty], 2)
-    return (rotated, codes, candidates.to(I32).contiguous())
+    return (rotated, codes, candidates.to(I32).contiguous(), table)
 
 
 def _attention_mass(w: World):
@@ -281,7 +301,12 @@ def _sparse_attention(w: World):
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
     if fill is not None and rest.sums is not None:
         frontier, rest = None, _filled_rest(w, fill)
-    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w), rest)
+    bias = None
+    if w.pick(False, True):
+        bias = torch.randn(w.batch, w.heads * w.group, chosen.shape[2], generator=w.g) * 3
+        bias[torch.rand(bias.shape, generator=w.g) < 0.2] = -math.inf
+    selection = Selection(frontier=frontier, fill=fill, bias=bias)
+    return (w.q[:, :, :1], ring, hot, w.lengths_view, selection, _attention(w), rest)
 
 
 def _rest(w: World, upto: torch.Tensor) -> Rest:
@@ -350,7 +375,9 @@ OPS = {
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
-    "bound_scores": lambda w: cases_static.bound_scores(w, _bound_scores(w)),
+    "bound_scores": lambda w: w.pick(
+        lambda w: cases_static.bound_scores(w, _bound_scores(w)), cases_engine.bound_scores
+    )(w),
     "top_blocks": _top_blocks,
     "encode_keys": _encode_keys,
     "centroid_votes": _centroid_votes,
@@ -396,14 +423,14 @@ OPS = {
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,
     **cases_engine.OPS,
+    **cases_tokens.OPS,
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest",
-    "keep_prompt_pages",
-    "window_attention", *cases_engine.MANY_TOKENS,
+    "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest", "keep_prompt_pages",
+    "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
@@ -416,15 +443,18 @@ METHODS = {
     "h2o": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "magicpig": dict(bits=3, tables=12),
     "omnikv": dict(wait_layers=0),
     "oracle": {},
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "pqcache": dict(m=4, bits=3, rounds=3),
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
     "raas": dict(block_size=4),
     "random": dict(block_size=4),
     "prkv_static": dict(update_every=7, update_from="codes"),
     "snapkv": dict(observe=4, kernel_size=3),
+    "shadowkv": dict(block_size=4, outliers=2),
     "streaming": dict(block_size=4),
 }
 
@@ -449,5 +479,5 @@ def hyper_of(method: str, **common) -> dict:
     return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
 
 
-IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "raas", "random", "streaming"}
+IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "raas", "random", "shadowkv", "streaming"}
 RING_PLAN = RingPlan(sink=4, window=6, interval=4)

@@ -1,23 +1,25 @@
 """What the ops of an engine take, from a world: its rows are requests, their blocks lie anywhere in one pool."""
 import torch
-from world import World
+from world import World, integers
 
-from torchsparsekv.ops.engine.tables import near_begin
-from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
+from torchsparsekv.ops.engine.tables import lengths_of
+from torchsparsekv.ops.engine.views import Copies, SharedHot
 from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES
-from torchsparsekv.ops.store.views import Attention, Digests
+from torchsparsekv.ops.pariskv.encode_keys import encode
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Attention, BlockTable, Digests, Lengths
 
 I32 = torch.int32
 
 
-def requests(w: World) -> Requests:
+def requests(w: World) -> tuple[Lengths, BlockTable]:
     """Random ids, the first ones of a request those of another where they begin alike; one request may be padding."""
     ids = torch.randperm(w.batch * w.blocks + 3, generator=w.g)[: w.batch * w.blocks].view(w.batch, -1).to(I32)
     shared = w.pick(0, 1, w.blocks // 2)
     ids[:, :shared] = ids[:1, :shared]
     length = w.length.clamp(min=0)  # what has no tokens is padding
     length[-1] = w.pick(int(length[-1]), 0)
-    return Requests(length, ids.contiguous(), w.sink, w.window)
+    return lengths_of(length, w.sink, w.window, w.interval), BlockTable(ids.contiguous(), w.block)
 
 
 def blocks_of(w: World) -> int:
@@ -63,20 +65,44 @@ def _digests(w: World, volume: int, dtype: torch.dtype) -> Digests:
     return Digests(centre, spread if one else spread.to(dtype), w.block, volume, origin)
 
 
-def table_scores(w: World):
+def bound_scores(w: World):
+    """Of rows that share one pool; their digests are of all volumes."""
     volume, dtype = w.pick(*range(len(VOLUMES))), w.pick(torch.float32, torch.float8_e4m3fn)
-    digests = _digests(w, volume, dtype)
-    return (w.q[:, :, :1], digests._replace(origin=digests.origin.nan_to_num(2.0)), requests(w))
+    digests, (lengths, table) = _digests(w, volume, dtype), requests(w)
+    return (w.q[:, :, :1], digests._replace(origin=digests.origin.nan_to_num(2.0)), lengths, None, table)
 
 
-def list_blocks(w: World):
-    its = requests(w)
+def codes(w: World, m: int) -> Codes:
+    """Of all rows of one pool, with no counts."""
+    found = encode(pool(w)[:, :, :, 0], m, w.seed)
+    size = found[0].shape[3] * m
+    return Codes(*(t.contiguous() for t in found), torch.zeros(1, w.heads, size // m, 1 << m, dtype=I32))
+
+
+def encode_tokens(w: World):
+    k, _, to, _ = _written(w)
+    m = w.pick(8, 4, 2)
+    return (integers(k), to, _blank(codes(w, m)), m, w.seed)
+
+
+def _blank(codes: Codes) -> Codes:
+    return codes._replace(ids=codes.ids * 0, codes=codes.codes * 0, weights=codes.weights * 0)
+
+
+def count_ids(w: World):
+    m = w.pick(8, 4, 2)
+    return (codes(w, m).ids, *requests(w), 1 << m)
+
+
+def list_units(w: World):
+    """Units are blocks, or parts of them."""
+    (lengths, table), unit = requests(w), w.pick(w.block, 1)
     chosen = torch.full((w.batch, w.heads, max(1, w.blocks // 3)), -1, dtype=I32)
-    for b, end in enumerate((near_begin(its, w.block) // w.block).tolist()):
+    for b, end in enumerate((lengths.ring_begin // unit).tolist()):
         for h in range(w.heads):
-            some = torch.randperm(end - w.sink // w.block, generator=w.g)[: chosen.shape[2]] + w.sink // w.block
+            some = torch.randperm(end - w.sink // unit, generator=w.g)[: chosen.shape[2]] + w.sink // unit
             chosen[b, h, : len(some)] = some.sort().values
-    return (chosen, its, w.block)
+    return (chosen, lengths, table, w.window, unit)
 
 
 def _listed(w: World) -> torch.Tensor:
@@ -103,10 +129,10 @@ def fetch_shared(w: World):
 
 
 def listed_attention(w: World):
-    its = requests(w)
-    ids = torch.where(its.length[:, None, None] > 0, _listed(w), -1)
+    length = requests(w)[0].length
+    ids = torch.where(length[:, None, None] > 0, _listed(w), -1)
     fill = torch.randint(0, w.block + 1, ids.shape, generator=w.g, dtype=I32)
-    return (w.q[:, :, :1], pool(w), ids, fill, its, w.block, _attention(w))
+    return (w.q[:, :, :1], pool(w), ids, fill, length, w.block, _attention(w))
 
 
 def _attention(w: World) -> Attention:
@@ -117,16 +143,17 @@ def table_prompt(w: World):
     past = w.pick(min(w.lengths[0], w.blocks * w.block), 0)
     q, k, v = (t[0].transpose(0, 1) for t in (w.q, w.k, w.v))
     attention = Attention(w.dim**-0.5, w.pick(0.0, 0.0, 5.0), w.sink_logits() if w.pick(False, False, True) else None)
-    return (q, k, v, pool(w), requests(w).table[0], past, w.block, attention)
+    return (q, k, v, pool(w), requests(w)[1].ids[0], past, w.block, attention)
 
 
 OPS = {
     "write_tokens": write_tokens,
     "filled_bounds": filled_bounds,
-    "table_scores": table_scores,
-    "list_blocks": list_blocks,
+    "encode_tokens": encode_tokens,
+    "count_ids": count_ids,
+    "list_units": list_units,
     "fetch_shared": fetch_shared,
     "listed_attention": listed_attention,
     "table_prompt": table_prompt,
 }
-MANY_TOKENS = {"write_tokens", "filled_bounds", "table_prompt"}
+MANY_TOKENS = {"write_tokens", "filled_bounds", "encode_tokens", "table_prompt"}

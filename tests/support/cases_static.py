@@ -9,7 +9,7 @@ from torchsparsekv.ops.index.observe import NOT_YET
 from torchsparsekv.ops.prkv.views import StaticSet
 from torchsparsekv.ops.snapkv.snap_tokens import Pooling
 from torchsparsekv.ops.snapkv.views import SnapSet
-from torchsparsekv.ops.store.views import Attention, KVStore, Leaving, Observed, Token
+from torchsparsekv.ops.store.views import Attention, BlockTable, KVStore, Leaving, Observed, Token
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -117,7 +117,7 @@ def bound_scores(w: World, things):
     """With blocks that are pinned, up to all that can be retrieved, or without."""
     live = (w.begin - w.sink).clamp(min=0)[:, None] // w.block
     count = (torch.rand(w.batch, w.heads, generator=w.g) * (live + 1)).long().clamp(max=live).to(I32) * w.block
-    return (*things, w.pick(count, None))
+    return (*things, w.pick(count, None), BlockTable())
 
 
 def relocate(w: World, fetching, bounding):

@@ -6,7 +6,9 @@ NEW = 24
 GRAPHS = (1, 2, 4, 8, 16)  # requests
 
 
-def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options):
+def serving(path: str, backend: str = "", graphs: bool = False, **options):
+    """Without a backend: with ours."""
+    from torchsparsekv.engines._vllm_seams import seam
     from torchsparsekv_benchmarks.speed import serve
 
     usual = dict(
@@ -14,7 +16,7 @@ def serving(path: str, backend: str = "CUSTOM", graphs: bool = False, **options)
         block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
         enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
     )  # fmt: skip
-    return serve.engine(path, backend, **(usual | options))
+    return serve.engine(path, backend or seam().NAME, **(usual | options))
 
 
 def tokens_of(llm, prompts: list[list[int]], new: int = NEW):

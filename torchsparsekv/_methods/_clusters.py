@@ -21,7 +21,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 # That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
 # three samples each, 0.79 is right with 8, all with 16.
 CLUSTERS = 16
-CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # the reason why a cache cannot be cropped
+CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # refuses crop and engines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.method import Method, Traits, option
+from torchsparsekv.ops.engine.filled_bounds import filled_bounds
 from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES, block_bounds
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, Digests, Leaving, Selection
@@ -33,7 +34,7 @@ class PageMethod(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="", **self.capability)
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="", **self.capability)
 
     @property
     def capability(self) -> dict[str, Any]:
@@ -64,8 +65,11 @@ class PageMethod(Method):
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         self.prompt(s, q, leaving, join=True)
 
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        filled_bounds(k, to, s.store.pool, s.digests)
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths))
+        return self.best(s, *bound_scores(self.asking(q, s.digests), s.digests, s.lengths, table=s.block_table))
 
     def asking(self, q: Tensor, digests: Digests) -> Tensor:
         """The queries that digests are compared with: all, or their mean for each kv head."""

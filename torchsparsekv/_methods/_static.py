@@ -17,6 +17,7 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 SOURCES = ("keys", "codes")
 QUERIES = "selects by the queries of the latest tokens, and the cache has no queries of the tokens before them"
+LATEST = "selects by the latest queries of each request"
 OBSERVED = 64  # tokens of the observation window by default, where the window holds as many
 
 
@@ -75,7 +76,7 @@ class StaticMethod(ObservingMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES, **self.capability)
+        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES, no_engine=LATEST, **self.capability)
 
     @property
     def capability(self) -> dict[str, Any]:

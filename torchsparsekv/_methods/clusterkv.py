@@ -81,7 +81,7 @@ class ClusterKV(ClusterMethod):
     @cached_property
     def traits(self) -> Traits:
         clusters = self.run is None
-        return Traits(selects_every_step=clusters, moves_leaving=clusters, cannot_crop=CLUSTERED)
+        return Traits(selects_every_step=clusters, moves_leaving=clusters, cannot_crop=CLUSTERED, no_engine=CLUSTERED)
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         return Method.report_row(self, s, counts) if self.run is None else super().report_row(s, counts)

@@ -14,7 +14,7 @@ class Full(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="everything", no_rest="attends to every token", cannot_crop="")
+        return Traits(attends="everything", no_rest="attends to every token", cannot_crop="", no_engine="has no index")
 
     @property
     def ring_plan(self) -> RingPlan:

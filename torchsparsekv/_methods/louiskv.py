@@ -33,7 +33,7 @@ class LouisKV(ClusterMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(couples_heads=not self.per_head, cannot_crop=CLUSTERED)
+        return Traits(couples_heads=not self.per_head, cannot_crop=CLUSTERED, no_engine=CLUSTERED)
 
     def __post_init__(self) -> None:
         read_file(self, "tau", "calibrate", lambda found: found["tau"])

@@ -20,7 +20,7 @@ class Oracle(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="")
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="reads every key at every step")
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """A step also reads the keys, half of every row, of all tokens outside the ring."""

@@ -11,7 +11,9 @@ from torchsparsekv.ops._machinery.triton import next_power_of_2
 from torchsparsekv.ops.pariskv._code import WORDS
 from torchsparsekv.ops.pariskv._srht import SEEDS
 from torchsparsekv.ops.pariskv.centroid_votes import MILLION, centroid_votes
+from torchsparsekv.ops.pariskv.count_ids import count_ids
 from torchsparsekv.ops.pariskv.encode_keys import encode_keys
+from torchsparsekv.ops.pariskv.encode_tokens import encode_tokens
 from torchsparsekv.ops.pariskv.rank_by_votes import MOST_SPACES, candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
 from torchsparsekv.ops.pariskv.views import Codes
@@ -161,7 +163,7 @@ class ParisKV(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="")
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="")
 
     # ---- the index
 
@@ -171,16 +173,21 @@ class ParisKV(Method):
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         self.prompt(s, q, leaving, join=True)
 
+    def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
+        encode_tokens(k, to, s.codes, self.m, self.seed)
+
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        rows = s.store.pool.shape[2]
+        rows, codes, table = s.row_capacity, s.codes, s.block_table
+        if table.ids is not None:
+            codes = codes._replace(counts=count_ids(codes.ids, s.lengths, table, 1 << self.m))
         max_candidates, take_all_up_to = self.sizes(rows)
         ratios, min_candidates = self.ratios, min(self.min_candidates, rows)
         budget = min(self.budget, max_candidates)
-        rotated, votes = centroid_votes(q, s.codes, s.lengths, ratios, self.group == "mean", self.seed)
+        rotated, votes = centroid_votes(q, codes, s.lengths, ratios, self.group == "mean", self.seed)
         candidates = rank_by_votes(
-            votes, s.codes, s.lengths, ratios, min_candidates, take_all_up_to, max_candidates
+            votes, codes, s.lengths, ratios, min_candidates, take_all_up_to, max_candidates, table
         )  # fmt: skip
-        scored = rerank(rotated, s.codes, candidates)
+        scored = rerank(rotated, codes, candidates, table)
         if take_all_up_to <= budget:
             return Selection(top_blocks(scored, budget, candidates))
         # In a row of at most `take_all_up_to` retrievable tokens, every such token is a candidate and is selected.

@@ -22,7 +22,7 @@ class Random(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="")
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="is for comparisons only")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchsparsekv._methods._static import QUERIES, ObservingMethod
+from torchsparsekv._methods._static import LATEST, QUERIES, ObservingMethod
 from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.index.observe import NOT_YET, observe
 from torchsparsekv.ops.snapkv.keep_leaving import keep_leaving
@@ -60,7 +60,7 @@ class SnapKV(ObservingMethod):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES)
+        return Traits(no_rest="retrieves nothing at a step", cannot_crop=QUERIES, no_engine=LATEST)
 
     def effective(self) -> dict[str, object]:
         """`generates`: the number of tokens that can be generated before the window drops a token that the method must

@@ -17,7 +17,7 @@ class Streaming(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(attends="recent", no_rest="retrieves nothing", cannot_crop="")
+        return Traits(attends="recent", no_rest="retrieves nothing", cannot_crop="", no_engine="selects nothing")
 
     @property
     def dense_threshold(self) -> int:

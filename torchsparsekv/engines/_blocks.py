@@ -1,31 +1,65 @@
-"""Keys and values of one layer by block id, for all requests of an engine, with the digests of their blocks.
+"""Keys and values of one layer by block id, for all requests of an engine, with the index of their method.
 
 Nothing is kept per row of a batch: with every call the engine says where new tokens go, and which blocks a request has.
-A block gets its digest when its last row is written, from all of its keys. So blocks that requests share are indexed
-once, and an earlier use of a block leaves no trace. Only full blocks older than the window can be selected.
+The index of a token depends on the keys of its block alone. So blocks that requests share are indexed once, and an
+earlier use of a block leaves no trace. Only tokens older than the window can be selected, whole intervals at a time.
 
-kv="device": the pool is the engine's own cache, and the digests lie beside it. kv="host": the pool is pinned host
-memory, and the device has the digests and one hot buffer for all requests.
+kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
+memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer as
+large as device memory allows. Blocks of prompts go there at once, and stay until it is full. Then those that no step
+selected lately leave, and are fetched from the host if a step selects them again.
 
+A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.
 ops/engine/__init__.py lists the launches of a prompt and of a decode step.
 """
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from torchsparsekv import host
 from torchsparsekv.engines._options import Options
+from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.engine.fetch_shared import fetch_shared
-from torchsparsekv.ops.engine.filled_bounds import filled_bounds
-from torchsparsekv.ops.engine.list_blocks import list_blocks
+from torchsparsekv.ops.engine.list_units import list_units, listed
 from torchsparsekv.ops.engine.listed_attention import listed_attention
 from torchsparsekv.ops.engine.table_prompt import table_prompt
-from torchsparsekv.ops.engine.table_scores import table_scores
-from torchsparsekv.ops.engine.tables import near_blocks
-from torchsparsekv.ops.engine.views import Copies, Requests, SharedHot
+from torchsparsekv.ops.engine.tables import lengths_of
+from torchsparsekv.ops.engine.views import Copies, SharedHot
 from torchsparsekv.ops.engine.write_tokens import write_tokens
-from torchsparsekv.ops.select.top_blocks import top_blocks
-from torchsparsekv.ops.store.views import Attention, Digests
-from torchsparsekv.state import Buffer, Geometry
+from torchsparsekv.ops.store.views import Attention, BlockTable, KVStore, Lengths
+from torchsparsekv.state import Buffer, Geometry, named
+
+ADMITTED = 4096  # units that are brought at a time
+OF_ROWS = ("store", "stats", "hot")  # what a method declares for rows with a pool of their own, beside its index
+
+
+class SharedLayer:
+    """One layer as the hooks of a method see it: a `LayerState` whose rows share one pool.
+
+    It has the views of the index by their names.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, pool: Tensor, index: dict[str, Any], block_size: int):
+        self.store, self.block_size = KVStore(pool[:, :, :0], pool), block_size
+        for name, view in index.items():
+            setattr(self, name, view)
+        self.lengths: Lengths
+        self.block_table: BlockTable
+
+    @property
+    def row_capacity(self) -> int:
+        """The most tokens of a row."""
+        return self.block_table.ids.shape[1] * self.block_size
+
+    def of(self, lengths: Lengths, table: Tensor) -> "SharedLayer":
+        """The layer at a step of requests with these lengths and blocks."""
+        self.lengths, self.block_table = lengths, BlockTable(table, self.block_size)
+        return self
 
 
 class BlockStore:
@@ -35,102 +69,152 @@ class BlockStore:
         self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
         places: int,
     ):  # fmt: skip
-        self.method, self.on_host, self.device, self.dtype = options.method, options.kv == "host", device, dtype
-        self.heads, self.head_dim = heads, head_dim
-        p = self.method.block_size
-        self.chosen = min(self.method.budget // p, places)
-        listed = self.method.sink // p + near_blocks(self.method.window, p) + self.chosen
-        self.slots = requests * (listed + self.chosen)  # with room for the listed blocks alone, it would thrash
+        self.method, self.on_host, self.device, self.dtype = options.method, options.kv != "device", device, dtype
+        self.resident = options.kv == "auto"
+        self.heads, self.head_dim, self.block_size = heads, head_dim, options.block_size
+        self.unit = self.method.block_size  # tokens that are selected together: a block, or one token
+        self.plan = self.method.ring_plan
+        plan, chosen = self.plan, self._declared(places)["hot"].chosen.shape[2]
+        units = listed(chosen, plan.sink, plan.window, plan.interval, self.unit)
+        # With room for the listed units alone, it would thrash.
+        self.slots = self._least_slots = requests * (units + chosen)
         self.page: Tensor | None = None
         self.pool: Tensor | None = None
-        self.digests: Digests | None = None
+        self.layer: SharedLayer | None = None
         self.hot: SharedHot | None = None
-        self._origin = self._zeros((1, heads, head_dim), torch.float32).fill_(torch.nan)  # until filled_bounds finds it
+        # What of the index is of no block, such as the origin of digests, which is not a number until it is found.
+        self._of_all = {
+            name: self._zeros(b.shape, b.dtype).fill_(torch.nan if b.dtype.is_floating_point else 0)
+            for name, b in named(self._index(1)).items() if name not in self._of_blocks(1)
+        }  # fmt: skip
         # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
         # on that number.
-        self._hot_rows = self._zeros(self._hot_shape()) if self.on_host else None
+        self._hot_rows = self._zeros(self._hot_shape()) if options.kv == "host" else None
 
     # ---- sizes, and memory
 
-    def _buffers(self, blocks: int) -> tuple[Buffer, Digests]:
-        rows = blocks * self.method.block_size
-        found = self.method.buffers(Geometry(1, self.heads, self.head_dim, rows, self.dtype))
-        return found["store"].pool, found["digests"]
+    def _declared(self, blocks: int) -> dict[str, Any]:
+        rows = blocks * self.block_size
+        return self.method.buffers(Geometry(1, self.heads, self.head_dim, rows, self.dtype))
+
+    def _pool(self, blocks: int) -> Buffer:
+        return self._declared(blocks)["store"].pool
+
+    def _index(self, blocks: int) -> dict[str, Any]:
+        return {name: view for name, view in self._declared(blocks).items() if name not in OF_ROWS}
+
+    def _of_blocks(self, blocks: int) -> dict[str, Buffer]:
+        """The buffers of the index that grow with the number of blocks."""
+        one, two = named(self._index(1)), named(self._index(2))
+        return {name: b for name, b in named(self._index(blocks)).items() if one[name].shape != two[name].shape}
 
     def _hot_shape(self) -> tuple[int, ...]:
-        pool, _ = self._buffers(self.slots)
-        return (1, self.heads, self.slots, self.method.block_size, *pool.shape[3:])
+        return (1, self.heads, self.slots, self.unit, *self._pool(1).shape[3:])
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def _on_page(self, blocks: int) -> list[Buffer]:
-        pool, digests = self._buffers(blocks)
-        return [digests.centre, digests.spread, *([] if self.on_host else [pool])]
+    def _on_page(self, blocks: int) -> dict[str, Buffer]:
+        return self._of_blocks(blocks) | ({} if self.on_host else {"pool": self._pool(blocks)})
 
     @property
     def page_bytes(self) -> int:
         """Bytes that the engine keeps for a block, rounded up to whole bytes a token."""
-        p = self.method.block_size
-        return -(-sum(b.nbytes for b in self._on_page(1)) // p) * p
+        p = self.block_size
+        return -(-sum(b.nbytes for b in self._on_page(1).values()) // p) * p
 
     @property
     def host_bytes(self) -> int:
         """Bytes of a block in host memory."""
-        return self._buffers(1)[0].nbytes if self.on_host else 0
+        return self._pool(1).nbytes if self.on_host else 0
+
+    def reserve(self, blocks: int, room: int) -> None:
+        """With kv="auto": allocate a hot buffer for `blocks` blocks, or for as many as `room` bytes hold. It always has
+        room for a step."""
+        units, each = blocks * self.block_size // self.unit, self._pool(1).nbytes * self.unit // self.block_size
+        self._hot_rows = None  # frees that of another size
+        self.slots = max(self._least_slots, min(units, room // each))
+        self._hot_rows = self._zeros(self._hot_shape())
 
     def allocate(self, blocks: int) -> None:
         """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
-        if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == blocks):
+        units = blocks * self.block_size // self.unit
+        if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == units):
             return
-        b, _ = self._buffers(blocks)
+        b = self._pool(blocks)
         self.pool = None  # frees the pool of another size
         on_gpu = self.device.type == "cuda"
         self.pool = host.pinned(b.shape, b.dtype, self.device) if on_gpu else self._zeros(b.shape)
         lead, i32 = (1, self.heads), torch.int32
-        none = self._zeros((*lead, blocks + self.slots), i32) - 1
-        slot_of, block_of = (t.contiguous() for t in none.split([blocks, self.slots], 2))
-        assert self._hot_rows is not None
+        none = self._zeros((*lead, units + self.slots), i32) - 1
+        slot_of, block_of = (t.contiguous() for t in none.split([units, self.slots], 2))
+        if self._hot_rows is None:
+            raise RuntimeError('kv="auto" needs a hot buffer: reserve it first')
         used, hand = self._zeros((*lead, self.slots), i32), self._zeros(lead, i32)
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
     def bind(self, page: Tensor) -> None:
-        """Use the engine's memory, bytes [blocks, page_bytes]: digests of all blocks, then the pool if it is there."""
-        if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
+        """Use the engine's memory, bytes [blocks, page_bytes]: the index of all blocks, then the pool if it is here."""
+        place = page.data_ptr(), page.shape, page.stride()
+        if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return
-        parts, at, flat = [], 0, page.view(torch.uint8).flatten()
-        for b in self._on_page(page.shape[0]):
-            parts.append(flat[at : at + b.nbytes].view(b.dtype).view(b.shape))
+        if not page.is_contiguous():
+            raise ValueError(f"a block store needs memory without gaps, got {page.shape} with strides {page.stride()}")
+        parts, at, flat = dict[str, Tensor](), 0, page.view(torch.uint8).flatten()
+        for name, b in self._on_page(page.shape[0]).items():
+            parts[name] = flat[at : at + b.nbytes].view(b.dtype).view(b.shape)
             at += b.nbytes
-        self.page, (centre, spread, *pool) = page, parts
-        declared = self._buffers(1)[1]
-        self.digests = declared._replace(centre=centre, spread=spread, origin=self._origin)
-        if pool:
-            (self.pool,) = pool
+        self.page, self.pool = page, parts.get("pool", self.pool)
+        assert self.pool is not None
+        self.layer = SharedLayer(self.pool, self._views(parts | self._of_all), self.block_size)
+
+    def _views(self, parts: dict[str, Tensor]) -> dict[str, Any]:
+        """The views of the index, with these tensors."""
+        found = dict[str, Any]()
+        for name, view in self._index(1).items():
+            fields = [f for f in getattr(view, "_fields", ()) if f"{name}.{f}" in parts]
+            found[name] = view._replace(**{f: parts[f"{name}.{f}"] for f in fields}) if fields else parts[name]
+        return found
 
     # ---- what an engine calls in a step
 
+    def lengths(self, length: Tensor) -> Lengths:
+        """What a step knows of requests with so many tokens each; all layers of one method can share it."""
+        return lengths_of(length, self.plan.sink, self.plan.window, self.plan.interval)
+
     def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:
         """Store new tokens [tokens, heads, head_dim] of any requests in the rows `to` of the pool, -1 for none."""
-        pool, digests = self._ready()
-        write_tokens(k, v, to, pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
-        filled_bounds(k, to, pool, digests)
+        layer = self._ready()
+        write_tokens(k, v, to, layer.store.pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
+        self.method.written(layer, k, to)
 
-    def decode(self, q: Tensor, length: Tensor, table: Tensor, a: Attention) -> Tensor:
+    def decode(self, q: Tensor, lengths: Lengths, table: Tensor, a: Attention) -> Tensor:
         """Attention of one query of every request, [requests, query heads, head_dim]; its token has been written."""
-        (pool, digests), method = self._ready(), self.method
-        requests, x = Requests(length, table, method.sink, method.window), q.unsqueeze(2)
-        best = top_blocks(table_scores(method.asking(x, digests), digests, requests), min(self.chosen, table.shape[1]))
-        ids, fill = list_blocks(best, requests, method.block_size)
+        layer, x = self._ready().of(lengths, table), q.unsqueeze(2)
+        selected = self.method.choose(layer, x, a).ids
+        ids, fill = list_units(selected, lengths, layer.block_table, self.plan.window, self.unit)
+        pool = layer.store.pool
         if self.hot is not None:
             ids, pool = fetch_shared(ids, pool, self.hot), self.hot.rows.flatten(2, 3)
-        return listed_attention(x, pool, ids, fill, requests, method.block_size, a).squeeze(2)
+        return listed_attention(x, pool, ids, fill, lengths.length, self.unit, a).squeeze(2)
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""
-        return table_prompt(q, k, v, self._ready()[0], table, past, self.method.block_size, a)
+        out = table_prompt(q, k, v, self._ready().store.pool, table, past, self.block_size, a)
+        if self.resident:
+            self._admit(table[past // self.block_size : cdiv(past + len(k), self.block_size)])
+        return out
 
-    def _ready(self) -> tuple[Tensor, Digests]:
-        if self.pool is None or self.digests is None:
+    def _admit(self, blocks: Tensor) -> None:
+        """Bring blocks of a prompt to the hot buffer, the newest of them if there are more than it holds."""
+        pool, hot = self._ready().store.pool, self.hot
+        assert hot is not None
+        parts = torch.arange(self.block_size // self.unit, device=blocks.device, dtype=blocks.dtype)
+        units = (blocks[:, None] * len(parts) + parts).flatten()[-self.slots :]
+        for some in units.split(ADMITTED):
+            fetch_shared(some.expand(1, self.heads, -1).contiguous(), pool, hot)
+
+    def _ready(self) -> SharedLayer:
+        if self.layer is None:
             raise RuntimeError("keys and values have no place yet: the engine has to bind its memory first")
-        return self.pool, self.digests
+        return self.layer

@@ -2,23 +2,40 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchsparsekv._methods._pages import PageMethod
-from torchsparsekv.method import as_int, make_method
+from torchsparsekv.method import Method, all_methods, as_int, hyper_parameters, make_method
 
-PLACES = ("device", "host")
-METHODS = ("arkvale", "pagemean", "quest")  # methods whose whole index is per block, so that requests can share blocks
+PLACES = ("device", "host", "auto")
 
 
 @dataclass(frozen=True)
 class Options:
     """method: the method with its hyper-parameters.
-    kv: where keys and values are, "device" (in the engine's own cache) or "host" (in pinned host memory).
+    block_size: tokens of a block of the engine. The method selects whole blocks, or single tokens.
+    kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto" (in
+        pinned host memory, and on the device too while there is room).
     host_gib: how many GiB of host memory may be used. None: most of what is free.
+    device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: half of what is free.
     """
 
-    method: PageMethod
+    method: Method
+    block_size: int
     kv: str
     host_gib: float | None
+    device_gib: float | None
+
+
+def serving_methods() -> list[str]:
+    """The methods whose index requests can share: all of it is about single blocks."""
+    return [name for name, cls in all_methods().items() if not cls().traits.no_engine]
+
+
+def _check_method(name: object) -> None:
+    known = serving_methods()
+    if name in known:
+        return
+    others = all_methods()
+    why = f": it {others[name]().traits.no_engine}" if isinstance(name, str) and name in others else ""
+    raise ValueError(f"torchsparsekv: method must be one of {', '.join(known)}, got {name!r}{why}")
 
 
 def read_options(given: object, block_size: int) -> Options:
@@ -26,22 +43,30 @@ def read_options(given: object, block_size: int) -> Options:
     if not isinstance(given, Mapping):
         raise TypeError(f'torchsparsekv needs additional_config={{"torchsparsekv": {{"method": ...}}}}, got {given!r}')
     hyper = {name: as_int(value) for name, value in given.items()}
-    name, kv, host_gib = hyper.pop("method", None), hyper.pop("kv", "device"), hyper.pop("host_gib", None)
-    if name not in METHODS:
-        raise ValueError(f"torchsparsekv: method must be one of {', '.join(METHODS)}, got {name!r}")
+    name, kv = hyper.pop("method", None), hyper.pop("kv", "device")
+    gib = {"host_gib": hyper.pop("host_gib", None), "device_gib": hyper.pop("device_gib", None)}
+    _check_method(name)
     if kv not in PLACES:
         raise ValueError(f"torchsparsekv: kv must be one of {', '.join(PLACES)}, got {kv!r}")
-    if host_gib is not None and (kv != "host" or not isinstance(host_gib, int | float) or not host_gib > 0):
-        raise ValueError(f'torchsparsekv: host_gib is a positive number of GiB, with kv="host", got {host_gib!r}')
-    if hyper.setdefault("block_size", block_size) != block_size:
+    for field, value in gib.items():
+        where = ("host", "auto") if field == "host_gib" else ("auto",)
+        if value is not None and (kv not in where or not isinstance(value, int | float) or not value > 0):
+            raise ValueError(
+                f'torchsparsekv: {field} is a positive number of GiB, with kv="{where[0]}", got {value!r}'
+            )
+    if (
+        "block_size" in hyper_parameters(all_methods()[name])
+        and hyper.setdefault("block_size", block_size) != block_size
+    ):
         raise ValueError(
             f"torchsparsekv: block_size is that of the engine, {block_size}, got {hyper['block_size']}; "
             "give it to the engine"
         )
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ValueError(f"torchsparsekv: block_size of the engine must be a power of two, got {block_size}")
     method = make_method(name, **hyper)
     if method.prefetch_async is not None:
         raise ValueError(f"torchsparsekv: an engine has no prefetch_async, got {method.prefetch_async!r}: leave it out")
     if method.estimate_rest is not False:
         raise ValueError(f"torchsparsekv: an engine has no estimate_rest, got {method.estimate_rest!r}: leave it out")
-    assert isinstance(method, PageMethod)
-    return Options(method, kv, None if host_gib is None else float(host_gib))
+    return Options(method, block_size, kv, *(None if value is None else float(value) for value in gib.values()))

@@ -1,11 +1,10 @@
 """Attention for vLLM: decode steps attend to the blocks that a method selects, prompts and their chunks to all tokens.
 
-In vLLM the Attention layer describes a block of its cache, not the backend. A block of this backend holds digests, with
-keys and values or without, so layers with this backend declare a block of bytes (`_spec`).
+A block of the cache of this backend holds the index of a method, with keys and values or without. So layers with this
+backend declare a block of bytes (`describe`). What differs between versions of vLLM is in the seams (_vllm_seams.py).
 """
-import functools
-import importlib.metadata
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,26 +15,24 @@ from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention import Attention as Layer
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from torchsparsekv import host
+from torchsparsekv.engines import _vllm_seams
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.ops._machinery.chain import mapped
+from torchsparsekv.ops.store.views import Attention, Lengths
 
-VERSION = "0.26.0"
+VERSION, SEAM = _vllm_seams.version(), _vllm_seams.seam()
 USABLE = 0.8  # share of the free host memory that is used without `host_gib`
 GIB = 2**30
-
-if (_have := importlib.metadata.version("vllm").partition("+")[0]) != VERSION:
-    raise ImportError(f"torchsparsekv works in vllm {VERSION}, not in {_have}: pip install torchsparsekv[vllm]")
 
 
 def refuse(config: VllmConfig) -> None:
@@ -55,7 +52,9 @@ def refuse(config: VllmConfig) -> None:
 def refuse_kinds(config: VllmConfig) -> None:
     """Refuse layers that describe their cache themselves: they attend to a part of it, or to later tokens."""
     for layer in config.compilation_config.static_forward_context.values():
-        if _is_ours(layer) and getattr(type(layer), "get_kv_cache_spec", _spec) is not _spec:
+        if _is_ours(layer) and getattr(type(layer), "get_kv_cache_spec", Layer.get_kv_cache_spec) is not (
+            Layer.get_kv_cache_spec
+        ):
             kind = type(layer).__name__
             raise NotImplementedError(f"torchsparsekv does not work in vllm {VERSION} on layers of type {kind}")
 
@@ -75,14 +74,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Metadata:
-    """A batch. The first `decodes` requests have one new token each, the others are `prompts`.
+    """A batch. The first `decodes` requests have one new token each. `prompts` are requests whose new tokens attend to
+    everything; one that has a single new token of its prompt is also among the first.
 
-    length: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
+    lengths: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
     """
 
     decodes: int
     prompts: tuple[Prompt, ...]
-    length: Tensor
+    lengths: Lengths
     table: Tensor
     to: Tensor
 
@@ -97,9 +97,14 @@ class Builder(AttentionMetadataBuilder):
         self.reorder_batch_threshold = 1
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
+        self.store = stores[0]
+        most = max(
+            vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        )
+        self.begin = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read it at this address
         if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
-        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
+        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.pool is None)
         if need > room:
             most = room // sum(s.host_bytes for s in stores)
             raise MemoryError(
@@ -120,20 +125,23 @@ class Builder(AttentionMetadataBuilder):
             lengths = m.seq_lens_cpu_upper_bound  # exact for requests that are still in their prompt
             lengths = (m.seq_lens.cpu() if lengths is None else lengths).tolist()
             decodes = next(i for i, n in enumerate(new) if n > 1)
-            rows = [i for i in range(decodes, m.num_reqs) if new[i]]
+            told = getattr(m, "is_prefilling", None)
+            filling = told.tolist() if told is not None and told.device.type == "cpu" else [False] * m.num_reqs
+            rows = [i for i in range(m.num_reqs) if new[i] and (i >= decodes or filling[i])]
             prompts = tuple(Prompt(i, starts[i], starts[i + 1], lengths[i] - new[i]) for i in rows)
-        return Metadata(
-            decodes, prompts, m.seq_lens, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens]
-        )
+        lengths = self.store.lengths(m.seq_lens)
+        begin = self.begin[: m.num_reqs].copy_(lengths.ring_begin[: m.num_reqs])
+        lengths = lengths._replace(ring_begin=begin)
+        return Metadata(decodes, prompts, lengths, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens])
 
 
-class Backend(AttentionBackend):
+class Backend(SEAM.Backend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return SEAM.NAME
 
     @staticmethod
     def get_impl_cls() -> type["Impl"]:
@@ -142,12 +150,6 @@ class Backend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size * num_kv_heads * head_size)  # bytes: see `_spec`
 
     @staticmethod
     def use_cascade_attention(*args: object, **options: object) -> bool:
@@ -178,6 +180,7 @@ class Impl(AttentionImpl):
                 raise NotImplementedError(f"torchsparsekv does not work in vllm {VERSION} on layers with {what}")
         config = get_current_vllm_config()
         refuse(config)
+        Backend.config = weakref.ref(config)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.attention = Attention(self.scale, logits_soft_cap or 0.0)
@@ -205,7 +208,8 @@ class Impl(AttentionImpl):
         tokens = len(m.to)
         self.store.write(key[:tokens], value[:tokens], m.to)
         if n := m.decodes:
-            output[:n] = self.store.decode(query[:n], m.length[:n], m.table[:n], self.attention)
+            lengths = mapped(m.lengths, lambda t: t[:n])
+            output[:n] = self.store.decode(query[:n], lengths, m.table[:n], self.attention)
         for p in m.prompts:
             new = slice(p.first, p.end)
             output[new] = self.store.prompt(query[new], key[new], value[new], m.table[p.row], p.past, self.attention)
@@ -240,6 +244,14 @@ def host_room(config: VllmConfig) -> int:
     return first.room
 
 
+def device_room(config: VllmConfig) -> int:
+    """Bytes of device memory that keys and values may fill, with kv="auto". vLLM measures its own memory afterwards."""
+    gib = ours_in(config)[0].options.device_gib
+    if gib is not None:
+        return int(gib * GIB)
+    return least_of_ranks(config, torch.cuda.mem_get_info()[0] // 2 if torch.cuda.is_available() else 0)
+
+
 def _is_ours(layer: object) -> bool:
     return isinstance(getattr(layer, "impl", None), Impl)
 
@@ -272,36 +284,33 @@ def plan_host(config: VllmConfig) -> None:
     if most < least:
         gib = least * sum(s.host_bytes for s in stores) / GIB
         raise MemoryError(
-            f"torchsparsekv: {least} blocks of {stores[0].method.block_size} tokens take {gib:.2f} GiB of host memory, "
+            f"torchsparsekv: {least} blocks of {stores[0].block_size} tokens take {gib:.2f} GiB of host memory, "
             f"{room / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override), or raise host_gib"
         )
+    blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
+    if stores[0].resident:
+        room = device_room(config) // len(stores)
+        for store in stores:
+            store.reserve(blocks, room)
     if wanted is None:
-        blocks = min(most, config.scheduler_config.max_num_seqs * longest + 1)
         config.cache_config.num_gpu_blocks_override = blocks
         if plans_elsewhere(config.parallel_config):
             config.cache_config.kv_cache_memory_bytes = blocks * sum(s.page_bytes for s in stores)
 
 
-_spec_of_vllm = Layer.get_kv_cache_spec
-
-
-@functools.wraps(_spec_of_vllm)
-def _spec(self: Layer, vllm_config: VllmConfig) -> KVCacheSpec | None:
-    if not _is_ours(self):
-        return _spec_of_vllm(self, vllm_config)
-    refuse_kinds(vllm_config)
-    store, block_size = self.impl.store, vllm_config.cache_config.block_size
-    if block_size != self.impl.block_size:
+def describe(config: VllmConfig, spec: AttentionSpec) -> dict[str, Any]:
+    """The fields of a specification that make a block of bytes of it."""
+    refuse_kinds(config)
+    impl = next(x for x in ours_in(config) if (x.num_kv_heads, x.head_size) == (spec.num_kv_heads, spec.head_size))
+    if spec.block_size != impl.block_size:
         raise ValueError(
-            f"torchsparsekv: vLLM changed its block_size from {self.impl.block_size} to {block_size} after the layers "
-            f"were made: give block_size={block_size}"
+            f"torchsparsekv: vLLM changed its block_size from {impl.block_size} to {spec.block_size} after the layers "
+            f"were made: give block_size={spec.block_size}"
         )
-    if store.on_host:
-        plan_host(vllm_config)
-    return FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=store.page_bytes // block_size, head_size_v=0,
-        dtype=torch.uint8,
-    )  # fmt: skip
+    if impl.store.on_host:
+        plan_host(config)
+    width = impl.store.page_bytes // spec.block_size
+    return dict(num_kv_heads=1, head_size=width, head_size_v=0, dtype=torch.uint8)
 
 
-Layer.get_kv_cache_spec = _spec
+SEAM.declare(describe)

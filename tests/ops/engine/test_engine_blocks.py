@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from layer import Layer
 from world import DEVICE
 
 from torchsparsekv import use_kernels
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
-from torchsparsekv.ops.engine.table_scores import table_scores
-from torchsparsekv.ops.engine.views import Requests
-from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.method import all_methods
+from torchsparsekv.ops.select.bound_scores import bound_scores
+from torchsparsekv.ops.store.views import Attention, BlockTable
 from torchsparsekv_benchmarks.speed.serve import fetched
 
 HEADS, GROUP, DIM, BLOCK = 2, 2, 16, 4
@@ -36,11 +37,15 @@ class Engine:
     """Gives blocks out and takes them back, in no order, and calls the store as an engine does."""
 
     def __init__(
-        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, digest="float32"
+        self, kv: str, method: str = "quest", budget: int = 8, seed: int = 0, most: int = MOST, room: int = 0,
+        **hyper: object,
     ):
-        hyper = dict(budget=budget, sink=SINK, window=WINDOW, digest=digest)
+        exact = {} if method == "pariskv" else {"digest": "float32"}
+        hyper = dict(budget=budget, sink=SINK, window=WINDOW) | exact | hyper
         options = read_options({"method": method, "kv": kv, **hyper}, BLOCK)
         self.store = BlockStore(options, HEADS, DIM, torch.float32, DEVICE, requests=most, places=PLACES)
+        if kv == "auto":
+            self.store.reserve(BLOCKS, room * self.store.host_bytes)
         self.random, self.free = random.Random(seed), list(range(1, BLOCKS))
         self.g = torch.Generator().manual_seed(seed)
         self.store.allocate(BLOCKS)
@@ -104,7 +109,8 @@ class Engine:
         """A step of these, in this order, and of a row that pads the batch."""
         self._write([(r, 1) for r in those])
         q = torch.randn(len(those) + 1, HEADS * GROUP, DIM, generator=self.g)
-        got = self.store.decode(q.to(DEVICE), *self.tables(those), ATTENTION).cpu()
+        length, table = self.tables(those)
+        got = self.store.decode(q.to(DEVICE), self.store.lengths(length), table, ATTENTION).cpu()
         for x, r, out in zip(q, those, got):
             want = attend(x, r, seen_by(x, r, self.store.method))
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
@@ -123,6 +129,8 @@ def attend(q: torch.Tensor, r: Request, seen: torch.Tensor) -> torch.Tensor:
 def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
     """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say."""
     n, seen = r.length, torch.zeros(HEADS, r.length, dtype=torch.bool)
+    if method.name == "pariskv":
+        return _seen_by_patch(q, r, method)
     first, last = SINK // BLOCK, SINK // BLOCK + max(0, n - SINK - WINDOW) // BLOCK
     seen[:, :SINK] = seen[:, last * BLOCK :] = True
     for h in range(HEADS):
@@ -143,12 +151,71 @@ def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
     return seen
 
 
+def _seen_by_patch(q: torch.Tensor, r: Request, method) -> torch.Tensor:
+    """Sinks, ring and selection of a cache of its own, with the same keys, by the ops of patch()."""
+    layer = Layer(method, heads=HEADS, group=GROUP, dim=DIM, rows=PLACES * BLOCK)
+    k, v = (x[None, :, : r.length] for x in (r.keys, r.values))
+    layer.feed(torch.zeros(1, HEADS * GROUP, r.length, DIM), k, v)
+    begin = int(layer.state.lengths.ring_begin)
+    seen = torch.zeros(HEADS, r.length, dtype=torch.bool)
+    seen[:, :SINK] = seen[:, begin:] = True
+    for h, ids in enumerate(layer.choose(q[None, :, None])[0].tolist()):
+        seen[h, [i for i in ids if i >= 0]] = True
+    return seen
+
+
+PARIS = {  # in place of what it has for long rows: few candidates, few tokens a time
+    "interval": dict(update_interval=5, full_threshold=0),
+    "short rows": dict(full_threshold=40),
+    "mean": dict(group="mean", m=4, full_threshold=0, beta=0.3, rho=0.8),
+}
+TESTED = [
+    *((name, {}) for name in ("quest", "arkvale", "pagemean")), *(("pariskv", hyper) for hyper in PARIS.values())
+]  # fmt: skip
+
+
+def test_blocks_stay_on_the_device_until_it_is_full():
+    """With room for all, a step brings only the block that its new token begins."""
+    e = Engine("auto", room=BLOCKS)
+    assert e.store.slots == BLOCKS
+    a, b = e.begin(), e.begin()
+    e.prompt(a, 30)
+    e.prompt(b, 21)
+    for step in range(12):
+        begun = sum(r.length % BLOCK == 0 for r in (a, b))
+        assert fetched([e.store], lambda: e.decode([a, b])) == begun, step
+
+
+def test_blocks_that_no_step_selects_leave_a_full_device_first():
+    """One request decodes, one waits. A third begins: the one that decodes still misses nothing, the other does."""
+    e = Engine("auto", most=2, room=44, budget=BLOCK * 8)
+    assert e.store.slots == 44
+    active, waiting = e.begin(), e.begin()
+    e.prompt(active, BLOCK * 10)
+    e.prompt(waiting, BLOCK * 20)
+    for _ in range(2):
+        e.decode([active])  # of its blocks every one
+    e.prompt(e.begin(), BLOCK * PLACES)
+    there = e.store.hot.slot_of[0].cpu() >= 0
+    held = [there[:, r.ids].float().mean().item() for r in (active, waiting)]
+    assert held[0] == 1
+    assert held[1] <= 0.5
+    e.decode([waiting, active])  # fetched again, and equal to brute force
+
+
+def test_hot_buffer_is_reserved_before_the_tables():
+    with pytest.raises(RuntimeError, match='kv="auto" needs a hot buffer'):
+        BlockStore(
+            read_options({"method": "quest", "kv": "auto"}, 16), HEADS, DIM, torch.float32, DEVICE, requests=1, places=4
+        ).allocate(9)
+
+
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("method", ["quest", "arkvale", "pagemean"])
-@pytest.mark.parametrize("kv", ["device", "host"])
-def test_random_requests_equal_brute_force(kv, method, seed):
+@pytest.mark.parametrize(("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", *PARIS])
+@pytest.mark.parametrize("kv", ["device", "host", "auto"])
+def test_random_requests_equal_brute_force(kv, method, hyper, seed):
     """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
-    e, r = Engine(kv, method, seed=seed), random.Random(seed)
+    e, r = Engine(kv, method, seed=seed, **hyper), random.Random(seed)
     given = 0
     for _ in range(40):
         if len(e.requests) < MOST - 1 and len(e.free) > 2 * 8:
@@ -165,11 +232,12 @@ def test_random_requests_equal_brute_force(kv, method, seed):
     assert given > BLOCKS  # so ids were given again
 
 
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_kernels_equal_references_over_many_requests(kv):
+def test_kernels_equal_references_over_many_requests(kv, method):
     """As on a GPU, where nothing else runs; here they are interpreted."""
     with use_kernels("triton"):
-        e = Engine(kv)
+        e = Engine(kv, method)
         a = e.begin()
         e.prompt(a, 30)
         b = e.begin(a, 5)
@@ -178,9 +246,10 @@ def test_kernels_equal_references_over_many_requests(kv):
             e.decode(those)
 
 
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_full_budget_is_dense(kv):
-    e = Engine(kv, budget=PLACES * BLOCK)
+def test_full_budget_is_dense(kv, method):
+    e = Engine(kv, method, budget=PLACES * BLOCK)
     a, b = e.begin(), e.begin()
     e.prompt(a, 50)
     e.prompt(b, 13)
@@ -189,9 +258,10 @@ def test_full_budget_is_dense(kv):
         e.decode([b, a])
 
 
-def test_reused_block_keeps_nothing_of_its_last_request():
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_reused_block_keeps_nothing_of_its_last_request(method):
     """The one before had a key that every query likes; the one after has not, but something else elsewhere."""
-    e = Engine("host", budget=BLOCK)
+    e = Engine("host", method, budget=BLOCK)
     loud = e.begin()
     loud.keys *= 50
     e.prompt(loud, 40)
@@ -206,15 +276,19 @@ def test_reused_block_keeps_nothing_of_its_last_request():
     assert set(quiet.ids) <= set(used)
 
 
-def test_shared_prefix_is_indexed_once():
-    e = Engine("device")
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_shared_prefix_is_indexed_once(method):
+    e = Engine("device", method)
     a = e.begin()
     e.prompt(a, 32)
-    before = [t.clone() for t in e.store.digests[:2]]
+    view, rows = (e.store.layer.digests[:2], 1) if method == "quest" else (e.store.layer.codes[:3], BLOCK)
+    ids = [i * rows + j for i in a.ids for j in range(rows)]
+    before = [t[:, :, ids].clone() for t in view]
     b = e.begin(a, 8)
     e.decode([b])
-    for t, was in zip(e.store.digests[:2], before):
-        assert torch.equal(t[:, :, a.ids].cpu().float(), was[:, :, a.ids].cpu().float())
+    for t, was in zip(view, before):
+        assert was.float().abs().sum() > 0
+        assert torch.equal(t[:, :, ids].float(), was.float())
     assert b.ids[:8] == a.ids
 
 
@@ -231,13 +305,15 @@ def test_bias_of_a_channel_changes_no_choice_of_an_engine(kernels, monkeypatch):
                 r.keys[..., 3] += 600
                 e._write([(r, 10)])
                 e._write([(r, 70)])
-                origins.append(e.store.digests.origin.clone())
+                origins.append(e.store.layer.digests.origin.clone())
             assert torch.equal(*origins)
             first = e.requests[0].keys[:, :BLOCK]
             assert torch.equal(origins[0][0].cpu(), (first.amin(1) + first.amax(1)) / 2)
-            its = Requests(*e.tables(e.requests), SINK, WINDOW)
+            length, ids = e.tables(e.requests)
+            its, table = e.store.lengths(length), BlockTable(ids, BLOCK)
             q = torch.randn(3, HEADS * GROUP, 1, DIM, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-            best.append(table_scores(q, e.store.digests, its)[0][:2].topk(5).indices.flatten(0, 1).tolist())
+            scores, _ = bound_scores(q, e.store.layer.digests, its, table=table)
+            best.append(scores[:2].topk(5).indices.flatten(0, 1).tolist())
     kept = [len({*a} & {*b}) for a, b in zip(*best)]
     assert sum(kept) >= 17, kept  # of 4 * 5
 
@@ -282,14 +358,49 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(host_gib=2), 'with kv="host", got 2'),
         (dict(kv="host", host_gib=0), "positive number of GiB"),
         (dict(kv="host", host_gib="8"), "got '8'"),
-        (dict(kv="disk"), "kv must be one of device, host, got 'disk'"),
+        (dict(kv="disk"), "kv must be one of device, host, auto, got 'disk'"),
+        (dict(kv="host", device_gib=2), 'device_gib is a positive number of GiB, with kv="auto", got 2'),
+        (dict(kv="auto", device_gib=-1), "got -1"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
-        (dict(method="pariskv"), "method must be one of arkvale, pagemean, quest, got 'pariskv'"),
+        (dict(estimate_rest=True), "an engine has no estimate_rest, got True"),
+        (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
+        (dict(block_size=8), "block_size is that of the engine, 4, got 8"),
     ],
 )
 def test_impossible_options_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         read_options({"method": "quest", **given}, BLOCK)
+
+
+SERVES = {"arkvale", "pagemean", "pariskv", "quest"}
+WHY = {
+    "icecache": "stores the tokens of a request in the order of its tree",
+    "louiskv": "stores the tokens of a prompt in the order of their clusters",
+    "prkv": "moves the tokens of a set of each request in its pool",
+    "snapkv": "selects by the latest queries of each request",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in all_methods() if name not in SERVES])
+def test_method_whose_index_requests_cannot_share_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=f"arkvale, pagemean, pariskv, quest, got '{name}': it {WHY.get(name, '.+')}"):
+        read_options({"method": name}, BLOCK)
+
+
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_engine_with_blocks_of_no_power_of_two_is_refused(method):
+    with pytest.raises(ValueError, match="must be a power of two, got 48"):
+        read_options({"method": method}, 48)
+
+
+@pytest.mark.parametrize("placed", [dict(block_size=16), {}])
+def test_single_tokens_have_no_block_size(placed):
+    """Of the engine they take any."""
+    if placed:
+        with pytest.raises(TypeError, match="'pariskv' has no hyper-parameter block_size"):
+            read_options({"method": "pariskv", **placed}, BLOCK)
+    else:
+        assert read_options({"method": "pariskv"}, BLOCK).block_size == BLOCK
 
 
 def test_allocated_memory_equals_the_plan():
@@ -298,13 +409,17 @@ def test_allocated_memory_equals_the_plan():
     assert store.host_bytes == HEADS * BLOCK * 2 * DIM * 4
     assert store.page_bytes == HEADS * 2 * DIM * 4  # the digest, in fp32 here: keys and values are elsewhere
     assert Engine("device").store.page_bytes == store.page_bytes + store.host_bytes
+    codes = Engine("host", "pariskv", update_interval=5).store
+    assert codes.hot.rows.shape[2:4] == (MOST * (4 + 10 + 2 * 96), 1)  # single tokens, of rows of 96
+    assert codes.page_bytes == HEADS * BLOCK * (2 + 8 + 2 * 2)  # ids, codes, weights
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_step_replays_in_a_cuda_graph(kv):
+def test_step_replays_in_a_cuda_graph(kv, method):
     """Replayed with other lengths, tables and tokens than it was captured with."""
-    e = Engine(kv)
+    e = Engine(kv, method)
     those = [e.begin() for _ in range(3)]
     for r, n in zip(those, (40, 9, 21)):
         e.prompt(r, n)
@@ -316,7 +431,7 @@ def test_step_replays_in_a_cuda_graph(kv):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         e.store.write(k, v, to)
-        out = e.store.decode(q, length, table, ATTENTION)
+        out = e.store.decode(q, e.store.lengths(length), table, ATTENTION)
     for step in range(14):
         r = random.Random(step)
         r.shuffle(those)

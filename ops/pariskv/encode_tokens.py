@@ -1,0 +1,68 @@
+"""Encode new tokens of any requests by encode_keys: their codes lie at their rows of the pool, nothing is counted.
+
+How often a request has each id depends on all of its blocks: count_ids finds that at a step.
+"""
+from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.registry import register
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops.engine.tables import check_one
+from torchsparsekv.ops.engine.views import FlatTokens, RowOfToken
+from torchsparsekv.ops.pariskv._code import words
+from torchsparsekv.ops.pariskv.encode_keys import COLUMNS, LARGEST, NOISE, check_codes, constants, encode, encode_tile
+from torchsparsekv.ops.pariskv.views import Codes
+
+TILE = 16  # tokens of a program
+
+
+def check(k, to, codes, m, seed) -> None:
+    check_one(codes.ids)
+    check_codes(codes, k.shape[2], m, seed)
+
+
+def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], m: int, seed: int) -> None:
+    """Encode new tokens of any requests by encode_keys: their codes lie at their rows of the pool.
+
+    Args:
+        k: keys of the new tokens [tokens, heads, dim], any strides.
+        to: the row of the pool for each token [tokens], -1 for none, as in write_tokens.
+        codes: ids, codes and weights [1, heads, rows, ...] are written; `counts` stays as it is.
+        m: dimensions of a subspace, 2, 4 or 8.
+        seed: of the rotation.
+
+    Launches:
+        One kernel of tokens / TILE x heads programs.
+    """
+    stored = to >= 0
+    found = encode(k[stored].transpose(0, 1), m, seed)
+    for t, new in zip((codes.ids, codes.codes, codes.weights), found):
+        t[0, :, to[stored]] = new
+
+
+@triton.jit(do_not_specialize=["tokens", "seed"])
+def _encode(
+    k, to, ids, codes, weights, k_t, k_h, tokens, rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5,
+    c6, c7, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    t, d = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
+    row = tl.load(to + t, mask=t < tokens, other=-1)
+    live = (row >= 0)[:, None]
+    if tl.max(row, 0) >= 0:
+        x = tl.load(k + t[:, None] * k_t + h * k_h + d[None, :], mask=live & (d < D)[None, :], other=0.0)  # [TILE, DP]
+        encode_tile(
+            x, live, (h * rows + tl.maximum(row, 0)[:, None]) * (DP // M), ids, codes, weights, ids, seed, scale, t1,
+            t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, False, LARGEST, NOISE, M, DP, TILE, COLUMNS,
+        )  # fmt: skip
+
+
+def launch(k, to, codes, m, seed) -> None:
+    (tokens, heads, d), size = k.shape, next_power_of_2(k.shape[2])
+    _encode[(cdiv(tokens, TILE), heads)](
+        k, to, codes.ids, words(codes.codes, m), codes.weights, *k.stride()[:2], tokens, codes.ids.shape[2], seed,
+        *constants(m, size), LARGEST=LARGEST, NOISE=NOISE, M=m, D=d, DP=size, TILE=TILE, COLUMNS=min(COLUMNS, size),
+    )  # fmt: skip
+
+
+encode_tokens = register("encode_tokens", reference, impls=(by_triton(launch),), check=check)

@@ -1,0 +1,39 @@
+"""vLLM 0.33: a backend has a name of its own, and adjusts how a layer describes a block of its cache."""
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+NAME = "TORCHSPARSEKV"
+
+
+def register(path: str) -> None:
+    if NAME not in AttentionBackendEnum.__members__:  # vLLM loads plugins more than once in a process
+        AttentionBackendEnum.register(NAME, path)
+
+
+class Backend(AttentionBackend):
+    # vLLM asks for a specification without its configuration: the one with which layers were made last.
+    config: ClassVar[weakref.ref[VllmConfig] | None] = None
+    describe: ClassVar[Callable[[VllmConfig, AttentionSpec], dict[str, Any]] | None] = None
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        config = cls.config() if cls.config else None
+        if Backend.describe is None or config is None:
+            raise RuntimeError("torchsparsekv: vLLM asks for the cache of a layer before it has made one")
+        return dataclasses.replace(spec, **Backend.describe(config, spec))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those that keep the blocks of a layer together. In others a layer sees its cache with gaps."""
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.LHBNC)
+
+
+def declare(describe: Callable[[VllmConfig, AttentionSpec], dict[str, Any]]) -> None:
+    Backend.describe = staticmethod(describe)
