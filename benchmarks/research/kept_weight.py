@@ -23,11 +23,11 @@ from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks.quality import replay, texts
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
 
-SINK, WINDOW, EACH = 64, 128, 8
+SINK, WINDOW, EACH = 32, 64, 8
 LAYERS = (5, 11, 20)  # each behind a filter layer of omnikv
 SETTINGS = {  # (tokens of the prompt, all tokens, budget)
-    "long prompt": (5888, 6144, 512),
-    "long answer": (256, 2048, 256),
+    "long prompt": (2816, 3072, 256),
+    "long answer": (128, 1536, 128),
 }
 METHODS = ("oracle", "quest", "omnikv", "snapkv", "h2o", "raas", "streaming")
 
