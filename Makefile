@@ -4,10 +4,11 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS := $(VENV)/.tests
 
-.PHONY: help demo docs results real-model test slow full fuzz sanitize long wheel versions engine lint clean
+.PHONY: help demo docs site results real-model test slow full fuzz sanitize long wheel versions engine lint clean
 help:
-	@echo "make demo | docs | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | engine | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | docs | site | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | engine | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
 	@echo "make real-model: the language models and texts that eval, eval-text and board measure with;  ONLY='qwen-1.5b sympy' chooses"
 
@@ -17,6 +18,13 @@ demo: $(READY)
 # The tables of all pages and the figure of the README, from the committed files of results.
 docs: $(READY)
 	$(BIN)/python -m torchsparsekv_benchmarks.report.tables
+
+# The site of docs/ in build/site, with a page of every docstring. A broken link stops it.
+site: $(READY)
+	@$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[site]"
+	$(BIN)/python tests/tools/link.py build/linked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site is made; to read and search it: python3 -m http.server --directory build/site"
 
 # Real language models and texts for eval, eval-text and board, 1.6 GB, into benchmarks/real_model, which no commit holds.
 real-model: $(READY)
@@ -29,15 +37,15 @@ results: $(READY)
 	if [ $$status -le 1 ]; then $(MAKE) docs || status=$$?; fi; exit $$status
 
 # The tests that are not in tests/tools/slow.txt; less than twelve minutes on two cores.
-test: $(READY)
+test: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # The tests that `make test` leaves out; about fifteen minutes on two cores. CI runs both.
-slow: $(READY)
+slow: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 # Every test; twenty-five minutes on two cores.
-full: $(READY)
+full: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
@@ -64,7 +72,7 @@ ARGS ?= -m "not slow" tests/patches tests/core tests/docs
 versions:
 	@status=0; for pair in $(VERSIONS); do here="$(VENV)/versions/$$pair"; \
 	$(MAKE) --no-print-directory "$$here/.ready" VENV="$$here" TORCH="torch==$${pair%/*}" \
-	&& "$$here/bin/python" -m pip install --quiet "transformers==$${pair#*/}" \
+	&& "$$here/bin/python" -m pip install --quiet --editable ".[peft]" "transformers==$${pair#*/}" \
 	&& echo "torch $${pair%/*}, transformers $${pair#*/}:" \
 	&& "$$here/bin/python" -m pytest -n auto --dist worksteal $(ARGS) || status=1; done; exit $$status
 
@@ -89,6 +97,11 @@ $(READY): pyproject.toml setup.py benchmarks/pyproject.toml benchmarks/setup.py
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[hf,cli,report,test,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps --editable benchmarks
+	@touch $@
+
+# What the recipes and their tests need besides; `make demo` does without.
+$(TESTS): $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[eval,peft,real]"
 	@touch $@
 
 clean:

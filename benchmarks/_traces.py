@@ -28,6 +28,13 @@ def write(out: Path, found: dict[str, np.ndarray], about: dict) -> None:
     np.savez_compressed(out, about=np.array(json.dumps(about)), **packed)
 
 
+def contents(path: Path) -> tuple[dict, list[tuple[str, int]]]:
+    """How a file was recorded, and its methods with their budgets."""
+    with np.load(path) as file:
+        found = [k.split("=") for k in file.files if k != "about"]
+        return json.loads(str(file["about"])), [(method, int(budget)) for method, budget in found]
+
+
 def read(path: Path, method: str, budget: int) -> Tensor:
     """[heads, steps, chosen], int32"""
     with np.load(path) as file:

@@ -6,13 +6,18 @@
 // care in which order it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp
 // has 16 tokens, 8 KiB at head_dim 128, on their way at a time.
 //
-// With the rest (ops/rest/__init__.py) the sums of groups are more rows to attend to, in fp16. The sums of a group with no
-// exact token go straight to the tensor cores. For each other group a warp first takes its exact tokens out of the sums,
-// in shared memory.
+// With the rest (ops/rest/__init__.py) the sums of groups are more rows to attend to, in fp16. A group with no exact token
+// is one row. For the others, of group g with m remaining tokens and exact tokens i, nothing is subtracted from a row:
+//
+//   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
+//   out += w (sum of values) - sum of w v_i
+//
+// A warp takes up to 16 such groups and all of their exact tokens: the sums over i, and w of each token's group, are
+// products with the matrix of which token is in which group.
 //
 // Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
-// FILLED, BF16, WARPS of a program, programs RESIDENT on a multiprocessor, programs of a CLUSTER, pool rows of a
-// GROUP of the rest (0: there is no rest), and REMAINDERS: groups of which a warp takes exact tokens out at a time.
+// FILLED, BF16, WARPS of a program, programs RESIDENT on a multiprocessor, programs of a CLUSTER, and pool rows of a
+// GROUP of the rest (0: there is no rest).
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -64,36 +69,29 @@ __device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const fl
     }
 }
 
-// What a row is: a token, or the sums of a group in device or in shared memory.
-enum Kind { TOKEN, SUMS, REMAINDER };
-
-template <Kind KIND>
-__device__ Words part_of(const char* row) {
-  if constexpr (KIND == REMAINDER) return *reinterpret_cast<const Words*>(row);
-  return load_once(row);
+// Load the values of 16 rows. `row` of thread i or 16 + i is that of row i behind `rows`, or below 0 where there is none.
+__device__ void load_values(Words (&value)[4][OF_VALUE], const char* rows, int row) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int r = 0; r < 4; r++) {  // of rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t
+    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
+    for (int i = 0; i < OF_VALUE; i++)
+      value[r][i] = at >= 0 ? load_once(value_of<D>(row_at<D>(rows, at)) + (g + 8 * i) * 16) : Words{};
+  }
 }
 
-// Take in 16 rows: `row` of thread i or 16 + i is that of row i behind `rows`, or below 0 where there is none. Sums are
-// those of `left` tokens, divided by GROUP.
-template <Kind KIND = TOKEN>
-__device__ void fold(
-    State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap, int left = 1) {
-  constexpr bool BRAIN = BF16 && KIND == TOKEN;
+// The products of head g with the keys of the same rows, in fp16 or with BRAIN in bf16. The upper two of each are of heads
+// that there are not.
+template <bool BRAIN>
+__device__ void products(float (&z)[2][4], const unsigned short* query, const char* rows, int row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  Words key[2][OF_KEY] = {}, value[4][OF_VALUE] = {};
-  bool live[4];
-  for (int r = 0; r < 4; r++) {  // of tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; before the keys, which are waited for
-    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
-    live[r] = at >= 0;
-    for (int i = 0; i < OF_VALUE; i++)
-      if (live[r]) value[r][i] = part_of<KIND>(value_of<D>(row_at<D>(rows, at)) + (g + 8 * i) * 16);
-  }
-  for (int r = 0; r < 2; r++) {  // of tokens g and 8 + g
+  Words key[2][OF_KEY];
+  for (int r = 0; r < 2; r++) {  // of rows g and 8 + g
     const int at = __shfl_sync(ALL, row, g + 8 * r);
     for (int i = 0; i < OF_KEY; i++)
-      if (at >= 0) key[r][i] = part_of<KIND>(row_at<D>(rows, at) + (t + 4 * i) * 16);
+      key[r][i] = at >= 0 ? load_once(row_at<D>(rows, at) + (t + 4 * i) * 16) : Words{};
   }
-  float z[2][4] = {};  // of head g and the same tokens as the values; the upper two are of heads that there are not
+  for (int r = 0; r < 2; r++)
+    for (int c = 0; c < 4; c++) z[r][c] = 0;
   for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
     Words x = {};
     if (g < G) x = *reinterpret_cast<const Words*>(query + (t + 4 * i) * 8);
@@ -103,24 +101,45 @@ __device__ void fold(
       for (int r = 0; r < 2; r++)
         multiply_add<BRAIN>(z[r], {x.at[half], 0, x.at[half + 1], 0}, key[r][i].at[half], key[r][i].at[half + 1]);
   }
-  float p[4], peak = s.top, tokens[4];
-  for (int r = 0; r < 4; r++) {
-    p[r] = z[r / 2][r % 2] * scale;
-    if (KIND != TOKEN) {
-      tokens[r] = max(__shfl_sync(ALL, left, 2 * t + r % 2 + r / 2 * 8), 1);
-      p[r] *= __fdividef(GROUP, tokens[r]);
-    }
-    if (softcap > 0) p[r] = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * p[r], softcap)));  // tanh
-    if (KIND != TOKEN) p[r] += __logf(tokens[r]);
-    if (!live[r]) p[r] = none();
-    peak = fmaxf(peak, p[r]);
-  }
+}
+
+__device__ float capped(float logit, float softcap) {
+  if (softcap > 0) logit = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * logit, softcap)));  // tanh
+  return logit;
+}
+
+// Turn the logits `p` of four rows into weights.
+__device__ void weigh(State& s, float (&p)[4]) {
+  float peak = fmaxf(fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3])), s.top);
   peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1)), peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
   scale_by(s, share(s.top, peak));
   s.top = peak;
+  for (float& x : p) x = share(x, peak);
+}
+
+// Take in 16 tokens, or with SUMS the sums of 16 groups of `held` tokens, divided by GROUP.
+template <bool SUMS = false>
+__device__ void fold(
+    State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap, int held = 1) {
+  constexpr bool BRAIN = BF16 && !SUMS;
+  const int t = threadIdx.x % 4;
+  Words value[4][OF_VALUE];
+  load_values(value, rows, row);  // before the keys, which are waited for
+  float z[2][4], p[4], tokens[4];
+  products<BRAIN>(z, query, rows, row);
   for (int r = 0; r < 4; r++) {
-    p[r] = share(p[r], peak), s.total += p[r];
-    if (KIND != TOKEN) p[r] *= __fdividef(GROUP, tokens[r]);
+    const int from = 2 * t + r % 2 + r / 2 * 8;
+    const bool live = __shfl_sync(ALL, row, from) >= 0;
+    p[r] = z[r / 2][r % 2] * scale;
+    if (SUMS) tokens[r] = max(__shfl_sync(ALL, held, from), 1), p[r] *= __fdividef(GROUP, tokens[r]);
+    p[r] = capped(p[r], softcap);
+    if (SUMS) p[r] += __logf(tokens[r]);
+    if (!live) p[r] = none();
+  }
+  weigh(s, p);
+  for (int r = 0; r < 4; r++) {
+    s.total += p[r];
+    if (SUMS) p[r] *= __fdividef(GROUP, tokens[r]);
   }
   add_values<BRAIN>(s, value, p);
 }
@@ -156,11 +175,15 @@ __device__ void ask_for(const char* rows, int tile, int of_rows) {
 
 #if GROUP
 constexpr int BLOCKS = GROUP / P;  // of a group
+constexpr int WINDOW = P < TILE ? TILE / P : 1;  // entries among which a warp looks for groups that begin
 constexpr int NO_ENTRY = 0x7FFFFFFF;
 
-// Number i of 8.
+// Two numbers that are 1 where a condition holds, as fp16, or as bf16 with BRAIN.
 template <bool BRAIN>
-__device__ float number_at(const Words& x, int i) { return number<BRAIN>(x.at[i / 2] >> i % 2 * 16); }
+__device__ unsigned ones(bool first, bool second) {
+  constexpr unsigned ONE = BRAIN ? 0x3F80 : 0x3C00;
+  return (first ? ONE : 0) | (second ? ONE << 16 : 0);
+}
 
 // What a step does not attend to exactly, by groups. Exact tokens are those of the chosen blocks, and those from `begin`
 // up to `end`, which are in the ring and in the sums.
@@ -169,12 +192,12 @@ struct Rest {
   const int* fill;
   Ring of_ring;
   int groups, blocks, entries, begin, end;  // an entry: a chosen block, or none
-  // In shared memory: slot and block of each entry, and the first entry of each group.
+  // In shared memory: slot and block of each entry, room for both again, and the first entry of each group.
   int *slot, *block, *first;
 
   // The tokens in the sums of a group.
   __device__ int held(int g) const {
-    if (g >= groups) return 0;
+    if (g < 0 || g >= groups) return 0;
     if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, of_ring.sink), 0);
     int tokens = 0;
     for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += fill[i];
@@ -187,67 +210,153 @@ struct Rest {
   __device__ bool near(int g) const { return begin < end && g >= begin / GROUP && g <= (end - 1) / GROUP; }
   __device__ bool touched(int g) const { return first[g] != NO_ENTRY || near(g); }
 
-  // The groups with exact tokens are among the items: the group of each entry that is the first of its group, then those
-  // of the ring. -1: an item that is none.
-  __device__ int items() const { return entries + (begin < end ? (end - 1) / GROUP - begin / GROUP + 1 : 0); }
-  __device__ int group(int item) const {
-    if (item >= entries) return begin / GROUP + item - entries;
-    const int g = block[item] / BLOCKS;
-    return block[item] >= 0 && first[g] == item && !near(g) ? g : -1;
+  // The groups with exact tokens: those that begin in a window of entries, and each group of the ring. Program r of the
+  // cluster has neighbouring windows, so that runs of blocks do not all begin in the windows of one program.
+  __device__ int windows() const { return (entries + WINDOW - 1) / WINDOW; }
+  __device__ int windows_each() const { return (windows() + CLUSTER - 1) / CLUSTER; }
+  __device__ int units() const {
+    return CLUSTER * windows_each() + (begin < end ? (end - 1) / GROUP - begin / GROUP + 1 : 0);
   }
 
-  // Find the first entry of each group, by all threads. True if the blocks ascend.
-  __device__ bool find_first() const {
+  // By all threads: let the blocks ascend, with what is none behind them, and find the first entry of each group.
+  __device__ void arrange() {
     __syncthreads();
     bool ascend = true;
-    for (int j = threadIdx.x; j < entries; j += THREADS) {
-      if (block[j] >= 0) atomicMin(first + block[j] / BLOCKS, j);
-      ascend &= j + 1 == entries || unsigned(block[j]) <= unsigned(block[j + 1]);
+    for (int j = threadIdx.x; j + 1 < entries; j += THREADS) ascend &= unsigned(block[j]) <= unsigned(block[j + 1]);
+    if (!__syncthreads_and(ascend)) {
+      int *const sorted_slot = block + entries, *const sorted = sorted_slot + entries;
+      for (int j = threadIdx.x; j < entries; j += THREADS) {
+        const unsigned x = block[j];
+        int rank = 0;
+        for (int i = 0; i < entries; i++) rank += unsigned(block[i]) < x || unsigned(block[i]) == x && i < j;
+        sorted_slot[rank] = slot[j], sorted[rank] = block[j];
+      }
+      slot = sorted_slot, block = sorted;
+      __syncthreads();
     }
-    return __syncthreads_and(ascend);
+    for (int j = threadIdx.x; j < entries; j += THREADS)
+      if (block[j] >= 0 && (j == 0 || block[j] / BLOCKS != block[j - 1] / BLOCKS)) first[block[j] / BLOCKS] = j;
+    __syncthreads();
   }
 
-  // A warp writes the sums of a group without its exact tokens to `to`. Returns the number of tokens that remain.
-  __device__ int take_out(char* to, int g, bool ascend) const {
-    constexpr int EACH = (D / 4 + 31) / 32;  // runs of 8 numbers of a row that a thread has, 32 runs apart
-    float x[EACH][8];
-    for (int e = 0; e < EACH; e++) {
-      const int at = lane() + 32 * e;
-      const Words sum = at < D / 4 ? load_once(row_at<D>(sums, g) + at * 16) : Words{};
-      for (int i = 0; i < 8; i++) x[e][i] = number_at<false>(sum, i);
+  // The end of the entries of group g, of which `from` is one or the end.
+  __device__ int end_of(int g, int from) const {
+    for (;; from += 32) {
+      const int j = from + lane();
+      const unsigned others = ~__ballot_sync(ALL, j < entries && block[j] >= 0 && block[j] / BLOCKS == g);
+      if (others) return from + __ffs(others) - 1;
     }
-    const auto subtract = [&](const char* row) {
-      for (int e = 0; e < EACH; e++) {
-        const int at = lane() + 32 * e;
-        const Words token = at < D / 4 ? load_once(row + at * 16) : Words{};
-        for (int i = 0; i < 8; i++) x[e][i] -= number_at<BF16>(token, i) * (1.0f / GROUP);
-      }
-    };
-    int tokens = held(g);
-    for (int some = first[g] / 32 * 32; some < entries; some += 32) {
-      const int at = some + lane() < entries ? block[some + lane()] : -1;
-      unsigned members = __ballot_sync(ALL, at >= 0 && at / BLOCKS == g);
-      for (; members; members &= members - 1) {
-        const int j = some + __ffs(members) - 1, row = block[j] * P;
-        const int from = FILLED ? 0 : max(of_ring.sink - row, 0), upto = FILLED ? fill[block[j]] : min(begin - row, P);
-#pragma unroll 8
-        for (int i = from; i < upto; i++) subtract(row_at<D>(hot, slot[j] * P + i));
-        tokens -= max(upto - from, 0);
-      }
-      if (ascend && __any_sync(ALL, unsigned(at) >= unsigned((g + 1) * BLOCKS))) break;
-    }
-    const int from = max(begin, g * GROUP), upto = min(end, (g + 1) * GROUP);
-#pragma unroll 8
-    for (int i = from; i < upto; i++) subtract(row_at<D>(ring, of_ring.row(i)));
-    for (int e = 0; e < EACH; e++) {
-      const float* y = x[e];
-      if (lane() + 32 * e < D / 4)
-        reinterpret_cast<Words*>(to)[lane() + 32 * e] = {
-            halves(y[0], y[1]), halves(y[2], y[3]), halves(y[4], y[5]), halves(y[6], y[7])};
-    }
-    return tokens - max(upto - from, 0);
   }
 };
+
+// Up to 16 groups of the rest with all of their exact tokens.
+struct Unit {
+  const Rest& rest;
+  int group;  // of thread i or 16 + i: column i of the products, -1 where there is none
+  int from, upto, origin;  // entries; the column of a group is the place of its first entry behind `origin`
+  int near_from, near_upto;  // positions of exact tokens in the ring, all of the one group
+
+  __device__ Unit(const Rest& r, int number)
+      : rest(r), group(-1), from(0), upto(0), origin(0), near_from(0), near_upto(0) {
+    const int i = threadIdx.x % TILE, behind = number - CLUSTER * r.windows_each();
+    if (behind >= 0) {
+      const int g = r.begin / GROUP + behind;
+      if (i == 0) group = g;
+      if (r.first[g] != NO_ENTRY) from = origin = r.first[g], upto = r.end_of(g, from);
+      near_from = max(r.begin, g * GROUP), near_upto = min(r.end, (g + 1) * GROUP);
+      return;
+    }
+    origin = (number % CLUSTER * r.windows_each() + number / CLUSTER) * WINDOW;
+    const int j = origin + i, its = i < WINDOW && j < r.entries && r.block[j] >= 0 ? r.block[j] / BLOCKS : -1;
+    if (its >= 0 && r.first[its] == j && !r.near(its)) group = its;
+    if (const unsigned begins = __ballot_sync(ALL, group >= 0) & 0xFFFF) {
+      const int last = 31 - __clz(begins);
+      from = origin + __ffs(begins) - 1;
+      upto = r.end_of(__shfl_sync(ALL, group, last), origin + last + 1);
+    }
+  }
+
+  __device__ bool empty() const { return !__any_sync(ALL, group >= 0); }
+
+  // Call f(rows, row, column) for 16 exact tokens at a time, with -1 where there is none.
+  template <class F>
+  __device__ void each(F f) const {
+    const int i = threadIdx.x % TILE, chosen = ((upto - from) * P + TILE - 1) / TILE;
+    const int tiles = chosen + (near_upto - near_from + TILE - 1) / TILE;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; tile++) {
+      int row = -1, column = -1;
+      if (tile < chosen) {
+        const int token = tile * TILE + i, j = from + token / P;
+        if (j < upto) {
+          const int block = rest.block[j], in_block = token % P, position = block * P + in_block;
+          const int at = rest.first[block / BLOCKS] - origin;
+          const bool live = FILLED ? in_block < rest.fill[block] : position >= rest.of_ring.sink && position < rest.begin;
+          // A group of the ring that begins in a window is another unit's.
+          if (live && (near_from < near_upto || !rest.near(block / BLOCKS))) row = rest.slot[j] * P + in_block, column = at;
+        }
+      } else if (const int position = near_from + (tile - chosen) * TILE + i; position < near_upto) {
+        row = rest.of_ring.row(position), column = 0;
+      }
+      f(tile < chosen ? rest.hot : rest.ring, row, column);
+    }
+  }
+};
+
+// Take in what remains of the groups of a unit.
+__device__ void fold_remaining(State& s, const unsigned short* query, const Unit& unit, float scale, float softcap) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  // Of head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens; in the upper
+  // two of thread t the number of these.
+  float taken[2][4] = {}, z[2][4], p[4], left[4];
+  unit.each([&](const char* rows, int row, int column) {
+    products<BF16>(z, query, rows, row);
+    unsigned high[2], low[2];
+    for (int r = 0; r < 2; r++) {
+      const float x = z[r][0] * scale, y = z[r][1] * scale;
+      high[r] = halves(x, y);
+      low[r] = halves(x - number(high[r] & 0xFFFF), y - number(high[r] >> 16));
+    }
+    const unsigned count = g == 0 ? ones<false>(true, true) : 0;
+    int of[4];
+    for (int r = 0; r < 4; r++) of[r] = __shfl_sync(ALL, column, 2 * t + r % 2 + r / 2 * 8);
+    for (int r = 0; r < 2; r++) {
+      const int at = g + 8 * r;
+      const unsigned early = ones<false>(of[0] == at, of[1] == at), late = ones<false>(of[2] == at, of[3] == at);
+      multiply_add<false>(taken[r], {high[0], count, high[1], count}, early, late);
+      multiply_add<false>(taken[r], {low[0], 0, low[1], 0}, early, late);
+    }
+  });
+  Words value[4][OF_VALUE];
+  load_values(value, unit.rest.sums, unit.group);
+  products<false>(z, query, unit.rest.sums, unit.group);
+  const int held = unit.rest.held(unit.group);
+  for (int r = 0; r < 4; r++) {
+    const float exact = __shfl_sync(ALL, taken[r / 2][2 + r % 2], t);
+    left[r] = __shfl_sync(ALL, held, 2 * t + r % 2 + r / 2 * 8) - exact;
+    const float mean = __fdividef(z[r / 2][r % 2] * scale * GROUP - taken[r / 2][r % 2], fmaxf(left[r], 1));
+    p[r] = left[r] > 0 ? capped(mean, softcap) + __logf(left[r]) : none();
+  }
+  weigh(s, p);
+  float whole[4];
+  for (int r = 0; r < 4; r++) {  // rounded first, so that the sums and their tokens have the same weight
+    p[r] = number<BF16>(halves<BF16>(__fdividef(p[r], fmaxf(left[r], 1)), 0));
+    if (left[r] > 0) s.total += p[r] * left[r];
+    whole[r] = p[r] * GROUP;
+  }
+  add_values<false>(s, value, whole);
+  const unsigned early = halves<BF16>(-p[0], -p[1]), late = halves<BF16>(-p[2], -p[3]);
+  unit.each([&](const char* rows, int row, int column) {
+    load_values(value, rows, row);
+    float weight[2][4] = {};
+    for (int r = 0; r < 2; r++) {
+      const int of = __shfl_sync(ALL, column, g + 8 * r);
+      multiply_add<BF16>(weight[r], {early, 0, late, 0}, ones<BF16>(of == 2 * t, of == 2 * t + 1),
+                         ones<BF16>(of == 8 + 2 * t, of == 9 + 2 * t));
+    }
+    add_values<BF16>(s, value, {weight[0][0], weight[0][1], weight[1][0], weight[1][1]});
+  });
+}
 #endif
 
 // What a program is sent for its slice of the output, by itself too: by each program the sums, and what belongs to them of
@@ -318,7 +427,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int* length, const int* begins, const unsigned short* sink_logits, const char* sums, const int* ring_begin,
     unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks, int chosen, int groups,
     int sink, float scale, float softcap) {
-  extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; before that, what the rest needs
+  extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; before that, the tables of the rest
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
@@ -330,8 +439,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   int tile = rank + CLUSTER * warp;
 #if GROUP
   sums = head_of<D>(sums, bh, groups);
-  char* const remainders = reinterpret_cast<char*>(parts) + warp * REMAINDERS * row_bytes<D>;
-  int* const first = reinterpret_cast<int*>(reinterpret_cast<char*>(parts) + WARPS * REMAINDERS * row_bytes<D>);
+  int* const first = reinterpret_cast<int*>(parts);
   for (int i = threadIdx.x; i < groups; i += THREADS) first[i] = NO_ENTRY;
   // The ring begin of an earlier step would do too: it only says how much to ask for.
   const int exact = (ring_rows + TILE - 1) / TILE + (chosen + TILE - 1) / TILE, asked = min(ring_begin[b], groups * GROUP);
@@ -343,8 +451,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
 #if GROUP
   const int entries = chosen / P, all = groups * GROUP, end = FILLED ? all : min(ring_begin[b], all);
-  const Rest rest = {sums, hot, ring, fill, tokens.ring, groups, blocks, entries, FILLED ? all : tokens.ring.begin, end,
-                     first + groups, first + groups + entries, first};
+  Rest rest = {sums, hot, ring, fill, tokens.ring, groups, blocks, entries, FILLED ? all : tokens.ring.begin, end,
+               first + groups, first + groups + entries, first};
   for (int j = threadIdx.x; j < entries; j += THREADS) {
     const int slot = slots[j];
     rest.slot[j] = slot, rest.block[j] = slot < 0 ? -1 : block_of[slot];
@@ -356,25 +464,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
   }
 #if GROUP
-  const bool ascend = rest.find_first();
-  for (tile -= tokens.tiles(); tile < rest.tiles(); tile += CLUSTER * WARPS) {
+  rest.arrange();
+#pragma unroll 1
+  for (tile -= tokens.tiles(); tile < rest.units(); tile += CLUSTER * WARPS) {
+    const Unit unit(rest, tile);
+    if (!unit.empty()) fold_remaining(s, q, unit, scale, softcap);
+  }
+#pragma unroll 1
+  for (tile -= rest.units(); tile < rest.tiles(); tile += CLUSTER * WARPS) {
     const int group = tile * TILE + threadIdx.x % TILE, held = rest.held(group);
     const bool whole = held > 0 && !rest.touched(group);
-    if (__any_sync(ALL, whole)) fold<SUMS>(s, q, sums, whole ? group : -1, scale, softcap, held);
-  }
-  tile -= rest.tiles();
-  while (tile < rest.items()) {
-    int left = 0;
-    for (int i = 0; i < REMAINDERS && tile < rest.items(); tile += CLUSTER * WARPS) {
-      const int group = rest.group(tile);
-      if (group < 0) continue;
-      const int remain = rest.take_out(remainders + i * row_bytes<D>, group, ascend);
-      if (threadIdx.x % TILE == i++) left = remain;
-    }
-    __syncwarp();
-    const int row = left > 0 ? threadIdx.x % TILE : -1;
-    if (__any_sync(ALL, row >= 0)) fold<REMAINDER>(s, q, remainders, row, scale, softcap, left);
-    __syncwarp();
+    if (__any_sync(ALL, whole)) fold<true>(s, q, sums, whole ? group : -1, scale, softcap, held);
   }
 #endif
   add_warps(found, rank, s, parts);

@@ -55,7 +55,7 @@ def choose(
             chosen[i] = _fitted(own, hyper, max_length, limit, notes)
         except (TypeError, ValueError) as e:
             raise type(e)(f"layers[{i}]: {e}{_whose(entry, str(e))}") from e
-    runs = tuple(_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed))
+    runs = _placed([_own(shape) if why else m for shape, m, why in zip(shapes, chosen, fixed)])
     idle = all(m is None or m.traits.attends in ("everything", "window") for m in runs)
     if any(fixed) and method.traits.attends != "everything" and idle:
         windowed = sum(map(bool, fixed))
@@ -64,9 +64,20 @@ def choose(
             f"{method.name} runs in no layer: {windowed} of {layers} attend to a sliding window or keep no keys and "
             f"values{rest}"
         )
+    elif idle and runs != tuple(chosen):
+        notes.append(f"{method.name} runs in no layer: all {layers} layers are dense")
     every = dict.fromkeys(m for m in (method, *runs) if m is not None)
     warned = tuple(_saves_nothing(m, max_length) for m in every if _whole_rows(m, max_length))
     return Assignment(method, runs, skip_layers, (*dict.fromkeys(notes), *warned), warned)
+
+
+def _placed(methods: list[Method | None]) -> tuple[Method | None, ...]:
+    """What every layer runs, where that depends on its number."""
+    runs = [*methods]
+    for cls in dict.fromkeys(type(m) for m in methods if m is not None):
+        for i, m in cls.in_layers({i: m for i, m in enumerate(methods) if type(m) is cls}, len(methods)).items():
+            runs[i] = m
+    return tuple(runs)
 
 
 def _whole_rows(method: Method, max_length: int | None) -> bool:

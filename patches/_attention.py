@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SENTINEL, SparseCache
 from torchsparsekv.patches._family import Layer
-from torchsparsekv.patches._names import NAME, cache_in, name_in
+from torchsparsekv.patches._names import NAME, cache_in, name_in, renamed
 
 PREFIX = "torchsparsekv_over_"
 NOTHING_BUT_PADDING = "torchsparsekv: a row of the batch is nothing but padding"
@@ -85,8 +85,11 @@ def leave_layers(layer, args, kwargs, output):
 
 def enter_model(model, args, kwargs):
     """Forward pre-hook of the whole model. `leave_model` sees the end of the forward."""
-    if isinstance(cache := cache_in(kwargs), SparseCache) and not torch.compiler.is_compiling():
-        cache.use.called = True
+    if isinstance(cache := cache_in(kwargs), SparseCache):
+        if not torch.compiler.is_compiling():
+            cache.use.called = True
+        kwargs = renamed(kwargs)
+    return args, kwargs
 
 
 def enter_decoder(model, args, kwargs):
@@ -96,6 +99,8 @@ def enter_decoder(model, args, kwargs):
         check_implementation(config)
         if config.output_attentions if wanted is None else wanted:
             raise ValueError(NO_ATTENTIONS)
+        kwargs = renamed(kwargs)
+    return args, kwargs
 
 
 def leave_model(model, args, kwargs, output):

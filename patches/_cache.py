@@ -109,21 +109,26 @@ class SparseLayer(CacheLayerMixin):
 
 
 class SparseCache(Cache):
-    """One LayerState per layer, over row lengths shared by the layers with the same ring plan.
+    """The keys, values and indexes of a batch, as a cache of transformers. Its batch size and length are fixed."""
 
-    Layers whose state is not keys and values are transformers' own, in the same places.
-    """
+    # One LayerState per layer, over row lengths that layers with the same ring plan share. A layer whose state is not
+    # keys and values is transformers' own.
 
     patched_by: weakref.ref
 
     def __init__(
         self, model, method: str = "pariskv", *, batch_size: int = 1, max_length: int | None = None, **options
     ):  # fmt: skip
-        """A cache for a model. The model is patched if it is not: `model.generate(ids, cache=SparseCache(model,
-        "quest"))`.
+        """Make a cache for a model: `model.generate(ids, cache=SparseCache(model, "quest"))`.
 
-        options: keywords of patch(). The model stays patched until `cache.handle.unpatch()`. Further caches of a
-        patched model take its method: pass the name of that method, or no method, and no options.
+        A model that is not patched gets a patch. It stays until `cache.handle.unpatch()`.
+
+        Args:
+            model: a transformers model.
+            method: a name in `torchsparsekv.methods()`; of a patched model, that of the patch.
+            batch_size: rows of the cache.
+            max_length: tokens of a row. None: all positions of the model.
+            options: keywords of patch(); refused for a patched model.
         """
         handle_for(model, method, max_length, options).make_cache(batch_size, max_length, into=self)
 
@@ -174,21 +179,23 @@ class SparseCache(Cache):
         )
 
     def nbytes(self) -> tuple[int, int]:
-        """(host, device) bytes that this cache holds."""
+        """Bytes of this cache: (host, device)."""
         host, device = cache_bytes([layer.state for layer in self.stored.values()])
         return host, device + sum(x.nbytes for x in self.row_lengths.values()) + self.own_bytes()
 
     @property
     def handle(self):
-        """The patch of the model that this cache is for."""
+        """The `Handle` of the patch that this cache belongs to."""
         return self.patched_by()
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens, or remove the last `-max_length` tokens: to regenerate, or to edit a
-        message.
+        """Go back to an earlier length, to regenerate an answer or to edit a message.
 
-        The index is built again from the keys that stay, as by a prompt of these tokens. No forward pass runs. Methods
-        that cannot do this refuse it with the reason.
+        The index is built again from the keys that stay. No forward pass runs. Methods that cannot do this refuse it
+        with the reason.
+
+        Args:
+            max_length: tokens to keep; a negative number removes tokens from the end.
         """
         check_active(self.owner)
         self.use.check()
@@ -207,7 +214,7 @@ class SparseCache(Cache):
             crop(self, columns)
 
     def reset(self) -> None:
-        """Make the cache as new. The call waits for work of an interrupted prompt on the side stream."""
+        """Empty the cache. Addresses and captured graphs stay valid."""
         wait_for_side_stream(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()

@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
 from torchsparsekv.patches._cache import SparseCache
-from torchsparsekv.patches._names import NAME, cache_in
+from torchsparsekv.patches._names import NAME, cache_in, renamed
 
 if TYPE_CHECKING:
     from torchsparsekv.patches._handle import Handle
@@ -27,6 +27,8 @@ def forget_compiled(model) -> None:
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
     """The class's own; what it holds of our caches is free again when it ends, however it ends."""
+    if isinstance(cache_in(kwargs), SparseCache):
+        kwargs = renamed(kwargs)
     with _use.generating():
         return type(self).generate(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What patch() returns: a model's caches, its report, and the way back."""
+"""What patch() returns: makes caches, reports what they did, and restores the model."""
 import copy
 import threading
 import warnings
@@ -36,15 +36,19 @@ class Handle:
 
     @property
     def active(self) -> bool:
+        """Whether the patch is on the model."""
         return self._owner.active
 
     def make_cache(
         self, batch_size: int = 1, max_length: int | None = None, *, into: SparseCache | None = None
     ) -> SparseCache:
-        """A cache for driving the model yourself: `model(ids, past_key_values=cache)`.
+        """Make a cache for a loop of your own: `model(ids, past_key_values=cache)`.
 
-        Without a length it has room for `max_length` of patch(), or for all positions of the model. In the second case
-        it warns with the memory that plan() gives. `into` is for SparseCache(model) alone.
+        Args:
+            batch_size: rows of the cache.
+            max_length: tokens of a row. None: `max_length` of patch(), or else all positions of the model. The latter
+                warns with the memory that plan() gives.
+            into: only `SparseCache(model)` passes it.
         """
         self._require_active()
         batch, length = self._sizes(batch_size, max_length)
@@ -81,7 +85,12 @@ class Handle:
         return batch, length
 
     def plan(self, batch_size: int = 1, max_length: int | None = None) -> Memory:
-        """The memory of make_cache() with the same arguments, by buffer. Nothing is allocated."""
+        """The memory of a cache by buffer, before it exists. Allocates nothing.
+
+        Args:
+            batch_size: rows of the cache.
+            max_length: tokens of a row. None: as make_cache() chooses it.
+        """
         batch, length = self._sizes(batch_size, max_length)
         place = placed(self.planned, self.offload, batch, length, self.hot_gib)
         notes = hot_note(self.planned, place, batch, length, self.hot_gib)
@@ -89,10 +98,14 @@ class Handle:
         return self.planned.memory(batch, length, **place._asdict(), notes=notes)
 
     def fork(self, cache: SparseCache, batch_size: int | None = None) -> SparseCache:
-        """A copy of a cache. The original stays as it is, so a system prompt can be used again.
+        """Copy a cache, so that a prompt is read once and used many times. The original does not change.
 
-        A fork takes the memory of a cache and one copy of the stored tokens and the index (in host memory at the speed
-        of the link, both ways). It needs no prompt. A cache of one row can be copied into `batch_size` rows.
+        A fork runs no prompt. It costs the memory of a cache and one copy of the stored tokens and the index. A pool in
+        host memory crosses the link twice.
+
+        Args:
+            cache: a cache of this patch.
+            batch_size: rows of the copy; a cache of one row can fill many. None: as many as `cache` has.
         """
         if not isinstance(cache, SparseCache) or cache.owner is not self._owner:
             raise ValueError(f"fork takes a SparseCache of this patch, got {type(cache).__name__}")
@@ -105,10 +118,10 @@ class Handle:
         return twin
 
     def report(self) -> Report:
-        """The counts of the latest cache since it was made or reset. generate() resets a cache that it makes itself at
-        each call; a cache that is passed to generate() keeps counting.
+        """The counts of the latest cache, since it was made or reset.
 
-        After unpatch() the report is that of the moment of unpatch().
+        Each generate() resets the cache that it makes itself. A cache that you pass keeps counting. After unpatch() the
+        report is the last one before it.
         """
         if self._last_report is not None:
             return self._last_report
@@ -123,7 +136,7 @@ class Handle:
         return Report(self.planned.method.name, rows, host_bytes, device_bytes, sums, notes)
 
     def unpatch(self) -> None:
-        """Restore the model exactly."""
+        """Restore the model exactly, and free its caches."""
         if not self.active:
             return
         _switch.off(self.model, self._owner, self._base)

@@ -20,6 +20,15 @@ def cache_in(kwargs: dict):
     return kwargs.get(name_in(kwargs) or NAME)
 
 
+def renamed(kwargs: dict) -> dict:
+    """The same arguments, with the cache under the name of the installed transformers. Two caches stay two, which
+    transformers refuses."""
+    name = name_in(kwargs)
+    if name in (None, NAME) or kwargs.get(NAME) is not None:
+        return kwargs
+    return {key: value for key, value in kwargs.items() if key not in NAMES} | {NAME: kwargs[name]}
+
+
 def blamed() -> str:
     """A hint for refusals: the installed transformers is newer than the tested versions. Empty if it is not."""
     now = transformers.__version__

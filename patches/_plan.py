@@ -20,19 +20,28 @@ class MemoryRow(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a cache will hold; `print` it for a table."""
+    """The memory of a cache that does not exist yet. `print(memory)` is a table.
+
+    Attributes:
+        batch: rows of the cache.
+        max_length: tokens of a row.
+        rows: one entry per kind of buffer, with its bytes over all layers.
+        notes: how the size of the hot buffers was found.
+    """
 
     batch: int
     max_length: int
     rows: tuple[MemoryRow, ...]
-    notes: tuple[str, ...] = ()  # on the size of the hot buffers
+    notes: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
+        """Bytes of host memory."""
         return sum(r.nbytes for r in self.rows if r.on_host)
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of GPU memory."""
         return sum(r.nbytes for r in self.rows if not r.on_host)
 
     def __str__(self) -> str:
@@ -57,9 +66,10 @@ class Plan:
         self.layers = tuple(layer and layer.on_rank(ranks) for layer in layers)
         for here, whole, method in zip(self.layers, layers, assignment.methods):
             if here and whole and method and here.kv_heads < whole.kv_heads and method.traits.couples_heads:
+                hint = ": pass per_head=True" if hasattr(method, "per_head") else ""
                 raise NotImplementedError(
                     f"{method.name} decides by all heads of a layer together, and each of {ranks} ranks has only its "
-                    "own: pass per_head=True"
+                    f"own{hint}"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
         self.warned = assignment.warned
@@ -77,11 +87,14 @@ class Plan:
 
     def _anchors(self) -> dict[int, int]:
         """The earlier layer whose selection a layer shares, for the layers that share one."""
-        of: dict[type[Method], dict[int, tuple[Method, int, int]]] = {}
+        kinds: dict[int, tuple[Method, int, int]] = {}
         for i, (method, layer) in enumerate(zip(self.methods, self.layers)):
             if method is not None and layer is not None:
-                of.setdefault(type(method), {})[i] = method, layer.kv_heads, layer.heads
-        return {i: anchor for cls, layers in of.items() for i, anchor in cls.shares_selection(layers).items()}
+                kinds[i] = method, layer.kv_heads, layer.heads
+        found: dict[int, int] = {}
+        for cls in dict.fromkeys(type(method) for method, *_ in kinds.values()):
+            found |= cls.shares_selection({i: kind for i, kind in kinds.items() if isinstance(kind[0], cls)})
+        return found
 
     def pool_said(self) -> tuple[str, ...]:
         """A line if the pool has another type than the model."""

@@ -35,30 +35,38 @@ def patch(
     step: Step = "auto",
     **hyper,
 ) -> "Handle":
-    """Make this model instance decode with `method`, a name in `torchsparsekv.methods()`.
+    """Make this model object decode with `method`.
 
-    max_length: capacity of a cache row, prompt and generation together. None: each cache gets the size that its call
-        needs (powers of two, up to the model's own limit).
-    budget, sink, window: tokens retrieved per kv head and decode step, beside the `sink` first and the `window` latest
-        tokens. None: the method's default. A default budget above the capacity of a cache is lowered to it.
-    offload: where the pool of all keys and values lives. "auto": on the GPU if the cache takes at most half of the
-        memory that is free there, else in pinned host memory.
-    pool_dtype: "int8" stores the pool in 8 bits, with an fp32 scale for every 64 channels. Sinks, window and fetched
-        blocks keep the model's type. It takes a bit over half the memory and traffic. None: the model's type.
-    hot_gib: device memory for the hot buffers of a cache, of all layers together, in GiB. It takes the place of
-        `hot_budgets`, the size in budgets. None: `hot_budgets`, which is "auto" by default. Where the pool is in host
-        memory, "auto" lets the cache take half of the device memory that is free when the cache is made, and two
-        budgets where that is less.
-    skip_layers: the first layers attend densely, and their pool stays on the device. None: 2, but at least one layer is
-        left to the method.
-    layers: other choices for single layers, by index, as in `layers={0: "full", 5: dict(budget=512)}`: the name of a
-        method, or a dict of hyper-parameters (with "method", of that method). An entry wins over `skip_layers`. It
-        inherits budget, sink and window of this call, and the other hyper-parameters if it runs the same method.
-    step: how generate() runs a decode step on a GPU. "captured": as a CUDA graph of the eager step. "compiled": as a
-        graph by torch.compile, which takes longer to make (docs/guide/own-loop.md). "auto": captured where that is
-        possible, else compiled, with a warning that says why.
-    hyper: other hyper-parameters of the method, by name. `torchsparsekv.methods()["quest"]` has those of quest, each
-        with its type, default and meaning; the command `torchsparsekv methods` prints them all.
+    What cannot work is refused in one line, and the model stays as it was.
+
+    Args:
+        model: a transformers model in evaluation mode, on one device.
+        method: a name in `torchsparsekv.methods()`.
+        max_length: tokens of a cache row, prompt and generation together. None: each cache gets the size that its call
+            needs, in powers of two up to the model's own limit.
+        budget: tokens retrieved per kv head and decode step, beside `sink` and `window`. None: the method's default.
+            A default above the size of a cache is lowered to that size.
+        sink: first tokens, always attended to. None: the method's default.
+        window: latest tokens, always attended to. None: the method's default.
+        offload: where the pool of keys and values lives. "host": in pinned host memory. "device": on the GPU. "auto":
+            on the GPU if the cache takes at most half of the memory that is free there, else in host memory.
+        pool_dtype: "int8" stores the pool in 8 bits, with an fp32 scale for every 64 channels. The pool and its traffic
+            shrink to a bit over half. Sinks, window and fetched blocks keep the model's type. None: the model's type.
+        hot_gib: GiB of GPU memory for the hot buffers of a cache, all layers together. It replaces `hot_budgets`, the
+            size in budgets. None: `hot_budgets`, "auto" by default (docs/guide/memory.md).
+        skip_layers: the first layers, which are dense, and whose pool stays on the GPU. None: 2, but at least one layer
+            runs the method.
+        layers: exceptions for single layers, such as `{0: "full", 5: dict(budget=512)}`. A value is the name of a
+            method, or a dict of hyper-parameters, where "method" names another method. An entry wins over
+            `skip_layers`. It inherits budget, sink and window, and the other hyper-parameters if the method is the
+            same.
+        step: how `generate()` runs a decode step on a GPU. "captured": as a CUDA graph of the eager step. "compiled":
+            by torch.compile, whose first call takes longer (docs/guide/own-loop.md). "auto": captured where that is
+            possible, else compiled, with a warning that says why.
+        hyper: other hyper-parameters of the method. `torchsparsekv.methods()["quest"]` lists those of quest.
+
+    Returns:
+        The handle of the patch. Leaving its `with`, or `unpatch()`, restores the model.
     """
     chosen, given = named_method(method, dict(budget=budget, sink=sink, window=window, **hyper))
     install = _seam().install  # transformers is imported here and nowhere above

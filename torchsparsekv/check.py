@@ -1,4 +1,4 @@
-"""`check_method`: whether a method keeps the promises that every method makes, found on one layer without a model."""
+"""`check_method`: check one layer of a method, without a model, for the properties that every method has."""
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,15 +17,23 @@ CLOSE = dict(rtol=1e-4, atol=1e-5)
 
 
 def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
-    """Check an extension on random keys, on the CPU in float32. Returns one line for each promise that it keeps.
+    """Check a method of your own on random keys, on the CPU in float32.
 
-    1. Selected blocks are distinct and lie behind the sinks and before the ring.
-    2. A row of a ragged batch has the outputs that it has alone.
-    3. With a budget of everything, each decode step equals dense attention.
-    4. With a budget of everything, a second turn and the steps behind it equal one long prompt.
+    1. Selected blocks are distinct and lie between the sinks and the ring.
+    2. A row of a ragged batch has the same outputs as the row alone.
+    3. With a full budget, each decode step equals dense attention.
+    4. With a full budget, a second turn and the steps after it equal one long prompt.
 
-    method: a class, its name, or an instance. hyper: hyper-parameters. Without a `budget` the check takes four blocks;
-    small `sink`, `window` and blocks make it fast. A broken promise raises AssertionError.
+    Args:
+        method: a class, its name, or an instance.
+        hyper: hyper-parameters. Without a `budget` the check takes four blocks. Small `sink`, `window` and blocks make
+            the check fast.
+
+    Returns:
+        One line for each property.
+
+    Raises:
+        AssertionError: a property does not hold.
     """
     small = _made(method, hyper)
     if small.traits.attends != "selected":

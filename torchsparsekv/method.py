@@ -56,7 +56,7 @@ def option(default: Any, meaning: str) -> Any:
 
 
 class HyperParameter(NamedTuple):
-    """What `torchsparsekv.methods()` says of one hyper-parameter."""
+    """Type, default and meaning of one hyper-parameter, as `torchsparsekv.methods()` returns them."""
 
     type: Any
     default: Any
@@ -72,25 +72,30 @@ class HyperParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine must know of a method beyond its hooks.
+    """Facts about a method that the engine needs beyond its hooks.
 
-    attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects by content;
-        "recent": sinks and ring; "window": the ring alone, and the layer keeps no pool; "everything": the whole pool.
-    reorders_pool: the method puts tokens at pool rows of its own choice, also beyond the length of a row.
-    moves_leaving: `step` puts the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or in
-        another order at the rows of their positions.
-    partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
-    couples_heads: the method decides by all heads of a layer together, so one device must hold all of them.
-    selects_every_step: each step selects for all heads, the selection is `ids` and `fill` alone, and nothing moves a
-        selected block between steps. Such a method may set `prefetch_async`.
-    no_rest: why the method does not take `estimate_rest`; empty if it does. Such a method retrieves at its steps, and a
-        token stays at the pool row that took it when it left the ring (`leaving_rows`).
-    least_capability: the oldest CUDA compute capability that the kernels compile for.
-    older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
-    cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from the keys
-        that it gets, without their queries, and returns None: then `SparseCache.crop` runs it again.
-    no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a token
-        depends on the keys of the block of that token alone, so that requests can share blocks: then it has `written`.
+    Attributes:
+        attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects. "recent":
+            sinks and ring. "window": the ring alone, and the layer keeps no pool. "everything": the whole pool.
+        reorders_pool: the method stores tokens at pool rows of its own choice, also beyond the length of a row.
+        moves_leaving: `step` stores the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or
+            in another order at the rows of their positions.
+        partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
+        couples_heads: all heads of a layer decide together, so one device must hold all of them.
+        selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt
+            fills the hot buffer.
+        moves_selected: tokens of a selected block may move before the next step. Without it, a method that selects at
+            every step may set `prefetch_async`.
+        all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
+        no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes it retrieves at its
+            steps, and leaves a token at the pool row that took it when it left the ring (`leaving_rows`).
+        least_capability: the oldest CUDA compute capability that the kernels compile for.
+        older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
+        cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
+            alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a
+            token depends on the keys of that token's block alone, so that requests can share blocks: then it has
+            `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -99,6 +104,8 @@ class Traits:
     partial_blocks: bool = False
     couples_heads: bool = False
     selects_every_step: bool = False
+    moves_selected: bool = False
+    all_queries: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
@@ -168,9 +175,10 @@ class Method:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise ValueError(f"{self.name}: prefetch_async must be None or a cosine, from -1 to 1, got {value!r}")
-        if not self.traits.selects_every_step:
+        if not self.traits.selects_every_step or self.traits.moves_selected:
             raise ValueError(
-                f"{self.name}: prefetch_async is for methods that select at every step, got {value!r}: leave it out"
+                f"{self.name}: prefetch_async is for methods that select at every step and move no token, "
+                f"got {value!r}: leave it out"
             )
 
     def _check_rest(self) -> None:
@@ -241,11 +249,19 @@ class Method:
         return group
 
     @classmethod
+    def in_layers(cls, layers: Mapping[int, "Method"], count: int) -> Mapping[int, "Method"]:
+        """What each layer runs, for methods whose layers differ by their number.
+
+        layers: the layers that run this class of method, in order. count: all layers of the model.
+        """
+        return layers
+
+    @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-        layers: the layers that run this class of method, in order, each as (method, kv heads, query heads). A layer can
-        share the selection of an equal one only.
+        layers: the layers that run this class of method or a class made from it, in order, each as (method, kv heads,
+        query heads). A dense layer that others share with has `choose` called, and keeps there what it selects.
         """
         return {}
 
@@ -286,9 +302,9 @@ class Method:
         """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
-        """A prompt, or a chunk of one, with keys `k` is in the index: select what later steps attend to, if the method
-        selects once a prompt. The pool may not have these tokens yet."""
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
+        """A prompt, or a chunk of one, with queries `q` and keys `k` is in the index: select what later steps attend
+        to, if the method selects once a prompt. The pool may not have these tokens yet."""
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
@@ -307,6 +323,14 @@ class Method:
         """The blocks to attend to beside the ring; `Selection()` where there are never any. Blocks are numbered in the
         order of the text; `s.block_table` says where they are if rows share one pool, as those of an engine do."""
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
+
+    def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
+        """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
+
+    def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
+        """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
+        The blocks of this step are in the hot buffer by now. None: nothing is added."""
+        return None
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
         """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
@@ -336,6 +360,8 @@ class Method:
         self.ingest_token(s, q, k, v)
         selection = Selection()
         if self._attends == "everything":
+            if s.followers:
+                self.choose(s, q, a)
             out = dense_attention(q, s.store.pool, s.lengths, a)
         else:
             selection = self.choose(s, q, a)
@@ -346,8 +372,11 @@ class Method:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
                 fetch(selection, s.store.pool, s.hot, s.stats)
+                if (bias := self.weigh(s, q, a)) is not None:
+                    selection = selection._replace(bias=bias)
             rest = s.rest if self.estimate_rest else NO_REST
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
+            self.attended(s, q, a)
         if s.on_step is not None:
             s.on_step(s, q, a, selection, out)
         if self.prefetch_async is not None:
@@ -383,7 +412,7 @@ class Method:
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
         store_prompt(k, v, s.store, s.lengths, order, join)
-        self.prompted(s, k, a)
+        self.prompted(s, q, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():
             admit(s.store.pool, s.hot, s.lengths, k.shape[2] + s.store.ring.shape[2], join)
 

@@ -77,7 +77,16 @@ class Probe:
 
 @contextlib.contextmanager
 def probe(cache) -> Iterator[Probe]:
-    """Measure every eager decode step that uses this cache, until the `with` ends."""
+    """Measure the attention weight that decode steps keep, and the error of their outputs, until the `with` ends.
+
+    Only eager steps are measured: pass `disable_compile=True` to generate().
+
+    Args:
+        cache: a SparseCache.
+
+    Yields:
+        An object with `mass()` and `error()`, each [layers, steps, rows, query heads].
+    """
     found = Probe([layer.method for layer in cache.stored.values()])
     with tapped(cache, found.layers):
         yield found

@@ -10,48 +10,78 @@ from torchsparsekv.state import LayerState
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Counts of one layer, per decode step where they end in `_per_step` (mean over rows and kv heads)."""
+    """The counts of one layer. Fields that end in `_per_step` are means over steps, rows and kv heads.
+
+    Attributes:
+        layer: index of the layer.
+        method: name of its method.
+        steps: decode steps that ran through the layer.
+        context_per_step: tokens that a step could attend to.
+        attended_per_step: tokens that a step did attend to.
+        blocks_selected: blocks that all steps selected.
+        blocks_fetched: selected blocks that were not in the hot buffer.
+        fetched_late: fetched blocks that arrived after their step, while later layers computed.
+        pool_bytes_read: bytes that steps read from the pool.
+        host_bytes_read: the same if the pool is in host memory, else 0.
+        retrieval_rate: share of the steps that selected anew.
+        static_share: share of the budget that is attended to whatever the query. None: the method has no static set.
+        lost: tokens that the method should keep and its window did not hold, in the worst head. None: does not apply.
+        at_most: whether partly empty pages count as full in `attended_per_step`.
+        waited: share of the selections that their step waited for. None: without `prefetch_async`.
+        prompted: whether a prompt ran through the layer.
+    """
 
     layer: int
     method: str
     steps: int
     context_per_step: float
     attended_per_step: float
-    blocks_selected: int  # chosen, by all steps
+    blocks_selected: int
     blocks_fetched: int
-    fetched_late: int  # of these, behind a step, while later layers computed
-    pool_bytes_read: int  # wherever the pool lives
-    host_bytes_read: int  # the same where that is host memory, else 0
-    retrieval_rate: float  # share of the steps at which anything was chosen anew
-    static_share: float | None = None  # of the budget, the tokens that are attended to whatever the query
-    lost: int | None = None  # of tokens that the method is to keep, how many its window did not hold, in the worst head
-    at_most: bool = False  # attended_per_step: pages that are part empty count as if they were full
-    waited: float | None = None  # of a method that fetches late, the share of choices that their step waited for
-    prompted: bool = False  # a prompt went through the patch, whether or not steps did
+    fetched_late: int
+    pool_bytes_read: int
+    host_bytes_read: int
+    retrieval_rate: float
+    static_share: float | None = None
+    lost: int | None = None
+    at_most: bool = False
+    waited: float | None = None
+    prompted: bool = False
 
     @property
     def density(self) -> float:
-        """Share of the context that was attended to."""
+        """Attended tokens / tokens of the context."""
         return self.attended_per_step / self.context_per_step if self.context_per_step else float("nan")
 
     @property
     def hit_rate(self) -> float:
+        """Share of the selected blocks that were in the hot buffer."""
         return 1 - self.blocks_fetched / self.blocks_selected if self.blocks_selected else float("nan")
 
 
 @dataclass(frozen=True)
 class Report:
-    """`print` it for a table; `as_dict` for machines."""
+    """What a cache did. `print(report)` is a table, `as_dict()` is for machines.
+
+    Attributes:
+        method: the method of the patch.
+        layers: one `LayerReport` per layer.
+        host_bytes: host memory of the cache.
+        device_bytes: GPU memory of the cache.
+        rest_bytes: the part of `device_bytes` that holds the sums of `estimate_rest`.
+        notes: layers that run another method, and defaults that did not fit.
+    """
 
     method: str
     layers: tuple[LayerReport, ...]
     host_bytes: int
     device_bytes: int
-    rest_bytes: int = 0  # of the device bytes, those of the sums of estimate_rest
-    notes: tuple[str, ...] = ()  # layers that run something else, and defaults that did not fit
+    rest_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
+        """Layers that no decode step reached. `print` shows them behind `!!`."""
         if not self.layers:
             return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before dropping it)"]
         idle = [r.layer for r in self.layers if r.steps == 0]
@@ -62,6 +92,7 @@ class Report:
         return [f"LAYERS NEVER HIT: {idle}"] if idle else []
 
     def as_dict(self) -> dict:
+        """All fields as plain Python values; None where a share is undefined."""
         known = lambda x: None if math.isnan(x) else x  # noqa: E731  (JSON has no NaN)
         rows = [{**asdict(r), "density": known(r.density), "hit_rate": known(r.hit_rate)} for r in self.layers]
         return {**asdict(self), "layers": rows, "warnings": self.warnings}

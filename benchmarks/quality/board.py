@@ -187,7 +187,7 @@ def evaluate(source: Source, o: Options, store: Store) -> Iterator[dict]:
             if future is not None:
                 group = future.result()
                 ids, pad = replay.padded(group.prompts, model.device)
-                recording = replay.record(model, ids, pad)
+                recording = replay.record(model, ids, pad, methods=o.methods)
                 for setting in missing:
                     for i, found in zip(indices, answered(model, setting, group, recording, o)):
                         store.add(_named(task, length, i, setting, o) | found)

@@ -3,7 +3,7 @@
 A prompt is exact whatever the method, so its keys, values and queries are too: one forward of the model makes them, and
 every method takes them into its store and index as it would have done in a forward of its own.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchsparsekv
+from torchsparsekv.method import make_method
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._cache import SparseCache
@@ -33,12 +34,13 @@ class Recording:
     """Prompts padded on the left, the keys and values of every layer, and the logits of the last positions.
 
     ids [rows, columns]; pad [rows], padding tokens of a row; most_left_out: a replay may leave out this many columns at
-    the end.
+    the end. all_queries: the queries of all columns are kept, and not only the last.
     """
 
     ids: Tensor
     pad: Tensor
     most_left_out: int = 0
+    all_queries: bool = False
     layers: dict[int, Prompted] = field(default_factory=dict)
     logits: Any = None
 
@@ -55,9 +57,10 @@ def padded(prompts: list[list[int]], device: torch.device, pad_token: int = 0) -
 
 
 @torch.no_grad()
-def record(model, ids: Tensor, pad: Tensor, most_left_out: int = 0) -> Recording:
-    """One exact forward of an unpatched model."""
-    recording = Recording(ids, pad, most_left_out)
+def record(model, ids: Tensor, pad: Tensor, most_left_out: int = 0, methods: Iterable[str] = ()) -> Recording:
+    """One exact forward of an unpatched model. methods: those that will get the recording."""
+    all_queries = any(make_method(m).traits.all_queries for m in methods)
+    recording = Recording(ids, pad, most_left_out, all_queries)
     batch, tokens = ids.shape
     how = dict(method="full", max_length=tokens, offload="device", skip_layers=0)
     with torchsparsekv.patch(model, **how) as handle:
@@ -75,7 +78,8 @@ def record(model, ids: Tensor, pad: Tensor, most_left_out: int = 0) -> Recording
 
 def _taker(recording: Recording, layer: int) -> Callable:
     def take(state, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> None:
-        recording.layers[layer] = Prompted(q[:, :, -QUERIES - recording.most_left_out :].clone(), k, v, a)
+        first = 0 if recording.all_queries else -QUERIES - recording.most_left_out
+        recording.layers[layer] = Prompted(q[:, :, first:].clone(), k, v, a)
 
     return take
 
@@ -91,7 +95,7 @@ def replay(recording: Recording, cache: SparseCache, tokens: int | None = None) 
     queries = None
     for i, layer in cache.stored.items():
         q, k, v, a = recording.layers[i]
-        check_observed(layer)
+        check_observed(layer, recording)
         if queries is None:
             queries = q.new_zeros((*q.shape[:2], tokens, q.shape[3]))
         last = q[:, :, : q.shape[2] - left_out][:, :, -tokens:]
@@ -102,8 +106,10 @@ def replay(recording: Recording, cache: SparseCache, tokens: int | None = None) 
     wait_for_side_stream(recording.ids.device)
 
 
-def check_observed(layer) -> None:
+def check_observed(layer, recording: Recording) -> None:
     """Refuse a method that chooses by more queries than a recording keeps."""
+    if layer.method.traits.all_queries and not recording.all_queries:
+        raise ValueError(f"{layer.method.name} reads all queries of a prompt: record(methods=[{layer.method.name!r}])")
     observed = layer.method.observed_queries(layer.state)
     if observed is not None and observed.shape[1] > QUERIES:
         raise ValueError(

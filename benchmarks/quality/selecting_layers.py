@@ -20,6 +20,7 @@ import torchsparsekv
 from torchsparsekv.method import make_method
 from torchsparsekv.ops.icecache.share_prompt import matched
 from torchsparsekv.ops.icecache.top_tokens_of_last_queries import QUERIES, WANTED
+from torchsparsekv.patches._names import NAME
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._options import at_least, option
 from torchsparsekv_benchmarks._progress import Progress, now
@@ -94,14 +95,14 @@ class Answered:
             return sdpa(module, q, k, v, mask, **more)
 
         with attending(self.model, looking):
-            self.cache = self.model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+            self.cache = getattr(self.model(prompt, use_cache=True, logits_to_keep=1), NAME)
         dense = self._predicted(choosing)
         return Asked(chosen, sought, seen, near), dense
 
     def _predicted(self, attend: Callable[..., Any]) -> Tensor:
         """Log-probabilities [steps, words] with this attention."""
         with attending(self.model, attend):
-            logits = self.model(self.given, past_key_values=copy.deepcopy(self.cache)).logits
+            logits = self.model(self.given, **{NAME: copy.deepcopy(self.cache)}).logits
         return logits[0].float().log_softmax(-1)
 
     def changed(self, layer: int, chooser: int) -> float:

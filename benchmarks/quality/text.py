@@ -49,7 +49,7 @@ class Chunk:
         if self._recording is None:
             ids = self.ids[:, :-1]
             pad = ids.new_zeros(len(ids), dtype=torch.int32)
-            self._recording = replay.record(self.model, ids, pad, most_left_out=self.o.steps)
+            self._recording = replay.record(self.model, ids, pad, self.o.steps, self.o.methods)
         return self._recording
 
     def rows(self, setting: Setting) -> list[dict]:

@@ -96,7 +96,7 @@ def run(o: Options, out: Path | None = None) -> dict[str, np.ndarray]:
     total = o.length + o.steps
     texts.check_room(text, total, 1)
     ids = text.rows(total, range(1))[:, :total].to(model.device)
-    recording = replay.record(model, ids, ids.new_zeros(1, dtype=torch.int32), most_left_out=o.steps)
+    recording = replay.record(model, ids, ids.new_zeros(1, dtype=torch.int32), o.steps, methods=budgets)
     found = {}
     for name, budget in budgets.items():
         now(f"{name} {budget}")

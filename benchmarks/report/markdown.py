@@ -42,7 +42,7 @@ class Table:
 
     def text(self, results: Path = RESULTS) -> str:
         """Conditions in one line, then the table. Names the file that is missing or too old."""
-        return self.make(*(opened(results / f, self) for f in self.files))
+        return self.make(*(opened(results / f, f"table {self.name}", self.since) for f in self.files))
 
 
 TABLES: dict[str, Table] = {}
@@ -60,16 +60,17 @@ def table(name: str, *files: str, since: tuple[int, ...] = SINCE) -> Callable[[C
     return register
 
 
-def opened(path: Path, wanted: Table) -> Result | Means:
+def opened(path: Path, what: str, since: tuple[int, ...]) -> Result | Means:
+    """A file that `what` is made of, or an error that names both."""
     if not path.is_file():
-        raise ValueError(f"table {wanted.name} needs {path.name}, which is missing in {path.parent}")
+        raise ValueError(f"{what} needs {path.name}, which is missing in {path.parent}")
     head = json.loads(path.read_text())
     sources = head["sources"] if head.get("benchmark") == MEANS else [head]
     for s in sources:
         has = tuple(int(n) for n in s["environment"]["torchsparsekv"].split(".")[:2])
-        if has < wanted.since:
-            older, least = (".".join(map(str, v)) for v in (has, wanted.since))
-            raise ValueError(f"table {wanted.name} needs results of {least} or later, {path.name} is of {older}")
+        if has < since:
+            older, least = (".".join(map(str, v)) for v in (has, since))
+            raise ValueError(f"{what} needs results of {least} or later, {path.name} is of {older}")
     if head.get("benchmark") == MEANS:
         return Means(head["sources"], head["settings"], head["rows"])
     return load([path])[0]

@@ -10,7 +10,9 @@ INK, SOFT, GRID = "#1f2430", "#6b7280", "#e6e8ec"
 METHODS = {
     "dense": "#1f2430", "full": "#1f2430", "quest": "#0072b2", "arkvale": "#009e73", "pariskv": "#d55e00",
     "oracle": "#8e4fb0", "streaming": "#b8860b", "prkv": "#c51b7d", "prkv_static": "#e69f00", "icecache": "#332288",
-    "snapkv": "#999933", "pagemean": "#00a1d6", "random": "#8a8f98", "hf-static": "#b4b8c0",
+    "snapkv": "#999933", "pagemean": "#00a1d6", "omnikv": "#117733", "h2o": "#aa4499", "raas": "#882255",
+    "pqcache": "#44aa99", "magicpig": "#cc6677", "shadowkv": "#661100",
+    "random": "#8a8f98", "hf-static": "#b4b8c0",
     "sdpa-cudnn": "#6b7280", "sdpa-flash": "#9aa1ac", "flashinfer": "#c3c7ce",
 }  # fmt: skip
 OTHERS = ("#cc3a6f", "#56b4e9", "#7a8b00", "#a0522d", "#17a2a2")

@@ -1,11 +1,11 @@
-"""Tables of the docs, written between their markers, and the figures (`make docs`).
+"""Tables of the docs, written between their markers, and the pictures (`make docs`).
 
-    python -m torchsparsekv_benchmarks.report.tables              # every page with a marker, and the figures
+    python -m torchsparsekv_benchmarks.report.tables              # every page with a marker, and the pictures
     python -m torchsparsekv_benchmarks.report.tables --list       # the names of all tables
     python -m torchsparsekv_benchmarks.report.tables --show NAME
 
 A page says `<!-- table: NAME -->` and `<!-- end -->`, each on a line of its own; the text between them is made from
-files of results. A file that is missing, or older than a table declares, is named, and nothing is written.
+files of results. A file that is missing, or older than a table or picture allows, is named, and nothing is written.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchsparsekv_benchmarks.report import figure, tables_code, tables_quality, tables_serving, tables_speed
+from torchsparsekv_benchmarks.report import pictures, tables_code, tables_quality, tables_serving, tables_speed
 from torchsparsekv_benchmarks.report.markdown import RESULTS, ROOT, TABLES
 
 MARKED = re.compile(r"^<!-- table: (?P<name>\S+) -->\n.*?^<!-- end -->$", re.M | re.S)
@@ -63,7 +63,9 @@ def main() -> int:
         if o.list or o.show:
             print("\n".join(sorted(TABLES)) if o.list else made(o.show))
             return 0
-        for path in [*write(pages()), *figure.write()]:
+        for picture in pictures.PICTURES:
+            picture.held()  # what cannot be made stops here, before anything is written
+        for path in [*write(pages()), *pictures.write()]:
             print(path.relative_to(ROOT))
     except (ValueError, RuntimeError) as e:
         print(f"tables: {e}", file=sys.stderr)

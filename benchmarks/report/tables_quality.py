@@ -85,6 +85,10 @@ def kl_32k(means: Means) -> str:
 
 
 BASE, TOO_HARD = "full", ("extraction",)  # tasks that the dense model cannot do
+TASK_NAMES = {
+    "niah_single_2": "single", "niah_multikey_2": "multikey", "niah_multivalue": "multivalue",
+    "niah_multiquery": "multiquery", "vt": "chain", "code_constant": "constant", "code_function": "function",
+}  # fmt: skip
 SEEDS = ("0.jsonl", "1.jsonl")  # how the raw files of a seed end
 BOARD, BOARD_LONG = "quality/board_32k.json", "quality/board_128k.json"
 
@@ -161,15 +165,12 @@ def board_32k(means: Means) -> str:
 @table("board-tasks", BOARD)
 def board_tasks(means: Means) -> str:
     found = over_tasks(means)
-    names = {"niah_single_2": "single", "niah_multikey_2": "multikey", "niah_multivalue": "multivalue",
-             "niah_multiquery": "multiquery", "vt": "chain", "code_constant": "constant",
-             "code_function": "function"}  # fmt: skip
     order = list(found[BASE, None].tasks)
     line = lambda label, a: [label, *(f"{a.tasks[t]:.2f}" for t in order)]  # noqa: E731
     told = [line("dense", found[BASE, None])]
     told += [line(f"`{m}`", found[m, 1024]) for m in ranked(found, 1024) if m not in ("random", "streaming")]
     return markdown("The tasks of the board at a budget of 1024: mean scores.",
-                    ["method", *(names.get(t, t) for t in order)], told)  # fmt: skip
+                    ["method", *(TASK_NAMES.get(t, t) for t in order)], told)  # fmt: skip
 
 
 @table("board-seeds", BOARD)
@@ -202,6 +203,71 @@ def board_128k(means: Means) -> str:
     return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
 
 
+MORE = "quality/board_more_32k.json"  # on the samples of the first seed of BOARD
+GROUP_RULES = {"max.jsonl": "largest score of a head", "mean.jsonl": "mean query"}
+
+
+@table("board-pages", MORE)
+def board_pages(means: Means) -> str:
+    """Methods that choose pages, by how the query heads of a kv head choose together."""
+    found = {rule: over_tasks(means, (file,)) for file, rule in GROUP_RULES.items()}
+    dense, lines = found["mean query"][BASE, None], []
+    for rule, by in found.items():
+        for method in dict.fromkeys(m for m, _ in by if m in ("quest", "arkvale", "prkv", "pagemean")):
+            mine = [by[method, b] for b in (64, 256, 1024)]
+            lines.append([f"`{method}`", rule, *(f"{a.score:.2f}" for a in mine), number(mine[-1].hits)])
+    lines.sort(key=lambda x: -float(x[4]))
+    said = (
+        f"{REAL}, 32K: mean score of {len(dense.tasks)} tasks ({', '.join(TASK_NAMES.get(t, t) for t in dense.tasks)}) "
+        f"of 12 samples each. The dense model scores {dense.score:.2f}. A difference from it has a standard error of "
+        f"at most {max(worst_error(x) for x in found.values()):.2f}."
+    )
+    head = ["method", "the heads of a group choose by", *(f"budget {b}" for b in (64, 256, 1024)), "hits at 1024"]
+    return markdown(said, head, lines)
+
+
+@table("board-rest", BOARD, MORE)
+def board_rest(board: Means, more: Means) -> str:
+    """The same samples with and without the rest."""
+    have = over_tasks(more, ("rest.jsonl",))
+    tasks = have[BASE, None].tasks
+    had = {k: sum(a.tasks[t] for t in tasks) / len(tasks) for k, a in over_tasks(board, SEEDS[:1]).items()}
+    told = []
+    for method in ranked(have, 1024):
+        mine = [(had.get((method, b)), have[method, b].score) for b in (64, 256, 1024)]
+        told.append([f"`{method}`", *(f"{'-' if a is None else f'{a:.2f}'} / {b:.2f}" for a, b in mine)])
+    said = (
+        f"{REAL}, 32K: mean score of {len(tasks)} tasks of 12 samples each, without / with `estimate_rest=32`. The "
+        f"dense model scores {have[BASE, None].score:.2f}. A difference from it has a standard error of at most "
+        f"{worst_error(have):.2f}."
+    )
+    return markdown(said, ["method", *(f"budget {b}" for b in (64, 256, 1024))], told)
+
+
+@table("board-more", MORE)
+def board_more(means: Means) -> str:
+    """Methods that are not on the board yet, on the samples of its first seed."""
+    found = over_tasks(means, ("more.jsonl",))
+    budgets = sorted({b for _, b in found if b is not None})
+    told = []
+    for method in ranked(found, budgets[-1]):
+        mine = [found.get((method, b)) for b in budgets]
+        told.append([
+            f"`{method}`", *("-" if a is None else f"{a.score:.2f}" for a in mine),
+            *("-" if a is None else f"{a.read:.0f}" for a in mine[-1:]), number(mine[-1].hits if mine[-1] else None),
+        ])  # fmt: skip
+    dense = found[BASE, None]
+    said = (
+        f"{REAL}, 32K: mean score of {len(dense.tasks)} tasks of 12 samples each. The dense model scores "
+        f"{dense.score:.2f}. A difference from it has a standard error of at most {worst_error(found):.2f}."
+    )
+    head = ["method", *(f"budget {b}" for b in budgets), f"read at {budgets[-1]}", f"hits at {budgets[-1]}"]
+    return markdown(said, head, told)
+
+
+KINDS = {"moby-dick": "prose", "sympy": "source code"}
+
+
 @table("page-summaries", "quality/page_summaries.json")
 def page_summaries(r: Result) -> str:
     texts = r.options["texts"].split(",")
@@ -213,9 +279,31 @@ def page_summaries(r: Result) -> str:
         "every other layer, 32 queries. Values: the share of the attention weight outside sinks and window that the "
         "chosen pages hold."
     )
-    kinds = {"moby-dick": "prose", "sympy": "source code"}
     told = [[*rule, *(number(by[rule, t]) for t in texts)] for rule in rules]
-    return markdown(said, ["summary of a page", "query", *(kinds[t] for t in texts)], told)
+    return markdown(said, ["summary of a page", "query", *(KINDS[t] for t in texts)], told)
+
+
+@table("token-choices", "quality/token_choices.json")
+def token_choices(r: Result) -> str:
+    """Means over the texts; the method that holds most at 256 tokens first."""
+    texts, budgets = r.options["texts"].split(","), sorted({x["budget"] for x in r.rows})
+    mean = lambda rows, key: sum(x[key] for x in rows) / len(rows)  # noqa: E731
+    told = []
+    for method, hyper in dict.fromkeys((x["method"], tuple(x["hyper"].items())) for x in r.rows):
+        own = [x for x in r.rows if (x["method"], tuple(x["hyper"].items())) == (method, hyper)]
+        by = [[x for x in own if x["budget"] == b] for b in budgets]
+        name = ", ".join([f"`{method}`", *(f"`{k}={v}`" for k, v in hyper if k != "block_size")])
+        shares, errors = ([number(mean(rows, key)) for rows in by] for key in ("share", "error"))
+        told.append((-mean(by[1], "share"), [name, *shares, *errors, f"{mean(by[-1], 'read'):.0f}"]))
+    o = r.options
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of {' and of '.join(KINDS[t] for t in texts)}, sink "
+        f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Share: of the attention weight "
+        "outside sinks and window, what the chosen tokens hold. Error: of the attention output, relative to dense "
+        "attention. Read: tokens chosen a kv head."
+    )
+    head = ["method", *(f"share at {b}" for b in budgets), *(f"error at {b}" for b in budgets)]
+    return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
 
 
 @table("readme-real", BOARD, "quality/kl_32k.json")

@@ -62,9 +62,12 @@ class _Before(contextlib.AbstractContextManager):
 
 
 def use_kernels(kind: str | None) -> contextlib.AbstractContextManager:
-    """Force "cuda", "triton" or "reference" kernels for every op, or with None let the chain choose again.
+    """Force one kind of kernel for every op, until the next call or the end of a `with`.
 
-    Holds until the next call, or to the end of a `with`. A step that was captured in a CUDA graph keeps its kernels.
+    A step that was captured in a CUDA graph keeps its kernels.
+
+    Args:
+        kind: "cuda", "triton" or "reference". None: each op takes the first kind that fits.
     """
     global _forced
     before, _forced = _Before(_forced), _known(kind, "kernels")

@@ -52,18 +52,19 @@ def capped(z, softcap):
 
 
 @triton.jit
-def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr):
-    """Add the tokens at the row pointers `rows` [n] where `live` [n] to the running softmax of queries x [N, DP]."""
+def step(x, rows, live, top, total, acc, scale, softcap, D: tl.constexpr, DP: tl.constexpr, bias=None):
+    """Add the tokens at the row pointers `rows` [n] where `live` [n] to the running softmax of queries x [N, DP].
+    `bias`: see `fold`."""
     d = tl.arange(0, DP)[None, :]
     k = load_key(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
     v = load_value(rows[:, None], d, live[:, None], d < D, D).to(x.dtype)
-    return fold(x, k, v, live[None, :], top, total, acc, scale, softcap)
+    return fold(x, k, v, live[None, :], top, total, acc, scale, softcap, bias)
 
 
 @triton.jit
 def fold(x, k, v, live, top, total, acc, scale, softcap, bias=None):
-    """Add tokens with keys k and values v [n, DP] where `live` [N or 1, n] to the running softmax. `bias` [1, n] is
-    added to their logits."""
+    """Add tokens with keys k and values v [n, DP] where `live` [N or 1, n] to the running softmax. `bias` [N or 1,
+    n] is added to their logits."""
     z = capped(tl.dot(x, tl.trans(k), input_precision="ieee") * scale, softcap)
     if bias is not None:
         z += bias

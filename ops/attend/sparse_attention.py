@@ -2,14 +2,15 @@
 
     out = softmax(scale * q.k, with the soft cap and the sink logit) v
           over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block;
-          with `rest` also over what remains of each group of the pool (ops/rest/__init__.py)
+          with `rest` also over what remains of each group of the pool (ops/rest/__init__.py);
+          with `bias` the logits of the selected blocks have these numbers added, behind the soft cap
 
 Args:
     q [batch, q_heads, 1, dim]
     ring [batch, heads, ring_rows, 2, dim]
     hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
-    selection: frontier [batch, heads] (None: lengths.ring_begin) and fill [batch, heads, blocks] (None: all rows).
-        `ids` is not read: fetch has turned it into hot.chosen.
+    selection: frontier [batch, heads] (None: lengths.ring_begin), fill [batch, heads, blocks] (None: all rows) and
+        bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
@@ -37,16 +38,16 @@ from torchsparsekv.ops.attend._split import (
 )
 from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
 from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
-from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at, row_width
+from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
 # Programs per kv head (a cluster), and warps per program: as many as have a tile each, up to MOST_WARPS. A program of
 # 16 warps fills a multiprocessor, so it cannot start before fetch ends: both take 10.6 us, not 10.4, at 1360 tokens.
-NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS = 8, 8, 12
-NATIVE_TILE = 16  # tokens that a warp takes at a time
-NATIVE_REMAINDERS = 4  # groups of the rest of which a warp takes exact tokens out at a time
+# With the rest a program has more to do, and 16 warps are faster.
+NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, MOST_REST_WARPS = 8, 8, 12, 16
+NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 NATIVE_SHARED = 96 << 10  # bytes of shared memory that the tables of the rest may have
 
 
@@ -66,7 +67,7 @@ def reference(
     q: Query, ring: Ring, hot: HotBuffer, lengths: Lengths, selection: Selection, attention: Attention,
     rest: Rest = NO_REST,
 ) -> Tensor:  # fmt: skip
-    frontier, fill = selection[2:]
+    frontier, fill, added = selection[2:]
     begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier
     rows, length = ring.shape[2], lengths.length
     in_ring = torch.stack([ring_positions(rows, length, x, lengths.sink) for x in begins.unbind(1)], 1) >= 0
@@ -82,6 +83,8 @@ def reference(
         bias = torch.cat([bias, tokens.clamp(min=1).float().log()], -1)
     rows = rows.masked_fill(~live[..., None, None], 0)
     live, bias = (x.repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2) for x in (live, bias))
+    if added is not None:
+        bias[..., ring.shape[2] : ring.shape[2] + at.shape[2] * p] += added.repeat_interleave(p, 2).unsqueeze(2)
     out = softmax_attention(q, rows, live, attention, bias)
     return torch.where((length < 0).view(-1, 1, 1, 1), torch.nan, out).contiguous()
 
@@ -96,11 +99,11 @@ def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
 
 @triton.jit
 def _attend(
-    q, ring, hot, chosen, block_of, fill, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
+    q, ring, hot, chosen, block_of, fill, added, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
     ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr,
-    FILLED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, CHOSEN: tl.constexpr,
-    PDL: tl.constexpr,
+    FILLED: tl.constexpr, ADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -124,7 +127,12 @@ def _attend(
         if FILLED:
             block = tl.load(block_of + bh * slots + slot, mask=live, other=-1)
             live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
-        top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
+        if ADDED:
+            g = tl.arange(0, GP)[:, None]
+            bias = tl.load(added + (bh * G + g) * n + (token // P)[None, :], mask=(g < G) & live[None, :], other=0.0)
+            top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP, bias)
+        else:
+            top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
     if GROUP > 0:
         left = tl.load(ring_begin + b)
         if FILLED:
@@ -154,13 +162,16 @@ def _cluster(q: Tensor, heads: int) -> int:
     return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int) -> int:
+def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
     """Warps per program: the fewest that need no additional round of tiles. 8 if heads are wide or a multiprocessor
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
-    rounds = cdiv(tiles, cluster * MOST_WARPS)
+    chosen = cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
+    tiles, most = cdiv(ring.shape[2], NATIVE_TILE) + chosen, MOST_WARPS
+    if rest.sums is not None:
+        tiles, most = tiles + chosen + cdiv(rest.sums.shape[2], NATIVE_TILE), MOST_REST_WARPS
+    rounds = cdiv(tiles, cluster * most)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
@@ -171,10 +182,12 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         return f"head_dim {d} and {group} query heads a kv head are not among {NATIVE_DIMS} and up to {NATIVE_GROUP}"
     if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
+    if selection.bias is not None:
+        return "selected blocks have a bias"
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
-    warps, page = _warps(q, ring, hot, cluster), hot.rows.shape[3]
+    warps, page = _warps(q, ring, hot, cluster, rest), hot.rows.shape[3]
     if rest.sums is not None:
         if rest.sums.dtype is not torch.float16 or rest.group % page or not _cuda.aligned(rest.sums):
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
@@ -186,12 +199,11 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
 
 
 def _shared(q: Tensor, hot: HotBuffer, warps: int, heads: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: first for the rest, if there is one, then for its sums."""
-    d, parts = q.shape[3], warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
+    """Bytes of dynamic shared memory of a program: the tables of the rest, and later its sums."""
+    parts = warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
     if rest.sums is None:
         return parts
-    tables = 4 * (rest.sums.shape[2] + 2 * hot.chosen.shape[2])
-    return max(parts, warps * NATIVE_REMAINDERS * row_width(d) * 2 + tables)
+    return max(parts, 4 * (rest.sums.shape[2] + 4 * hot.chosen.shape[2]))
 
 
 def native(
@@ -201,7 +213,6 @@ def native(
     resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
     return dict(
         D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
-        REMAINDERS=NATIVE_REMAINDERS,
     )  # fmt: skip
 
 
@@ -221,18 +232,19 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
 
 
 def _launch_triton(q, ring, hot, lengths, selection, attention, rest) -> Tensor:
-    (batch, heads, ring_rows), (frontier, fill), sums = ring.shape[:3], selection[2:], rest.sums
+    (batch, heads, ring_rows), (frontier, fill, added), sums = ring.shape[:3], selection[2:], rest.sums
     n, p, d = hot.chosen.shape[2], hot.rows.shape[3], q.shape[3]
     groups = 0 if sums is None else sums.shape[2]
     tile = tile_of(q)  # one tile per program at batch 1; two stages, as a program seldom has a third tile
     parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile) + cdiv(groups, GROUPS))
     _attend[(batch * heads, parts.splits)](
         q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill,
-        ring if sums is None else sums, lengths.length, lengths.ring_begin if frontier is None else frontier,
-        lengths.ring_begin, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, ring_rows,
-        hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink, attention.scale, attention.softcap,
-        parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None, FILLED=fill is not None,
-        **tile_sizes(rest, n), **parts.shape(), num_stages=2, **launch_early(q.device, batch * heads * parts.splits),
+        q if added is None else added, ring if sums is None else sums, lengths.length,
+        lengths.ring_begin if frontier is None else frontier, lengths.ring_begin, parts.acc, parts.top, parts.total,
+        q.stride(0), q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink,
+        attention.scale, attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None,
+        FILLED=fill is not None, ADDED=added is not None, **tile_sizes(rest, n), **parts.shape(), num_stages=2,
+        **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

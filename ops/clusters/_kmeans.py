@@ -55,9 +55,10 @@ def centroids_after(clusters: int, draws: int) -> list[int]:
     return [max(1, clusters * (i + 1) // draws) for i in range(draws)]
 
 
-def first_draw(keys: int, count: int, seed: int) -> Tensor:
-    """The first draw: the stretch is cut into `count` equal parts, and one key of each part is drawn."""
-    c = torch.arange(count)
+def first_draw(keys: int | Tensor, count: int, seed: int) -> Tensor:
+    """The first draw: the stretch is cut into `count` equal parts, and one key of each part is drawn. `keys` may be
+    those of several stretches, [n, 1]."""
+    c = torch.arange(count, device=keys.device if isinstance(keys, Tensor) else None)
     begin, end = c * keys // count, (c + 1) * keys // count
     return begin + seeded_hash(c, seed) % (end - begin)
 

@@ -64,14 +64,14 @@ def _sort_by_cluster(cluster: Tensor, clusters: int) -> tuple[Tensor, Tensor, Te
     return sorted_clusters, order, torch.searchsorted(sorted_clusters, each.expand(len(cluster), -1).contiguous())
 
 
-def _fill_empty_clusters(cluster: Tensor, distance2: Tensor, extent: _Extent, clusters: int) -> Tensor:
-    """`fill_empty_clusters` of _kmeans.py, of all heads at once."""
+def fill_empty_clusters(cluster: Tensor, distance2: Tensor, count: Tensor, clusters: int) -> Tensor:
+    """`fill_empty_clusters` of _kmeans.py, of all heads at once. A head has the first `count` [n, 1] of `clusters`."""
     sorted_clusters, order, ends = _sort_by_cluster(cluster, clusters)
     is_first = torch.ones_like(sorted_clusters, dtype=torch.bool)
     is_first[:, 1:] = sorted_clusters[:, 1:] != sorted_clusters[:, :-1]
     is_first = torch.zeros_like(is_first).scatter_(1, order, is_first)
     each = torch.arange(clusters, device=cluster.device)
-    empty = (ends.diff(dim=1) == 0) & (each < extent.clusters)
+    empty = (ends.diff(dim=1) == 0) & (each < count)
     farthest = distance2.masked_fill(is_first | (cluster == clusters), -1).argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(cluster.shape[1], device=cluster.device)
     moved = torch.zeros_like(is_first).scatter_(1, farthest, rank < empty.sum(1, keepdim=True))
@@ -119,6 +119,6 @@ def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
     cluster = run.cluster.view(run.slots, -1)
     no_key = torch.arange(cluster.shape[1], device=k.device) >= extent.keys
     cluster.masked_fill_(no_key, run.clusters)
-    cluster.copy_(_fill_empty_clusters(cluster, run.distance2.view_as(cluster), extent, run.clusters))
+    cluster.copy_(fill_empty_clusters(cluster, run.distance2.view_as(cluster), extent.clusters, run.clusters))
     run.update(False, last=True)
     return _append_units(cluster, extent, units, tokens, run.clusters).view(batch, heads, tokens)

@@ -27,6 +27,7 @@ PerRow: TypeAlias = Annotated[Tensor, Of("batch", I32)]
 PerHead: TypeAlias = Annotated[Tensor, Of("batch heads", I32)]
 SinkLogits: TypeAlias = Annotated[Tensor, Of("q_heads", FLOATS)]
 Fill: TypeAlias = Annotated[Tensor, Of("batch heads blocks", I32)]
+Bias: TypeAlias = Annotated[Tensor, Of("batch q_heads candidates", torch.float32)]
 Candidates: TypeAlias = Annotated[Tensor, Of("batch heads candidates", I32)]
 Ring: TypeAlias = Annotated[Tensor, Of("batch heads ring_rows 2 dim", "kv")]
 # The pool is of the type of keys and values, or packed: int8 numbers with their scales (ops/store/rows.py).
@@ -118,12 +119,15 @@ class Selection(NamedTuple):
     retrieve_now: heads with 0 keep the blocks of their last selection. None: every head takes `ids`.
     frontier: the first position that a head attends to in the ring, after the sinks. None: `Lengths.ring_begin`.
     fill: the number of rows of each block that hold a token, counted from its first row. None: all rows hold one.
+    bias: a number that each query head adds to the logits of a block, behind the soft cap; -inf: the head leaves the
+        block out. The numbers belong to the slots of `HotBuffer.chosen`. None: nothing is added.
     """
 
     ids: Candidates | None = None
     retrieve_now: PerHead | None = None
     frontier: PerHead | None = None
     fill: Fill | None = None
+    bias: Bias | None = None
 
 
 class HotBuffer(NamedTuple):

@@ -34,7 +34,7 @@ def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, monk
     monkeypatch.setattr(replay, "QUERIES", 200)
     model, rows = tiny(num_hidden_layers=3), prompts([300, 257])
     ids, pad = replay.padded(rows, model.device)
-    recording = replay.record(model, ids, pad)
+    recording = replay.record(model, ids, pad, methods=[method])
     mask = (torch.arange(300) >= pad[:, None]).long()
     with torchsparsekv.patch(model, **how(method)) as handle, torch.no_grad():
         read_itself = handle.make_cache(2, 512)
@@ -205,4 +205,7 @@ def test_replay_refuses_what_its_recording_does_not_keep(monkeypatch):
     monkeypatch.setattr(replay, "QUERIES", 31)
     said = pytest.raises(ValueError, match="snapkv observes 32 queries, a recording keeps the last 31")
     with torchsparsekv.patch(model, **how("snapkv"), observe=32) as handle, said:
+        replay.filled(handle, recording, 512)
+    said = pytest.raises(ValueError, match=r"h2o reads all queries of a prompt: record\(methods=\['h2o'\]\)")
+    with torchsparsekv.patch(model, **how("h2o")) as handle, said:
         replay.filled(handle, recording, 512)

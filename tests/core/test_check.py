@@ -13,15 +13,21 @@ PAGES = dict(SIZES, block_size=4)
 SMALL = {
     "arkvale": PAGES,
     "clusterkv": dict(SIZES, budget=16, every=16, new_clusters=2, cluster_size=8, rounds=4),
+    "h2o": dict(budget=16, window=8),
     "icecache": dict(SIZES, page_size=4),
     "louiskv": dict(SIZES, budget=64),
+    "omnikv": SIZES,
+    "magicpig": dict(SIZES, budget=16, bits=3, tables=20),
     "oracle": SIZES,
     "pariskv": dict(SIZES, budget=16, update_interval=4, full_threshold=0),
+    "pqcache": dict(SIZES, budget=16, bits=3),
     "prkv": PAGES,
     "prkv_static": dict(SIZES, budget=16),
     "pagemean": PAGES,
     "quest": PAGES,
+    "raas": PAGES,
     "random": PAGES,
+    "shadowkv": dict(PAGES, outliers=2),
     "snapkv": dict(budget=16, window=24),
 }
 

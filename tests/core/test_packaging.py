@@ -1,4 +1,5 @@
 """The wheel holds every module of the library, and nothing else."""
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ import torchsparsekv
 
 MAPPED = ("ops", "patches", "csrc")
 FOLDERS = {"torchsparsekv": "torchsparsekv", **{d: f"torchsparsekv/{d}" for d in MAPPED}}
-NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+NOT_SOURCE = (
+    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "real_model",
+)  # fmt: skip
 
 
 def sources() -> set[str]:
@@ -96,3 +99,13 @@ def test_every_module_of_an_installed_wheel_can_be_imported(built, tmp_path):
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{IMPORT_ALL}"
     done = subprocess.run([sys.executable, "-I", "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_environment_of_make_test_skips_no_test_for_a_package():
+    """vllm needs an environment of its own, and a GPU. Every import of transformers imports torchao too, slowly."""
+    if not (Path(sys.prefix) / ".tests").exists():
+        pytest.skip("`make test` did not make this environment")
+    texts = [p.read_text() for p in (ROOT / "tests").rglob("test_*.py")]
+    names = set(re.findall(r"""importorskip\(["'](\w+)""", "\n".join(texts)))
+    assert names > {"vllm", "peft", "lm_eval", "gguf"}
+    assert {name for name in names if importlib.util.find_spec(name) is None} <= {"vllm", "torchao"}

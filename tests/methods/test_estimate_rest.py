@@ -18,13 +18,16 @@ from torchsparsekv.state import Geometry
 METHODS = {
     "quest": dict(budget=8), "arkvale": dict(budget=8), "pagemean": dict(budget=8), "random": dict(budget=8),
     "oracle": dict(budget=6, block_size=1),
+    "omnikv": dict(budget=6),
     "pariskv": dict(budget=6, update_interval=5, full_threshold=0),
+    "pqcache": dict(budget=6, m=4, bits=3, rounds=3),
+    "shadowkv": dict(budget=8, outliers=1),
     "icecache": dict(budget=8, page_size=4, r=0.25, least_view=8),
     "prkv": dict(budget=8, static_ratio=0),
     "louiskv": dict(budget=8, cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
     "clusterkv": dict(budget=8, cluster_size=4, every=10, new_clusters=2, rounds=2),
 }  # fmt: skip
-REFUSED = {"full", "prkv_static", "snapkv", "streaming"}
+REFUSED = {"full", "h2o", "magicpig", "prkv_static", "raas", "snapkv", "streaming"}
 SOFT, SINKS = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 

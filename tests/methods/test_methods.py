@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import METHODS
+from choice import check_choice
 from hypothesis import given
 from hypothesis import strategies as st
 from layer import BLOCK, PAGES, SINK, Layer, frontier, small
@@ -95,18 +96,6 @@ def arkvale_score(page, queries, volume="cuboid-mean"):
 def best(scores: dict, n: int) -> list:
     """Highest first, ties to the lower page; returned in order of page."""
     return sorted(sorted(scores, key=lambda p: (-scores[p], p))[:n])
-
-
-def check_choice(chosen, scores: dict, n: int, slack: float):
-    """Distinct retrievable pages, as many as may be, in order, none left out that is better (by more than rounding)."""
-    ids = chosen[chosen >= 0].tolist()
-    assert chosen.tolist() == ids + [-1] * (len(chosen) - len(ids)), "unused places stand at the end"
-    assert ids == sorted(set(ids))
-    assert set(ids) <= set(scores)
-    assert len(ids) == min(n, len(scores))
-    left = [scores[p] for p in scores if p not in ids]
-    if left:
-        assert min(scores[p] for p in ids) >= max(left) - slack
 
 
 def check_exactly(method, score, past: Past):
@@ -227,7 +216,10 @@ def lives(layer: Layer) -> dict:
 
 
 # What these methods retrieve together depends on where prompts begin and end.
-BY_PROMPT = ("clusterkv", "icecache", "louiskv", "prkv", "prkv_static", "snapkv")
+BY_PROMPT = (
+    "clusterkv", "h2o", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "raas", "shadowkv",
+    "snapkv",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_PROMPT])

@@ -1,19 +1,35 @@
 """The cache by each of its names, and versions of transformers that nobody has tried."""
+import warnings
+
 import pytest
 import torch
 from models import prompts, tiny
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.utils import generic
 
 import torchsparsekv
 from torchsparsekv.patches import _names
 
 SMALL = dict(max_length=128, budget=8, sink=8, window=6, skip_layers=1, block_size=4)
 IDS, _ = prompts(2, 40, ragged=False)
-SPELT = [name for name in _names.NAMES if name in (_names.NAME, "past_key_values")]
 
 
-@pytest.mark.parametrize("name", SPELT)
-def test_cache_by_each_name_is_filled_and_read(name):
+@pytest.fixture
+def strict(monkeypatch):
+    """A warning of transformers is an error, from the logger too."""
+
+    def refuse(text, *_):
+        raise AssertionError(text)
+
+    if hasattr(generic.logger, "warning_once"):
+        monkeypatch.setattr(generic.logger, "warning_once", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("name", _names.NAMES)
+def test_cache_by_each_name_is_filled_and_read_without_a_warning(name, strict):
     model = tiny()
     with torchsparsekv.patch(model, "quest", **SMALL) as handle, torch.no_grad():
         want = model.generate(IDS, max_new_tokens=8, do_sample=False)

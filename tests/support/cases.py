@@ -3,11 +3,13 @@ import dataclasses
 import math
 
 import cases_engine
+import cases_evicting
 import cases_prefetch
 import cases_static
+import cases_tokens
 import cases_tree
 import torch
-from world import DEVICE, World, integers
+from world import DEVICE, World, first, integers
 
 from torchsparsekv.ops.clusters.cluster_keys import Kmeans
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
@@ -178,6 +180,11 @@ def _attention_mass(w: World):
     return (w.q[:, :, :1], store, w.lengths_view, w.block, Attention(w.dim**-0.5, w.pick(0.0, 5.0)))
 
 
+def _filter_scores(w: World):
+    attention = Attention(w.dim**-0.5, w.pick(0.0, 5.0))
+    return (w.q[:, :, :1], w.pool(w.length), w.lengths_view, w.sink, w.window, attention, w.pick(False, True))
+
+
 def _random_scores(w: World):
     return (w.lengths_view, w.heads, w.blocks, w.block, w.seed * 4_294_967)
 
@@ -294,7 +301,12 @@ def _sparse_attention(w: World):
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
     if fill is not None and rest.sums is not None:
         frontier, rest = None, _filled_rest(w, fill)
-    return (w.q[:, :, :1], ring, hot, w.lengths_view, Selection(frontier=frontier, fill=fill), _attention(w), rest)
+    bias = None
+    if w.pick(False, True):
+        bias = torch.randn(w.batch, w.heads * w.group, chosen.shape[2], generator=w.g) * 3
+        bias[torch.rand(bias.shape, generator=w.g) < 0.2] = -math.inf
+    selection = Selection(frontier=frontier, fill=fill, bias=bias)
+    return (w.q[:, :, :1], ring, hot, w.lengths_view, selection, _attention(w), rest)
 
 
 def _rest(w: World, upto: torch.Tensor) -> Rest:
@@ -372,6 +384,7 @@ OPS = {
     "rank_by_votes": _rank_by_votes,
     "rerank": _rerank,
     "attention_mass": _attention_mass,
+    "filter_scores": _filter_scores,
     "find_boundary": _find_boundary,
     "close_segments": _close_segments,
     "cluster_keys": _cluster_keys,
@@ -382,6 +395,12 @@ OPS = {
     "choose_static": cases_static.choose_static,
     "static_target": cases_static.static_target,
     "snap_tokens": cases_static.snap_tokens,
+    "add_prompt_attention": cases_evicting.add_prompt_attention,
+    "keep_heaviest": cases_evicting.keep_heaviest,
+    "evict_lightest": cases_evicting.evict_lightest,
+    "add_attention": cases_evicting.add_attention,
+    "keep_prompt_pages": cases_evicting.keep_prompt_pages,
+    "stamp_pages": lambda w: cases_evicting.stamp_pages(w, _bound_scores(dataclasses.replace(w, pick=first))),
     "keep_leaving": cases_static.keep_leaving,
     "relocate": lambda w: cases_static.relocate(w, _fetch(w), _block_bounds),
     "update_static_set": lambda w: cases_static.update_static_set(w, _fetch(w), _block_bounds),
@@ -404,13 +423,14 @@ OPS = {
     "prompt_attention": _prompt_attention,
     "window_attention": _window_attention,
     **cases_engine.OPS,
+    **cases_tokens.OPS,
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention", "group_sums",
-    "window_attention", *cases_engine.MANY_TOKENS,
+    "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest", "keep_prompt_pages",
+    "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families
@@ -420,15 +440,21 @@ METHODS = {
     "pagemean": dict(block_size=8),
     "clusterkv": dict(cluster_size=4, every=10, new_clusters=2, rounds=2),
     "full": {},
+    "h2o": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),
     "louiskv": dict(cluster_size=4, stretch=16, segment_min=2, segment_max=4, tau=0.1),
+    "magicpig": dict(bits=3, tables=12),
+    "omnikv": dict(wait_layers=0),
     "oracle": {},
     "pariskv": dict(update_interval=5, beta=1.0, rho=1.0, full_threshold=0),
+    "pqcache": dict(m=4, bits=3, rounds=3),
     "prkv": dict(block_size=4, update_every=7, static_ratio=0.5),
     "quest": dict(block_size=4),
+    "raas": dict(block_size=4),
     "random": dict(block_size=4),
     "prkv_static": dict(update_every=7, update_from="codes"),
     "snapkv": dict(observe=4, kernel_size=3),
+    "shadowkv": dict(block_size=4, outliers=2),
     "streaming": dict(block_size=4),
 }
 
@@ -453,5 +479,5 @@ def hyper_of(method: str, **common) -> dict:
     return own if method in IN_BLOCKS else {name: value for name, value in own.items() if name != "block_size"}
 
 
-IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "random", "streaming"}
+IN_BLOCKS = {"arkvale", "oracle", "pagemean", "prkv", "quest", "raas", "random", "shadowkv", "streaming"}
 RING_PLAN = RingPlan(sink=4, window=6, interval=4)

@@ -7,7 +7,8 @@ from torchsparsekv.ops.store.rows import CHANNELS, PACKED, as_stored, row_shape
 
 ENTRIES = load_all()
 TAKING = [name for name, e in ENTRIES.items() if any(f.of and f.of.packed for f in e.signature.flat)]
-EXACT = {"encode_keys", "static_target"}  # their cases have integers, so that no sign and no tie differs by rounding
+# Their cases have integers, so that no sign and no tie differs by rounding.
+EXACT = {"encode_keys", "hash_keys", "hash_prompt", "static_target"}
 
 
 def pack(rows: Tensor) -> Tensor:

@@ -8,19 +8,22 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import triton
-from cases import MANY_TOKENS, OPS
-from cases_packed import TAKING, packed
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
-from world import World
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops._machinery.triton import SMALLEST
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+from cases import MANY_TOKENS, OPS
+from cases_packed import TAKING, packed
+from world import World
 
 LARGE = 232_448  # bytes of shared memory a program may have on an H100
 MULTIPROCESSOR, RESERVED = 233_472, 1024  # those of all programs on one, and what the driver takes of each program's

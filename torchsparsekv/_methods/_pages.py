@@ -1,7 +1,7 @@
 """The base of methods that keep a volume around the keys of each page."""
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,14 +34,12 @@ class PageMethod(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        fp8 = self.digest == "float8"
-        return Traits(
-            selects_every_step=True,
-            least_capability=(8, 9) if fp8 else (8, 0),
-            older_devices='digest="bfloat16"' if fp8 else "",
-            cannot_crop="",
-            no_engine="",
-        )
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="", **self.capability)
+
+    @property
+    def capability(self) -> dict[str, Any]:
+        """The device capability that the digests need."""
+        return dict(least_capability=(8, 9), older_devices='digest="bfloat16"') if self.digest == "float8" else {}
 
     def __post_init__(self) -> None:
         super().__post_init__()

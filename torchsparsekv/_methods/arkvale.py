@@ -18,6 +18,7 @@ class ArkVale(PageMethod):
     name = "arkvale"
 
     block_size: int = 32
+    group: str = "mean"
     volume: str = option("cuboid-mean", "Volume around the keys of a page: cuboid-mean (the paper's), cuboid or ball.")
 
     def __post_init__(self) -> None:

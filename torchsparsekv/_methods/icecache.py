@@ -7,7 +7,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from torchsparsekv._methods._file import read_file
+from torchsparsekv._methods._file import read_layers
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.icecache._residual import widths
@@ -94,10 +94,10 @@ class IceCache(Method):
         return "" if self.prefetch_async is None else "cannot have it with prefetch_async"
 
     def __post_init__(self) -> None:
-        selecting = lambda file: [r["layer"] for r in file["rows"] if r["follows"] is None]  # noqa: E731
-        read_file(self, "selecting_layers", "selecting-layers", selecting)
-        if self.selecting_layers is not None:
-            object.__setattr__(self, "selecting_layers", self._selecting())
+        read_layers(self, "selecting_layers")
+        if self.selecting_layers is not None and self.reuse_every != 1:
+            given = f"got {self.selecting_layers} and {self.reuse_every}"
+            raise ValueError(f"{self.name}: give selecting_layers or reuse_every, {given}")
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
         super().__post_init__()
@@ -117,18 +117,6 @@ class IceCache(Method):
         if not isinstance(self.match_heads, bool):
             raise ValueError(f"{self.name}: match_heads must be True or False, got {self.match_heads!r}")
         self.check_int("seed", 0, SEEDS - 1)
-
-    def _selecting(self) -> tuple[int, ...]:
-        given = self.selecting_layers
-        layers = tuple(given) if isinstance(given, (tuple, list)) else ()
-        if not layers or any(type(i) is not int or i < 0 for i in layers) or list(layers) != sorted(set(layers)):
-            raise ValueError(
-                f"{self.name}: selecting_layers must be layers in ascending order, or a file of `torchsparsekv "
-                f"selecting-layers`, got {given!r}"
-            )
-        if self.reuse_every != 1:
-            raise ValueError(f"{self.name}: give selecting_layers or reuse_every, got {given!r} and {self.reuse_every}")
-        return layers
 
     @property
     def block_size(self) -> int:

@@ -17,20 +17,24 @@ from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffers, Geometry, LayerState
 
+VOLUMES = {"cuboid-mean": "mean-box", "mean": "mean"}  # the names of the option, and those of the op
+
 
 @dataclass(frozen=True, kw_only=True)
 class PRKV(StaticMethod, PageMethod):
     """Of "PRKV: Page Restructured KV Cache for High Accuracy and Efficiency LLM Generation", algorithm 1.
 
     The static set has `static_ratio` of the budget, in whole pages (rounded down). Steps select the other pages by
-    their digest, which is ArkVale's; a ratio of 0 is ArkVale. With "auto" each layer decides at the first step after a
-    prompt, by the tokens that the first and the last query of the observation window agree on (appendix G); the report
-    shows the share of each layer.
+    their digest, which is ArkVale's unless `volume` says otherwise; a ratio of 0 is ArkVale. With "auto" each layer
+    decides at the first step after a prompt, by the tokens that the first and the last query of the observation window
+    agree on (appendix G); the report shows the share of each layer.
     """
 
     name = "prkv"
 
     block_size: int = 32
+    group: str = "mean"
+    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (ArkVale's, as in the paper), or mean.")
     update_every: int | None = 128
     static_ratio: float | str = option(0.25, 'Static share of the budget. "auto": each layer decides.')
     per_head: bool = option(False, 'With static_ratio="auto", each kv head decides for itself.')
@@ -42,7 +46,8 @@ class PRKV(StaticMethod, PageMethod):
             needs.append(dict(least_capability=(8, 9), older_devices='digest="bfloat16"'))
         return Traits(
             couples_heads=self.static_ratio == "auto" and not self.per_head,
-            selects_every_step=not self.static,
+            selects_every_step=True,
+            moves_selected=bool(self.static),
             no_rest="moves tokens in the pool, but with static_ratio=0" if self.static else "",
             cannot_crop=QUERIES if self.static else "",
             no_engine="moves the tokens of a set of each request in its pool",
@@ -52,6 +57,7 @@ class PRKV(StaticMethod, PageMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_one_of("volume", VOLUMES)
         ratio = self.static_ratio
         if ratio != "auto" and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1):
             raise ValueError(f'{self.name}: static_ratio must be in [0, 1] or "auto", got {ratio!r}')
@@ -60,7 +66,7 @@ class PRKV(StaticMethod, PageMethod):
 
     @property
     def shape(self) -> str:
-        return "mean-box"
+        return VOLUMES[self.volume]
 
     @property
     def static(self) -> int:

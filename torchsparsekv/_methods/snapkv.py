@@ -85,7 +85,7 @@ class SnapKV(ObservingMethod):
     def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> None:
         observe(q, s.observed, s.kept.chosen_at, s.lengths)
 
-    def prompted(self, s: LayerState, k: Tensor, a: Attention) -> None:
+    def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
         widest = 2 * s.store.pool.shape[2] + 1  # beyond it every token has the same neighbours: all
         pooling = Pooling(min(self.kernel_size, widest), self.pooling == "maxpool")
         spans = s.row_lengths.spans(k.shape[2])

@@ -22,15 +22,18 @@ from torchsparsekv.report import layer_report
 from torchsparsekv.state import Buffer, Geometry, checked, hot_buffer
 
 ALWAYS, NEVER = 1.0, -1.0  # how often a step waits at these values of prefetch_async, unless queries are equal
-NAMES = [name for name in METHODS if make_method(name).traits.selects_every_step]
+NAMES = [name for name in METHODS if (t := make_method(name).traits).selects_every_step and not t.moves_selected]
 DYNAMIC = {"prkv": dict(static_ratio=0, update_every=None)}  # as it may come late
 # Methods whose blocks hold tokens in their order.
-WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pagemean", "pariskv"]
+WHERE_TOKENS_ARE = ["quest", "arkvale", "oracle", "pagemean", "pariskv", "pqcache", "shadowkv"]
 HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 16, 60, 14
 
 
 def test_methods_with_prefetch_async_are_pinned():
-    assert sorted(NAMES) == ["arkvale", "clusterkv", "icecache", "oracle", "pagemean", "pariskv", "quest", "random"]
+    assert sorted(NAMES) == [
+        "arkvale", "clusterkv", "icecache", "omnikv", "oracle", "pagemean", "pariskv", "pqcache", "quest", "random",
+        "shadowkv",
+    ]  # fmt: skip
 
 
 def drifting(seed: int, pad: int):

@@ -1,0 +1,23 @@
+"""MagicPIG: a sample of tokens by locality-sensitive hashing, weighed so that attention to the sample is an estimate of
+attention to everything.
+
+A key has a code of `bits` signs in each of `tables` tables (_planes.py). A query head samples the tokens whose codes
+equal its own in two tables or more. The chance of that depends on the angle of query and key, and is known, so the
+logit of a sampled token gets minus the logarithm of its chance. Keys are hashed less their mean.
+
+A prompt:
+    flush_ring        tokens in the ring go to the pool
+    hash_prompt       the mean key, and the codes of all keys that left the ring
+    store_prompt      the tokens into pool and ring
+    prompt_attention
+
+A decode step:
+    append            the new token into the ring, rows that leave the ring into the pool
+    hash_keys         the codes of the keys that leave the ring
+    find_collisions   the codes of the queries, the tables in which a token is found twice, and as many of the tables
+                      as the budget has room for; three launches
+    top_blocks        the sample
+    fetch             the tokens into the hot buffer
+    sample_bias       minus the logarithm of the chances of the sampled tokens
+    sparse_attention  ring and hot buffer, with these numbers added to the logits
+"""
