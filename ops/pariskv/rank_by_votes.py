@@ -149,10 +149,10 @@ def _score(
     end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
-    if PAGE == 0:
-        ids += bh * rows * B  # only scalars need 64-bit arithmetic
-    else:
-        ids += bh % heads * rows * B
+    pool = bh
+    if PAGE > 0:
+        pool = bh % heads
+    ids += pool * rows * B  # only scalars need 64-bit arithmetic
     table += bh * (W * B * SIZE)
     votes = _by_space(table, B, SIZE)
     count = tl.zeros((BINS,), tl.int32)
