@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Layer:
 
 def stack(name: str, budget: int, layers: dict[int, replay.Prompted], layer: int, tokens: int) -> list[Layer]:
     """The layer that is measured, behind its filter layer if it has one."""
-    method = made(name, budget)
+    method: Any = made(name, budget)
     if name != "omnikv":
         return [Layer(method, layers[layer], tokens)]
     numbers = range(2, len(layers))

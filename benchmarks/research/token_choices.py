@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def layer_of(method: Method, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> L
     return state
 
 
-def chosen(method: Method, s: LayerState, q: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+def chosen(method: Method, s: Any, q: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
     """What one query adds to the logits of the pool rows, [heads, group, rows]: -inf where it does not attend to a row.
     Besides, which rows its kv head reads, [heads, rows]."""
     ids, pool = method.choose(s, q, a).ids, s.store.pool

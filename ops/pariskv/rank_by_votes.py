@@ -82,7 +82,7 @@ def ids_of_row(ids: Tensor, table: BlockTable, b: int, first: int, end: int) -> 
     if table.ids is None:
         return ids[b, :, first:end]
     own = table._replace(ids=table.ids[b : b + 1])
-    return ids[0, :, pool_rows(torch.arange(first, end, device=own.ids.device)[None], own)[0]]
+    return ids[0, :, pool_rows(torch.arange(first, end, device=ids.device)[None], own)[0]]
 
 
 def reference(

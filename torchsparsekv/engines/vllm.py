@@ -135,7 +135,7 @@ class Builder(AttentionMetadataBuilder):
         return Metadata(decodes, prompts, lengths, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens])
 
 
-class Backend(SEAM.Backend):
+class Backend(SEAM.Backend):  # type: ignore[name-defined]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
