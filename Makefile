@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS := $(VENV)/.tests
 
-.PHONY: help demo docs site results real-model test slow full fuzz sanitize long wheel versions lint clean
+.PHONY: help demo docs site results real-model test slow full fuzz sanitize long wheel versions engine lint clean
 help:
-	@echo "make demo | docs | site | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
+	@echo "make demo | docs | site | test | slow (the other tests) | full (all tests) | fuzz | sanitize (GPU) | long (GPU) | wheel | versions | engine | lint | clean;  PYTHON=python3.12 and VENV=dir choose others"
 	@echo "make results: the committed files of results, measured again where the hardware is;  ONLY='h200_decode*' chooses"
 	@echo "make real-model: the language models and texts that eval, eval-text and board measure with;  ONLY='qwen-1.5b sympy' chooses"
 
@@ -75,6 +75,14 @@ versions:
 	&& "$$here/bin/python" -m pip install --quiet --editable ".[peft]" "transformers==$${pair#*/}" \
 	&& echo "torch $${pair%/*}, transformers $${pair#*/}:" \
 	&& "$$here/bin/python" -m pytest -n auto --dist worksteal $(ARGS) || status=1; done; exit $$status
+
+# The tests of the newest tested vLLM: a tiny llama in its real engine, on a CPU, without its native code.
+ENGINE ?= 2.14.1/0.33.0
+engine:
+	@here="$(VENV)/engine"; $(MAKE) --no-print-directory "$$here/.ready" VENV="$$here" TORCH="torch==$(firstword $(subst /, ,$(ENGINE)))" \
+	&& "$$here/bin/python" -m pip install --quiet --requirement tests/engines/requirements.txt \
+	&& "$$here/bin/python" tests/tools/vllm_python.py "$(lastword $(subst /, ,$(ENGINE)))" \
+	&& PYTHONPATH=tests/support "$$here/bin/python" -m pytest -p vllm_cpu tests/engines tests/docs/test_ask_server.py
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

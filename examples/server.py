@@ -3,7 +3,7 @@
     python examples/server.py --model MODEL --port 8000 &
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is a cache?"}]}'
 
-`--requests N` ends it after N. For many users at a time there is vLLM with our plugin (docs/guide/serving.md).
+`--requests N` ends it after N. For many users at a time: examples/serve.sh, vLLM with our plugin.
 """
 import itertools
 import json

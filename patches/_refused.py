@@ -1,7 +1,7 @@
 """Models that would be accepted by their modules, or nearly, and would be wrong; by name, with the reason."""
 
 BY_REASON = {
-    "its cache holds latents from which keys and values are expanded (MLA), and this store keys and values": (
+    "its cache holds latents from which keys and values are expanded (MLA), and this store holds keys and values": (
         "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu",
     ),
     "it chooses what it attends to by an indexer of its own": (

@@ -8,8 +8,8 @@ from torchsparsekv.patches._refused import BY_REASON
 HEAD = """# Supported models
 
 A model is found by the `model_type` of its config. Layers with full attention run the method. Layers with a sliding
-window attend exactly to that window, whatever the method. If a cache is not longer than the window, they run the method
-too. Linear attention and convolutions are left to transformers.
+window attend exactly to that window, whatever the method. If a cache is not longer than the window, these layers run
+the method too. transformers runs linear attention and convolutions itself.
 """
 
 
@@ -21,8 +21,8 @@ def markdown() -> str:
     for family, names in sorted(rows.items(), key=lambda x: x[1]):
         known.append((_code(names), family.about, f">= {family.since}" if family.since else "any supported"))
     images = (
-        f"Models with images, patched as a whole: {_code(MULTIMODAL)}. `gemma3` is for text only, because tokens of "
-        "an image attend to each other in both directions there, which is refused.\n"
+        f"Models with images, patched as a whole: {_code(MULTIMODAL)}. `gemma3` takes text only: tokens of its images "
+        "attend to each other in both directions, which is refused.\n"
     )
     refused = [("refused", "because"), *((_code(sorted(names)), why) for why, names in BY_REASON.items())]
     return "\n".join([HEAD, _table(known), images, _table(refused)])

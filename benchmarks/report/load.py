@@ -9,13 +9,13 @@ from typing import Any
 from torchsparsekv_benchmarks.quality import store
 
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefill", "throughput"
-TEXT, CLUSTERS, MEANS = "eval-text", "clusters", "means"
+TEXT, CLUSTERS, MEANS, BOARD, SERVE, HOT_BUFFER = "eval-text", "clusters", "means", "board", "serve", "hot_buffer"
 NO_FIGURE = (
-    CLUSTERS, "patterns", "parallel", "serve", "shapes", "first_call", "host_loop", "selecting_layers",
-    "page_summaries", "hot_buffer",
+    CLUSTERS, "patterns", "parallel", "shapes", "first_call", "host_loop", "selecting_layers", "page_summaries",
+    "token_choices", "kept_weight",
 )  # fmt: skip
-SAMPLED = (EVAL, TEXT)  # files of samples, JSON lines
-KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, *NO_FIGURE)
+SAMPLED = (EVAL, TEXT, BOARD)  # files of samples, JSON lines
+KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, BOARD, SERVE, HOT_BUFFER, *NO_FIGURE)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Result:
         if self.benchmark in SAMPLED:
             size = f"{self.model['parameters'] / 1e6:.1f}M parameters"
             return f"{self.model['name']} ({size}, {self.model['dtype']})"
+        if self.benchmark == HOT_BUFFER:
+            return f"Recorded selections of {self.options['model']}"
         if "shape" in self.options:
             return f"Random weights at the shape of {self.options['shape']}, bfloat16"
         if self.benchmark in (KERNELS, CLUSTERS):
@@ -67,9 +69,21 @@ def means_of(path: Path) -> list[dict]:
     return []
 
 
+def _means(path: Path, sources: list[dict]) -> Result:
+    """A file of condense.py. Only means over the samples of `board` can be drawn without the samples."""
+    kinds = sorted({s["benchmark"] for s in sources})
+    if kinds != [BOARD]:
+        raise ValueError(f"{path} holds means of {', '.join(kinds)}: a report draws the samples, or means of {BOARD}")
+    commands = tuple(c for s in sources for c in s["commands"])
+    s = sources[0]
+    return Result(path, BOARD, commands, s["environment"], s["options"], _object(path)["rows"], s["model"])
+
+
 def _load(path: Path) -> Result:
     if not path.is_file():
         raise ValueError(f"{path} is no file, but a folder" if path.exists() else f"there is no file {path}")
+    if sources := means_of(path):
+        return _means(path, sources)
     lines = [_object(path)] if path.suffix == ".json" else store.read(path)[0]
     head = lines[0] if lines else {}
     benchmark = head.get("benchmark")

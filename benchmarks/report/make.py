@@ -5,11 +5,13 @@ from pathlib import Path
 from torchsparsekv_benchmarks._progress import watched
 from torchsparsekv_benchmarks.quality import summary, text_summary
 from torchsparsekv_benchmarks.quality.options import DENSE
-from torchsparsekv_benchmarks.report import answers, page, scores, speed, style, text
+from torchsparsekv_benchmarks.report import answers, page, pictures, scores, speed, style, text
 from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
 from torchsparsekv_benchmarks.report.load import EVAL, TEXT, Result, load
 
-FIGURES: tuple[Figure, ...] = (*text.FIGURES, *answers.FIGURES, *speed.FIGURES)
+FIGURES: tuple[Figure, ...] = (
+    *pictures.LEADING, *text.FIGURES, *answers.FIGURES, *speed.FIGURES, *pictures.SERVING,
+)  # fmt: skip
 
 
 def check_name(out: Path) -> None:

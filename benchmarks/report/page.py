@@ -8,36 +8,45 @@ from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.style import DPI
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --back: #f6f7f9; --paper: #fff; --ink: #1f2430; --soft: #4a515e; --faint: #6b7280;
+  --line: #e4e7ec; --code: #f1f3f6; --link: #0b5cad; }
+@media (prefers-color-scheme: dark) { :root { --back: #14171d; --paper: #1c2028; --ink: #e3e6eb; --soft: #b4bac5;
+  --faint: #949cab; --line: #323844; --code: #282d37; --link: #7fb6f5; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f9; color: #1f2430;
+body { margin: 0; background: var(--back); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 40px 20px 80px; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; letter-spacing: -.01em; }
 h2 { font-size: 1.2rem; margin: 0 0 .8rem; }
-h3 { font-size: .95rem; margin: 0 0 .8rem; color: #4a515e; }
-.lead { color: #5b6270; margin: 0 0 1.6rem; max-width: 46rem; }
+h3 { font-size: .95rem; margin: 0 0 .8rem; color: var(--soft); }
+.lead { color: var(--soft); margin: 0 0 1.6rem; max-width: 46rem; }
 nav { display: flex; flex-wrap: wrap; gap: 8px; margin: 0 0 2rem; }
-nav a { background: #fff; border: 1px solid #dfe2e8; border-radius: 999px; padding: 3px 13px; font-size: .86rem;
-  color: #1f2430; text-decoration: none; }
-nav a:hover { border-color: #0072b2; color: #0072b2; }
-section { background: #fff; border: 1px solid #e4e7ec; border-radius: 10px; padding: 24px 26px; margin: 0 0 24px; }
+nav a { background: var(--paper); border: 1px solid var(--line); border-radius: 999px; padding: 3px 13px;
+  font-size: .86rem; color: var(--ink); text-decoration: none; }
+nav a:hover { border-color: var(--link); color: var(--link); }
+section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 24px 26px;
+  margin: 0 0 24px; }
 figure { margin: 0; }
-figure + figure { border-top: 1px solid #eceef2; margin-top: 22px; padding-top: 22px; }
-figure img { display: block; max-width: 100%; height: auto; }
+figure + figure { border-top: 1px solid var(--line); margin-top: 22px; padding-top: 22px; }
+figure img { display: block; width: var(--width); max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
 h3:not(:first-of-type) { margin-top: 1.6rem; }
-figcaption, .note { color: #4a515e; font-size: .9rem; margin-top: 14px; max-width: 52rem; }
-.made { display: block; color: #7a818d; font-size: .8rem; margin-top: 6px; }
-code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: #f1f3f6; border-radius: 4px;
-  padding: 1px 5px; overflow-wrap: anywhere; }
+figcaption, .note { color: var(--soft); font-size: .9rem; margin-top: 14px; max-width: 52rem; }
+.made { display: block; color: var(--faint); font-size: .8rem; margin-top: 6px; }
+code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: var(--code);
+  border-radius: 4px; padding: 1px 5px; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .84rem; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid #eceef2; vertical-align: top; }
+th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; }
-th { color: #6b7280; font-weight: 600; }
+th { color: var(--faint); font-weight: 600; }
 details { margin-top: .8rem; }
 details summary { cursor: pointer; font-weight: 600; }
 ul { padding-left: 1.2rem; margin: 0; }
+@media (max-width: 600px) {
+  main { padding: 24px 8px 60px; }
+  section { padding: 16px 12px; }
+  figure img { max-width: max(100%, calc(0.66 * var(--width))); } /* wider pictures scroll instead of shrinking */
+}
 """
 
 
@@ -47,8 +56,9 @@ def _figure(title: str, drawn: Drawn, picture: bytes, *, headed: bool) -> str:
     files = ", ".join(f"<code>{html.escape(r.path.name)}</code>" for r in drawn.sources)
     made = f"{html.escape(s.about_model)}. {html.escape(s.hardware)}; {html.escape(s.versions)}. From {files}."
     head, about = f"<h3>{html.escape(drawn.tag)}</h3>" if headed else "", html.escape(f"{title}: {drawn.tag}")
+    image = f'<img style="--width:{width}px" src="data:image/png;base64,{data}" alt="{about}">'
     return (
-        f'<figure>{head}<img width="{width}" src="data:image/png;base64,{data}" alt="{about}">'
+        f'<figure>{head}<div class="wide">{image}</div>'
         f'<figcaption>{html.escape(drawn.caption)}<span class="made">{made}</span></figcaption></figure>'
     )
 

@@ -5,13 +5,16 @@ Axes of numbers begin at 0; names stand beside the lines. A picture is narrow: i
 """
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchsparsekv_benchmarks.report import style
-from torchsparsekv_benchmarks.report.load import Result
+from torchsparsekv_benchmarks.report.figures import Drawn, Figure, of
+from torchsparsekv_benchmarks.report.load import BOARD as BOARD_FILES
+from torchsparsekv_benchmarks.report.load import HOT_BUFFER, SERVE, Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
     RESULTS,
@@ -21,7 +24,7 @@ from torchsparsekv_benchmarks.report.markdown import (
     floor,
     opened,
 )  # fmt: skip
-from torchsparsekv_benchmarks.report.tables_quality import BASE, BOARD, over_tasks
+from torchsparsekv_benchmarks.report.tables_quality import BASE, BOARD, TOO_HARD, over_tasks
 from torchsparsekv_benchmarks.report.tables_serving import STAGES
 from torchsparsekv_benchmarks.report.tables_speed import LONG, SHORT
 
@@ -95,9 +98,9 @@ def answer_points(means: Means) -> Points:
 
 def draw_answers(plt, points: Points):
     dense, tokens, lines = points
-    figure, axes = axes_of(plt, f"tokens that a step reads, of {style.tokens(32768)}", "mean score of nine tasks")
+    figure, axes = axes_of(plt, "tokens that a step reads", "mean score of all tasks")
     right = max(at[-1][0] for _, _, at in lines)
-    axes.set_xlim(0, right + 60)
+    axes.set_xlim(0, 1.04 * right)
     axes.set_ylim(0, 1)
     level(axes, dense, f"dense: {dense:.2f}, reads {tokens}")
     named_lines(axes, lines, right)
@@ -178,7 +181,7 @@ def draw_times(plt, points: Points):
 # ---------------------------------------------------------------- tokens a second against batch
 
 
-SERVE = "h200_serve_32k.json"
+SERVED = "h200_serve_32k.json"
 PLACES = {"triton": ("dense", "full"), "device": ("quest, pool on GPU", "quest"),
           "host": ("quest, on host", "pagemean")}  # fmt: skip
 
@@ -193,7 +196,7 @@ def batch_points(result: Result) -> Points:
 
 
 def draw_batches(plt, lines: Points):
-    figure, axes = axes_of(plt, "requests at a time, 32K tokens each", "tokens a second")
+    figure, axes = axes_of(plt, "requests at a time", "tokens a second")
     right = max(x for _, _, at in lines for x, _ in at)
     axes.set_xlim(0, 1.03 * right)
     axes.set_ylim(0, 1.05 * max(y for _, _, at in lines for _, y in at))
@@ -249,11 +252,79 @@ def draw_stages(plt, points: Points):
     return figure
 
 
+# ---------------------------------------------------------------- the same at the head of a report
+
+
+def board(plt, results: list[Result]) -> list[Drawn]:
+    """A figure for each model and length, of files of `board` or of their means."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for r in of(results, BOARD_FILES):
+        for length in sorted({x["length"] for x in r.rows}):
+            groups.setdefault((r.about_model, length), []).append(r)
+    out = []
+    for (_, length), sources in groups.items():
+        rows = [x for r in sources for x in r.rows if x["length"] == length and x["task"] not in TOO_HARD]
+        if points := _answers(rows):
+            note = (
+                f"{style.tokens(length)} tokens. Mean score over {', '.join(dict.fromkeys(x['task'] for x in rows))}. "
+                "Dotted: the dense model. Each point is a budget. Budget: tokens retrieved per kv head and step, "
+                f"beside {sources[0].options['sink']} sink and {sources[0].options['window']} latest tokens."
+            )
+            name = sources[0].model["name"]
+            out.append(Drawn(draw_answers(plt, points), note, tuple(sources), f"{name}, {style.tokens(length)} tokens"))
+    return out
+
+
+def _answers(rows: list[dict]) -> Points:
+    """As answer_points, of rows of samples or of means; empty without the dense model or any other method."""
+    cells: dict[tuple[str, int | None], dict[str, list[tuple[float, float]]]] = {}
+    for r in rows:
+        by_task = cells.setdefault((r["method"], r["budget"]), {})
+        by_task.setdefault(r["task"], []).append((r["attended"], r["score"]))
+    mean = lambda by, i: statistics.fmean(statistics.fmean(x[i] for x in xs) for xs in by.values())  # noqa: E731
+    at = {name: (round(mean(by, 0)), round(mean(by, 1), 3)) for name, by in cells.items()}
+    methods = dict.fromkeys(m for m, b in at if b is not None)
+    if (BASE, None) not in at or not methods:
+        return []
+    tokens, score = at[BASE, None]
+    return [score, tokens, [(m, m, sorted(p for (n, _), p in at.items() if n == m)) for m in methods]]
+
+
+def hits(plt, results: list[Result]) -> list[Drawn]:
+    note = (
+        "Blocks that eight kv heads selected, step by step, brought into a hot buffer of each size as a step does it. "
+        "The first {} steps fill the buffer and are not counted. Names: method, budget, prompt. Budget: tokens "
+        "retrieved per kv head and step."
+    )
+    return [
+        Drawn(draw_hits(plt, hit_points(r)), note.format(r.options["warm_up"]), (r,)) for r in of(results, HOT_BUFFER)
+    ]
+
+
+def batches(plt, results: list[Result]) -> list[Drawn]:
+    out = []
+    for r in of(results, SERVE):
+        o = r.options
+        note = (
+            f"vLLM, {style.tokens(r.rows[0]['context'])} tokens a request, the last point with as many requests as are "
+            f"admitted; {o['method']} beside vLLM's dense attention. Random weights move to another topic at every "
+            f"step. Budget: {o['budget']} tokens per kv head and step."
+        )
+        out.append(Drawn(draw_batches(plt, batch_points(r)), note, (r,), style.tokens(r.rows[0]["context"])))
+    return out
+
+
+LEADING = (
+    Figure("board", "Answers against tokens read", "torchsparsekv board", board, leads=True),
+    Figure("hits", "Hit rate against size of the hot buffer", "benchmarks/research/hot_buffer.py", hits, leads=True),
+)
+SERVING = (Figure("batch", "Tokens a second against requests", "torchsparsekv bench serve", batches),)
+
 PICTURES = (
     Picture("board", (BOARD,), answer_points, draw_answers),
     Picture("hits", ("quality/hot_buffer.json",), hit_points, draw_hits),
     Picture("tpot", (*SPEED, SPEED_TOKENS, SPEED_WORST), time_points, draw_times),
-    Picture("batch", (SERVE,), batch_points, draw_batches),
+    Picture("batch", (SERVED,), batch_points, draw_batches),
     Picture("stages", (KERNELS, KERNELS_TREE), stage_points, draw_stages),
 )
 

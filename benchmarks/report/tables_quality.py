@@ -231,7 +231,8 @@ def board_rest(board: Means, more: Means) -> str:
     """The same samples with and without the rest."""
     have = over_tasks(more, ("rest.jsonl",))
     tasks = have[BASE, None].tasks
-    had = {k: sum(a.tasks[t] for t in tasks) / len(tasks) for k, a in over_tasks(board, SEEDS[:1]).items()}
+    without = over_tasks(more, ("mean.jsonl",)) | over_tasks(board, SEEDS[:1])  # pagemean is not on the board
+    had = {k: sum(a.tasks[t] for t in tasks) / len(tasks) for k, a in without.items()}
     told = []
     for method in ranked(have, 1024):
         mine = [(had.get((method, b)), have[method, b].score) for b in (64, 256, 1024)]
@@ -265,6 +266,9 @@ def board_more(means: Means) -> str:
     return markdown(said, head, told)
 
 
+KINDS = {"moby-dick": "prose", "sympy": "source code"}
+
+
 @table("page-summaries", "quality/page_summaries.json")
 def page_summaries(r: Result) -> str:
     texts = r.options["texts"].split(",")
@@ -276,9 +280,53 @@ def page_summaries(r: Result) -> str:
         "every other layer, 32 queries. Values: the share of the attention weight outside sinks and window that the "
         "chosen pages hold."
     )
-    kinds = {"moby-dick": "prose", "sympy": "source code"}
     told = [[*rule, *(number(by[rule, t]) for t in texts)] for rule in rules]
-    return markdown(said, ["summary of a page", "query", *(kinds[t] for t in texts)], told)
+    return markdown(said, ["summary of a page", "query", *(KINDS[t] for t in texts)], told)
+
+
+@table("token-choices", "quality/token_choices.json")
+def token_choices(r: Result) -> str:
+    """Means over the texts; the method that holds most at 256 tokens first."""
+    texts, budgets = r.options["texts"].split(","), sorted({x["budget"] for x in r.rows})
+    mean = lambda rows, key: sum(x[key] for x in rows) / len(rows)  # noqa: E731
+    told = []
+    for method, hyper in dict.fromkeys((x["method"], tuple(x["hyper"].items())) for x in r.rows):
+        own = [x for x in r.rows if (x["method"], tuple(x["hyper"].items())) == (method, hyper)]
+        by = [[x for x in own if x["budget"] == b] for b in budgets]
+        name = ", ".join([f"`{method}`", *(f"`{k}={v}`" for k, v in hyper if k != "block_size")])
+        shares, errors = ([number(mean(rows, key)) for rows in by] for key in ("share", "error"))
+        told.append((-mean(by[1], "share"), [name, *shares, *errors, f"{mean(by[-1], 'read'):.0f}"]))
+    o = r.options
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of {' and of '.join(KINDS[t] for t in texts)}, sink "
+        f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Share: of the attention weight "
+        "outside sinks and window, what the chosen tokens hold. Error: of the attention output, relative to dense "
+        "attention. Read: tokens chosen a kv head."
+    )
+    head = ["method", *(f"share at {b}" for b in budgets), *(f"error at {b}" for b in budgets)]
+    return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
+
+
+@table("kept-weight", "quality/kept_weight.json")
+def kept_weight(r: Result) -> str:
+    """By the mean of all settings and texts."""
+    texts, settings = r.options["texts"].split(","), r.options["settings"]
+    by = {(x["method"], x["setting"], x["text"]): x["share"] for x in r.rows}
+    kinds = {"moby-dick": "prose", "sympy": "source code"}
+    columns = [(setting, text) for setting in settings for text in texts]
+    methods = sorted(dict.fromkeys(x["method"] for x in r.rows), key=lambda m: -sum(by[m, s, t] for s, t in columns))
+    sizes = "; ".join(
+        f"{name}: {o['prompt']} of {o['tokens']} tokens are the prompt, budget {o['budget']}"
+        for name, o in settings.items()
+    )
+    layers = ", ".join(map(str, r.options["layers"]))
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, layers {layers}, sink {r.options['sink']}, window {r.options['window']}; "
+        f"{sizes}; the text is fed as the answer, and every 8th step is measured. Values: the share of the attention "
+        "weight of the dense model that a step attends to. `streaming` has the budget in its window."
+    )
+    told = [[f"`{m}`", *(number(by[m, s, t], 3) for s, t in columns)] for m in methods]
+    return markdown(said, ["method", *(f"{s}, {kinds[t]}" for s, t in columns)], told)
 
 
 @table("readme-real", BOARD, "quality/kl_32k.json")

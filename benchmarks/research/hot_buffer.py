@@ -31,7 +31,8 @@ class Clock:
         """Bring these blocks. Returns the number of misses."""
         missing = [x for x in ids if x not in self.slot_of]
         hits = [self.slot_of[x] for x in ids if x in self.slot_of]
-        taken, skipped, at = [], set(hits), self.hand
+        taken: list[int] = []
+        skipped, at = set(hits), self.hand
         while len(taken) < len(missing):
             if at not in skipped:
                 if self.used[at]:

@@ -86,7 +86,7 @@ def stored_prompts(most: int) -> Iterator[None]:
             impl.forward = attend
 
 
-def _implementations() -> list[type]:
+def _implementations() -> list[Any]:
     """The attention of vLLM's own backends, as far as this vLLM has it."""
     found = []
     for module, name in (("triton_attn", "TritonAttentionImpl"), ("flash_attn", "FlashAttentionImpl")):
@@ -99,7 +99,7 @@ def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
     sizes = [n for n in sorted({1, *range(8, o.most + 8, 8)}) if n <= max(o.most, 1)]
     ours = {"method": o.method, "kv": place, "budget": o.budget}
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    share = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
+    share: dict[str, Any] = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
     share |= {"kv_cache_dtype": "fp8"} if place == "flash-fp8" else {}
     return dict(
         graphs=sizes if total else (), native=o.native, load_format="dummy", dtype="bfloat16",
@@ -129,7 +129,7 @@ def engine(
         compiled |= {"custom_ops": ["none"]}
         told |= {"kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}}
     llm = vllm.LLM(
-        path, attention_config={"backend": backend}, skip_tokenizer_init=True, generation_config="vllm", seed=0,
+        path, attention_backend=backend, skip_tokenizer_init=True, generation_config="vllm", seed=0,
         enforce_eager=not graphs, compilation_config=compiled, **told, **options,
     )  # fmt: skip
     try:

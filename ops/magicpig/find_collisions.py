@@ -14,7 +14,7 @@ Launches: `_ask`, (tables, row * kv head): the codes of the queries. `_collide`,
 2 bytes a token and table; it counts the tokens by `first_of`. `_cut`, (tiles of tokens, row * kv head): `used`, scores
 and peaks.
 
-MagicPIG (arXiv 2410.16179), section 4.2 and algorithm 1.
+MagicPIG (arXiv 2410.16179), and its authors' code.
 """
 import torch
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 Launches: `_hash`, (tiles of keys and tables, row * kv head). Tiles without keys return at once.
 
-MagicPIG (arXiv 2410.16179), section 4.2 and algorithm 1.
+MagicPIG (arXiv 2410.16179), and its authors' code.
 """
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton

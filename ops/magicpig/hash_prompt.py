@@ -5,7 +5,7 @@
 
 So codes depend on the tokens of a row, and not on how they came in. Rows without new tokens stay as they are.
 
-MagicPIG (arXiv 2410.16179), section 4.2: keys far from 0 on one side of it share nearly all their codes.
+MagicPIG (arXiv 2410.16179), and its authors' code: keys that lie far from 0, on one side of it, share nearly all codes.
 """
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@ against all odds. With used = 0 all tokens were taken, and all biases are 0.
 
 Launches: `_bias`, (tiles of tokens, row * kv head). It reads the keys in the hot buffer, and their codes.
 
-MagicPIG (arXiv 2410.16179), section 4.2, equation 8.
+MagicPIG (arXiv 2410.16179), and its authors' code.
 """
 import math
 

@@ -82,7 +82,7 @@ def ids_of_row(ids: Tensor, table: BlockTable, b: int, first: int, end: int) -> 
     if table.ids is None:
         return ids[b, :, first:end]
     own = table._replace(ids=table.ids[b : b + 1])
-    return ids[0, :, pool_rows(torch.arange(first, end, device=own.ids.device)[None], own)[0]]
+    return ids[0, :, pool_rows(torch.arange(first, end, device=ids.device)[None], own)[0]]
 
 
 def reference(
@@ -149,10 +149,10 @@ def _score(
     end = tl.load(ring_begin + bh // heads)
     span = _span(end, CHUNK)
     b, bins = tl.arange(0, B), tl.arange(0, BINS)
-    if PAGE == 0:
-        ids += bh * rows * B  # only scalars need 64-bit arithmetic
-    else:
-        ids += bh % heads * rows * B
+    pool = bh
+    if PAGE > 0:
+        pool = bh % heads
+    ids += pool * rows * B  # only scalars need 64-bit arithmetic
     table += bh * (W * B * SIZE)
     votes = _by_space(table, B, SIZE)
     count = tl.zeros((BINS,), tl.int32)

@@ -96,7 +96,9 @@ def _rerank(
         live = (row >= 0)[:, None]
         at = pool_row_of(table, bh // heads, places, tl.maximum(row, 0), row >= 0, PAGE)
         space_at = at[:, None] * B + tl.arange(0, B)[None, :]
-        first = (bh if PAGE == 0 else bh % heads) * rows * B
+        first = bh * rows * B
+        if PAGE > 0:
+            first = bh % heads * rows * B
         word = tl.load(codes + first + space_at, mask=live, other=0)  # [TILE, B]
         w = tl.load(weights + first + space_at, mask=live, other=0.0)  # [TILE, B]
         if UNPACK == "":

@@ -9,7 +9,7 @@ Launches: `_assign`, (tiles of keys, row * kv head). Tiles without keys return a
 longer interval these are all. In a row without a learned codebook one program does all tiles, for later keys need the
 centroids of earlier ones.
 
-PQCache (arXiv 2407.12820), section 3.2.
+PQCache (arXiv 2407.12820), and its authors' code.
 """
 import torch
 from torch import Tensor

@@ -8,7 +8,7 @@ Tokens that cannot be retrieved (the sinks, and tokens that have not left the ri
 Launches: `_tables`, (space, row * kv head); `_logits`, (tiles of tokens, row * kv head), which reads `spaces` bytes a
 token and looks the products up in the L1 cache.
 
-PQCache (arXiv 2407.12820), section 3.3: asymmetric distance computation, for inner products.
+PQCache (arXiv 2407.12820), and its authors' code: asymmetric distance computation, for inner products.
 """
 import torch
 from torch import Tensor

@@ -8,7 +8,7 @@
 So a codebook depends on the tokens of a row, and not on how they came in. A row with fewer keys than centroids learns
 none: it adopts its keys as they leave the ring (`assign_codes`). Rows without new tokens stay as they are.
 
-PQCache (arXiv 2407.12820), section 3.2.
+PQCache (arXiv 2407.12820), and its authors' code.
 """
 import torch
 from torch import Tensor

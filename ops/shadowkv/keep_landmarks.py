@@ -5,7 +5,7 @@
 
 Launches: `_landmarks`, (chunks that can leave in one call, row * kv head). A program without a chunk returns at once.
 
-ShadowKV (arXiv 2410.21465), section 4.1 and algorithm 1.
+ShadowKV (arXiv 2410.21465), and its authors' code.
 """
 import torch
 

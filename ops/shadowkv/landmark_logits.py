@@ -6,7 +6,7 @@ Chunks that cannot be retrieved (the sinks, and chunks that have not left the ri
 
 Launches: `_logits`, (tiles of chunks, row * kv head).
 
-ShadowKV (arXiv 2410.21465), algorithm 2.
+ShadowKV (arXiv 2410.21465), and its authors' code.
 """
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@
 
 So the marks depend on the tokens of a row, and not on how they came in. Rows without new tokens stay as they are.
 
-ShadowKV (arXiv 2410.21465), section 4.1 and algorithm 1.
+ShadowKV (arXiv 2410.21465), and its authors' code.
 """
 import torch
 from torch import Tensor

@@ -34,7 +34,7 @@ def pool_rows(position: Tensor, table: BlockTable) -> Tensor:
 @triton.jit
 def pool_row_of(table, b, places, position, live, P: tl.constexpr):
     """The pool rows of positions of row `b` where `live`. P = 0: there is no table."""
-    if P == 0:
-        return position
-    else:
-        return tl.load(table + b * places + position // P, mask=live, other=0) * P + position % P
+    row = position
+    if P > 0:
+        row = tl.load(table + b * places + position // P, mask=live, other=0) * P + position % P
+    return row

@@ -20,7 +20,7 @@ from standin import source
 from torchsparsekv_benchmarks.quality import run as quality
 from torchsparsekv_benchmarks.quality.options import Options
 from torchsparsekv_benchmarks.quality.summary import summarize
-from torchsparsekv_benchmarks.report import answers, scores, speed, style
+from torchsparsekv_benchmarks.report import answers, pictures, scores, speed, style
 from torchsparsekv_benchmarks.report.load import load
 from torchsparsekv_benchmarks.report.make import FIGURES, make
 
@@ -91,6 +91,28 @@ def test_one_file_makes_its_figures_and_the_others_are_named(tmp_path):
     text = written[0].read_text()
     assert text.count("<li>") == len(FIGURES) - 1
     assert "Accuracy against budget: a file of <code>torchsparsekv eval</code>" in text
+
+
+def test_a_real_model_leads_the_page(tmp_path):
+    quality = RESULTS / "quality"
+    files = [RESULTS / "h200_kernels.json", quality / "hot_buffer.json", quality / "board_32k.json"]
+    text = make(files, tmp_path / "r.html")[0].read_text()
+    assert re.findall(r'<section id="(\w+)">', text)[:3] == ["board", "hits", "stages"]
+    assert "qwen-1.5b (1543.7M parameters, bfloat16)" in text
+
+
+def test_the_page_draws_the_board_of_the_docs(plt):
+    """The file has means of samples, which the docs and the page weigh alike."""
+    (drawn,) = pictures.board(plt, load([RESULTS / "quality/board_32k.json"]))
+    points = json.loads(pictures.PICTURES[0].held())
+    for name, _, at in points[2]:
+        found = line(drawn.figure.axes[0], style.colour(name), len(at))
+        assert found == [(x, pytest.approx(y, abs=2e-3)) for x, y in at]
+
+
+def test_means_without_their_samples_are_refused():
+    with pytest.raises(ValueError, match=r"kl_32k\.json holds means of eval-text: a report draws the samples, or"):
+        load([RESULTS / "quality/kl_32k.json"])
 
 
 # ---------------------------------------------------------------- the figures

@@ -48,7 +48,8 @@ def test_decode_is_one_cuda_graph(method, offload, pool_dtype):
     assert captured.isfinite().all()
     # Inductor keeps fp32 where eager rounds to bf16, so near-ties may be chosen differently: most logits agree closely.
     apart = (captured - eager).float().norm(dim=-1) / eager.float().norm(dim=-1)
-    assert apart.median() < 0.02, apart.median()
+    # A sign of a hash that flips adds or drops a sample of magicpig, with its weight.
+    assert apart.median() < (0.05 if method == "magicpig" else 0.02), apart.median()
 
 
 @pytest.mark.parametrize(("offload", "pool_dtype"), POOLS)

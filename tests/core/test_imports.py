@@ -44,7 +44,9 @@ ARROWS: dict[str, set[str]] = {
         *CORE, "patches", "probe", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
         "benchmarks._traces", "benchmarks.quality", "benchmarks.recall_model",
     },
-    "torchsparsekv_benchmarks.research": {"benchmarks._results", "benchmarks._traces", "benchmarks.quality"},
+    "torchsparsekv_benchmarks.research": {
+        "method", "ops", "state", "benchmarks._results", "benchmarks._traces", "benchmarks.quality",
+    },
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them
         "benchmarks.report", "benchmarks._progress", "benchmarks.quality.options", "benchmarks.quality.store",
@@ -161,7 +163,8 @@ def test_allowed_imports_have_no_cycle():
 
 SHARED = ("store", "index", "select", "gather", "rest", "attend", "_machinery")
 FAMILY = re.compile(
-    r"\b(?:icecache|pariskv|prkv\w*|snapkv|omnikv|h2o|raas|clusterkv|louiskv)\b|\bops[./](?:clusters|engine)\b", re.I
+    r"\b(?:icecache|pariskv|prkv\w*|pqcache|magicpig|shadowkv|snapkv|omnikv|h2o|raas|clusterkv|louiskv)\b"
+    r"|\bops[./](?:clusters|engine)\b", re.I
 )
 
 

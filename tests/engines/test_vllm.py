@@ -154,7 +154,7 @@ def test_each_of_sixteen_requests_finds_its_needle(finder, kv, graphs, dtype):
 def config_of(path: str, ours: object = None, **options):
     """What vLLM would start with."""
     given = ours if ours is not None else {"method": "quest"}
-    usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_config={"backend": engine.SEAM.NAME})
+    usual = dict(max_model_len=256, max_num_seqs=4, block_size=16, attention_backend=engine.SEAM.NAME)
     args = usual | {"additional_config": {"torchsparsekv": given}, "skip_tokenizer_init": True} | options
     return importlib.import_module("vllm.engine.arg_utils").EngineArgs(path, **args).create_engine_config()
 
@@ -267,7 +267,7 @@ def test_requests_decoding_beside_prompts_are_decode_steps(llama):
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=length, num_reqs=6, num_actual_tokens=24,
         max_query_len=16, max_seq_len=40, block_table_tensor=torch.zeros(6, 3, dtype=torch.int32), slot_mapping=to,
     )  # fmt: skip
-    config = config_of(llama[0], {"method": "quest", **SMALL})
+    config = config_of(llama[0], {"method": "quest", **SMALL}, max_num_seqs=8)
     layer(config)
     builder = engine.Builder(None, ["0"], config, torch.device("cpu"))
     for known, filling in itertools.product((None, length), (None, torch.tensor(new) > 1, torch.arange(6) > 0)):

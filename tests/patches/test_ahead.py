@@ -18,6 +18,7 @@ from torchsparsekv.patches import _precompile
 ON_GPU = DEVICE.type == "cuda"
 GPU = torch.device("cuda", 0 if ON_GPU else 5)  # if there is none, one whose properties nobody has asked for before
 SHAPE = dict(head_dim=128, hidden_size=512)
+BY_TRITON = {"magicpig": {"sparse_attention"}}  # what the CUDA C++ of an op is not for: a bias of the selected blocks
 
 
 class Called(TorchDispatchMode):
@@ -74,7 +75,7 @@ def test_every_op_with_a_cuda_kernel_is_compiled_ahead(method, more, monkeypatch
         with Called() as called:
             model(ids[:, :1], past_key_values=cache)
     have = {name for name in called.names if "cuda" in OPS[name].chain.kinds}
-    assert set(loaded) == have
+    assert set(loaded) == have - BY_TRITON.get(method, set())
     assert have or method in ("full", "streaming")
 
 

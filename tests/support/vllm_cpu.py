@@ -30,6 +30,7 @@ def _slots(query_start, positions, table, slots, block_size):
 NATIVE = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "init_cpu_threads_env(str cores) -> str": lambda cores: "",
+    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
     "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, "
     "int block_size) -> ()": _slots,
 }

@@ -227,6 +227,19 @@ MADE: dict[str, Callable[[], str]] = {
 # ---------------------------------------------------------------- what mkdocs calls
 
 
+def method_pages() -> dict[str, str]:
+    """The page of every method, in the order of their table."""
+    table = (ROOT / "docs/methods/index.md").read_text()
+    return {name: f"methods/{name}.md" for name in re.findall(r"^\| \[`(\w+)`\]\(\1\.md\)", table, re.M)}
+
+
+def on_config(config: Any) -> Any:
+    for section in config.nav:
+        if "Methods" in section:
+            section["Methods"] += [{name: page} for name, page in method_pages().items()]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 

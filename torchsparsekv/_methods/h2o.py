@@ -45,6 +45,7 @@ class H2O(Method):
         return Traits(
             all_queries=True, no_rest="evicts tokens",
             cannot_crop="selects by the attention of all queries, and the cache has no queries",
+            no_engine="evicts tokens by the queries of one request",
         )  # fmt: skip
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:

@@ -54,7 +54,10 @@ class MagicPIG(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(no_rest="estimates what it does not retrieve by its sample", cannot_crop="")
+        return Traits(
+            no_rest="estimates what it does not retrieve by its sample", cannot_crop="",
+            no_engine="counts keys from the mean of a request",
+        )  # fmt: skip
 
     # ---- the index
 

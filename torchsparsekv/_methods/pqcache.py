@@ -55,7 +55,8 @@ class PQCache(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="")
+        learns = "learns a codebook from all keys of a request"
+        return Traits(selects_every_step=True, cannot_crop="", no_engine=learns)
 
     # ---- the index
 

@@ -71,7 +71,7 @@ class ShadowKV(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="")
+        return Traits(selects_every_step=True, cannot_crop="", no_engine="marks the outliers of a request")
 
     # ---- the index
 

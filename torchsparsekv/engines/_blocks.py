@@ -54,6 +54,7 @@ class SharedLayer:
     @property
     def row_capacity(self) -> int:
         """The most tokens of a row."""
+        assert self.block_table.ids is not None
         return self.block_table.ids.shape[1] * self.block_size
 
     def of(self, lengths: Lengths, table: Tensor) -> "SharedLayer":
@@ -155,7 +156,8 @@ class BlockStore:
 
     def bind(self, page: Tensor) -> None:
         """Use the engine's memory, bytes [blocks, page_bytes]: the index of all blocks, then the pool if it is here."""
-        if self.page is not None and self.page.data_ptr() == page.data_ptr() and self.page.shape == page.shape:
+        place = page.data_ptr(), page.shape, page.stride()
+        if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return
         if not page.is_contiguous():
             raise ValueError(f"a block store needs memory without gaps, got {page.shape} with strides {page.stride()}")
@@ -183,13 +185,14 @@ class BlockStore:
 
     def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:
         """Store new tokens [tokens, heads, head_dim] of any requests in the rows `to` of the pool, -1 for none."""
-        layer = self._ready()
+        layer: Any = self._ready()  # the hooks of a method take it for a LayerState
         write_tokens(k, v, to, layer.store.pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
         self.method.written(layer, k, to)
 
     def decode(self, q: Tensor, lengths: Lengths, table: Tensor, a: Attention) -> Tensor:
         """Attention of one query of every request, [requests, query heads, head_dim]; its token has been written."""
-        layer, x = self._ready().of(lengths, table), q.unsqueeze(2)
+        layer: Any = self._ready().of(lengths, table)
+        x = q.unsqueeze(2)
         selected = self.method.choose(layer, x, a).ids
         ids, fill = list_units(selected, lengths, layer.block_table, self.plan.window, self.unit)
         pool = layer.store.pool

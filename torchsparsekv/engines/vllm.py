@@ -98,11 +98,13 @@ class Builder(AttentionMetadataBuilder):
         blocks = vllm_config.cache_config.num_gpu_blocks
         stores = [vllm_config.compilation_config.static_forward_context[name].impl.store for name in layer_names]
         self.store = stores[0]
-        most = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size)
+        most = max(
+            vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        )
         self.begin = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read it at this address
         if blocks is None or not stores[0].on_host:  # blocks is None while vLLM measures with a few blocks
             return
-        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.store.pool is None)
+        room, need = host_room(vllm_config), blocks * sum(s.host_bytes for s in stores if s.pool is None)
         if need > room:
             most = room // sum(s.host_bytes for s in stores)
             raise MemoryError(
@@ -133,7 +135,7 @@ class Builder(AttentionMetadataBuilder):
         return Metadata(decodes, prompts, lengths, m.block_table_tensor, m.slot_mapping[: m.num_actual_tokens])
 
 
-class Backend(SEAM.Backend):
+class Backend(SEAM.Backend):  # type: ignore[name-defined]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 

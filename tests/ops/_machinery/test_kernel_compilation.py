@@ -8,7 +8,7 @@ import pytest
 from cases import OPS
 
 TESTS = Path(__file__).resolve().parents[2]
-WITHOUT_GPU_OPS = {"prompt_attention", "share_prompt"}  # made of torch's own kernels
+WITHOUT_GPU_OPS = {"mark_outliers", "prompt_attention", "share_prompt"}  # made of torch's own kernels
 SHARED = {"prefetch_async"}  # by the kernel of another op
 
 

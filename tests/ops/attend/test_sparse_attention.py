@@ -46,6 +46,7 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
         pick=lambda *options: r.choice(options),
     )  # fmt: skip
     q, near, hot, of_rows, reach, attention, rest = OPS["sparse_attention"](w)
+    reach = reach._replace(bias=None)  # Triton's alone
     of_rows.length[torch.tensor(lengths) < 0] = -1
     if rest.sums is not None:
         rest = rest._replace(sums=rest.sums.half()) if rest.group % block == 0 else NO_REST

@@ -1,0 +1,111 @@
+"""How much attention weight do methods attend to that evict tokens, or that let a layer choose for others?
+
+    python benchmarks/research/kept_weight.py --out benchmarks/results/quality/kept_weight.json
+
+A text goes through a dense model once. The queries, keys and values of three layers then go through one layer of each
+method: a prompt, and single tokens behind it, as if the model had written the text. At every eighth step the share of
+the exact attention weight is measured that the step attends to, sinks and window included. So methods see the same
+queries, whatever they attend to. Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
+"""
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method, make_method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.probe import LayerProbe
+from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks.quality import replay, texts
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+
+SINK, WINDOW, EACH = 32, 64, 8
+LAYERS = (5, 11, 20)  # each behind a filter layer of omnikv
+SETTINGS = {  # (tokens of the prompt, all tokens, budget)
+    "long prompt": (2816, 3072, 256),
+    "long answer": (128, 1536, 128),
+}
+METHODS = ("oracle", "quest", "omnikv", "snapkv", "h2o", "raas", "streaming")
+
+
+def made(name: str, budget: int) -> Method:
+    hyper = dict(sink=SINK, window=WINDOW, budget=budget)
+    if name == "streaming":
+        hyper |= dict(window=WINDOW + budget)
+    return make_method(name, **hyper)
+
+
+class Layer:
+    """One layer of a method, and the recorded tokens that it is fed with."""
+
+    def __init__(self, method: Method, recorded: replay.Prompted, tokens: int, anchor: LayerState | None = None):
+        (q, k, v, a), self.method = recorded, method
+        self.tensors, self.attention = (q, k, v), Attention(a.scale, a.softcap, a.sink_logits)
+        rows, heads = -(-tokens // method.block_size) * method.block_size, k.shape[1]
+        g = Geometry(1, heads, k.shape[3], rows, torch.float32, q.shape[1] // heads, follows=anchor is not None)
+        self.lengths = RowLengths(method.ring_plan, 1, rows, k.device)
+        self.state = LayerState(method.buffers(g), self.lengths, k.device, pool_on_host=False, anchor=anchor)
+
+    def feed(self, first: int, end: int) -> None:
+        q, k, v = (t[:, :, first:end] for t in self.tensors)
+        self.lengths.advance(end - first)
+        if end - first > 1:
+            self.method.prefill(self.state, q, k, v, self.attention, last=True)
+        else:
+            self.method.decode(self.state, q, k, v, self.attention)
+
+
+def stack(name: str, budget: int, layers: dict[int, replay.Prompted], layer: int, tokens: int) -> list[Layer]:
+    """The layer that is measured, behind its filter layer if it has one."""
+    method: Any = made(name, budget)
+    if name != "omnikv":
+        return [Layer(method, layers[layer], tokens)]
+    numbers = range(2, len(layers))
+    chooses = max(i for i in method.filters(numbers, len(layers)) if i <= layer)
+    assert method.behind(layer, numbers, method.filters(numbers, len(layers)))
+    first = Layer(method.filter, layers[chooses], tokens)
+    return [first, Layer(method, layers[layer], tokens, first.state)]
+
+
+def share(name: str, setting: str, layers: dict[int, replay.Prompted], layer: int) -> float:
+    prompt, tokens, budget = SETTINGS[setting]
+    found = stack(name, budget, layers, layer, tokens)
+    probe = LayerProbe(found[-1].method)
+    for first, end in [(0, prompt), *((i, i + 1) for i in range(prompt, tokens))]:
+        found[-1].state.on_step = probe if end % EACH == 0 else None
+        for one in found:
+            one.feed(first, end)
+    return float(torch.stack(probe.mass).mean())
+
+
+@torch.no_grad()
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="qwen-0.5b")
+    p.add_argument("--texts", default="moby-dick,sympy")
+    p.add_argument("--methods", default=",".join(METHODS))
+    p.add_argument("--out", type=Path, required=True)
+    o = p.parse_args()
+    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
+    longest, rows = max(tokens for _, tokens, _ in SETTINGS.values()), []
+    for text in o.texts.split(","):
+        ids: Tensor = texts.read_one(text, tokenizer).rows(longest, range(1))[:, :longest]
+        methods = o.methods.split(",")
+        layers = replay.record(model, ids, torch.zeros(1, dtype=torch.int32), methods=["h2o"]).layers
+        for setting in SETTINGS:
+            for name in methods:
+                mean = statistics.fmean(share(name, setting, layers, i) for i in LAYERS)
+                rows.append({"text": text, "setting": setting, "method": name, "share": mean})
+                print(rows[-1], flush=True)
+    options = {"model": o.model, "texts": o.texts, "sink": SINK, "window": WINDOW, "layers": LAYERS}
+    options["settings"] = {name: dict(zip(("prompt", "tokens", "budget"), x)) for name, x in SETTINGS.items()}
+    o.out.write_text(json.dumps(_results.header("kept_weight", options) | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

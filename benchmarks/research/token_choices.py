@@ -1,0 +1,130 @@
+"""How much attention weight do the methods' choices hold, and how far is their attention from dense? On a real model.
+
+    python benchmarks/research/token_choices.py --out benchmarks/results/quality/token_choices.json
+
+Keys, values and queries of a prompt are recorded once. Every method takes the keys and values of a layer into a layer
+of its own, as a prompt does. Then every sixteenth of the last 256 queries chooses, and attends to sinks, window and
+choice, in every sixth layer. Dense attention of the same query is over all tokens.
+
+share: of the attention weight outside sinks and window, what the chosen tokens hold.
+error: of the attention output, relative to dense attention.
+Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
+"""
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.method import Method, make_method
+from torchsparsekv.ops.store.views import Attention
+from torchsparsekv.state import Geometry, LayerState, RowLengths
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks.quality import replay, texts
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+
+SINK, WINDOW, EACH, FIRST_LAYER, NTH_LAYER = 64, 256, 16, 2, 6
+BUDGETS = (64, 256, 1024)
+METHODS: tuple[tuple[str, dict], ...] = (
+    ("oracle", {}),
+    ("pqcache", {}),
+    ("pqcache", dict(rounds=3)),
+    ("pqcache", dict(m=4)),
+    ("magicpig", {}),
+    ("magicpig", dict(bits=8, tables=75)),
+    ("shadowkv", {}),
+    ("shadowkv", dict(outliers=0)),
+    ("pariskv", {}),
+    ("quest", {}),
+    ("clusterkv", {}),
+    ("random", dict(block_size=1)),
+)
+
+
+def layer_of(method: Method, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> LayerState:
+    """A layer that has taken a prompt in."""
+    (_, heads, tokens, dim), rows = k.shape, -(-k.shape[2] // 64) * 64
+    lengths = RowLengths(method.ring_plan, 1, rows, k.device)
+    g = Geometry(1, heads, dim, rows, k.dtype, q.shape[1] // heads)
+    state = LayerState(method.buffers(g), lengths, k.device, pool_on_host=False)
+    lengths.advance(tokens)
+    method.ingest(state, q, k, v, a, join=True)
+    return state
+
+
+def chosen(method: Method, s: Any, q: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+    """What one query adds to the logits of the pool rows, [heads, group, rows]: -inf where it does not attend to a row.
+    Besides, which rows its kv head reads, [heads, rows]."""
+    ids, pool = method.choose(s, q, a).ids, s.store.pool
+    assert ids is not None
+    heads, rows = pool.shape[1:3]
+    size, blocks = method.block_size, torch.arange(rows // method.block_size, dtype=torch.int32)
+    each = blocks.expand(1, heads, -1).contiguous()
+    # As if every block were in the hot buffer: `weigh` reads what is chosen there.
+    s.hot = s.hot._replace(rows=pool.unflatten(2, (-1, size)), slot_of=each, block_of=each, used=each, chosen=ids)
+    bias = method.weigh(s, q, a)
+    bias = torch.zeros(1, q.shape[1], ids.shape[2]) if bias is None else bias
+    added = torch.full((heads, q.shape[1] // heads, len(blocks) + 1), -torch.inf)
+    at = torch.where(ids[0] >= 0, ids[0], len(blocks)).long()
+    added.scatter_(2, at[:, None].expand(-1, added.shape[1], -1), bias[0].unflatten(0, added.shape[:2]))
+    read = torch.zeros(heads, len(blocks) + 1).scatter_(1, at, 1.0)
+    return added[..., :-1].repeat_interleave(size, 2), read[:, :-1].repeat_interleave(size, 1)
+
+
+def measured(method: Method, x: replay.Prompted) -> dict[str, float]:
+    """The means over the queries of one layer."""
+    s = layer_of(method, x.queries, x.keys, x.values, x.attention)
+    end, (heads, group) = int(s.lengths.ring_begin[0]), (x.keys.shape[1], x.queries.shape[1] // x.keys.shape[1])
+    stored = s.store.pool[0]  # in the order of the method, whole but for the tokens of the ring
+    near = torch.arange(stored.shape[1])
+    near = (near < SINK) | ((near >= end) & (near < x.keys.shape[2]))
+    stored[:, near] = torch.stack([x.keys, x.values], 3)[0, :, near[: x.keys.shape[2]]]
+    shares, errors, reads = [], [], []
+    for i in range(x.queries.shape[2] - WINDOW, x.queries.shape[2], EACH):
+        q = x.queries[:, :, i : i + 1]
+        added, read = chosen(method, s, q, x.attention)
+        z = q[0, :, 0].unflatten(0, (heads, group)) @ stored[:, :, 0].transpose(-1, -2) * x.attention.scale
+        z[..., x.keys.shape[2] :] = -torch.inf
+        weight = z.softmax(-1)
+        dense = weight @ stored[:, :, 1]
+        out = torch.where(near, z, z + added).softmax(-1) @ stored[:, :, 1]
+        far = weight.masked_fill(near, 0)
+        shares.append(float((far * read[:, None]).sum(-1).div(far.sum(-1)).mean()))
+        errors.append(float(((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean()))
+        reads.append(float(read.sum(-1).mean()))
+    return {name: statistics.fmean(x) for name, x in (("share", shares), ("error", errors), ("read", reads))}
+
+
+@torch.no_grad()
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="qwen-0.5b")
+    p.add_argument("--texts", default="moby-dick,sympy")
+    p.add_argument("--tokens", type=int, default=6144)
+    p.add_argument("--out", type=Path, required=True)
+    o = p.parse_args()
+    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
+    rows = []
+    for name in o.texts.split(","):
+        ids = texts.read_one(name, tokenizer).rows(o.tokens, range(1))[:, : o.tokens]
+        recorded = replay.record(model, ids, torch.zeros(1, dtype=torch.int32)).layers
+        layers = [x for i, x in recorded.items() if i >= FIRST_LAYER and i % NTH_LAYER == FIRST_LAYER]
+        for method, hyper in METHODS:
+            for budget in BUDGETS:
+                began = time.perf_counter()
+                made = make_method(method, budget=budget, sink=SINK, window=WINDOW, **hyper)
+                found = [measured(made, x) for x in layers]
+                means = {key: statistics.fmean(x[key] for x in found) for key in found[0]}
+                rows.append({"text": name, "method": method, "hyper": hyper, "budget": budget, **means})
+                print(f"{rows[-1]} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    options = {"model": o.model, "texts": o.texts, "tokens": o.tokens, "sink": SINK, "window": WINDOW}
+    o.out.write_text(json.dumps(_results.header("token_choices", options) | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
