@@ -8,8 +8,8 @@ from torchsparsekv.patches._refused import BY_REASON
 HEAD = """# Supported models
 
 A model is found by the `model_type` of its config. Layers with full attention run the method. Layers with a sliding
-window attend exactly to that window, whatever the method. If a cache is not longer than the window, these layers run the
-method too. transformers runs linear attention and convolutions itself.
+window attend exactly to that window, whatever the method. If a cache is not longer than the window, these layers run
+the method too. transformers runs linear attention and convolutions itself.
 """
 
 
