@@ -97,7 +97,7 @@ class Setup:
     skip_layers: int = 2
     offload: Offload = "host"
     pool_dtype: PoolChoice = "auto"
-    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+    hyper: tuple[str, ...] = ()
 
     def check(self, methods: Sequence[str]) -> None:
         """Raises where a method is unknown, or refuses what it would be told, or a hyper-parameter has no method."""

@@ -1,8 +1,9 @@
-"""The board: every method at every budget on the tasks of a real model, from prompts that are read once.
+"""Compare the answers of a real model, with every method at every budget.
 
-For each group of prompts the model runs one exact forward. Each method then takes the keys and values of this forward
-into its cache and decodes the answers, in captured steps on a GPU. So a task costs a method its decode steps alone, and
-all methods answer from equal keys. `eval` gives the same answers by the stock generate(), a prompt for every method.
+For each group of prompts the model runs one exact forward. Each method takes the keys and values of this forward into
+its cache, and decodes the answers, in captured steps on a GPU. So a method costs its decode steps alone, and all
+methods answer from equal keys. `eval` gives the same answers through the stock generate(), with a forward for every
+method.
 """
 import dataclasses
 import hashlib
@@ -36,15 +37,15 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Options(Compared):
-    model: str = option("qwen-1.5b", "qwen-1.5b or qwen-0.5b (`make real-model`), a Hugging Face path or name.")
-    lengths: tuple[int, ...] = option((32768,), "comma-separated; tokens of prompt and answer together")
-    methods: tuple[str, ...] = option(METHODS, "comma-separated; beside full, which always runs")
-    budgets: tuple[int, ...] = option((64, 256, 1024), "comma-separated; tokens retrieved per kv head and step")
+    model: str = option("qwen-1.5b", "qwen-1.5b or qwen-0.5b (`make real-model`), or a Hugging Face path or name.")
+    lengths: tuple[int, ...] = option((32768,), "Tokens of prompt and answer together, comma-separated.")
+    methods: tuple[str, ...] = option(METHODS, "Methods beside full, comma-separated.")
+    budgets: tuple[int, ...] = option((64, 256, 1024), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(12, "Samples per task and length, the same for all methods.")
     batch: int = option(12, "Prompts that are read and answered together, padded on the left.")
     offload: str = option("device", "Where the pool lives: auto, host or device.")
-    tasks: tuple[str, ...] = option(TASKS, "comma-separated; RULER's, those of suite.py, and turns")
-    seed: int = option(0, "Another number means other samples.")
+    tasks: tuple[str, ...] = option(TASKS, "Tasks, comma-separated: RULER's, those of suite.py, and turns.")
+    seed: int = option(0, "Number that decides the samples.")
 
 
 def check(o: Options, out: Path | None) -> None:

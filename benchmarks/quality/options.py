@@ -24,42 +24,43 @@ class OnModel:
 
     model: str = option(
         RECALL,
-        "The project's own recall model; or qwen-1.5b, qwen-0.5b, smollm2 (`make real-model`), a Hugging Face path or "
-        "name, a .gguf file.",
+        "recall is the project's own model. Or qwen-1.5b, qwen-0.5b, smollm2 (`make real-model`), a Hugging Face path "
+        "or name, or a .gguf file.",
     )
-    yarn: float = option(1.0, "Positions by YaRN: so many times those of the model (4: 128K of a model with 32K).")
+    yarn: float = option(1.0, "Widen the model's positions by YaRN; 4 makes 128K of 32K.")
     sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to.")
-    skip_layers: int = option(2, "First layers, which attend densely.")
-    device: str = option("auto", "auto, cpu or cuda.")
-    dtype: str = option("auto", f"One of {', '.join(DTYPES)}; auto: as stored on a GPU, float32 on a CPU.")
+    skip_layers: int = option(2, "First layers, which are dense.")
+    device: str = option("auto", "Device of the model: auto, cpu or cuda.")
+    dtype: str = option("auto", f"Type of the model: {', '.join(DTYPES)}. auto: as stored on a GPU, float32 on a CPU.")
 
 
 @dataclass(frozen=True)
 class Compared(OnModel):
     """What every comparison of methods on a model is told."""
 
-    lengths: tuple[int, ...] = option((4096, 16384, 32768), "comma-separated; tokens of prompt and answer together")
-    methods: tuple[str, ...] = option(METHODS, "comma-separated; beside the dense model")
-    budgets: tuple[int, ...] = option((128, 256, 512), "comma-separated; tokens retrieved per kv head and step")
+    lengths: tuple[int, ...] = option((4096, 16384, 32768), "Tokens of prompt and answer together, comma-separated.")
+    methods: tuple[str, ...] = option(METHODS, "Methods beside the dense model, comma-separated.")
+    budgets: tuple[int, ...] = option((128, 256, 512), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
-    probe: int = option(2, "Of these, how many also measure attention mass and output error; they decode eagerly.")
-    batch: int = option(1, "Samples in one generate() where their prompts are equally long; counts are then its mean.")
-    window: int = option(64, "Latest tokens, always attended to; methods that retrieve nothing get the budget too.")
+    probe: int = option(2, "Samples that also measure attention mass and output error. Their steps are eager.")
+    batch: int = option(1, "Samples in one generate(), if their prompts are equally long. Counts are then means.")
+    window: int = option(64, "Latest tokens, always attended to. Methods that retrieve nothing get the budget on top.")
     hyper: tuple[str, ...] = option(
-        ("pariskv.full_threshold=0",), "comma-separated METHOD.NAME=VALUE; by default nothing is dense when short"
+        ("pariskv.full_threshold=0",),
+        "Hyper-parameters, comma-separated METHOD.NAME=VALUE. The default keeps short rows of pariskv sparse.",
     )
-    offload: str = option("auto", "Where the pool lives: auto, host or device.")
-    pool_dtype: str = option("auto", "What the pool holds: int8, or auto, the type of the model.")
+    offload: str = "auto"
+    pool_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
 class Options(Compared):
     tasks: tuple[str, ...] = option(
-        (), "comma-separated; empty: all of the model's kind but journal and readout (long generations)"
+        (), "Tasks, comma-separated. Empty: all tasks for the model, except journal and readout, which take long."
     )
-    compiled: bool = option(False, "Let generate() compile the decode step (CUDA), anew for each method and budget.")
-    quick: bool = option(False, "A small selection: minutes on a CPU. What is given beside it stays as given.")
+    compiled: bool = option(False, "Let generate() compile the decode step (CUDA), for each method and budget.")
+    quick: bool = option(False, "A small selection, minutes on a CPU. Options that you give keep their values.")
 
 
 QUICK: dict[str, Any] = dict(lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6)

@@ -1,4 +1,4 @@
-"""Tasks x lengths x methods x budgets through stock generate(), on the same samples for every method."""
+"""Compare answers to tasks, by length, method and budget, through stock generate(), on the same samples."""
 import contextlib
 import dataclasses
 import itertools

@@ -1,10 +1,10 @@
-"""Which layers of a model are to choose, so that those which attend to what they chose change its answers least.
+"""Find the selecting layers of a model, so that answers change least when the other layers share their selections.
 
-Of the model's own answers to samples of the tasks, every word is predicted again with one layer, alone, attending to
-what another one chose: for each head the tokens to which the head that `icecache` would match with it
-(ops/icecache/share_prompt.py) gives most weight, beside the first and the latest. What the layer loses is how much
-farther, in nats (KL), this is from what the dense model predicts than with its own choice. The losses of layers are
-taken to add up, and the layers that choose are those with which their sum is least.
+The model answers samples of the tasks. Every word of an answer is then predicted again, with one layer alone sharing
+the selection of another layer. Heads are matched as `icecache` matches them (ops/icecache/share_prompt.py). A head
+attends to the tokens of largest weight in the matched head, beside the first and the latest tokens. The loss of the
+layer is the KL to the dense model, in nats, less the KL with its own selection. Losses of layers are assumed to add up.
+The result has the selecting layers with the smallest sum.
 """
 import copy
 import dataclasses
@@ -34,9 +34,9 @@ HELD_OUT = 1000  # samples from this one on, which no evaluation asks for
 
 @dataclass(frozen=True)
 class Options(options.OnModel):
-    every: int = option(3, "As many layers are to choose as with reuse_every of so many.")
-    tasks: tuple[str, ...] = option((), "comma-separated; empty: all of the model's kind but journal and readout")
-    samples: int = option(2, "Of each task; not those that `eval` asks for.")
+    every: int = option(3, "As many selecting layers as `reuse_every` of this number has.")
+    tasks: tuple[str, ...] = option((), "Tasks, comma-separated. Empty: all tasks, except journal and readout.")
+    samples: int = option(2, "Samples of each task, other ones than those of `eval`.")
     length: int = option(2048, "Tokens of prompt and answer together.")
     steps: int = option(64, "First tokens of an answer that are predicted again.")
     budget: int = option(64, "Tokens that a head retrieves.")

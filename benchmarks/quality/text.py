@@ -1,7 +1,7 @@
-"""Every method beside the dense model on real text, token by token: what it expects next, and what it reads for that.
+"""Compare next-token distributions on real text with those of the dense model, and what each step reads.
 
-Teacher-forced: a sample is a stretch of a text. Its prompt is taken in as always, exactly; then the method decodes the
-last --steps tokens, each after the true ones.
+The run is teacher-forced. A sample is a stretch of a text. All but its last --steps tokens are an exact prompt. The
+method then decodes these steps, each after the true tokens.
 """
 import contextlib
 import dataclasses

@@ -10,20 +10,20 @@ from torchsparsekv_benchmarks.quality.options import METHODS, RECALL, Compared, 
 @dataclass(frozen=True)
 class Options(Compared):
     model: str = option(
-        "smollm2", "smollm2, which `make real-model` fetches; or a Hugging Face path or name, or a .gguf file."
+        "smollm2", "smollm2, qwen-0.5b or qwen-1.5b (`make real-model`), a Hugging Face path or name, or a .gguf file."
     )
     texts: tuple[str, ...] = option(
-        ("moby-dick",), "comma-separated files of plain text; moby-dick is fetched by `make real-model`"
+        ("moby-dick",), "Files of plain text, comma-separated; or moby-dick and sympy (`make real-model`)."
     )
-    lengths: tuple[int, ...] = option((8192,), "comma-separated; tokens of prompt and scored steps together")
-    steps: int = option(200, "The last tokens of a sample, which are decoded one by one and scored.")
+    lengths: tuple[int, ...] = option((8192,), "Tokens of prompt and scored steps together, comma-separated.")
+    steps: int = option(200, "Last tokens of a sample, which are decoded one by one and scored.")
     methods: tuple[str, ...] = option(
-        ("full", *METHODS), "comma-separated; full leaves nothing out, so its KL is the noise of the data type"
+        ("full", *METHODS), "Methods, comma-separated. full leaves nothing out: its KL is the noise of the data type."
     )
-    budgets: tuple[int, ...] = option((64, 256, 1024), "comma-separated; tokens retrieved per kv head and step")
-    samples: int = option(8, "Stretches of each text, one after the other and none twice; the same for all methods.")
-    probe: int = option(8, "Of these, how many also measure attention mass and output error.")
-    batch: int = option(8, "Samples that are decoded together; counts of what was read are then their mean.")
+    budgets: tuple[int, ...] = option((64, 256, 1024), "Tokens retrieved per kv head and step, comma-separated.")
+    samples: int = option(8, "Stretches of each text, one after the other, the same for all methods.")
+    probe: int = option(8, "Samples that also measure attention mass and output error.")
+    batch: int = option(8, "Samples that are decoded together. Counts are then means.")
 
 
 def check(o: Options) -> None:

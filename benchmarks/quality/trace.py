@@ -1,7 +1,7 @@
-"""Record which blocks the methods choose on a real model, step by step, for `bench decode --trace`.
+"""Record which blocks methods select on a real model, step by step, for `bench decode --trace`.
 
 The prompt is the beginning of a text. Each method then decodes the tokens that follow in the text. For some layers the
-file keeps the block ids that each kv head chose at each step, sorted.
+file keeps the block ids that each kv head selected at each step, sorted.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +25,19 @@ from torchsparsekv_benchmarks.quality.text_options import check_text, name_of
 
 @dataclass(frozen=True)
 class Options(OnModel):
-    model: str = option("qwen-1.5b", "A language model by name, as eval-text takes it.")
+    model: str = option(
+        "qwen-1.5b", "qwen-1.5b, qwen-0.5b, smollm2 (`make real-model`), a Hugging Face path or name, or a .gguf file."
+    )
     sink: int = option(64, "First tokens, always attended to.")
-    text: str = option("sympy", "sympy or moby-dick, which `make real-model` fetches, or a file of plain text.")
+    text: str = option("sympy", "sympy or moby-dick (`make real-model`), or a file of plain text.")
     length: int = option(32768, "Tokens of the prompt.")
     steps: int = option(256, "Recorded steps.")
     methods: tuple[str, ...] = option(
-        ("quest=1024", "pariskv=256", "icecache=256", "prkv=1024"), "comma-separated METHOD=BUDGET"
+        ("quest=1024", "pariskv=256", "icecache=256", "prkv=1024"), "Methods, comma-separated METHOD=BUDGET."
     )
-    layers: int = option(4, "Layers that are recorded, at equal distances.")
+    layers: int = option(4, "Recorded layers, at equal distances.")
     window: int = option(256, "Latest tokens, always attended to.")
-    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+    hyper: tuple[str, ...] = ()
 
 
 def check(o: Options) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""The kernels of LouisKV and ClusterKV at a real shape: off the boundary, at one, and k-means of a whole prompt.
+"""Time of the kernels of LouisKV and ClusterKV at a real shape: steps with and without a boundary, k-means of a prompt.
 
-Every call of a replay has inputs of its own, so that no cache carries over from one to the next.
+Every call of a replay has inputs of its own, so no cache holds them.
 """
 import dataclasses
 from dataclasses import dataclass

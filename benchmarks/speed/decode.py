@@ -1,4 +1,4 @@
-"""TPOT by context, batch and method, beside the dense baselines, all compiled the same way in one process."""
+"""Time per output token by context, batch and method, beside dense attention. One process compiles all steps alike."""
 import contextlib
 import dataclasses
 import gc
@@ -46,32 +46,32 @@ class Options(Setup):
     louiskv retrieves at nearly every step, which `--hyper louiskv.tau=1` asks for."""
 
     shape: str = "llama-3.1-8b"
-    layers: int = option(0, "Only so many layers of the shape; 0: all.")
+    layers: int = option(0, "Layers of the model; 0: all layers of the shape.")
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
     also: tuple[str, ...] = option(
-        (), "comma-separated METHOD.NAME=VALUE: one more row for each, of the method with this changed"
+        (), "More rows: the method with one hyper-parameter changed. Comma-separated METHOD.NAME=VALUE."
     )
     locality: float = 0.95
-    localities: tuple[float, ...] = option((), "comma-separated: one more row of each method at each, by the same step")
+    localities: tuple[float, ...] = option((), "More rows of each method, by the same compiled step, comma-separated.")
     locality_of_text: bool = option(
-        False, "Instead: the hit rate on real text of each method, at the nearest budget measured (eval-text)."
+        False, "Instead: queries with the hit rate that eval-text measured for the method, at the nearest budget."
     )
     trace: str = option(
-        "", "Instead: what a real model chose at each step, from a file of `torchsparsekv record`."
+        "", "Instead: replay the selections of a real model, from a file of `torchsparsekv record`."
     )
     turning: float | None = option(
-        None, "Queries have a common part, which changes at this share of the jumps; see --hyper METHOD.prefetch_async."
+        None, "Share of the jumps at which the common part of the queries changes too; for prefetch_async."
     )
-    chunk: int = option(CHUNK, f"Tokens of all prompts that come at a time, {LEAST} of each at least; 0: all of them.")
+    chunk: int = option(CHUNK, f"Prompt tokens of all rows in one forward, at least {LEAST} a row; 0: whole prompts.")
     steps: int = 100
     hf_static: bool = True
-    ours: bool = option(True, "Our dense attention, with its pool on the GPU; where it does not fit: --no-ours.")
-    dense: tuple[str, ...] = option(("sdpa-cudnn",), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
-    through_generate: bool = False
+    ours: bool = option(True, "Also time our dense attention, whose pool is on the GPU.")
+    dense: tuple[str, ...] = option(("sdpa-cudnn",), f"Dense attention beside ours, of {', '.join(_dense.KERNELS)}.")
+    through_generate: bool = option(False, "Also time generate().")
     inductor: tuple[str, ...] = option(
-        (), "comma-separated NAME=VALUE of torch._inductor.config, for all rows: methods, dense and the floor"
+        (), "Options of torch._inductor.config for all rows, comma-separated NAME=VALUE."
     )
 
     @property

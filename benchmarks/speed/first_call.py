@@ -1,7 +1,7 @@
-"""Seconds of the first generate() of a process, and of the second: what compiling costs, and what caches of it save.
+"""Seconds of the first and the second generate() of a process: what compiling costs, and what kernel caches save.
 
-Each row is a process of its own, in which the model is made before the clock runs. "empty": Triton and inductor have
-nothing in their caches; "kept": they have what the process of the row before left.
+Each row runs in a process of its own, which builds the model before the clock starts. "empty": the caches of Triton and
+inductor are empty. "kept": they hold what the process of the row before left.
 """
 import dataclasses
 import json
@@ -33,8 +33,8 @@ class Options:
     context: int = 32768
     tokens: int = option(64, "Tokens of an answer.")
     methods: tuple[str, ...] = ("quest", "pariskv")
-    step: tuple[str, ...] = option(("auto", "compiled"), "comma-separated: what patch() is told")
-    caches: tuple[str, ...] = option(CACHES, "comma-separated, in this order")
+    step: tuple[str, ...] = option(("auto", "compiled"), "Values of patch(step=...), comma-separated.")
+    caches: tuple[str, ...] = option(CACHES, "States of the kernel caches, comma-separated, in this order.")
 
     @property
     def grows(self) -> int:

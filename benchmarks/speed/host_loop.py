@@ -1,11 +1,11 @@
-"""What generate() takes for a token beside the model: the time of the host, of its loop and of what a patch adds.
+"""Time of the host for each token of generate(), without the model: the loop itself, and what a patch adds.
 
-The forward of a small model returns at once, with the same logits each time. Microseconds a token, each the
-difference of a long answer and a short one:
-- dynamic and static: unpatched, with transformers' cache of that name. For a static one it makes masks.
-- captured: patched, by all that a captured step does but its graph: inputs are copied, outputs cloned.
+The forward of a small model returns at once, with the same logits each time. A row is in microseconds a token: the
+difference of a long and a short answer, over the tokens between.
+- dynamic and static: unpatched, with transformers' cache of that name. With a static cache generate() makes masks.
+- captured: patched, with all that a captured step does except its graph. It copies inputs and clones outputs.
 
-No GPU is asked for. On one, launching the loop's own kernels and waiting for each token's end come on top.
+No GPU is needed. On a GPU the loop also launches kernels of its own and waits for each token.
 """
 import dataclasses
 import time

@@ -1,6 +1,6 @@
-"""Each kernel of the decode step at a real shape, in a CUDA graph, beside what torch offers and the measured ceilings.
+"""Time of each kernel of a decode step at a real shape, in a CUDA graph, beside kernels of torch and the GPU's limits.
 
-Every call of a replay has inputs of its own, so that no cache carries over from one to the next.
+Every call of a replay has inputs of its own, so no cache holds them.
 """
 import dataclasses
 import statistics
@@ -56,7 +56,7 @@ class Options:
     head_dim: int = 128
     budget: int = 1024
     tokens: int = option(100, "The budget of methods that retrieve single tokens.")
-    hyper: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE")
+    hyper: tuple[str, ...] = ()
     pool_dtype: PoolChoice = "auto"
 
     def method(self, name: str) -> Method:

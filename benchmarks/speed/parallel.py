@@ -1,8 +1,8 @@
-"""TPOT over the ranks of torchrun, one GPU each, beside dense attention on the same GPUs in the same run.
+"""Time per output token over the ranks of torchrun, one GPU each, beside dense attention on the same GPUs.
 
-Every rank has its share of a model with random weights, cut as transformers' tensor parallel plan for llama does: heads
-and inner channels of the MLP, with an all-reduce behind each, and the vocabulary. The whole step is one CUDA graph on
-each rank. First, two small models say how far logits over all ranks are from those of one, by `tp_plan="auto"`.
+Every rank has its share of a model with random weights, as in transformers' tensor parallel plan for llama: heads,
+inner channels of the MLP, and vocabulary, with an all-reduce after attention and MLP. The whole step is one CUDA graph
+on each rank. First, the logits of two small models over all ranks (`tp_plan="auto"`) are compared with those of one.
 
 torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel --contexts 131072,524288 --out parallel.json
 """
@@ -34,7 +34,7 @@ SUMMED = ("recompiles", "graph_skips")
 class Options(decode.Options):
     """Of `bench decode`, and whether logits are compared."""
 
-    logits: bool = option(True, "compare logits over all ranks with those of one, on a small model in fp32")
+    logits: bool = option(True, "Compare logits over all ranks with those of one rank, on a small model in fp32.")
     hf_static: bool = False
 
 

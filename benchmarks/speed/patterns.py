@@ -1,12 +1,13 @@
 """LouisKV's three patterns of prompt and output end to end, by method and batch.
 
-The outputs are integrated, not generated: at `points` contexts, evenly from the first token of an output to its last,
-`steps` compiled steps are timed (after 8 that are not), and the trapezoid rule makes of their means the time of all.
-Between the points tokens enter the store as a prompt does, through `ingest`: there louiskv and clusterkv have clusters
-of 16 tokens on average where an output would have segments of 8 to 32. The timed steps themselves are generated.
+Outputs are not generated in full. Compiled steps are timed at `points` contexts, at equal distances from the first
+token of an output to the last. Each point has 8 steps that are not timed, then `steps` that are. The trapezoid rule
+makes the time of an output from the means. Between the points tokens enter the store as a prompt does, through
+`ingest`. There louiskv and clusterkv have clusters of 16 tokens on average, where an output would have segments of 8 to
+32 tokens.
 
-A prompt is one timed forward of all rows of the batch, up to `prompt_rows`; of larger batches the time of so many is
-scaled. One step is compiled for each method and batch, on a cache with room for the longest pattern of that batch.
+A prompt is one timed forward of all rows of the batch, up to `prompt_rows`. For larger batches that time is scaled. One
+step is compiled for each method and batch, on a cache with room for the longest pattern of that batch.
 """
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,14 +45,14 @@ PAPER = {Pattern(32768, 512): 1.9, Pattern(500, 16384): 2.9, Pattern(32768, 1638
 @dataclass(frozen=True)
 class Options(Setup):
     shape: str = "llama-3.1-8b"
-    patterns: tuple[str, ...] = option(tuple(map(str, PAPER)), "comma-separated PROMPT+OUTPUT, in tokens")
+    patterns: tuple[str, ...] = option(tuple(map(str, PAPER)), "Patterns in tokens, comma-separated PROMPT+OUTPUT.")
     methods: tuple[str, ...] = (DENSE, RIVAL, "quest", OURS)
-    batches: tuple[int, ...] = option((1, 4, 0), "comma-separated; 0: the largest that fits")
+    batches: tuple[int, ...] = option((1, 4, 0), "Rows of the batch, comma-separated; 0: the largest batch that fits.")
     most: int = option(32, "The largest batch to try.")
     prompt_rows: int = option(4, "Prompts in one timed forward, at most.")
     points: int = option(4, "Contexts of an output at which steps are timed.")
-    steps: int = option(64, "Timed steps at each.")
-    locality: float = option(0.9, "How much a query is like the last; louiskv retrieves at 1 - locality of the steps.")
+    steps: int = option(64, "Timed steps at each context.")
+    locality: float = option(0.9, "Share of steps whose query stays on its topic; louiskv retrieves at the others.")
 
     @property
     def span(self) -> int:

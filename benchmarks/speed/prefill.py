@@ -1,4 +1,4 @@
-"""Time to first token: the unpatched model (SDPA, DynamicCache) against patched ones, prompts in one run."""
+"""Time to the first token: the unpatched model (SDPA, DynamicCache) and patched models, in one run."""
 import dataclasses
 import statistics
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Options:
     contexts: tuple[int, ...] = (32768, 65536)
     methods: tuple[str, ...] = ("quest", "arkvale")
     offload: Offload = "host"
-    also: tuple[str, ...] = option((), "comma-separated METHOD.NAME=VALUE: one more row for each, changed by it.")
+    also: tuple[str, ...] = option((), "More rows: a hyper-parameter changed. Comma-separated METHOD.NAME=VALUE.")
     repeats: int = 3
-    chunk: int = option(0, "Tokens of a prompt in one forward, so that its activations stay small; 0: all of them.")
+    chunk: int = option(0, "Prompt tokens in one forward; 0: whole prompts.")
 
     @property
     def grows(self) -> int:

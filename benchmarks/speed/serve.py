@@ -1,10 +1,10 @@
 """Time per token and tokens per second of vLLM: its own backends, and ours with keys and values on device or host.
 
-`flash` is vLLM's FlashAttention over 16-bit keys and values, `flash-fp8` over fp8 ones. Both need vLLM's native code,
-which `native` says is there: then norms and activations of all places are vLLM's native kernels too.
+`flash` is vLLM's FlashAttention over 16-bit keys and values, `flash-fp8` over fp8 keys and values. Both need vLLM's
+native code; `--native` says that it is installed. Then norms and activations of all places are native kernels too.
 
-Prompts are stored, not computed: their layers skip attention and MLP, so that keys and values are there without the
-time that they would take. What is timed are decode steps of the whole engine, scheduler and sampler included.
+Prompts are stored, not computed: their layers skip attention and MLP. Decode steps of the whole engine are timed,
+scheduler and sampler included.
 """
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ BLOCK, CHUNK, WARM = 16, 8192, 8  # tokens of a block, of a step with prompts; s
 class Options:
     shape: str = "llama-3.1-8b"
     contexts: tuple[int, ...] = (32768, 131072)
-    batches: tuple[int, ...] = option((1, 8, 0), "comma-separated; 0: the most that are admitted, up to `most`")
+    batches: tuple[int, ...] = option((1, 8, 0), "Requests, comma-separated; 0: the most admitted, up to --most.")
     places: tuple[str, ...] = option(
         ("triton", "device", "host"), "comma-separated: triton, flash and flash-fp8 are vLLM's own backends"
     )
@@ -45,9 +45,9 @@ class Options:
     method: str = "quest"
     budget: int = 1024
     steps: int = 64
-    most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for so many.")
-    gpu_gib: float = option(0.0, "GPU memory that vLLM may use; 0: what it takes by itself.")
-    grows: int = option(512, "Tokens that a request may have beside its prompt.")
+    most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for that many requests.")
+    gpu_gib: float = option(0.0, "GiB of GPU memory that vLLM may use; 0: vLLM decides.")
+    grows: int = option(512, "Tokens that a request may generate.")
 
     def check(self) -> None:
         different(self, "contexts", "batches", "places")

@@ -1,12 +1,12 @@
-"""TPOT of model families with windows, experts and linear layers at 128K, and planted needles found through generate().
+"""Time per output token of models with windows, experts and linear layers at 128K, and needles that generate() finds.
 
-No checkpoint is needed: one layer of each model with random weights is given a chain of needles (_planted.py). The
-prompt is read by generate() in chunks, and so are the answers; then the compiled decode step has to give them too, and
-is timed with the model's own queries: a query is of the token that is fed, and `locality` of the tokens are those
-before them. The hit rate is what comes of that, in layers with random keys.
+No checkpoint is needed. Models have random weights, and one layer of each gets a chain of needles (_planted.py).
+generate() reads the prompt in chunks and has to find the needles. The compiled decode step has to find them too. That
+step is then timed with the model's own queries. At a share `locality` of the steps it gets the token of the step
+before. The hit rate follows from these queries and random keys.
 
-The floor is dense attention over 256 tokens by the same step: Hugging Face's static cache counts the tokens of a
-sliding window in Python, which is to be compiled anew while it fills.
+The floor is the same step with dense attention over 256 tokens. transformers' static cache cannot be the floor: it
+counts the tokens of a sliding window in Python, so its step compiles again while the window fills.
 """
 import time
 from collections.abc import Iterator
@@ -62,16 +62,16 @@ SHAPES: dict[str, dict] = {
 
 @dataclass(frozen=True)
 class Options(Setup):
-    shapes: tuple[str, ...] = option(tuple(SHAPES), "comma-separated; each is whole in the file before the next begins")
+    shapes: tuple[str, ...] = option(tuple(SHAPES), "Shapes, comma-separated, one after the other.")
     context: int = 131072
-    methods: tuple[str, ...] = option(("quest",), "comma-separated, beside dense attention")
-    chunk: int = option(8192, "Tokens of a prompt in one forward.")
+    methods: tuple[str, ...] = option(("quest",), "Methods beside dense attention, comma-separated.")
+    chunk: int = option(8192, "Prompt tokens in one forward.")
     experts: Literal["batched_mm", "grouped_mm"] = option(
         "batched_mm", "How the compiled step multiplies experts; generate() takes batched_mm for its steps."
     )
-    locality: float = option(0.95, "The share of timed steps that are fed the token of the step before.")
+    locality: float = option(0.95, "Share of timed steps that get the token of the step before.")
     steps: int = 100
-    floor: bool = option(True, "Also over 256 tokens; a third of the time goes into compiling that step.")
+    floor: bool = option(True, "Also time a step over 256 tokens. Compiling that step takes a third of the time.")
 
     @property
     def grows(self) -> int:

@@ -1,4 +1,4 @@
-"""Peak decode throughput at one context length when memory is capped: what offloading buys is batch size."""
+"""Throughput at one context, with the largest batch that fits in a cap on GPU memory."""
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ HOST_SHARE = 0.85
 class Options(Setup):
     shape: str = "llama-3.1-8b"
     context: int = 32768
-    caps_gib: tuple[float, ...] = option((48.0, 24.0), "of GPU memory, weights included")
-    host_gib: float = option(0.0, "Host memory that pools may take together, of what is free; 0: all of that.")
+    caps_gib: tuple[float, ...] = option((48.0, 24.0), "Caps on GPU memory in GiB, weights included, comma-separated.")
+    host_gib: float = option(0.0, "GiB of host memory for all pools; 0: all free host memory.")
     most: int = option(512, "The largest batch to try.")
     methods: tuple[str, ...] = ("quest",)
     steps: int = 50
     locality: float = 0.95
-    dense: tuple[str, ...] = option((), f"dense attention beside ours: {', '.join(_dense.KERNELS)}")
+    dense: tuple[str, ...] = option((), f"Dense attention beside ours, of {', '.join(_dense.KERNELS)}.")
 
     @property
     def decode(self) -> DecodeOptions:

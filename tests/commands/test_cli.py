@@ -78,8 +78,8 @@ def test_every_file_defines_the_command_of_its_name():
 def test_help_of_a_command_is_the_first_paragraph_of_its_file():
     from torchsparsekv.commands._later import about
 
-    assert about(ROOT / "torchsparsekv/commands/methods.py") == "What can be passed to patch()."
-    assert about(ROOT / "benchmarks/speed/prefill.py").startswith("Time to first token: ")
+    assert about(ROOT / "torchsparsekv/commands/methods.py") == "List the methods with their hyper-parameters."
+    assert about(ROOT / "benchmarks/speed/prefill.py").startswith("Time to the first token: ")
 
 
 WRONG = [

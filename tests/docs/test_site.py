@@ -129,3 +129,9 @@ def test_every_command_and_option_is_on_its_page():
     for said in ("## torchsparsekv plan", "### torchsparsekv bench decode", "| `model` | required |", "`--pool-dtype`"):
         assert said in page
     assert "choosers" not in page, "an old name"
+
+
+def test_every_option_of_a_command_has_a_meaning():
+    rows = re.findall(r"^\| (`.*`) \| .* \| (.*) \|$", docs_site.commands(), re.M)
+    assert len(rows) > 150
+    assert [name for name, meaning in rows if len(meaning) < 8] == []

@@ -193,17 +193,16 @@ def commands() -> str:
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
         if not command.hidden:
-            out += _command(f"torchsparsekv {name}", command.real(), 2)
+            out += _command(f"torchsparsekv {name}", command, 2)
     return "\n".join(out)
 
 
 def _command(name: str, command: Any, level: int) -> Iterator[str]:
+    command = command.real() if hasattr(command, "real") else command  # one that is imported when it is called
     yield f"{'#' * level} {name}\n"
     yield re.sub(r"\n[ \t]+", "\n", (command.help or "").strip()) + "\n"
-    if hasattr(command, "commands"):
-        for inner, x in command.commands.items():
-            yield from _command(f"{name} {inner}", x.real() if hasattr(x, "real") else x, level + 1)
-        return
+    for inner, x in getattr(command, "commands", {}).items():
+        yield from _command(f"{name} {inner}", x, level + 1)
     rows = [_option(p) for p in command.params if p.name != "help" and not getattr(p, "hidden", False)]
     if rows:
         yield "\n".join(["| argument | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"

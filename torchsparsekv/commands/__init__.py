@@ -33,6 +33,6 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: bool = typer.Option(False, "--version", is_eager=True, callback=_say_version, help="Say it and leave."),
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_say_version, help="Print the version."),
 ) -> None:
     """Sparse KV-cache retrieval for Hugging Face models."""

@@ -10,6 +10,32 @@ import typer
 
 # Errors of the user, shown in one line. Any other error is a bug and shows its traceback.
 TOLD = (ValueError, TypeError, RuntimeError, MemoryError, NotImplementedError, OSError)
+# The help of options that many commands have. A field may have its own.
+USUAL = {
+    "budget": "Tokens retrieved per kv head and step, beside sink and window.",
+    "sink": "First tokens, always attended to.",
+    "window": "Latest tokens, always attended to.",
+    "skip_layers": "First layers, which are dense.",
+    "offload": "Where the pool lives: auto, host or device.",
+    "pool_dtype": "Type of the pool: int8, or auto for the type of the model.",
+    "hyper": "Hyper-parameters, comma-separated METHOD.NAME=VALUE.",
+    "shape": "Shape of the model, which has random weights.",
+    "context": "Tokens in the cache.",
+    "contexts": "Tokens in the cache, comma-separated.",
+    "prompts": "Tokens of a prompt, comma-separated.",
+    "batches": "Rows of the batch, comma-separated.",
+    "method": "The method.",
+    "methods": "Methods, comma-separated.",
+    "q_heads": "Query heads of a layer.",
+    "kv_heads": "Key-value heads of a layer.",
+    "head_dim": "Channels of a key.",
+    "layers": "Layers of the model.",
+    "locality": "Share of steps at which a synthetic query stays on its topic.",
+    "steps": "Timed steps of a run.",
+    "hf_static": "Also time transformers' static cache.",
+    "repeats": "Runs, of which the median counts.",
+    "tokens": "Tokens of the long answer.",
+}
 
 
 def parsed(name: str, hint: object, given):
@@ -35,7 +61,7 @@ def _option(field: dataclasses.Field, hint: object) -> inspect.Parameter:
     many = typing.get_origin(hint) is tuple
     default = ",".join(map(str, field.default)) if many else field.default  # type: ignore[arg-type]
     kind = str if many or typing.get_origin(hint) is typing.Literal else hint
-    option = typer.Option(default, help=field.metadata.get("help", "comma-separated" if many else ""))
+    option = typer.Option(default, help=field.metadata.get("help", USUAL.get(field.name, "")))
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 

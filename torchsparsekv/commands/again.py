@@ -1,4 +1,4 @@
-"""`torchsparsekv again`: the committed results made again, by the commands they hold."""
+"""`torchsparsekv again`: run the commands in the heads of result files again."""
 import signal
 from pathlib import Path
 
@@ -8,19 +8,21 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
 from torchsparsekv_benchmarks.report.again import run
 
-NAMES = typer.Argument(None, help="Files to make again, as patterns of their paths in the folder; all unless given.")
-RESULTS = typer.Option(Path("benchmarks/results"), help="The folder of results.")
-DRY_RUN = typer.Option(False, "--dry-run", help="Only tell, a line per file, what would become of it.")
-FRESH = typer.Option(False, "--fresh", help="Begin anew, not where an earlier call was stopped or failed.")
+NAMES = typer.Argument(None, help="Patterns of file names in the folder, such as 'h200_decode*'.  [default: all files]")
+RESULTS = typer.Option(Path("benchmarks/results"), help="The folder of result files.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Print what would happen to each file, and run nothing.")
+FRESH = typer.Option(False, "--fresh", help="Start afresh, even if an earlier call was stopped or failed.")
 
 
 @app.command()
 def again(names: list[str] = NAMES, results: Path = RESULTS, dry_run: bool = DRY_RUN, fresh: bool = FRESH) -> None:
-    """Run the commands in the heads of files of results again, each into the place of its file.
+    """Run the commands in the heads of result files again. Each run replaces its file.
 
-    A file measured on a GPU needs one of that name and is left alone elsewhere; the others run on any CPU. Exits with 1
-    if a run failed or none was possible, with 2 if something is refused before any is begun, with 130 if stopped. After
-    1 and 130 the same command goes on with what is left.
+    A file that was measured on a GPU needs a GPU of the same name; without one the file is left alone. All other files
+    run on any CPU.
+
+    Exit status: 1 if a run failed or none was possible, 2 if something is refused before the first run, 130 if stopped.
+    After 1 and 130 the same command continues.
     """
     had = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run it waits for is stopped too
     try:

@@ -1,4 +1,4 @@
-"""`torchsparsekv board`: every method at every budget on the tasks of a real model, from prompts that are read once."""
+"""`torchsparsekv board`: compare the answers of a real model, with every method at every budget."""
 from inspect import getdoc
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import add
 from torchsparsekv_benchmarks.quality import board
 
-OUT = "Finished samples, JSON lines; a run that is started again goes on there. The table goes beside it as CSV."
+OUT = "File of finished samples (JSON lines). A run that starts again continues there. A table stands beside it as CSV."
 add(app, board.BENCHMARK, board.Options, board.run, getdoc(board), Path("board.jsonl"), OUT)

@@ -103,16 +103,16 @@ def tell(found: dict, out: Path | None) -> None:
 @app.command(name="calibrate")
 def command(
     model: Annotated[str, typer.Argument(help="Name or folder of a Hugging Face model.")],
-    text: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text of the kind the model will see.")],
-    out: Annotated[Path | None, typer.Option(help="For the result; patch(..., tau=PATH) takes it.")] = None,
-    loss: float = typer.Option(0.01, min=0.0, help="Nats per token it may cost over retrieval at every step."),
+    text: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text like that which the model reads.")],
+    out: Annotated[Path | None, typer.Option(help="File for the result. patch(..., tau=PATH) takes it.")] = None,
+    loss: float = typer.Option(0.01, min=0.0, help="Nats per token that skipping retrievals may cost."),
     prompt: int = typer.Option(4096, min=2, help="Tokens of the prompt."),
-    steps: int = typer.Option(256, min=2, help="Tokens decoded after it."),
-    texts: int = typer.Option(4, min=1, help="Texts, in one batch."),
-    budget: int | None = typer.Option(None, min=1, help="As for patch, which has a default."),
+    steps: int = typer.Option(256, min=2, help="Tokens decoded after the prompt."),
+    texts: int = typer.Option(4, min=1, help="Stretches of the text, in one batch."),
+    budget: int | None = typer.Option(None, min=1, help="Tokens per kv head and step.  [default: of louiskv]"),
     taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
 ) -> None:
-    """Find the tau at which LouisKV retrieves least within a stated loss."""
+    """Find the tau at which LouisKV retrieves least, within a given loss."""
     from torchsparsekv_benchmarks.quality.pretrained import opened
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

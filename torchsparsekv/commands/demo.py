@@ -1,4 +1,4 @@
-"""`torchsparsekv demo`: a passkey in a long text, and which methods still find it; on a CPU, in about a minute."""
+"""`torchsparsekv demo`: hide a passkey in a long text, and see which methods find it. A minute on a CPU."""
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -36,19 +36,19 @@ class Answered(NamedTuple):
     device: int
 
 
-TOKENS = typer.Option(4096, min=1024, max=65536, help="Length of the text; a CPU's time grows with its square.")
-QUESTIONS = typer.Option(8, min=2, max=32, help="Questions: one for the passkey, the others for records like it.")
+TOKENS = typer.Option(4096, min=1024, max=65536, help="Tokens of the text. The time on a CPU grows with their square.")
+QUESTIONS = typer.Option(8, min=2, max=32, help="Questions: one for the passkey, the others for similar records.")
 BUDGET = typer.Option(
     64, min=32, max=16384,
-    help="Tokens that each method retrieves per kv head and step, beside the 32 first and 64 latest; a multiple of 32, "
-    "which is arkvale's page. Dense attention has all of the text.",
+    help="Tokens retrieved per kv head and step, beside the 32 first and 64 latest. A multiple of 32, the page of "
+    "arkvale. Dense attention reads the whole text.",
 )  # fmt: skip
-OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The page; answers and figures go beside it.")
+OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The page. Answers and figures stand beside it.")
 
 
 @app.command()
 def demo(tokens: int = TOKENS, questions: int = QUESTIONS, budget: int = BUDGET, out: Path = OUT) -> None:
-    """Hide a passkey in a long text and ask for it, dense and with every kind of method; no GPU and no download."""
+    """Hide a passkey in a long text, and ask for it with dense attention and every method. No GPU, no download."""
     try:
         with _half_the_threads():
             _demo(tokens, questions, budget, out)

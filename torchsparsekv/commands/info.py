@@ -1,4 +1,4 @@
-"""`torchsparsekv info`: versions, GPUs, the speed of the link, host memory, and what would be refused here."""
+"""`torchsparsekv info`: print versions, GPUs, the speed of the link, host memory, and what would be refused."""
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""`torchsparsekv methods`: what can be passed to patch()."""
+"""`torchsparsekv methods`: list the methods with their hyper-parameters."""
 from inspect import getdoc, getmodule
 
 import typer
@@ -11,7 +11,7 @@ NAMES = typer.Argument(None, help="Methods to list.  [default: all]")
 
 @app.command()
 def methods(names: list[str] | None = NAMES) -> None:
-    """List the methods with the type, default and meaning of their hyper-parameters."""
+    """List the methods, with type, default and meaning of each hyper-parameter."""
     known = all_methods()
     if unknown := [name for name in names or () if name not in known]:
         typer.echo(f"methods: unknown method {', '.join(unknown)}; available: {', '.join(known)}", err=True)

@@ -1,4 +1,4 @@
-"""`torchsparsekv models`: which models can be patched, what their layers run, and which are refused."""
+"""`torchsparsekv models`: list the model types that are supported, and those that are refused."""
 import typer
 
 from torchsparsekv.api import model_table
@@ -7,5 +7,5 @@ from torchsparsekv.commands import app
 
 @app.command()
 def models() -> None:
-    """List the types of models that are supported, and those that are refused, as Markdown."""
+    """List the model types that are supported, and those that are refused, as Markdown."""
     typer.echo(model_table(), nl=False)

@@ -1,4 +1,4 @@
-"""`torchsparsekv plan`: print the host and device memory of a cache, by buffer.
+"""`torchsparsekv plan`: print the memory of a cache by buffer, before it exists.
 
 Nothing is allocated. The model is made of its config alone, without weights.
 """
@@ -20,12 +20,12 @@ TOKENS = typer.Option(
     None, "--max-length",
     help=f"Tokens of a row, prompt and generation together.  [default: {LONG}, or as many as the model has positions]",
 )  # fmt: skip
-BATCH = typer.Option(1, min=1, help="Rows.")
-OFFLOAD = typer.Option("auto", help="Where the pool is to live: auto, host or device, as for patch.")
-HYPER = typer.Option([], "--set", help="NAME=VALUE of a hyper-parameter, as for patch; may be repeated.")
-POOL = typer.Option(None, "--pool-dtype", help="int8: keys and values in 8 bits.  [default: the model's type]")
+BATCH = typer.Option(1, min=1, help="Rows of the batch.")
+OFFLOAD = typer.Option("auto", help="Where the pool lives: auto, host or device.")
+HYPER = typer.Option([], "--set", help="A hyper-parameter, as NAME=VALUE. May be repeated.")
+POOL = typer.Option(None, "--pool-dtype", help="int8 stores keys and values in 8 bits.  [default: the model's type]")
 HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers.  [default: hot_budgets]")
-SKIP = typer.Option(None, "--skip-layers", help="First layers, which attend densely.  [default: as for patch]")
+SKIP = typer.Option(None, "--skip-layers", help="First layers, which are dense.  [default: 2, as patch has it]")
 
 
 @app.command()
@@ -34,7 +34,7 @@ def plan(
     offload: str = OFFLOAD, hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
     hot_gib: float = HOT,
 ) -> None:  # fmt: skip
-    """Print the host and device memory of a cache, by buffer. No weights are loaded."""
+    """Print the memory of a cache by buffer, in host memory and on the device. Loads no weights."""
     try:
         found, said = planned(
             model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype, hot_gib

@@ -1,4 +1,4 @@
-"""`torchsparsekv record`: record what the methods choose on a real model, for `bench decode --trace`."""
+"""`torchsparsekv record`: record the blocks that methods select on a real model, for `bench decode --trace`."""
 from inspect import getdoc
 from pathlib import Path
 

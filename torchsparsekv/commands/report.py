@@ -1,4 +1,4 @@
-"""`torchsparsekv report`: one page of figures from files of results."""
+"""`torchsparsekv report`: make one page of figures from result files."""
 from pathlib import Path
 
 import typer
@@ -7,13 +7,13 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
 from torchsparsekv_benchmarks.report.make import make
 
-RESULTS = typer.Argument(..., help="Files of `eval`, `eval-text` and `bench`.")
-OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page; its figures go beside it as PNG.")
+RESULTS = typer.Argument(..., help="Result files of `board`, `eval`, `eval-text` and `bench`.")
+OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page. Its figures stand beside it as PNG.")
 
 
 @app.command()
 def report(results: list[Path] = RESULTS, out: Path = OUT) -> None:
-    """Accuracy, needles, KL, time per token, throughput, memory and stages of a step on one page."""
+    """Make one page of figures: answers, needles, KL, time per token, throughput, memory and the stages of a step."""
     try:
         written = make(results, out)
     except TOLD as e:

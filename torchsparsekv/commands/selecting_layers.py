@@ -6,5 +6,5 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import add
 from torchsparsekv_benchmarks.quality import selecting_layers as module
 
-OUT = "For the result, a file that is not there yet; patch(..., selecting_layers=PATH) takes it."
+OUT = "File for the result, which must not exist yet. patch(..., selecting_layers=PATH) takes it."
 add(app, "selecting-layers", module.Options, module.run, getdoc(module), Path("selecting_layers.json"), OUT)
