@@ -47,7 +47,9 @@ class OmniKV(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(couples_heads=True, selects_every_step=True, cannot_crop="")
+        return Traits(
+            couples_heads=True, selects_every_step=True, cannot_crop="", no_engine="selects for other layers"
+        )
 
     # ---- which layer does what
 

@@ -41,7 +41,9 @@ class RaaS(PageMethod):
     @cached_property
     def traits(self) -> Traits:
         why = "selects by the queries of all steps, and the cache has no queries"
-        return Traits(no_rest="evicts pages", cannot_crop=why, **self.capability)
+        return Traits(
+            no_rest="evicts pages", cannot_crop=why, no_engine="evicts pages of a request", **self.capability
+        )
 
     @property
     def shape(self) -> str:
