@@ -27,13 +27,23 @@ def _slots(query_start, positions, table, slots, block_size):
         slots[first:end] = table[i, (place // block_size).long()] * block_size + place % block_size
 
 
+def _sampled(logits, seeds):
+    """Tokens drawn by their logits, with a seed for each row."""
+    g = torch.Generator()
+    noise = torch.stack([torch.rand(logits.shape[1], generator=g.manual_seed(seed)) for seed in seeds.tolist()])
+    return (logits - (-noise.log()).log()).argmax(-1)
+
+
 NATIVE = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "init_cpu_threads_env(str cores) -> str": lambda cores: "",
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": _sampled,
     "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, "
     "int block_size) -> ()": _slots,
 }
+# Looked up where layers are made, and not called: `custom_ops=["none"]` runs torch in their place.
+NATIVE |= {f"{name}(Tensor(a!) out, Tensor x) -> ()": lambda out, x: None for name in ("silu_and_mul",)}
 _LIB = torch.library.Library("_C", "FRAGMENT")
 for _schema, _fn in NATIVE.items():
     _LIB.define(_schema)
