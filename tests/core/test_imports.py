@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
         "benchmarks._traces", "benchmarks.quality", "benchmarks.recall_model",
     },
     "torchsparsekv_benchmarks.research": {
-        "method", "ops", "state", "benchmarks._results", "benchmarks._traces", "benchmarks.quality",
+        "method", "ops", "probe", "state", "benchmarks._results", "benchmarks._traces", "benchmarks.quality",
     },
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them
