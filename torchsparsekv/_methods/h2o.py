@@ -43,7 +43,7 @@ class H2O(Method):
     @cached_property
     def traits(self) -> Traits:
         return Traits(
-            all_queries=True, no_rest="evicts tokens", no_engine="evicts tokens of a request",
+            all_queries=True, no_rest="evicts tokens",
             cannot_crop="selects by the attention of all queries, and the cache has no queries",
             no_engine="evicts tokens by the queries of one request",
         )  # fmt: skip
