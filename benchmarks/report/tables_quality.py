@@ -307,28 +307,6 @@ def token_choices(r: Result) -> str:
     return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
 
 
-@table("kept-weight", "quality/kept_weight.json")
-def kept_weight(r: Result) -> str:
-    """By the mean of all settings and texts."""
-    texts, settings = r.options["texts"].split(","), r.options["settings"]
-    by = {(x["method"], x["setting"], x["text"]): x["share"] for x in r.rows}
-    kinds = {"moby-dick": "prose", "sympy": "source code"}
-    columns = [(setting, text) for setting in settings for text in texts]
-    methods = sorted(dict.fromkeys(x["method"] for x in r.rows), key=lambda m: -sum(by[m, s, t] for s, t in columns))
-    sizes = "; ".join(
-        f"{name}: {o['prompt']} of {o['tokens']} tokens are the prompt, budget {o['budget']}"
-        for name, o in settings.items()
-    )
-    layers = ", ".join(map(str, r.options["layers"]))
-    said = (
-        f"Qwen2.5-Coder-0.5B in float32, layers {layers}, sink {r.options['sink']}, window {r.options['window']}; "
-        f"{sizes}; the text is fed as the answer, and every 8th step is measured. Values: the share of the attention "
-        "weight of the dense model that a step attends to. `streaming` has the budget in its window."
-    )
-    told = [[f"`{m}`", *(number(by[m, s, t], 3) for s, t in columns)] for m in methods]
-    return markdown(said, ["method", *(f"{s}, {kinds[t]}" for s, t in columns)], told)
-
-
 @table("readme-real", BOARD, "quality/kl_32k.json")
 def readme_real(means: Means, kl: Means) -> str:
     """At the budget of the speeds in the README, and at a quarter of it; the exact best tokens beside the methods."""
