@@ -109,6 +109,6 @@ def test_the_demo_explains_its_budget():
     from torchsparsekv.commands import load
 
     (budget,) = [p for p in commands_of(load("demo"))["demo"].params if p.name == "budget"]
-    for part in ("beside the 32 first and 64 latest", "a multiple of 32", "Dense attention has all"):
+    for part in ("beside the 32 first and 64 latest", "A multiple of 32", "Dense attention reads the whole text"):
         assert part in budget.help
     assert budget.default == 64

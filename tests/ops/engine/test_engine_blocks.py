@@ -127,7 +127,8 @@ def attend(q: torch.Tensor, r: Request, seen: torch.Tensor) -> torch.Tensor:
 
 
 def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
-    """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say."""
+    """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say: for the query
+    heads of a kv head, or for their mean query."""
     n, seen = r.length, torch.zeros(HEADS, r.length, dtype=torch.bool)
     if method.name == "pariskv":
         return _seen_by_patch(q, r, method)
@@ -138,8 +139,10 @@ def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
         for block in range(first, last):
             keys, x = r.keys[h, block * BLOCK : (block + 1) * BLOCK], q[h * GROUP : (h + 1) * GROUP]
             low, high = keys.amin(0), keys.amax(0)
+            if method.group == "mean":
+                x = x.mean(0, keepdim=True)
             if method.name == "pagemean":
-                score = x.mean(0) @ keys.mean(0)
+                score = (x @ keys.mean(0)).amax()
             elif method.name == "quest":
                 score = torch.maximum(x * low, x * high).sum(-1).amax()
             else:
