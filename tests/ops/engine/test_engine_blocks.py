@@ -127,8 +127,8 @@ def attend(q: torch.Tensor, r: Request, seen: torch.Tensor) -> torch.Tensor:
 
 
 def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
-    """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say: for the query
-    heads of a kv head, or for their mean query."""
+    """Sinks, window, and of the full blocks between them those with the largest bounds, as the papers say. The bound is
+    that of the query heads of a kv head, or of their mean query."""
     n, seen = r.length, torch.zeros(HEADS, r.length, dtype=torch.bool)
     if method.name == "pariskv":
         return _seen_by_patch(q, r, method)
