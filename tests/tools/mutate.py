@@ -191,7 +191,7 @@ MUTATIONS = (
              "(groups * interval + sink)", "(groups * interval + sink + interval)",
              "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-quest-0]"),
     Mutation("a prompt does not go to the device", "torchsparsekv/engines/_blocks.py",
-             "        if self.resident:\n            self._admit", "        if not self.on_host:\n            self._admit",
+             "if self.resident:\n            self._admit", "if not self.on_host:\n            self._admit",
              "tests/ops/engine/test_engine_blocks.py::test_blocks_stay_on_the_device_until_it_is_full"),
     # ---- choices of tokens
     Mutation("heads choose by the sum of their logits", "ops/select/softmax_scores.py",
