@@ -166,7 +166,7 @@ def test_static_ratio_1_equals_prkv_static():
 def test_static_pages_and_the_best_others_are_chosen():
     """Static pages are always among those chosen, the others are the best of the rest by their digests."""
     story = Story(110)
-    layer = story.layer(small("prkv", budget=6 * BLOCK, static_ratio=0.5, digest="float32"))
+    layer = story.layer(small("prkv", budget=6 * BLOCK, static_ratio=0.5, digest="float32", group="max"))
     story.feed(layer, 0, 90, whole=True)
     story.feed(layer, 90, 91)
     ids = layer.choose(story.q[:, :, 90:91])
