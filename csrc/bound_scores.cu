@@ -1,12 +1,12 @@
 // Bounds of blocks, as ops/select/bound_scores.py specifies them, for digests in fp8 and queries of 16 bits.
 //
-// Why not Triton: all that counts is that every byte is asked for early and once. Here a warp takes 16 blocks at a
-// time, and their digests go from memory straight to where the tensor cores want them: a product does not mind in which
-// order it takes the channels, so a thread loads 16 that lie side by side, and the queries are laid out to match. No
-// shared memory, no barrier, nothing to wait for but the memory.
+// Why not Triton: the time depends only on loading every byte early and once. Here a warp takes 16 blocks at a time.
+// Their digests go from memory straight into the registers that the tensor cores read. A product may take the channels
+// in any order. So a thread loads 16 neighbouring channels, and the queries have the same layout. The kernel uses no
+// shared memory and no barrier, and waits for memory alone.
 //
-// Set by the compilation: D channels (a multiple of 64), G query heads per kv head, BOX (a spread per channel in fp8,
-// or one per block in fp32), BF16 (queries are in bf16, or in fp16), WARPS per program, GROUP scores that share a peak,
+// Constants of the compilation: D channels (a multiple of 64); G query heads per kv head; BOX (a spread per channel in
+// fp8, or one per block in fp32); BF16 (queries in bf16, or in fp16); WARPS per program; GROUP scores that share a peak;
 // UNIT of the numbers in digests.
 
 #include "common.cuh"
@@ -15,20 +15,20 @@
 constexpr int TILE = 16;
 static_assert(TILE == GROUP);
 constexpr int CHUNKS = D / 64, KINDS = BOX ? 2 : 1, COLUMNS = (G + 7) / 8;
-constexpr int LOADS = KINDS * CHUNKS, ROOM = 4;  // pairs of 16 bytes on their way: more take the room of the next kernel
-constexpr int AHEAD = LOADS > ROOM ? 1 : ROOM / LOADS > 4 ? 4 : ROOM / LOADS;  // tiles of a warp on their way
-constexpr unsigned LARGEST = 0x5F00, UNBOUNDED = 0x7BFF;  // 448, where e4m3 ends, and what it counts as: 65504, in fp16
+constexpr int LOADS = KINDS * CHUNKS, ROOM = 4;  // pairs of 16-byte loads in flight: more leave the next kernel no room
+constexpr int AHEAD = LOADS > ROOM ? 1 : ROOM / LOADS > 4 ? 4 : ROOM / LOADS;  // tiles of a warp in flight
+constexpr unsigned LARGEST = 0x5F00, UNBOUNDED = 0x7BFF;  // in fp16: 448, the largest e4m3; it counts as 65504
 
-// What a thread has of 16 blocks: of rows g and g + 8, 16 channels of every 64.
+// A thread's part of 16 blocks: 16 of every 64 channels of rows g and g + 8.
 struct Tile {
   Words digest[KINDS][CHUNKS][2];
   float radius[2];
 };
 
 struct Digests {
-  const unsigned char *centre, *spread;  // of row 0, where this thread's channels begin
+  const unsigned char *centre, *spread;  // row 0, at the first channel of this thread
   const float* radius;
-  int last;  // row
+  int last;  // the last row
 
   __device__ void load(int tile, Tile& x) const {
     for (int r = 0; r < 2; r++) {
@@ -44,7 +44,7 @@ struct Digests {
 
 struct Raw { uint4 part[COLUMNS][CHUNKS][2]; };
 
-// Query head g of every column tile, laid out as the digests are.
+// Query head g of every column tile, in the layout of the digests.
 __device__ Raw load(const unsigned short* q, int q_h) {
   Raw x = {};
   for (int n = 0; n < COLUMNS; n++) {
@@ -58,9 +58,9 @@ __device__ Raw load(const unsigned short* q, int q_h) {
 
 struct Queries {
   unsigned half[COLUMNS][CHUNKS][8];
-  float norm[COLUMNS][2], shift[COLUMNS][2];  // |q|, q.origin: of the columns whose sums this thread has
+  float norm[COLUMNS][2], shift[COLUMNS][2];  // |q| and q.origin of the columns whose sums this thread has
 
-  // `origin`: where this thread's channels begin.
+  // origin: at the first channel of this thread.
   __device__ Queries(const Raw& raw, const float* origin) {
     for (int n = 0; n < COLUMNS; n++) {
       float squares = 0, away = 0;
@@ -93,10 +93,10 @@ __device__ unsigned unbounded(unsigned x) {
 }
 
 struct Sums {
-  float part[2][COLUMNS][4] = {};  // neighbouring steps add to different parts, so that they overlap
+  float part[2][COLUMNS][4] = {};  // neighbouring steps add to different parts, so they overlap
 
-  // The products of one kind of digest: where it is widths, with the sizes of the queries, and with LIMIT the largest
-  // of them count as unbounded.
+  // The products of one kind of digest. Widths (WIDTH) are multiplied with |q|. With LIMIT the largest widths count as
+  // unbounded.
   template <bool WIDTH, bool LIMIT>
   __device__ void add(const Words (&digest)[CHUNKS][2], const Queries& q) {
     for (int c = 0; c < CHUNKS; c++)
@@ -112,7 +112,7 @@ struct Sums {
   __device__ Sums(const Tile& x, const Queries& q) {
     add<false, false>(x.digest[0], q);
     if (BOX) {
-      unsigned large = 0;  // the highest bit of a byte: of those from 448 on
+      unsigned large = 0;  // the highest bit of each byte that is 448 or more
       for (int c = 0; c < CHUNKS; c++)
         for (int w = 0; w < 4; w++)
           for (int r = 0; r < 2; r++) large |= x.digest[KINDS - 1][c][r].at[w] + 0x02020202;
@@ -127,7 +127,7 @@ struct Sums {
                                                     (BOX ? 0 : x.radius[i / 2] * q.norm[n][i % 2]));
   }
 
-  // The largest of row g of the tile, or in odd threads of row g + 8.
+  // The largest score of row g of the tile; odd threads get that of row g + 8.
   __device__ float best() const {
     const int t = threadIdx.x % 4;
     float most[2] = {none(), none()};
@@ -151,13 +151,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   const float* radius = reinterpret_cast<const float*>(spread) + bh * blocks;
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
   wait_for_previous();
-  const int end = min(ring_begin[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of tiles with live blocks
+  const int end = min(ring_begin[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // the end of the tiles with live blocks
   const int stay = pinned ? first + pinned[bh] / block_size : 0;
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};
   Tile ahead[AHEAD];
 #pragma unroll
   for (int k = 0; k < AHEAD; k++)
-    if (from + k * step < tiles) digests.load(from + k * step, ahead[k]);  // while `end` is on its way
+    if (from + k * step < tiles) digests.load(from + k * step, ahead[k]);  // while `end` is being loaded
   const Raw raw = load(q + (long long)b * q_b + (long long)h * G * q_h, q_h);
   const Queries queries(raw, origin + bh * D + lane % 4 * 16);
   auto store = [&](int tile, float score) {

@@ -1,23 +1,23 @@
 // Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
 // up to 8 query heads of a kv head, in fp16 and bf16.
 //
-// Why not Triton: there it is two launches, and in between what the programs of a head found goes through memory. Here
-// they are a cluster: each adds up a slice of the output, of which the others send it what they have. A product does not
-// care in which order it takes the channels, so a row goes straight into the registers that the tensor cores read: a warp
-// has 16 tokens, 8 KiB at head_dim 128, on their way at a time.
+// Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here the
+// programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it. A
+// product may take the channels in any order, so a row goes straight into the registers that the tensor cores read. A warp
+// has loads of 16 tokens in flight, 8 KiB at head_dim 128.
 //
-// With the rest (ops/rest/__init__.py) the sums of groups are more rows to attend to, in fp16. A group with no exact token
-// is one row. For the others, of group g with m remaining tokens and exact tokens i, nothing is subtracted from a row:
+// With the rest (ops/rest/__init__.py) the sums of groups are further rows, in fp16. A group without exact tokens is one
+// row. A group g with m remaining tokens and exact tokens i is computed without subtracting from its row:
 //
 //   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
 //   out += w (sum of values) - sum of w v_i
 //
-// A warp takes up to 16 such groups and all of their exact tokens: the sums over i, and w of each token's group, are
-// products with the matrix of which token is in which group.
+// A warp takes up to 16 such groups with all their exact tokens. A 0/1 matrix says which token is in which group. Products
+// with this matrix give the sums over i, and give each token the w of its group.
 //
-// Set by the compilation: D channels (a multiple of 64), G query heads, P rows of a block, whether blocks may be partly
-// FILLED, BF16, WARPS of a program, programs RESIDENT on a multiprocessor, programs of a CLUSTER, and pool rows of a
-// GROUP of the rest (0: there is no rest).
+// Constants of the compilation: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
+// be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of a
+// GROUP of the rest (0: no rest).
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -26,27 +26,27 @@
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
 constexpr int THREADS = 32 * WARPS;
-constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // loads of 8 channels that a thread has of a token
-constexpr int PAIRS = 4 * OF_VALUE;  // of channels that a thread adds up, for two query heads each
-constexpr int STRIDE = D + 4;  // of query heads in shared memory: the threads of a warp meet all banks
-constexpr int SLICE = G * D / CLUSTER;  // of the output, a program of the cluster each
+constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // 8-channel loads of a thread for one token
+constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up, for two query heads
+constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
+constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
 static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
 
-// A softmax as far as a warp has come. Thread 4 g + t has the largest logit of query head g and its share of the total,
-// and of heads 2 t and 2 t + 1 the sums of its channels.
+// The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
+// its channels for heads 2 t and 2 t + 1.
 struct State {
   float top, total, sum[PAIRS][4];
 };
 
 struct End { float top, total; };
 
-// The numbers of query heads 2 t and 2 t + 1, where thread 4 g + t has that of head g.
+// The numbers of query heads 2 t and 2 t + 1; thread 4 g + t has the number of head g.
 __device__ float2 of_columns(float x) {
   const int t = threadIdx.x % 4;
   return {__shfl_sync(ALL, x, 8 * t), __shfl_sync(ALL, x, 8 * t + 4)};
 }
 
-// exp(x - peak), where -inf is nothing, even of nothing.
+// exp(x - peak); 0 if x is -inf, even if `peak` is -inf too.
 __device__ float share(float x, float peak) { return x == none() ? 0 : __expf(x - peak); }
 
 __device__ void scale_by(State& s, float factor) {
@@ -61,7 +61,7 @@ template <bool BRAIN>
 __device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const float (&p)[4]) {
   const unsigned early = halves<BRAIN>(p[0], p[1]), late = halves<BRAIN>(p[2], p[3]);
   for (int i = 0; i < OF_VALUE; i++)
-    for (int j = 0; j < 4; j++) {  // a pair of channels: the lower ones of the tokens together, then the upper ones
+    for (int j = 0; j < 4; j++) {  // a pair of channels: the lower channel of all tokens, then the upper
       const unsigned a = value[0][i].at[j], b = value[1][i].at[j], c = value[2][i].at[j], d = value[3][i].at[j];
       multiply_add<BRAIN>(s.sum[4 * i + j],
                           {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
@@ -69,30 +69,29 @@ __device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const fl
     }
 }
 
-// Load the values of 16 rows. `row` of thread i or 16 + i is that of row i behind `rows`, or below 0 where there is none.
+// Load the values of 16 rows. `row` of threads i and 16 + i is the place of row i behind `rows`, or negative for none.
 __device__ void load_values(Words (&value)[4][OF_VALUE], const char* rows, int row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int r = 0; r < 4; r++) {  // of rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t
+  for (int r = 0; r < 4; r++) {  // rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t
     const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
     for (int i = 0; i < OF_VALUE; i++)
       value[r][i] = at >= 0 ? load_once(value_of<D>(row_at<D>(rows, at)) + (g + 8 * i) * 16) : Words{};
   }
 }
 
-// The products of head g with the keys of the same rows, in fp16 or with BRAIN in bf16. The upper two of each are of heads
-// that there are not.
+// The products of head g with the keys of the same rows, in fp16, or in bf16 with BRAIN. The upper two of each are unused.
 template <bool BRAIN>
 __device__ void products(float (&z)[2][4], const unsigned short* query, const char* rows, int row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   Words key[2][OF_KEY];
-  for (int r = 0; r < 2; r++) {  // of rows g and 8 + g
+  for (int r = 0; r < 2; r++) {  // rows g and 8 + g
     const int at = __shfl_sync(ALL, row, g + 8 * r);
     for (int i = 0; i < OF_KEY; i++)
       key[r][i] = at >= 0 ? load_once(row_at<D>(rows, at) + (t + 4 * i) * 16) : Words{};
   }
   for (int r = 0; r < 2; r++)
     for (int c = 0; c < 4; c++) z[r][c] = 0;
-  for (int i = 0; i < OF_KEY; i++) {  // of the query from the caches each time: 4 registers, not D / 8
+  for (int i = 0; i < OF_KEY; i++) {  // load the query from the caches each time: 4 registers, not D / 8
     Words x = {};
     if (g < G) x = *reinterpret_cast<const Words*>(query + (t + 4 * i) * 8);
     if (BF16 && !BRAIN)
@@ -117,14 +116,14 @@ __device__ void weigh(State& s, float (&p)[4]) {
   for (float& x : p) x = share(x, peak);
 }
 
-// Take in 16 tokens, or with SUMS the sums of 16 groups of `held` tokens, divided by GROUP.
+// Attend to 16 tokens, or with SUMS to the sums of 16 groups of `held` tokens, divided by GROUP.
 template <bool SUMS = false>
 __device__ void fold(
     State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap, int held = 1) {
   constexpr bool BRAIN = BF16 && !SUMS;
   const int t = threadIdx.x % 4;
   Words value[4][OF_VALUE];
-  load_values(value, rows, row);  // before the keys, which are waited for
+  load_values(value, rows, row);  // before the keys, whose loads are waited for
   float z[2][4], p[4], tokens[4];
   products<BRAIN>(z, query, rows, row);
   for (int r = 0; r < 4; r++) {
@@ -144,16 +143,16 @@ __device__ void fold(
   add_values<BRAIN>(s, value, p);
 }
 
-// Where the tokens stand: first the rows of the ring, then those of the chosen blocks.
+// The places of the tokens: first the rows of the ring, then the rows of the chosen blocks.
 struct Tokens {
-  const int *slots, *block_of, *fill;  // the chosen blocks; what is in each slot; how many rows of a block count
+  const int *slots, *block_of, *fill;  // slots of the chosen blocks; the block in each slot; rows of a block that count
   Ring ring;
   int end, chosen;
 
   __device__ int near_tiles() const { return (ring.rows + TILE - 1) / TILE; }
   __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
 
-  // Of this thread's token of a tile; -1 where there is none.
+  // The place of this thread's token of a tile; -1 for none.
   __device__ int row(int tile) const {
     const int row = tile * TILE + threadIdx.x % TILE;
     if (tile < near_tiles()) {
@@ -166,7 +165,7 @@ struct Tokens {
   }
 };
 
-// A warp asks for a tile of rows.
+// A warp loads a tile of rows.
 __device__ void ask_for(const char* rows, int tile, int of_rows) {
   const int row = tile * TILE + lane() % TILE;
   if (row < of_rows)
@@ -174,19 +173,19 @@ __device__ void ask_for(const char* rows, int tile, int of_rows) {
 }
 
 #if GROUP
-constexpr int BLOCKS = GROUP / P;  // of a group
+constexpr int BLOCKS = GROUP / P;  // blocks of a group
 constexpr int WINDOW = P < TILE ? TILE / P : 1;  // entries among which a warp looks for groups that begin
 constexpr int NO_ENTRY = 0x7FFFFFFF;
 
-// Two numbers that are 1 where a condition holds, as fp16, or as bf16 with BRAIN.
+// Two numbers, 1 if a condition holds, else 0, as fp16, or as bf16 with BRAIN.
 template <bool BRAIN>
 __device__ unsigned ones(bool first, bool second) {
   constexpr unsigned ONE = BRAIN ? 0x3F80 : 0x3C00;
   return (first ? ONE : 0) | (second ? ONE << 16 : 0);
 }
 
-// What a step does not attend to exactly, by groups. Exact tokens are those of the chosen blocks, and those from `begin`
-// up to `end`, which are in the ring and in the sums.
+// The groups of tokens that a step does not attend to exactly. Exact tokens are in chosen blocks, or have positions from
+// `begin` up to `end`: those are in the ring and in the sums.
 struct Rest {
   const char *sums, *hot, *ring;
   const int* fill;
@@ -218,7 +217,7 @@ struct Rest {
     return CLUSTER * windows_each() + (begin < end ? (end - 1) / GROUP - begin / GROUP + 1 : 0);
   }
 
-  // By all threads: let the blocks ascend, with what is none behind them, and find the first entry of each group.
+  // Called by all threads. Sort the blocks in ascending order, empty entries last, and find the first entry of each group.
   __device__ void arrange() {
     __syncthreads();
     bool ascend = true;
@@ -239,7 +238,7 @@ struct Rest {
     __syncthreads();
   }
 
-  // The end of the entries of group g, of which `from` is one or the end.
+  // The end of the entries of group g. `from` is an entry of the group, or the end already.
   __device__ int end_of(int g, int from) const {
     for (;; from += 32) {
       const int j = from + lane();
@@ -249,12 +248,12 @@ struct Rest {
   }
 };
 
-// Up to 16 groups of the rest with all of their exact tokens.
+// A unit: up to 16 groups of the rest with all their exact tokens.
 struct Unit {
   const Rest& rest;
-  int group;  // of thread i or 16 + i: column i of the products, -1 where there is none
-  int from, upto, origin;  // entries; the column of a group is the place of its first entry behind `origin`
-  int near_from, near_upto;  // positions of exact tokens in the ring, all of the one group
+  int group;  // in threads i and 16 + i: the group of column i of the products; -1 for none
+  int from, upto, origin;  // entries; a group's column is its first entry less `origin`
+  int near_from, near_upto;  // positions of exact tokens in the ring, all of one group
 
   __device__ Unit(const Rest& r, int number)
       : rest(r), group(-1), from(0), upto(0), origin(0), near_from(0), near_upto(0) {
@@ -278,7 +277,7 @@ struct Unit {
 
   __device__ bool empty() const { return !__any_sync(ALL, group >= 0); }
 
-  // Call f(rows, row, column) for 16 exact tokens at a time, with -1 where there is none.
+  // Call f(rows, row, column) for 16 exact tokens at a time, with -1 for none.
   template <class F>
   __device__ void each(F f) const {
     const int i = threadIdx.x % TILE, chosen = ((upto - from) * P + TILE - 1) / TILE;
@@ -292,7 +291,7 @@ struct Unit {
           const int block = rest.block[j], in_block = token % P, position = block * P + in_block;
           const int at = rest.first[block / BLOCKS] - origin;
           const bool live = FILLED ? in_block < rest.fill[block] : position >= rest.of_ring.sink && position < rest.begin;
-          // A group of the ring that begins in a window is another unit's.
+          // A group of the ring that begins in a window belongs to another unit.
           if (live && (near_from < near_upto || !rest.near(block / BLOCKS))) row = rest.slot[j] * P + in_block, column = at;
         }
       } else if (const int position = near_from + (tile - chosen) * TILE + i; position < near_upto) {
@@ -303,11 +302,11 @@ struct Unit {
   }
 };
 
-// Take in what remains of the groups of a unit.
+// Attend to what remains of the groups of a unit.
 __device__ void fold_remaining(State& s, const unsigned short* query, const Unit& unit, float scale, float softcap) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // Of head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens; in the upper
-  // two of thread t the number of these.
+  // For head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens. The upper two
+  // of thread t count these tokens.
   float taken[2][4] = {}, z[2][4], p[4], left[4];
   unit.each([&](const char* rows, int row, int column) {
     products<BF16>(z, query, rows, row);
@@ -339,7 +338,7 @@ __device__ void fold_remaining(State& s, const unsigned short* query, const Unit
   }
   weigh(s, p);
   float whole[4];
-  for (int r = 0; r < 4; r++) {  // rounded first, so that the sums and their tokens have the same weight
+  for (int r = 0; r < 4; r++) {  // rounded first, so that sums and tokens get the same weight
     p[r] = number<BF16>(halves<BF16>(__fdividef(p[r], fmaxf(left[r], 1)), 0));
     if (left[r] > 0) s.total += p[r] * left[r];
     whole[r] = p[r] * GROUP;
@@ -359,17 +358,16 @@ __device__ void fold_remaining(State& s, const unsigned short* query, const Unit
 }
 #endif
 
-// What a program is sent for its slice of the output, by itself too: by each program the sums, and what belongs to them of
-// all query heads.
+// What each program of the cluster sends for one slice of the output, the program of the slice included: its sums, and the
+// largest logit and total of every query head.
 struct Found {
   float sum[CLUSTER][SLICE];
   End end[CLUSTER][G];
   Bell<CLUSTER> bell;
 };
-constexpr int NUMBERS = CLUSTER * (SLICE + 2 * G);  // of these
+constexpr int NUMBERS = CLUSTER * (SLICE + 2 * G);  // numbers that a program receives
 
-// Add up over the warps of a program, and send it to the others. Channels stand in the order in which the products left
-// them.
+// Add up over the warps of a program, and send the sums to the other programs. Channels keep the order of the products.
 __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
   __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -384,7 +382,7 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
     for (int c = 0; c < 4; c++)
       if (2 * t + c % 2 < G) parts[(warp * G + 2 * t + c % 2) * STRIDE + (2 * j + c / 2) * 8 + g] = s.sum[j][c];
   __syncthreads();
-  wait();  // until all expect something
+  wait();  // until all programs are ready to receive
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
     float sum = 0;
     for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
@@ -398,7 +396,7 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
   }
 }
 
-// Add up a program's slice over those that sent it, by as many threads for each number.
+// Add up a program's slice over the programs that sent it, with one thread for each sender of a number.
 __device__ void add_programs(
     Found& found, int rank, const unsigned short* sink_logits, unsigned short* out, bool broken) {
   const int from = threadIdx.x % CLUSTER;

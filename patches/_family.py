@@ -1,4 +1,4 @@
-"""What the seam must know about a group of models."""
+"""What patches must know about a group of models."""
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from torch import nn
 from torchsparsekv.patches._names import NAMES, blamed
 
 FAMILIES: dict[str, "Family"] = {}
-# Models with eyes whose text model is of a family: patched as a whole, for generate() is theirs. What they put between
-# the words is a prompt like any other, attended to causally.
+# Models with images whose text model is of a family. The whole model is patched, because it has generate(). Tokens of
+# images are part of the prompt, with causal attention.
 MULTIMODAL = (
     "gemma3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
 )  # fmt: skip
 
 Shard = Literal["heads", "replicated", "unknown"]
-# What transformers' tensor parallel plans say of the projection that gives the keys. The second kind gathers them again
-# on every rank, because a norm or a slice needs all of them.
+# The kinds of the key projection in transformers' tensor parallel plans. The second kind gathers all keys on every
+# rank, because a norm or a slice needs all of them.
 SHARDS: dict[str, Shard] = {
     "colwise": "heads", "colwise_gather_output": "replicated", "colwise_rep": "replicated",
 }  # fmt: skip
@@ -30,15 +30,15 @@ OWN_KINDS = ("linear_attention", "conv")  # whose state is not keys and values: 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer of a model is; the plan is made from these."""
+    """The shape of one attention layer of a model."""
 
     heads: int  # query heads
     kv_heads: int
     head_dim: int
-    window: int | None = None  # tokens that it attends to, None: all
-    softcap: float = 0.0  # of its logits, 0: none
-    sink_logits: bool = False  # one learned logit more per query head
-    shard: Shard = "unknown"  # what a rank of a tensor parallel model has of its kv heads
+    window: int | None = None  # tokens that the layer attends to; None: all
+    softcap: float = 0.0  # cap of the logits; 0: none
+    sink_logits: bool = False  # one more learned logit per query head
+    shard: Shard = "unknown"  # the part of the kv heads that a tensor parallel rank holds
 
     @property
     def group(self) -> int:
@@ -46,7 +46,7 @@ class Layer:
         return self.heads // self.kv_heads
 
     def on_rank(self, ranks: int) -> "Layer":
-        """What one of so many tensor parallel ranks has of this layer."""
+        """The part of this layer on one of `ranks` tensor parallel ranks."""
         if ranks == 1 or self.shard == "replicated":
             return self
         if self.shard == "unknown":
@@ -64,7 +64,7 @@ def decoder_type(config) -> str:
 
 
 def window_of(config, layer: int) -> int | None:
-    """The sliding window of a layer, None where it attends to everything."""
+    """The sliding window of a layer. None: the layer attends to all tokens."""
     types = getattr(config, "layer_types", None)
     if types is not None and types[layer] == "full_attention":
         return None
@@ -84,7 +84,7 @@ def shard_of(config) -> Shard:
 
 
 def layer_of(config, layer: int) -> Layer | None:
-    """The answer for most models."""
+    """The shape of a layer by the usual names of a config."""
     types = getattr(config, "layer_types", None)
     if types is not None and types[layer] in OWN_KINDS:
         return None
@@ -102,9 +102,9 @@ def layer_of(config, layer: int) -> Layer | None:
 
 
 def is_self_attention(module: nn.Module) -> bool:
-    """Whether it asks transformers' attention dispatch, with a cache, and attends to its own tokens.
+    """Whether a module is self-attention with a cache that calls transformers' attention dispatch.
 
-    Others have a `layer_idx` too (decoder layers, linear attention, indexers), and names of projections differ.
+    A `layer_idx` is not enough: decoder layers, linear attention and indexers have one. Names of projections differ.
     """
     if not isinstance(getattr(module, "layer_idx", None), int):
         return False
@@ -117,13 +117,14 @@ def is_self_attention(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Data about model types; every field has the common answer as default.
+    """Data about model types. The defaults fit most models.
 
-    about: what their layers are, for the table of models.
-    since: the first transformers in which they work, where that is not the oldest that is supported.
-    layer: what the layer of this index is, from the text config; None where it keeps no keys and values.
-    is_attention: which modules are the attention of those layers; each has its index as `layer_idx`.
-    kept: what transformers keeps of a row in every other layer, by name: its shape and type, None for the model's.
+    about: the kinds of layers, for the table of models.
+    since: the first transformers version in which the models work; "" for any supported version.
+    layer: the shape of the layer with this index, from the text config; None for a layer without keys and values.
+    is_attention: whether a module is the attention of such a layer. The module has the index as `layer_idx`.
+    kept: the state of a row that transformers keeps in every other layer, by name: shape and type, None for the
+        model's type.
     """
 
     model_types: tuple[str, ...]
@@ -143,7 +144,7 @@ class Family:
         return tuple(self.layer(config, i) for i in range(config.num_hidden_layers))
 
     def modules(self, model: nn.Module, config) -> list[nn.Module]:
-        """The attention module of every layer that has one, by index; refused unless there is exactly one for each."""
+        """The attention modules by index of their layer. Refuses a model without exactly one for each layer."""
         found = [m for m in model.modules() if self.is_attention(m)]
         indices = [m.layer_idx for m in found]
         expected = [i for i, layer in enumerate(self.layers(config)) if layer is not None]

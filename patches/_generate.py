@@ -1,4 +1,4 @@
-"""What stands in for generate() and for its own way to a cache, on the patched instance."""
+"""The functions that replace generate() and its choice of a cache on a patched model."""
 import functools
 import itertools
 from typing import TYPE_CHECKING
@@ -19,14 +19,14 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def forget_compiled(model) -> None:
-    """Hooks and attributes of an instance are not guarded: what generate() compiled before is stale."""
+    """Drop what generate() compiled before: torch.compile does not guard hooks and attributes of an instance."""
     for name in ("_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)
 
 
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
-    """The class's own; what it holds of our caches is free again when it ends, however it ends."""
+    """Call generate() of the class. Caches that the call holds are free again at its end, also after an error."""
     with _use.generating():
         return type(self).generate(self, *args, **renamed(kwargs))
 
@@ -34,12 +34,12 @@ def generate(self, *args, **kwargs):
 def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
     """Stands in for GenerationMixin._prepare_cache_for_generation on the patched instance."""
     handle: Handle = self._torchsparsekv
-    if handle._copied:  # what the original compiled came along in the copy, and would run the original
+    if handle._copied:  # the copy has the compiled call of the original, which would run the original
         forget_compiled(self)
         handle._copied = False
     given = cache_in(model_kwargs)
     dynamic = given is None and generation_config.cache_implementation == "dynamic"  # as for cache=DynamicCache()
-    if dynamic or (given is not None and not isinstance(given, SparseCache)):  # another cache was asked for
+    if dynamic or (given is not None and not isinstance(given, SparseCache)):  # the user wants another cache
         return type(self)._prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -64,14 +64,14 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     if given.max_length < max_cache_length:
         raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
     _check_padding(given, mask)
-    handle.hold(given, chunked=chunked)  # first: where another call runs a forward, check() would tell to reset()
+    handle.hold(given, chunked=chunked)  # before check(), which would advise reset() while another call runs
     given.use.check()
     _check_begun(given, columns)
     return None
 
 
 def _refuse(model, generation_config, generation_mode) -> None:
-    """What of a call with our cache cannot be."""
+    """Refuse what a call with our cache cannot do."""
     if generation_mode not in MODES:
         raise ValueError(
             f"generation mode {generation_mode.value!r} reorders or forks the cache, which torchsparsekv does not "

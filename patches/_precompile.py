@@ -1,4 +1,4 @@
-"""While a prompt runs, a thread compiles the CUDA C++ that its decode steps will need: some two seconds, once."""
+"""While a prompt runs, a thread compiles the CUDA C++ of the decode steps. This takes about two seconds, once."""
 import contextlib
 import functools
 import threading
@@ -20,14 +20,14 @@ _begun: set[Kind] = set()  # in this process
 
 
 def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
-    """Begin to compile what a step of these layers calls; None where there is nothing to do."""
+    """Start to compile what a step of these layers calls. Returns None if there is nothing to do."""
     kinds = {kind: layer for kind, layer in by_kind(layers).items() if layer.state.store.ring.is_cuda}
     new = [layer for kind, layer in kinds.items() if kind not in _begun]
     if not new:
         return None
     _begun.update(kinds)
     mode = FakeTensorMode()
-    # No tensor of the store goes along: the thread must not keep the memory of a cache that is gone.
+    # The thread gets no tensor of the store: it must not keep the memory of a cache that is gone.
     steps = [(layer.method, layer.shape, layer.state.mapped(mode.from_tensor)) for layer in new]
     thread = threading.Thread(target=_compile, args=(mode, steps), name=NAME)
     thread.start()
@@ -48,7 +48,7 @@ def _kind(layer: SparseLayer) -> Kind:
 def _compile(mode: FakeTensorMode, steps: list[tuple[Method, Layer, LayerState]]) -> None:
     with torch.no_grad(), mode:
         for method, shape, state in steps:
-            # What cannot be done with fake tensors is compiled when it is called, and fails there if it must.
+            # What fails with fake tensors is compiled at its first real call, and may fail there.
             with contextlib.suppress(Exception):
                 step(method, shape, state)
 

@@ -61,7 +61,7 @@ def _put_on(model, handle, owner: Owner, base: str) -> None:
     model.register_forward_pre_hook(enter_model, with_kwargs=True)
     model.register_forward_hook(leave_model, with_kwargs=True, always_call=True)
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
-    if "generate" not in vars(model):  # whoever wrapped it keeps it; then no cache is recycled
+    if "generate" not in vars(model):  # a wrapper of the user stays; then no cache is recycled
         model.generate = types.MethodType(generate, model)
     if handle.captures:
         model.get_compiled_call = types.MethodType(Steps, model)

@@ -1,9 +1,9 @@
-"""The model inside of what wraps it."""
+"""The model inside an adapter or a wrapper of torch.compile."""
 import torch
 
 
 def unwrapped(model):
-    """The model in an adapter of PEFT or in the wrapper of torch.compile, whose generate() is the one of the model."""
+    """The model inside an adapter of PEFT or a wrapper of torch.compile. Their generate() is that of the model."""
     while isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     if type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):

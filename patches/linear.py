@@ -1,4 +1,4 @@
-"""Models that have linear attention or convolutions between their attention layers: transformers keeps that state."""
+"""Models with linear attention or convolutions between attention layers. transformers keeps the state of these."""
 import torch
 
 from torchsparsekv.patches._family import Family, Kept

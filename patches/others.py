@@ -1,4 +1,4 @@
-"""Models of which the seam need know nothing more: their norms, rotations, experts and fused projections are theirs."""
+"""Models that need no data of their own here: a patch does not touch norms, rotations, experts and projections."""
 from torchsparsekv.patches._family import Family
 
 Family(

@@ -1,4 +1,4 @@
-"""Models with sliding-window layers beside full ones: those run the window method (_assignment.py)."""
+"""Models with sliding windows in some layers, which run the window method (_assignment.py)."""
 import dataclasses
 
 from torchsparsekv.patches._family import Family, Layer, layer_of

@@ -22,22 +22,37 @@ EAGER_ONLY = "a probe works in eager decode only: pass disable_compile=True to g
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of the buffers of one layer."""
+    """The sizes of the buffers of one layer.
+
+    Attributes:
+        batch: rows of the batch.
+        kv_heads: kv heads of the layer.
+        head_dim: channels of a key.
+        rows: pool rows per (row of the batch, kv head): the most tokens of a row, in whole blocks.
+        dtype: type of keys and values.
+        group: query heads per kv head.
+        layer: the number of the layer, by which layers take turns with some work.
+        layers: the number of layers.
+        follows: whether the layer shares the selection of an earlier layer (`LayerState.anchor`).
+        pool_dtype: type of the pool. None: `dtype`.
+        hot_budgets: the value of `hot_budgets="auto"` in this cache.
+    """
 
     batch: int
     kv_heads: int
     head_dim: int
-    rows: int  # pool rows per (batch row, kv head): the capacity, in whole blocks
+    rows: int
     dtype: torch.dtype
-    group: int = 1  # query heads per kv head
-    layer: int = 0  # the number of the layer; layers take turns with some work by it
+    group: int = 1
+    layer: int = 0
     layers: int = 1
-    follows: bool = False  # the layer shares the selection of an earlier layer (LayerState.anchor)
-    pool_dtype: torch.dtype | None = None  # None: dtype
-    hot_budgets: int = HOT_BUDGETS  # the value of `hot_budgets="auto"` in this cache
+    follows: bool = False
+    pool_dtype: torch.dtype | None = None
+    hot_budgets: int = HOT_BUDGETS
 
     @property
     def lead(self) -> tuple[int, int]:
+        """(batch, kv_heads), the first sizes of every buffer."""
         return self.batch, self.kv_heads
 
 
@@ -59,10 +74,12 @@ class RingPlan:
 class Buffer:
     """A tensor that a layer needs.
 
-    home: "pool" puts the tensor where the pool lives, in host memory or on the device (`offload`).
-
-    counts: the tensor counts events for the report of this cache. Nothing else depends on it, and a fork starts with
-    zeros.
+    Attributes:
+        shape: its shape.
+        dtype: its type.
+        home: "device", or "pool" for a tensor that lives where the pool lives (`offload`).
+        fill: its value in a new cache and after `reset()`.
+        counts: whether the tensor counts events for the report. Nothing else depends on it; a fork starts with zeros.
     """
 
     shape: tuple[int, ...]
@@ -298,7 +315,7 @@ class LayerState:
     def consume(self) -> Any:
         what = self._handed
         if what is None:
-            raise RuntimeError("nothing was handed on: a layer took in a prompt before the one that it follows")
+            raise RuntimeError("nothing was published: a sharing layer took a prompt before its selecting layer")
         self._takers -= 1
         if not self._takers:
             self._handed = None

@@ -100,7 +100,7 @@ class Module:
     def __init__(self, driver: ctypes.CDLL, image: bytes, device: torch.device):
         self.driver, self.device, self.module = driver, device, c_void_p()
         self.kernels: dict[str, tuple[c_void_p, int]] = {}
-        mode = c_int(_RELAXED)  # another thread may be capturing a graph, in which nothing of this is to be
+        mode = c_int(_RELAXED)  # another thread may be capturing a graph, which must not contain this
         self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
             self._do("cuModuleLoadData", byref(self.module), image)

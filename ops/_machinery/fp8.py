@@ -1,7 +1,7 @@
 """Rounding to fp8 (e4m3) in integer arithmetic.
 
-Not by the hardware's conversion: ptxas of Triton 3.6 miscompiles it where bytes are computed with afterwards (it reads
-a register before it is written), the interpreter's rounds wrongly, and neither rounds up.
+The hardware's conversion has three faults here. ptxas of Triton 3.6 miscompiles it if later code computes with the
+bytes: a register is read before it is written. The interpreter's conversion rounds wrongly. Neither can round up.
 """
 import torch
 

@@ -1,9 +1,7 @@
-"""The hash that seeded draws are made with, equal in torch and in Triton.
+"""The hash of seeded draws: the 32-bit finaliser of MurmurHash3, equal in torch and in Triton.
 
-The 32-bit finaliser of MurmurHash3, in torch and in Triton.
-
-What is drawn is a function of a seed and of indices, so no table and no state of a generator exists anywhere, and a run
-draws the same on every device.
+A draw is a function of a seed and of indices. So there is no table and no state of a generator, and every device draws
+the same.
 """
 from torch import Tensor
 
@@ -13,7 +11,7 @@ LOW = (1 << 32) - 1
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Of the lower 32 bits of 64-bit integers; from 0 up to 2^32."""
+    """The hash of the lower 32 bits of 64-bit integers: at least 0, below 2^32."""
     x = x & LOW
     x = (x ^ (x >> 16)) * 0x85EBCA6B & LOW
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & LOW
@@ -22,7 +20,7 @@ def mixed(x: Tensor) -> Tensor:
 
 @triton.jit
 def mix(x):
-    """Of the lower 32 bits of integers, as uint32."""
+    """The hash of the lower 32 bits of integers, as uint32."""
     x = x.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35

@@ -1,4 +1,4 @@
-"""The one door through which an operator enters `torch.ops.torchsparsekv`.
+"""Register ops in `torch.ops.torchsparsekv`. No other module does.
 
 `Library.define` + `impl` is used instead of `torch.library.custom_op`: the same compile behaviour and `opcheck`
 results at a fraction of the cost per eager call.
@@ -18,15 +18,15 @@ _LIB = torch.library.Library("torchsparsekv", "DEF")
 
 
 class Entry:
-    """One op: `op` as the dispatcher has it (flat), `call` with views, and its implementations by kind."""
+    """One op. `op` takes flat arguments, as the dispatcher passes them; `call` takes views; `chain` has the kernels."""
 
     def __init__(self, op: Callable, call: Callable, signature: Signature, chain: Chain):
         self.op, self.call, self.signature, self.chain = op, call, signature, chain
         self.reference = chain.reference
-        self.choose = signature.grouped(chain.chosen)  # of flat arguments; CUDA C++ is compiled where it is chosen
+        self.choose = signature.grouped(chain.chosen)  # takes flat arguments, and compiles CUDA C++ that is chosen
 
     def run(self, kind: str, *things: Any) -> Any:
-        """By the implementation of that kind, wherever the tensors are; raises where it does not fit."""
+        """Run the implementation of a kind, on any device. Raises an error if it does not fit."""
         return self.reference(*things) if kind == "reference" else self.chain.run(things, kind)
 
 
@@ -42,12 +42,19 @@ def register(
     check: Callable | None = None,
     capturable: bool = True,
 ) -> Callable:
-    """Define an op by its reference, whose annotations say all of its signature, and return the function to call.
+    """Define an op and return the function to call.
 
-    `reference` is the specification, and what runs on a CPU unless torch has a kernel for it; `impls` are those for
-    devices, the first that fits runs. On all of them shapes and types are verified first, then `check` sees what
-    annotations cannot say. What returns something needs a `fake`. One that is not `capturable` syncs with the host and
-    splits CUDA graphs instead of breaking them; no op of the decode step may be one.
+    Before an implementation runs, shapes and types are verified by the annotations of the reference.
+
+    Args:
+        name: the name in `torch.ops.torchsparsekv`.
+        reference: the specification. Its annotations are the signature of the op. It runs on a CPU, unless `impls` has
+            a kernel of torch.
+        impls: implementations for a GPU. The first that fits runs.
+        fake: returns an empty tensor like the result. An op that returns something needs it.
+        check: raises an error for arguments that annotations cannot refuse.
+        capturable: False for an op that waits for the host. Such an op splits CUDA graphs, and no decode step may
+            contain one.
     """
     signature = Signature(name, reference)
     if name in OPS:
@@ -83,7 +90,7 @@ def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Cal
 
 
 def _on_device(fn: Callable) -> Callable:
-    """Kernels are launched on the current device, which need not be the one that the tensors are on."""
+    """`fn` on the device of the tensors. Kernels are launched on the current device, which may be another one."""
 
     def run(*args):
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
@@ -96,7 +103,7 @@ def _on_device(fn: Callable) -> Callable:
 
 
 def load_all() -> dict[str, Entry]:
-    """Import every operator file (for tests and tools; methods import the ones they use)."""
+    """Import the files of all ops, for tests and tools. Methods import the ops that they use."""
     from torchsparsekv import ops
 
     for m in pkgutil.walk_packages(ops.__path__, "torchsparsekv.ops."):

@@ -19,7 +19,7 @@ def wait_for_side_stream(device: torch.device) -> None:
     if device.type == "cuda":
         main = torch.cuda.current_stream(device)
         for beside in (None, main.cuda_stream):
-            main.wait_stream(_stream(main.device, beside))  # which has a number also where none was given
+            main.wait_stream(_stream(main.device, beside))  # `main.device` has an index, which `device` may lack
 
 
 @contextlib.contextmanager
@@ -46,4 +46,4 @@ def on_side_stream(join: bool, *used: Tensor, of_step: bool = False) -> Iterator
         yield
         if not torch.cuda.is_current_stream_capturing():
             for t in used:
-                t.record_stream(side)  # whoever drops it, its memory is nobody else's before that stream is done
+                t.record_stream(side)  # its memory is not reused before the side stream is done

@@ -11,7 +11,7 @@ try:
 except ImportError:
 
     class _Absent:
-        """What a kernel becomes without Triton: importable, and clear about what is missing when launched."""
+        """Stands in for a kernel without Triton. It can be imported, and a launch says what is missing."""
 
         def __init__(self, fn):
             self.fn = fn
@@ -48,7 +48,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether kernels on that device are compiled, and not interpreted: inline PTX needs that."""
+    """Whether kernels on that device are compiled, not interpreted. Inline PTX needs compiled kernels."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") != "1"
 
 
@@ -58,11 +58,12 @@ def _hopper(device: torch.device) -> bool:
 
 
 def launch_early(device: torch.device, programs: int) -> dict[str, bool]:
-    """Launch options of a kernel of the decode step: on Hopper it may be launched while the one before it still runs.
+    """Launch options of a kernel of the decode step: on Hopper a kernel may start while the one before it still runs.
 
-    Programmatic dependent launch. It hides 0.4 to 1 us of what lies between two small kernels, also in a CUDA graph;
-    every kernel launched so must call `wait_for_previous` first. Large grids are not launched early: they would crowd
-    onto the multiprocessors that have room, and take longer (1024 programs of bound_scores: 10.4 us instead of 9.1).
+    This is programmatic dependent launch. It hides 0.4 to 1 us between two small kernels, also in a CUDA graph. Every
+    kernel that is launched early must call `wait_for_previous` first. Large grids are not launched early: they would
+    crowd onto the multiprocessors that have room, and take longer (1024 programs of bound_scores: 10.4 instead of 9.1
+    us).
     """
     early = _hopper(device) and programs <= 2 * sm_count(device)
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
@@ -70,19 +71,19 @@ def launch_early(device: torch.device, programs: int) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernels before this one are done, then let the next one be launched."""
+    """Wait until all earlier kernels are done, then let the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-LANES = 1 << 20  # numbers that a tensor of a program may have
-SMALLEST = 101_376  # bytes of shared memory a program may have on the smallest GPUs supported (capability 8.6, 8.9)
+LANES = 1 << 20  # most numbers in a tensor of a program
+SMALLEST = 101_376  # most bytes of shared memory of a program on the smallest supported GPUs (capability 8.6, 8.9)
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have."""
+    """The most bytes of shared memory of a program."""
     if device.type != "cuda":
         return SMALLEST
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -90,5 +91,5 @@ def shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors to spread over; the interpreter (CPU) gets a small number to keep its loops short."""
+    """The number of multiprocessors. On a CPU a small number, which keeps the loops of the interpreter short."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
