@@ -245,7 +245,8 @@ def test_index_takes_two_bytes_a_token_and_table():
         ),
         (
             dict(prefetch_async=0.8),
-            "magicpig: prefetch_async is for methods that select at every step, got 0.8: leave it out",
+            "magicpig: prefetch_async is for methods that select at every step and move no token, got 0.8: leave it "
+            "out",
         ),
     ],
 )

@@ -232,7 +232,7 @@ ROWS = [
     Row("answer beyond the positions", warned(generate(max_new_tokens=50)), UserWarning, r"max_new_tokens is 45 instead of 50, because 20 tokens are there and max_position_embeddings of the model is 64", lambda: tiny(max_position_embeddings=64)),
     Row("max_length that saves nothing", warned(patch(budget=56)), UserWarning, r"nothing will be saved: quest attends to every token of a row of up to 66 tokens \(sink 4, window 6, budget 56\), and max_length is 64"),
     Row("dynamic cache", warned(generate(cache_implementation="dynamic")), UserWarning, r"this decode step is dense, its cache is not one of this patch"),
-    Row("cache of all positions", warned(used(lambda m, h: h.make_cache(2), max_length=None)), UserWarning, r"make_cache\(\) without max_length has room for 512 tokens"),
+    Row("cache of all positions", warned(used(lambda m, h: h.make_cache(2), max_length=None)), UserWarning, r"a cache without max_length has room for 512 tokens, all that the model's positions allow"),
     # versions and wrappers
     Row("compiled model", patch(), RuntimeError, r"this model is compiled already.*: patch first, compile\(\) then", compiled),
     Row("no transformers", without_transformers, ImportError, r"^patch needs transformers, which is not installed: pip install 'torchsparsekv\[hf\]'$"),
