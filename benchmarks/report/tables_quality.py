@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchsparsekv_benchmarks.report.load import Result
-from torchsparsekv_benchmarks.report.markdown import Means, at, gpu, hits, markdown, number, shape, table, times
+from torchsparsekv_benchmarks.report.markdown import Means, markdown, number, table, times
 from torchsparsekv_benchmarks.report.style import tokens
-from torchsparsekv_benchmarks.report.tables_speed import LONG
 
 Row = dict[str, Any]
 RECALL_TASKS = ("single", "multikey", "multivalue", "multiquery", "chain")
@@ -563,35 +562,6 @@ def reuse_answers(means: Means) -> str:
 
 
 # ---------------------------------------------------------------- both sides
-
-PICKS = {
-    "pariskv": "single tokens, by votes of fixed centroids and a 4-bit estimate",
-    "icecache": "pages of like tokens, found by a tree",
-    "clusterkv": "clusters of about 80 tokens, by their mean key",
-    "louiskv": "clusters of 16 tokens, where the query changes",
-    "quest": "pages of 16 tokens, by bounds of their keys",
-}
-
-
-@table("readme-methods", "h200_decode_text.json", "h200_decode_icecache.json", "h200_decode_p99.json")
-def readme_methods(text: Result, icecache: Result, clusterkv: Result) -> str:
-    rows: dict[str, Row] = {x["method"]: x for x in text.rows if "locality" in x}
-    rows |= {"icecache": at(icecache, "icecache", LONG), "clusterkv": at(clusterkv, "clusterkv", LONG)}
-    said = (
-        f"{gpu(text, icecache, clusterkv)}, {shape(text, icecache, clusterkv)}, {tokens(LONG)}, batch 1, budget 1024, "
-        f"pool in host memory, `louiskv` with tau=1; synthetic queries, hits {hits(rows[m] for m in PICKS)}."
-    )
-    told = [
-        [
-            f"`{m}`",
-            picks,
-            number(rows[m]["tpot_ms"]),
-            times(rows[m]["speedup"]),
-        ]
-        for m, picks in PICKS.items()
-    ]
-    return markdown(said, ["method", "picks", "ms a token", "speed-up"], told)
-
 
 def _of_method(method: str) -> None:
     @table(f"method-quality:{method}", "quality/text.json", "quality/recall.json")

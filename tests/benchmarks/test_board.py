@@ -64,7 +64,7 @@ def source() -> Source:
 
 
 def options(**given) -> board.Options:
-    small = dict(model="tiny", lengths=(6000,), methods=("quest", "streaming"), budgets=(64,), samples=2, batch=2)
+    small = dict(model="tiny", lengths=(3000,), methods=("quest", "streaming"), budgets=(64,), samples=2, batch=2)
     return board.Options(**{**small, **given})
 
 
@@ -75,13 +75,13 @@ def generated(model, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_answers_are_those_of_the_stock_generate(source, tmp_path):
-    o = options(tasks=("niah_single_2",))
+    o = options(tasks=("niah_single_2",), methods=("quest",))
     board.run(o, tmp_path / "b.jsonl", source)
     rows = [r for r in read(tmp_path / "b.jsonl")[0] if r.get("method") == "quest"]
     assert len(rows) == 2
     for r in rows:
-        prompt = source.sample("niah_single_2", 6000, r["index"]).prompt
-        with torchsparsekv.patch(source.model, "quest", max_length=6000, **r["patch"]):
+        prompt = source.sample("niah_single_2", 3000, r["index"]).prompt
+        with torchsparsekv.patch(source.model, "quest", max_length=3000, **r["patch"]):
             told = generated(source.model, prompt, 128)
         assert told[: len(r["output"])] == r["output"]
 
@@ -95,7 +95,7 @@ def test_turns_go_on_over_one_cache(source, tmp_path):
     board.run(o, tmp_path / "b.jsonl", source)
     hook.remove()
     full = next(r for r in read(tmp_path / "b.jsonl")[0] if r.get("method") == "full")
-    group = board.Prompts(source, o).group(board.TURNS, 6000, [0])
+    group = board.Prompts(source, o).group(board.TURNS, 3000, [0])
     said, (more,) = list(group.prompts[0]), group.more
     for turn in range(suite.TURNS):
         told = generated(source.model, said, group.new_tokens)

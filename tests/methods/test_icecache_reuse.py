@@ -121,7 +121,7 @@ def test_heads_follow_their_own_number_without_a_prompt_in_the_pool():
 def test_follower_before_its_anchor_is_refused():
     anchor = Layer(make_method("icecache", sink=8, window=6, budget=32, **OWN))
     follower = Follower(anchor)
-    with pytest.raises(RuntimeError, match="nothing was published: a sharing layer took a prompt before its selecting layer"):
+    with pytest.raises(RuntimeError, match="a sharing layer took a prompt before its selecting layer"):
         follower.feed(*numbered(torch.Generator(), 0, 20))
 
 
