@@ -2,7 +2,9 @@
 // program takes a kv head, and a thread takes a page of a query head.
 //
 // Why not Triton: without atomics on shared memory it compares every page with every other to find repeats. Here a hash
-// table finds them (round_robin.cuh). Compile-time constants: G query heads of a kv head; THREADS, a power of two.
+// table finds them (round_robin.cuh).
+//
+// Compile-time constants: G query heads of a kv head; THREADS, a power of two.
 
 #include "round_robin.cuh"
 
