@@ -107,12 +107,12 @@ struct Pool {
 // What a thread reads of the leaves.
 struct Source {
   const unsigned* products;  // of a thread's two query heads
-  float threshold[2];  // of these
+  float threshold[2];  // of these query heads
   int min_nodes;  // nodes below this number are always expanded
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
-  long long last;  // token
+  long long last;  // number of the last token
 
   __device__ Source(const Leaves& x, int min_nodes) : min_nodes(min_nodes) {
     const int g = lane() / 4, t = lane() % 4;
