@@ -1,9 +1,12 @@
-// Select the best pages of every query head and merge them round-robin; ops/icecache/best_pages.py is the specification.
-// A program has a query head and ranks its pages. The programs of a kv head are a cluster, and the first of them merges.
+// Select the best pages of every query head and merge them round-robin; ops/icecache/best_pages.py is the
+// specification. A program ranks the pages of one query head. The programs of a kv head form a cluster, and its first
+// program merges.
 //
-// Why not Triton: search.cuh and round_robin.cuh say why. In one launch the pages of a query head stay in shared memory.
+// Why not Triton: search.cuh and union_pages.cu say why. One launch does both, so the pages of a query head stay in
+// shared memory.
 //
-// Defines: THREADS, SCORES, PEAKS and GROUP as in top_blocks.cu; K pages of a query head; G query heads of a kv head.
+// Compile-time constants: THREADS, SCORES, PEAKS and GROUP as in top_blocks.cu; K pages of a query head; G query heads
+// of a kv head.
 
 #include "cluster.cuh"
 #include "search.cuh"
@@ -21,10 +24,11 @@ struct Shared : Grouped<THREADS * SCORES / GROUP> {
   Bell<G> bell;  // rings when `order` is complete
 };
 
-// A larger key is a better page; of equal scores the lower page.
+// A larger key is a better page. Of two pages with equal scores the lower page is better.
 __device__ unsigned long long key_of(unsigned score, int page) { return (unsigned long long)score << 32 | ~(unsigned)page; }
 
-// Collect the candidates of this query head, its best K pages and a few others, in any order. Returns their number.
+// Collect the candidates of this query head in any order: its best K pages, and a few other pages. Returns the number
+// of candidates.
 __device__ int collect(const float* scores, const float* peaks, int n, Shared& s) {
   const int groups = (n + GROUP - 1) / GROUP, lanes = lanes_of(K);
   int count = n;
@@ -48,7 +52,7 @@ __device__ int collect(const float* scores, const float* peaks, int n, Shared& s
   return s.count;
 }
 
-// Rank the candidates and send the best K to the first program; EMPTY where there are fewer.
+// Rank the candidates and send the best K pages to the first program, or EMPTY where there are fewer candidates.
 __device__ void send_ranked(int head, int count, Shared& s) {
   const int candidate = threadIdx.x / EACH;
   const unsigned long long own = candidate < count ? s.key[candidate] : 0;

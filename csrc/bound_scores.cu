@@ -1,13 +1,13 @@
 // Bounds of blocks, as ops/select/bound_scores.py specifies them, for digests in fp8 and queries of 16 bits.
 //
-// Why not Triton: the time depends only on loading every byte early and once. Here a warp takes 16 blocks at a time.
-// Their digests go from memory straight into the registers that the tensor cores read. A product may take the channels
-// in any order. So a thread loads 16 neighbouring channels, and the queries have the same layout. The kernel uses no
-// shared memory and no barrier, and waits for memory alone.
+// Why not Triton: the time depends only on loading every byte early and once. Here a warp takes 16 blocks at a time,
+// and loads their digests straight into the registers that the tensor cores read. A product may take the channels in
+// any order, so a thread loads 16 neighbouring channels, and the queries get the same layout. The kernel needs neither
+// shared memory nor a barrier, and waits for memory alone.
 //
-// Constants of the compilation: D channels (a multiple of 64); G query heads per kv head; BOX (a spread per channel in
-// fp8, or one per block in fp32); BF16 (queries in bf16, or in fp16); WARPS per program; GROUP scores that share a peak;
-// UNIT of the numbers in digests.
+// Compile-time constants: D channels (a multiple of 64); G query heads per kv head; BOX (a spread per channel in fp8,
+// or one per block in fp32); BF16 (queries in bf16, or in fp16); WARPS per program; GROUP scores that share a peak;
+// UNIT, with which numbers in digests are multiplied.
 
 #include "common.cuh"
 #include "tensor.cuh"
@@ -19,7 +19,7 @@ constexpr int LOADS = KINDS * CHUNKS, ROOM = 4;  // pairs of 16-byte loads in fl
 constexpr int AHEAD = LOADS > ROOM ? 1 : ROOM / LOADS > 4 ? 4 : ROOM / LOADS;  // tiles of a warp in flight
 constexpr unsigned LARGEST = 0x5F00, UNBOUNDED = 0x7BFF;  // in fp16: 448, the largest e4m3; it counts as 65504
 
-// A thread's part of 16 blocks: 16 of every 64 channels of rows g and g + 8.
+// A thread's part of 16 blocks: 16 of every 64 channels of blocks g and g + 8, where g = lane / 4.
 struct Tile {
   Words digest[KINDS][CHUNKS][2];
   float radius[2];
@@ -44,7 +44,7 @@ struct Digests {
 
 struct Raw { uint4 part[COLUMNS][CHUNKS][2]; };
 
-// Query head g of every column tile, in the layout of the digests.
+// Query head g = lane / 4 of every tile of 8 query heads, in the layout of the digests.
 __device__ Raw load(const unsigned short* q, int q_h) {
   Raw x = {};
   for (int n = 0; n < COLUMNS; n++) {
@@ -127,7 +127,7 @@ struct Sums {
                                                     (BOX ? 0 : x.radius[i / 2] * q.norm[n][i % 2]));
   }
 
-  // The largest score of row g of the tile; odd threads get that of row g + 8.
+  // The largest score of block g = lane / 4 of the tile; odd threads get the score of block g + 8.
   __device__ float best() const {
     const int t = threadIdx.x % 4;
     float most[2] = {none(), none()};

@@ -38,7 +38,7 @@ __device__ void add(float (&x)[8], const void* q, int first) {
   }
 }
 
-// One coordinate of the rotated query, before scaling. LANES threads compute it together, and each gets it.
+// One coordinate of the rotated query, before scaling. LANES threads compute it together, and each of them returns it.
 __device__ float rotate(const char* q, int stride, int coordinate, const Flips& flips) {
   constexpr int BYTES = KIND ? 2 : 4;
   float y = 0;
@@ -56,7 +56,7 @@ __device__ float rotate(const char* q, int stride, int coordinate, const Flips& 
 // Prefix sums of two numbers over the HALF threads of a query (`upto`), and their totals (`all`); `warps` is scratch.
 __device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % HALF / 32;
-  for (int d = 1; d < 32; d *= 2) {  // `sum_upto` of both numbers
+  for (int d = 1; d < 32; d *= 2) {  // as `sum_upto`, for both numbers
     const int x = __shfl_up_sync(ALL, upto.x, d), y = __shfl_up_sync(ALL, upto.y, d);
     if (lane >= d) upto.x += x, upto.y += y;
   }

@@ -17,14 +17,15 @@ __device__ inline unsigned there(int rank, const void* at) {
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A bell in the shared memory of a program rings when the number of 32-bit words that it expects has come. That is
-// faster than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster: the
-// bell is a __syncthreads, as memcheck of compute-sanitizer refuses cluster writes there.
+// A bell in the shared memory of a program rings when all 32-bit words that it expects have arrived. That is faster
+// than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster. The
+// bell is then a __syncthreads, because memcheck of compute-sanitizer refuses cluster writes without a cluster.
 template <int PROGRAMS> struct Bell {
   unsigned long long barrier;
 
-  // Set up the bell for so many words, once, before the barrier. At least all threads of the first warp call it. One
-  // thread does it; without the __syncwarp, racecheck of compute-sanitizer warns of the two writes.
+  // Set up the bell for this number of words, once, before the barrier. At least all threads of the first warp call
+  // this function, and thread 0 does the work. Without the __syncwarp, racecheck of compute-sanitizer warns of its two
+  // writes.
   __device__ void expect(int numbers) {
     if (PROGRAMS == 1) return;
     if (threadIdx.x == 0) {
@@ -37,7 +38,8 @@ template <int PROGRAMS> struct Bell {
                    ::"r"(here(&barrier)), "r"(4 * numbers) : "memory");
   }
 
-  // Send x to the program of this rank, at the address that `to` has in this program. The bell of that program rings.
+  // Send x to the program of this rank, at the address that `to` has in this program. The bell of that program counts
+  // the word.
   __device__ void send(int rank, void* to, unsigned x) {
     if (PROGRAMS == 1)
       *static_cast<unsigned*>(to) = x;

@@ -18,7 +18,7 @@ __device__ inline float number_of(unsigned key) { return __uint_as_float(key >> 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
-// The sum of x over the lanes of the warp up to and with this one.
+// The sum of x over the lanes of the warp up to this lane, inclusive.
 __device__ inline int sum_upto(int x) {
   for (int d = 1; d < 32; d *= 2) {
     const int before = __shfl_up_sync(ALL, x, d);
@@ -49,17 +49,18 @@ template <int EACH> __device__ inline Reached find(const int* bins, int wanted) 
   return {__shfl_sync(ALL, bin, from), __shfl_sync(ALL, before, from), __shfl_sync(ALL, inside, from)};
 }
 
-// Make the compiler compute x here and not at its first use: work ahead of `wait_for_previous` costs no time.
+// Make the compiler compute x here and not at its first use. Work ahead of `wait_for_previous` costs no time, because
+// the kernel would only wait there.
 __device__ inline void now(const void* x) { asm volatile("" ::"l"(x)); }
 __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 
-// Keep x in a register: else the compiler computes it again at each use.
+// Keep x in a register. Without this the compiler computes x again at each use.
 template <class T> __device__ inline void hold(T*& x) { asm("" : "+l"(x)); }
 __device__ inline void hold(unsigned& x) { asm("" : "+r"(x)); }
 
-// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start.
-// Ahead of this call a kernel may read only data that an earlier kernel of the same op already waited for: the kernel
-// directly before it may still write everything else.
+// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start. Ahead of
+// this call a kernel may read only data for which an earlier kernel of the same op has already waited. The kernel
+// directly before it may still write all other data.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -71,7 +72,8 @@ __device__ inline void wait_for_previous() {
 // write these bytes: a prefetch reads no value.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-// A share of a row, in millionths, by its number of keys: share[i] for the first i with n < below[i], else share[3].
+// A share of a row, in millionths, by the row's number of keys n: share[i] for the first i with n < below[i], else
+// share[3].
 struct ShareByLength { int below[3], share[4]; };
 
 __device__ inline long long share_by_length(const ShareByLength& x, int n) {

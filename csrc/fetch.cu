@@ -1,29 +1,30 @@
-// The fetch of the hot buffer; ops/gather/fetch.py is the specification. Usually no block or a few blocks are missing, so
-// the time depends on the number of operations that wait for one another.
+// The fetch of the hot buffer; ops/gather/fetch.py is the specification. Usually few blocks are missing or none, so the
+// time depends on the number of operations that wait for one another.
 //
 // Why not Triton: there threads exchange data (hit slots, slots of misses) through global memory. Here the data stays in
 // shared memory, and the kernel loads the slots at the hand while it looks up the ids.
 //
-// Constants of a compilation: THREADS; IDS per thread; BITS, the 32-bit words with one bit per slot; QUADS, the 16-byte
-// parts of a block. For a packed pool, whose rows are unpacked to halves: UNPACK channels (else 0), and BF16.
+// Compile-time constants: THREADS; IDS per thread; BITS, the 32-bit words with one bit per slot; QUADS, the 16-byte
+// parts of a block in the hot buffer. UNPACK is 0, or for a packed pool the channels of a row, which is unpacked to
+// fp16, or to bf16 with BF16.
 
 #include "common.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int EACH = 4, WINDOW = EACH * THREADS;  // slots per thread, and per program, in one look
+constexpr int EACH = 4, WINDOW = EACH * THREADS;  // slots that a thread and a program look at, at a time
 constexpr int STEPS = 8;  // 16-byte loads of a thread in flight; they may come from the host
 
 static_assert(WARPS <= 32);
 
 using Row = Packed<UNPACK ? UNPACK : 16>;
-constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // per block; per warp
+constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // rows of a block; rows of a run
 
 struct __align__(16) Shared {
   uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
   int missing[IDS * THREADS], victims[IDS * THREADS];
-  int ids[WARPS], slots[2][WARPS];  // counts of each warp
+  int ids[WARPS], slots[2][WARPS];  // of each warp: ids << 16 | misses; slots taken in a window
   unsigned hit[BITS];              // one bit per slot
   int passed;
   bool last;
@@ -31,14 +32,15 @@ struct __align__(16) Shared {
 
 // The ids of a thread, their slots, and for each miss its number among the misses.
 struct Ids { int want[IDS], slot[IDS], number[IDS]; };
-// The slots of a thread in a window. used: as in the hot buffer; -1 after the second round of the hand.
+// The slots of a thread in a window. used: as in the hot buffer; -1 beyond the second round of the hand.
 struct Window { int slot[EACH], used[EACH]; };
 struct Counts { int misses, asked; };
 
-// Element `step` of a lane. A warp has N consecutive runs of 32 elements, so the order is warp, step, lane.
+// The index of element `step` of this lane. A warp has N consecutive runs of 32 elements: the order is warp, step,
+// lane.
 template <int N> __device__ int index(int step) { return (warp() * N + step) * 32 + lane(); }
 
-// before: set flags of this warp before each flag. Returns the set flags of this warp.
+// before[i]: the number of set flags of this warp before flag i. Returns the number of set flags of this warp.
 template <int N> __device__ int number(const bool (&flag)[N], int (&before)[N]) {
   int total = 0;
   for (int i = 0; i < N; i++) {
@@ -113,7 +115,7 @@ __device__ int choose(Window y, const int* used, int hand, int slots, int misses
       taken[i] = y.used[i] == round && !is_hit(s, y.slot[i]);
     }
     const int total = number(taken, before);
-    if (lane() == 0) s.slots[parity][warp()] = total;  // all warps have read the count of two windows ago
+    if (lane() == 0) s.slots[parity][warp()] = total;  // free: all warps have read the count of two windows ago
     __syncthreads();
     const int ahead = found + of_warps(s.slots[parity], warp());
     for (int i = 0; i < EACH; i++) {
@@ -130,7 +132,7 @@ __device__ int choose(Window y, const int* used, int hand, int slots, int misses
   return s.passed;
 }
 
-// Write the new state of the head. No block leaves and comes in one call, so all threads may write at once.
+// Write the new state of the head. No block both leaves and comes in one call, so all threads may write at once.
 __device__ void commit(
     const Ids& x, int* slot_of, int* block_of, int* used, int* hand, int* out, int n, int slots, int from, int misses,
     int passed, const Shared& s) {
@@ -150,8 +152,9 @@ __device__ void commit(
   if (threadIdx.x == 0) *hand = slot_at(from, passed, slots);
 }
 
-// Copy the missing blocks without conversion, 512 bytes at a time per warp. Consecutive pieces go to different programs,
-// so all programs share a few blocks. A thread issues STEPS loads, and computes the targets while they are in flight.
+// Copy the missing blocks without conversion, 512 bytes at a time per warp. Consecutive pieces go to different
+// programs, so that all programs share even a few blocks. A thread issues STEPS loads, and computes the targets while
+// they are in flight.
 struct MoveAsTheyAre {
   const int count, stride = gridDim.y * THREADS;
   int at = (warp() * gridDim.y + blockIdx.y) * 32 + lane();
@@ -177,9 +180,9 @@ struct MoveAsTheyAre {
   }
 };
 
-// Copy the missing blocks of packed rows, RUN rows at a time per warp. The scales of a row follow its numbers, so lines of
-// 128 bytes begin and end anywhere in a row. The link is fast at whole lines. So a warp loads all words of its rows in order,
-// and passes the scales on through shared memory.
+// Copy the missing blocks of packed rows, RUN rows at a time per warp. The scales of a row follow its numbers, so a
+// line of 128 bytes may begin and end anywhere in a row. The link is fast only for whole lines. So a warp loads all
+// words of its rows in order, and its lanes exchange the scales through shared memory.
 struct MoveUnpacked {
   static constexpr int RUNS = ROWS / RUN, WORDS = RUN * Row::WORDS, LOADS = (WORDS + 31) / 32;  // per block; per run
   static constexpr int TOGETHER = LOADS > 6 ? 1 : LOADS > 1 ? 12 / LOADS : STEPS;  // runs of a warp in flight
@@ -238,7 +241,7 @@ template <bool> struct Which { using Move = MoveAsTheyAre; };
 template <> struct Which<true> { using Move = MoveUnpacked; };
 using Move = Which<(UNPACK > 0)>::Move;
 
-// Count the slots of a head that keeps its selection.
+// Count the selected blocks of a head that keeps the selection of an earlier step.
 __device__ void keep(const int* out, unsigned long long* counts, int n) {
   int held = 0;
   for (int i = 0; i < IDS; i++) held += index<IDS>(i) < n && out[index<IDS>(i)] >= 0;
@@ -278,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   list(x, s);
   m.load(pool, s);
   const int passed = choose(window, used, from, slots, count.misses, s);
-  // All threads have read the state.
+  // All threads of this program have read the state. The last program that gets here writes it.
   if (threadIdx.x == 0) s.last = atomicAdd(done_count + bh, 1) == gridDim.y - 1;
   if (m.at < m.count) m.store(hot, s);
   __syncthreads();

@@ -1,14 +1,15 @@
-// Score every page by the largest q.k of its tokens; ops/icecache/page_peaks.py is the specification. For tokens in codes,
-// pages of 4, 8 or 16 tokens, and up to 8 query heads of a kv head.
+// Score every page by the largest q.k of its tokens; ops/icecache/page_peaks.py is the specification. The kernel takes
+// tokens in codes, pages of 4, 8 or 16 tokens, and up to 8 query heads of a kv head.
 //
-// Why not Triton: few pages are seen. Here the threads of a program first find the pages that may be seen, from the nodes
-// in the span of each page, and the warps share out these pages. The pages of a query lie side by side, so a program that
-// went through its own pages one after the other would often have many. Codes are unpacked in the registers that the
-// tensor cores read. Of pages whose tokens all are nodes the products are known, and no codes are read.
+// Why not Triton: a query head sees tokens in few pages, and these pages lie side by side. A program that worked
+// through a fixed part of the pages would often have many of them. Here the threads of a program first find the pages
+// that may be seen, from the nodes in the span of each page. Then the warps share out these pages. Codes are unpacked
+// in the registers that the tensor cores read. A page whose tokens are all nodes needs no codes, because the products
+// with nodes are known.
 //
-// Defines: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that share a scale,
-// GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, MOST_GROUPS of a round of a
-// program, and the spans of pages without a token (EMPTY_SPAN) or with nodes only (NODES_ONLY_SPAN).
+// Compile-time constants: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
+// share a scale, GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, MOST_GROUPS
+// of a round of a program, and the spans of pages without a token (EMPTY_SPAN) or with nodes only (NODES_ONLY_SPAN).
 
 #include "common.cuh"
 #include "tensor.cuh"
@@ -23,7 +24,7 @@ __device__ unsigned twice(const Scales& x, int i) { return __byte_perm(x.at[i], 
 constexpr int SPAN = P < 8 ? P : 8;  // tokens of a page among 8 consecutive tokens
 static_assert(CHANNELS == 16 && GROUP == 16 && P % 4 == 0 && P <= TILE && G <= HEADS);
 
-// The products of a node with a thread's two query heads; the same one twice if there is no other.
+// The products of a node with a thread's two query heads; the same product twice if there is no second head.
 __device__ Run<2> pair_at(const unsigned* x) {
   if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
   return load<4>(x);
@@ -40,8 +41,8 @@ __device__ Run<G> all_at(const unsigned* x) {
   }
 }
 
-// Bits 4 to 7 of each half, as the halves x - 7.5. 64 + x is exact, and so is that less 71.5. `mask` selects the bits. It
-// is held in a register: an instruction takes one constant, and for two the compiler would use two instructions.
+// Bits 4 to 7 of each 16-bit half are a number x; returns x - 7.5 in fp16. 64 + x and its difference to 71.5 are exact
+// in fp16. `mask` selects the bits. It is held in a register, because an instruction takes only one constant.
 __device__ unsigned levels(unsigned bits, unsigned mask) {
   unsigned x;
   asm("lop3.b32 %0, %1, %2, 0x54005400, 0xEA;" : "=r"(x) : "r"(bits), "r"(mask));  // bits & mask | 64
@@ -94,7 +95,7 @@ struct Leaves {
 extern __shared__ __align__(16) float pool[];
 struct Pool {
   Query& query;
-  int (&count)[2];  // tiles of either list
+  int (&count)[2];  // length of each list
   int groups;
 
   __device__ float* scores(int head) const { return pool + head * groups * GROUP; }
@@ -106,12 +107,12 @@ struct Pool {
 // What a thread reads of the leaves.
 struct Source {
   const unsigned* products;  // of a thread's two query heads
-  float threshold[2];  // of these
+  float threshold[2];  // of these query heads
   int min_nodes;  // nodes below this number are always expanded
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
-  long long last;  // token
+  long long last;  // number of the last token
 
   __device__ Source(const Leaves& x, int min_nodes) : min_nodes(min_nodes) {
     const int g = lane() / 4, t = lane() % 4;
@@ -180,7 +181,7 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
   }
 }
 
-// Made ready for a round.
+// Clear the scores and the lists for a round.
 __device__ void clear(const Pool& s) {
   for (int i = threadIdx.x; i < G * s.groups * GROUP; i += 32 * WARPS) s.scores(0)[i] = none();
   if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
@@ -191,8 +192,8 @@ struct Between {
   unsigned at, last;
   __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
   __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
-  // Whether some query head expands one of them. `each` are the products of the first. Nodes below number `min_nodes` are
-  // always expanded.
+  // Whether some query head expands one of the nodes that this thread checks. `each` are the products of the first of
+  // these nodes. Nodes with a number below `min_nodes` are always expanded.
   __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& threshold, unsigned min_nodes) {
     bool found = at < min_nodes;
     for (; at <= last && !found; each = load(products)) {
@@ -203,20 +204,21 @@ struct Between {
   }
 };
 
-// The groups of a round: the first, their distance, and their number.
+// The groups of a round: the first group, the distance to the next, and the number of groups.
 struct Groups {
   int first, step, count;
   __device__ int at(int i) const { return first + i * step; }
   __device__ int page(int i) const { return at(i / GROUP) * GROUP + i % GROUP; }
 };
 
-// The bits of those threads that are the first of their tile, from a bit for each thread of a warp.
+// From one bit for each thread of a warp, one bit for each tile, at the first thread of the tile: set if a thread of
+// the tile has its bit set.
 __device__ unsigned tiles_of(unsigned threads) {
   for (int d = 1; d < LOOKERS * PAGES; d *= 2) threads |= threads >> d;
   return threads & ALL / ((1u << LOOKERS * PAGES) - 1);
 }
 
-// Add the tiles of the threads with a bit in `found` to a list.
+// Add to a list the tiles of the threads whose bit is set in `found`.
 __device__ void list(const Pool& s, bool nodes_only, unsigned found, int tile) {
   int place = 0;
   if (lane() == 0 && found) place = atomicAdd(&s.count[nodes_only], __popc(found));
@@ -276,8 +278,8 @@ __device__ void multiply_all(const Pool& s, const Source& from, const Groups& gr
   }
 }
 
-// Score the tiles with nodes only. Half a warp has two tiles, a thread a node of each with all query heads. The warps that
-// multiply fewest tiles come first.
+// Score the tiles with nodes only. Half a warp takes two tiles, and a thread takes one node of each, with all query
+// heads. The last warps begin, because they multiply the fewest tiles.
 __device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& groups) {
   for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
     int tile[2], u[2];
@@ -296,7 +298,7 @@ __device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& gro
   }
 }
 
-// Write the scores of all pages of a round, four a thread, and the peaks of its groups.
+// Write the scores of all pages of a round, four pages for each thread, and the peaks of the groups.
 __device__ void write_all(const Pool& s, const Groups& groups, float* out, float* peaks, int pages) {
   const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP / 4 + 31) / 32;
   for (int i = warp(); i < G * runs; i += WARPS) {
@@ -335,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   for (int first = blockIdx.y; first < all; first += most_groups * step) {
     const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {  // before `wait_for_previous` only queries and spans are read, which are older than products
+    if (first == blockIdx.y) {  // only queries and spans are read before `wait_for_previous`: they are older than products
       wait_for_previous();
       source.load_threshold(threshold + bh * G);
     }

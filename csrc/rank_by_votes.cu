@@ -1,9 +1,9 @@
 // Stage I of ParisKV, as ops/pariskv/rank_by_votes.py specifies it, for subspaces of 8 dimensions (ids of 256 centroids).
 //
-// Why not Triton: it has no atomics on shared memory, so a histogram costs as much as the lookups, and it does not let a
-// kernel choose which thread reads which bank. Here lookups have no bank conflicts. Row c of `lookup` holds the votes of
-// centroid c in all B subspaces, repeated to fill the 32 banks, and the threads of a warp start at different subspaces.
-// Votes are words of four bytes, one byte per query head; sums of a byte stay below 256.
+// Why not Triton: it has no atomics on shared memory, so a histogram costs as much as the lookups. In Triton a kernel
+// also cannot choose which thread reads which bank. Here lookups have no bank conflicts. Row c of `lookup` holds the
+// votes of centroid c in all B subspaces, repeated to fill the 32 banks, and the threads of a warp start at different
+// subspaces. Votes are words of four bytes, one byte per query head; sums of a byte stay below 256.
 //
 // Compile-time constants: B subspaces (8, 16 or 32); PACKS of four query heads; BINS, a power of two above 6 B + 1;
 // THREADS of a program.
@@ -139,7 +139,7 @@ __device__ int scan(int x, int* warps, int& all) {
   return __reduce_add_sync(ALL, lane() < warp() ? others : 0) + upto - x;
 }
 
-// Bit i: whether byte i of the 16 is above the threshold, or with `at` equal to it.
+// Bit i says whether byte i of the 16 is above the threshold, or with `at` whether it equals the threshold.
 __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
   const unsigned four = threshold * 0x01010101, word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
   unsigned all = 0;
@@ -150,8 +150,8 @@ __device__ unsigned bits(uint4 bytes, unsigned threshold, bool at) {
   return all;
 }
 
-// The score at which `count` keys are reached; the number of keys of this score that still fit; and in the spans before
-// `part` the numbers of keys above the score and at the score.
+// threshold: the score at which `count` keys are reached. room: the number of keys with this score that still fit.
+// above, ties: the numbers of keys in the spans before `part` with a higher score, and with this score.
 struct Threshold { int threshold, room, above, ties; };
 
 __device__ Threshold find_threshold(

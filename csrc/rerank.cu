@@ -24,7 +24,7 @@ __device__ unsigned lookup(unsigned low, unsigned high, unsigned at) {
 }
 
 // The 8 directions of a word of codes, in pairs of fp16, times the weight of their subspace. A code is a sign bit (1:
-// positive) and a magnitude number. `prmt` looks up four magnitudes at a time, and spreads four sign bits.
+// positive) and the number of a magnitude. One `prmt` looks up four magnitudes, or spreads four sign bits.
 __device__ void unpack(unsigned (&pairs)[4], unsigned word, unsigned weight) {
   const unsigned at = word & 0x77777777, signs = word << 4;
   for (int half = 0; half < 2; half++) {
@@ -42,7 +42,8 @@ struct Rows {
   Run<WORDS / 2> weight[ROWS];
 };
 
-// Load them for the 32 candidates of the warp, whose pool rows are in `pool_rows`, one per thread; 0 for empty candidates.
+// Load codes and weights of the 32 candidates of the warp. Each thread has the pool row of one candidate in
+// `pool_rows`. Empty candidates get zeros.
 __device__ Rows load(const unsigned* codes, const unsigned short* weights, int pool_rows) {
   Rows x = {};
   for (int r = 0; r < ROWS; r++) {
@@ -55,7 +56,7 @@ __device__ Rows load(const unsigned* codes, const unsigned short* weights, int p
   return x;
 }
 
-// The best estimate of each candidate over the query heads; all four threads of a candidate get it.
+// The best estimate of each candidate over the query heads. All four threads of a candidate get it.
 __device__ void estimate(float (&best)[ROWS], const Rows& x, const unsigned (&query)[B]) {
   const int quarter = threadIdx.x % 4;
   for (int tile = 0; tile < TILES; tile++) {

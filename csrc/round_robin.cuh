@@ -1,9 +1,10 @@
 #pragma once
 
-// The union of pages in round-robin order over the query heads, by a program with a thread for each page of each query
-// head. A page has a position in that order. A hash table keeps the first position of every page, and so finds repeats.
+// The union of the pages of all query heads in round-robin order. The program has a thread for each page of each query
+// head. A page has a position in the round-robin order. A hash table keeps the first position of every page, and so
+// finds repeats.
 //
-// Defines: THREADS, a power of two.
+// Compile-time constants: THREADS, a power of two.
 
 #include "common.cuh"
 
@@ -25,7 +26,7 @@ __device__ int place_of(RoundRobin& s, int page) {
   }
 }
 
-// Whether no earlier position has this page; EMPTY is no page. Called by all threads.
+// Whether no earlier position has this page; false for EMPTY. All threads call this function.
 __device__ bool is_first(RoundRobin& s, int page, int position) {
   int place = 0;
   if (page >= 0) place = place_of(s, page), atomicMin(&s.position[place], position);
@@ -33,7 +34,7 @@ __device__ bool is_first(RoundRobin& s, int page, int position) {
   return page >= 0 && s.position[place] == position;
 }
 
-// Write the first n of the threads' pages to `out`, in the order of threads, and EMPTY behind them. A thread has a page or
+// Write the first n pages to `out`, in the order of the threads, and EMPTY behind them. A thread has one page, or
 // EMPTY.
 __device__ void compact(RoundRobin& s, int* out, int page, int n) {
   const unsigned taken = __ballot_sync(ALL, page >= 0);

@@ -3,16 +3,16 @@
 // The k largest keys of a row that the threads of a program hold in registers.
 //
 // Why this is not in Triton: Triton has no atomics on shared memory, so its search takes about a dozen rounds of two
-// counts. Here a round is a histogram of the range of the k-th largest key. After the first round mostly few keys are
-// left, and the program compares these with one another.
+// counts. Here a round is a histogram of the keys in the range of the k-th largest key. After the first round mostly
+// few keys are left, and the program compares these with one another.
 //
-// Constant of the compilation: THREADS of the program.
+// Compile-time constant: THREADS of the program.
 
 #include "common.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 128, DIGIT = 7, ROUNDS = 16;  // two searches, each with 5 rounds for keys and 3 for equal keys
-constexpr int FEW = 64;  // so few keys are compared with one another
+constexpr int FEW = 64;  // up to this many keys are compared with one another
 
 struct Pair { unsigned key, place; };
 struct Last : Pair { bool shared; };  // shared: whether other keys are equal to it
@@ -39,7 +39,8 @@ __device__ void prepare(Search& s) {
 // Threads per group, such that there are at least 2 k groups if possible.
 __device__ int lanes_of(int k) { return min(32, 1 << max(0, 31 - __clz(THREADS / 2 / k))); }
 
-// The places of a warp among `count`, in whole units but for the last. Places are in the order of (warp, step, lane).
+// The places of a warp among `count` places, in whole units; only the last unit may be cut off. Places are in the order
+// of (warp, step, lane).
 struct Span {
   int first, stop;
   __device__ explicit Span(int count, int unit = 1) {
@@ -97,7 +98,8 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
   }
 }
 
-// The last key that is taken of the few keys in the range: a warp compares each with all. `s.few` is 0 behind them.
+// The last key that is taken of the few keys in the range. A warp compares one key with all of them. `s.few` is 0
+// behind them.
 template <int N> __device__ Last last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
   for (int i = 0; i < N; i++)
     if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};
@@ -149,8 +151,8 @@ __device__ unsigned key_in(int k, const Search& s) {
   return __reduce_max_sync(ALL, better < k & k <= better + equal ? own : 0);
 }
 
-// The k-th largest key, for the first thread; LEAST if there are fewer keys. The first bins have equal widths in scores
-// instead of keys: that leaves fewer keys inside if a few scores are far above the others.
+// The k-th largest key, for the first thread; LEAST if there are fewer keys. The bins of the first round have equal
+// widths in scores instead of keys. Fewer keys are then left if a few scores are far above the others.
 template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Search& s) {
   Range r = range_of(key, k, lanes_of(k), s);
   const float high = number_of(r.to), bins = BINS / (high - number_of(r.from));
@@ -177,7 +179,8 @@ template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Sea
   return __reduce_min_sync(ALL, lane() < WARPS ? s.low[lane()] : ALL);
 }
 
-// Call put(step, number) for each key that is not below `least`, numbered in the order of places. Returns how many.
+// Call put(step, number) for each key that is not below `least`, numbered in the order of places. Returns the number of
+// these keys.
 template <int N, class Put> __device__ int compact(const unsigned (&key)[N], unsigned least, int* totals, Put put) {
   unsigned taken[N];
   int mine = 0;
@@ -205,7 +208,8 @@ template <int MOST> struct Grouped : Search {
   }
 };
 
-// Choose the groups of the highest peaks, k or more, and the range `r` of the k-th best score. Returns how many groups.
+// Choose the groups of the highest peaks, k or more, and the range `r` of the k-th best score. Returns the number of
+// groups.
 template <int N, int MOST> __device__ int choose(
     const float (&peak)[N], const Span& span, int groups, int k, int lanes, Range& r, Grouped<MOST>& s) {
   unsigned key[N];

@@ -6,8 +6,9 @@
 // product may take the channels in any order, so a row goes straight into the registers that the tensor cores read. A warp
 // has loads of 16 tokens in flight, 8 KiB at head_dim 128.
 //
-// With the rest (ops/rest/__init__.py) the sums of groups are further rows, in fp16. A group without exact tokens is one
-// row. A group g with m remaining tokens and exact tokens i is computed without subtracting from its row:
+// With the estimate of the rest (ops/rest/__init__.py) the sums of groups are further rows, in fp16. Exact tokens are
+// those that the step attends to exactly. A group without exact tokens is attended to as one row. A group g with exact
+// tokens i and m remaining tokens is computed without a subtraction from its row:
 //
 //   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
 //   out += w (sum of values) - sum of w v_i
@@ -15,9 +16,9 @@
 // A warp takes up to 16 such groups with all their exact tokens. A 0/1 matrix says which token is in which group. Products
 // with this matrix give the sums over i, and give each token the w of its group.
 //
-// Constants of the compilation: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
-// be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of a
-// GROUP of the rest (0: no rest).
+// Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
+// be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
+// a GROUP of the rest (0: no rest).
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -69,7 +70,8 @@ __device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const fl
     }
 }
 
-// Load the values of 16 rows. `row` of threads i and 16 + i is the place of row i behind `rows`, or negative for none.
+// Load the values of 16 rows. `row` in threads i and 16 + i is the number of row i, counted from `rows`; negative: no
+// row.
 __device__ void load_values(Words (&value)[4][OF_VALUE], const char* rows, int row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int r = 0; r < 4; r++) {  // rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t
@@ -79,7 +81,8 @@ __device__ void load_values(Words (&value)[4][OF_VALUE], const char* rows, int r
   }
 }
 
-// The products of head g with the keys of the same rows, in fp16, or in bf16 with BRAIN. The upper two of each are unused.
+// The products of head g with the keys of the same rows, in fp16, or in bf16 with BRAIN. z[r][2] and z[r][3] are
+// unused.
 template <bool BRAIN>
 __device__ void products(float (&z)[2][4], const unsigned short* query, const char* rows, int row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -116,14 +119,14 @@ __device__ void weigh(State& s, float (&p)[4]) {
   for (float& x : p) x = share(x, peak);
 }
 
-// Attend to 16 tokens, or with SUMS to the sums of 16 groups of `held` tokens, divided by GROUP.
+// Attend to 16 tokens, or with SUMS to 16 groups. The row of a group is the sum of its `held` tokens, divided by GROUP.
 template <bool SUMS = false>
 __device__ void fold(
     State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap, int held = 1) {
   constexpr bool BRAIN = BF16 && !SUMS;
   const int t = threadIdx.x % 4;
   Words value[4][OF_VALUE];
-  load_values(value, rows, row);  // before the keys, whose loads are waited for
+  load_values(value, rows, row);  // before the keys, for whose loads the products wait
   float z[2][4], p[4], tokens[4];
   products<BRAIN>(z, query, rows, row);
   for (int r = 0; r < 4; r++) {
@@ -165,7 +168,7 @@ struct Tokens {
   }
 };
 
-// A warp loads a tile of rows.
+// A warp prefetches a tile of rows into the L2.
 __device__ void ask_for(const char* rows, int tile, int of_rows) {
   const int row = tile * TILE + lane() % TILE;
   if (row < of_rows)
@@ -184,8 +187,8 @@ __device__ unsigned ones(bool first, bool second) {
   return (first ? ONE : 0) | (second ? ONE << 16 : 0);
 }
 
-// The groups of tokens that a step does not attend to exactly. Exact tokens are in chosen blocks, or have positions from
-// `begin` up to `end`: those are in the ring and in the sums.
+// The groups of the rest. Exact tokens are in chosen blocks, or have positions from `begin` up to `end`: the latter are
+// both in the ring and in the sums.
 struct Rest {
   const char *sums, *hot, *ring;
   const int* fill;
@@ -194,7 +197,7 @@ struct Rest {
   // In shared memory: slot and block of each entry, room for both again, and the first entry of each group.
   int *slot, *block, *first;
 
-  // The tokens in the sums of a group.
+  // The number of tokens in the sums of a group.
   __device__ int held(int g) const {
     if (g < 0 || g >= groups) return 0;
     if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, of_ring.sink), 0);
@@ -209,8 +212,9 @@ struct Rest {
   __device__ bool near(int g) const { return begin < end && g >= begin / GROUP && g <= (end - 1) / GROUP; }
   __device__ bool touched(int g) const { return first[g] != NO_ENTRY || near(g); }
 
-  // The groups with exact tokens: those that begin in a window of entries, and each group of the ring. Program r of the
-  // cluster has neighbouring windows, so that runs of blocks do not all begin in the windows of one program.
+  // Units of work, which cover the groups with exact tokens: a unit for each window of entries, with the groups that
+  // begin in it, and a unit for each group of the ring. Program r of the cluster has neighbouring windows, so that runs
+  // of blocks do not all begin in the windows of one program.
   __device__ int windows() const { return (entries + WINDOW - 1) / WINDOW; }
   __device__ int windows_each() const { return (windows() + CLUSTER - 1) / CLUSTER; }
   __device__ int units() const {
@@ -305,8 +309,8 @@ struct Unit {
 // Attend to what remains of the groups of a unit.
 __device__ void fold_remaining(State& s, const unsigned short* query, const Unit& unit, float scale, float softcap) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // For head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens. The upper two
-  // of thread t count these tokens.
+  // For head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens. In thread
+  // t, taken[r][2] and taken[r][3] count these tokens.
   float taken[2][4] = {}, z[2][4], p[4], left[4];
   unit.each([&](const char* rows, int row, int column) {
     products<BF16>(z, query, rows, row);
@@ -439,7 +443,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   sums = head_of<D>(sums, bh, groups);
   int* const first = reinterpret_cast<int*>(parts);
   for (int i = threadIdx.x; i < groups; i += THREADS) first[i] = NO_ENTRY;
-  // The ring begin of an earlier step would do too: it only says how much to ask for.
+  // ring_begin may still be that of an earlier step: it only decides how much is prefetched.
   const int exact = (ring_rows + TILE - 1) / TILE + (chosen + TILE - 1) / TILE, asked = min(ring_begin[b], groups * GROUP);
   for (int t = tile - exact; t * TILE * GROUP < asked; t += CLUSTER * WARPS)
     if (t >= 0) ask_for(sums, t, groups);

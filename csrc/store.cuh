@@ -1,7 +1,8 @@
 #pragma once
 
-// How a token lies in memory, as ops/store/rows.py says it. A row is a key and a value side by side, here in fp16 or
-// bf16; the rows of a head follow one another. The ring holds the sinks in its first rows and uses the others round-robin.
+// The layout of a token in memory, as ops/store/rows.py specifies it. A row is a key and a value side by side, here in
+// fp16 or bf16; the rows of a head follow one another. The ring holds the sinks in its first rows and uses the others
+// round-robin.
 
 namespace counter {  // the columns of the counters of a (row, kv head)
 enum { STEPS, CONTEXT, IN_RING, SELECTED, MISSED, ALL_OF_THEM };
@@ -39,7 +40,7 @@ template <int CHANNELS> struct Packed {
 struct Ring {
   int rows, sink, begin;  // begin: the position of the oldest token behind the sinks
 
-  // The position of the token in a ring row; the caller compares it with the length of the row of the batch.
+  // The position of the token in a ring row. The caller compares the position with the length of the sequence.
   __device__ int position(int row) const {
     const int span = rows - sink, oldest = sink + (begin - sink) % span;
     return row < sink ? row : begin + row - oldest + (row < oldest ? span : 0);

@@ -1,8 +1,9 @@
 // The k best of each row of scores, as ops/select/top_blocks.py specifies it. A program takes a row. There are few
-// rows, so the time is that of the steps that wait for one another (search.cuh says why this is not in Triton).
+// rows, so the time depends on the number of operations that wait for one another. search.cuh says why this is not in
+// Triton.
 //
-// Constants of the compilation: THREADS of the program; SCORES per thread; PEAKS per thread, which lead to the groups
-// of the best scores (0: the program can read all scores of the row); GROUP, the number of scores that share a peak.
+// Compile-time constants: THREADS of the program; SCORES per thread; PEAKS per thread, which lead to the groups of the
+// best scores (0: the program can read all scores of the row); GROUP, the number of scores that share a peak.
 
 #include "search.cuh"
 
@@ -30,7 +31,7 @@ __device__ void take(const Row& row, int count, int k, int lanes, Range r, Share
   int name[SCORES];
   look_at(key, name, row.scores, row.n, span, PEAKS > 0, s);
   if (!PEAKS) r = range_of(key, k, lanes, s);
-  if (row.ids)  // these loads are in flight while the search finds which of them are needed
+  if (row.ids)  // the loads are in flight while the search finds which ids are needed
     for (int i = 0; i < SCORES; i++)
       if (key[i] >= r.from) name[i] = row.ids[name[i]];
   const unsigned least = cut(key, span, count, r, 0, FEW, s.bins + ROUNDS / 2, s);

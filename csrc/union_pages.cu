@@ -1,10 +1,10 @@
-// Merge the pages of the query heads of a kv head round-robin; ops/icecache/union_pages.py is the specification. A program
-// has a kv head, a thread has a page of a query head.
+// Merge the pages of the query heads of a kv head round-robin; ops/icecache/union_pages.py is the specification. A
+// program takes a kv head, and a thread takes a page of a query head.
 //
 // Why not Triton: without atomics on shared memory it compares every page with every other to find repeats. Here a hash
 // table finds them (round_robin.cuh).
 //
-// Defines: G query heads of a kv head; THREADS, a power of two.
+// Compile-time constants: G query heads of a kv head; THREADS, a power of two.
 
 #include "round_robin.cuh"
 
@@ -13,7 +13,8 @@ struct Shared : RoundRobin {
   int order[THREADS];
 };
 
-// A larger key is a better page; of equal scores the lower page. Entries without a page keep their order behind all pages.
+// A larger key is a better page. Of two pages with equal scores the lower page is better. Entries without a page keep
+// their order behind all pages.
 __device__ unsigned long long key_of(float score, int page) {
   return page < 0 ? THREADS - threadIdx.x : (unsigned long long)ordered(score) << 32 | ~(unsigned)page;
 }

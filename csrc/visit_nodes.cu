@@ -1,14 +1,15 @@
 // Multiply queries with the nodes of a tree of two levels, and find the threshold of expanded nodes in a sample;
-// ops/icecache/visit_nodes.py is the specification. A warp multiplies tiles of 16 nodes with all query heads of a kv head.
-// The first programs of a kv head, one for each query head, are a cluster that writes no products: each computes a share
-// of the sample beside the other programs, and then searches the whole sample for the threshold of its query head.
+// ops/icecache/visit_nodes.py is the specification. A warp multiplies tiles of 16 nodes with all query heads of a kv
+// head. The first programs of a kv head, one for each query head, form a cluster that writes no products. While the
+// other programs multiply, each program of the cluster computes a share of the sample. Then it searches the whole
+// sample for the threshold of its query head.
 //
-// Why not Triton: it takes codes through shared memory to the layout of the tensor cores. A product does not depend on the
-// order of channels, as long as queries and keys agree; so here a thread multiplies the very 16 bytes that it loads. For
-// the search, search.cuh says why not.
+// Why not Triton: it moves codes through shared memory into the layout of the tensor cores. A product does not depend
+// on the order of channels, as long as queries and keys have the same order. So here a thread multiplies the 16 bytes
+// that it loads itself. search.cuh says why the search is not in Triton.
 //
-// Defines: D channels (a multiple of 64), G query heads of a kv head (up to 8), BF16 queries, THREADS of a program, TILES
-// of a warp, SAMPLE nodes of a sample, and MILLION, the share that is 1.
+// Compile-time constants: D channels (a multiple of 64), G query heads of a kv head (up to 8), BF16 queries, THREADS of
+// a program, TILES of a warp, SAMPLE nodes of a sample, and MILLION, which is a share of 1.
 
 #include "cluster.cuh"
 #include "search.cuh"
@@ -39,7 +40,7 @@ struct Shared : Search {
   Bell<G> bell;
 };
 
-// Bytes 0 and 2, or 1 and 3 (odd), as halves. The bytes are signed; 1024 + 128 + x is exact.
+// Bytes 0 and 2, or 1 and 3 (odd), in fp16. A byte is a signed number x, and 1024 + 128 + x is exact in fp16.
 __device__ unsigned pair_of(unsigned bytes, bool odd) {
   unsigned x = __byte_perm(bytes ^ 0x80808080, 0x64646464, odd ? 0x4341 : 0x4240);
   asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x64806480));
@@ -143,9 +144,9 @@ __device__ void ask_sample(const Head& x, int apart) {
   }
 }
 
-// Multiply the program's share of the sample, and send the products as keys to the programs of their query heads. Returns
-// the number of nodes. `guess` is an earlier reading of that number, by which the first tiles are loaded; if the distance
-// has changed since, they are loaded again.
+// Multiply the program's share of the sample, and send the products as keys to the programs of their query heads.
+// Returns the number of nodes. `guess` is an earlier reading of that number, by which the first tiles are loaded. If
+// the distance between nodes has changed since, the tiles are loaded again.
 __device__ int sample(const Head& x, const unsigned short* q, int q_h, const int* node_count, int guess, Shared& s) {
   const int head = lane() % 4 * 2;
   const auto first = [&](int tile) { return (int)((tile * G + blockIdx.y) * WARPS + warp()) * TILE; };

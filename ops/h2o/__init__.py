@@ -1,11 +1,11 @@
-"""H2O (arXiv 2306.14048): the tokens with the most attention so far, and the latest; others are evicted for good.
+"""H2O (arXiv 2306.14048): the tokens with the most attention so far, and the latest tokens; all others are evicted.
 
-What the family keeps per layer: the attention that every token received and the tokens that are kept (`HeavySet`,
-views.py). The pool has evicted tokens too. Later steps never read them; the next prompt attends to them, as prompts of
-all methods attend to everything.
+The family keeps per layer the attention that every token received, and which tokens are kept (`HeavySet`, views.py).
+Evicted tokens stay in the pool. Later steps never read them. The next prompt does, because prompts of all methods
+attend to everything.
 
 A prompt, or a chunk of one:
-    add_prompt_attention    the attention that its queries pay to every token; it waits for the host
+    add_prompt_attention    the attention that the queries of the prompt pay to every token; it may wait for the device
     keep_heaviest           choose the tokens that stay
 
 A decode step:

@@ -1,4 +1,4 @@
-"""Add the attention that a decode step paid to each token that it attended to: those in the ring, and the kept tokens.
+"""Add the attention that a decode step paid to each token that it attended to: tokens in the ring, and kept tokens.
 
     w[g, j]      = softmax over the attended tokens j of (scale * q[g] . key[j]),  soft-capped where the model does that
     received[j] += sum of w[g, j] over the query heads g of the kv head
@@ -47,11 +47,12 @@ def reference(
     Args:
         q: [batch, q_heads, 1, dim].
         ring: [batch, heads, ring_rows, 2, dim].
-        hot: rows, block_of and chosen are read: the kept tokens, as attention read them.
+        hot: the hot buffer with the kept tokens. rows, block_of and chosen are read, as attention reads them.
         received: [batch, heads, rows], by position.
         attention: scale, soft cap and extra logit of the model.
 
-    Launches: two kernels of batch * heads * cdiv(ring_rows, TILE) + cdiv(chosen, TILE) programs: logits, then weights.
+    Launches: logits, then weights; two kernels of batch * heads * (cdiv(ring_rows, TILE) + cdiv(chosen, TILE))
+    programs.
     """
     heads, slot = ring.shape[1], hot.chosen.clamp(min=0).long()
     kept = keys_of(hot.rows.squeeze(3)).gather(2, slot[..., None].expand(-1, -1, -1, ring.shape[4]))

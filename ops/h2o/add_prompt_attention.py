@@ -3,9 +3,9 @@
     w[i, g, j]  = softmax over j <= i of (scale * q[i, g] . key[j]),  soft-capped where the model does that
     received[j] += sum of w[i, g, j] over the new positions i and the query heads g of the kv head
 
-An extra logit of the model takes its part of the softmax. Tokens that were evicted before this prompt get -inf, which
-no sum changes: those outside sinks and ring that a step did not keep. A prompt after a prompt evicts nothing between
-the two, so chunks of a prompt add up to the whole prompt.
+An extra logit of the model takes its part of the softmax. Tokens that steps evicted before this prompt get -inf, which
+no later sum changes. Evicted are the tokens outside sinks and ring that the last step did not keep. Nothing is evicted
+between two prompts without a step, so the chunks of a prompt add up to the whole prompt.
 """
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def forget_evicted(heavy: HeavySet, b: int, sink: int, begin: int) -> None:
 
 
 def paid(queries: Tensor, first: int, keys: Tensor, attention: Attention, extra: Tensor | None) -> Tensor:
-    """What queries [tokens, group, dim] of the positions from `first` on pay to the keys [keys, dim], one number each.
-    `extra` [group]: one more logit of each query head."""
+    """The attention that queries [tokens, group, dim] of the positions from `first` on pay to each key of `keys` [keys,
+    dim]. `extra` [group]: one more logit of each query head."""
     out = keys.new_zeros(len(keys))
     some = max(1, LOGITS // (len(keys) * queries.shape[1]))
     for i in range(0, len(queries), some):
@@ -69,17 +69,17 @@ def reference(
 
     Args:
         q, k: queries and keys of the new tokens; the pool may not have them yet.
-        heavy: received changes; chosen_at becomes NOT_YET for rows with new tokens.
+        heavy: `received` changes; `chosen_at` becomes NOT_YET for rows with new tokens.
         pool: [batch, heads, rows, 2, dim], the tokens before this prompt.
-        lengths: the prompt of a row are its tokens from `start` up to `length`. Rows without a new token, and rows past
+        lengths: the prompt of a row is its tokens from `start` up to `length`. Rows without a new token, and rows past
             their capacity, stay as they are.
         attention: scale, soft cap and extra logit of the model.
         spans: `start` and `length` of all rows as host integers, or None (ops/attend/prompt_attention.py).
-        last: count the last so many new queries only; 0: all.
+        last: the number of last new queries that count; 0: all new queries.
 
     Launches:
-        Two kernels for each row: the log-sum-exp of every query, then a program for every tile of keys that goes
-        through the queries behind them. Without `spans` it waits for the device.
+        Two kernels for each row. The first computes the log-sum-exp of every query. In the second, a program takes a
+        tile of keys and goes through the queries at or behind these keys. Without `spans` the op waits for the device.
     """
     heads = k.shape[1]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
@@ -132,7 +132,7 @@ def _columns(
     q, keys, lse, received, q_h, q_s, first, count, n, rows, scale, softcap, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What TILE keys of one kv head receive from all queries behind them."""
+    """The attention that TILE keys of one kv head receive from all queries at or behind them."""
     h = tl.program_id(1).to(tl.int64)
     pos, d, t = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP), tl.arange(0, TILE)
     there = (pos < n)[:, None] & (d < D)[None, :]

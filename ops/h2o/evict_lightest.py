@@ -1,11 +1,12 @@
-"""Take the tokens that leave the ring into the kept tokens, and evict the tokens that received least attention.
+"""Add the tokens that leave the ring to the kept tokens, and evict the tokens that received the least attention.
 
 For each token p that leaves the ring, in order:
 
     there is room      p is kept
-    otherwise          of p and the kept tokens, the one with the least `received` is evicted; of equal ones the last
+    otherwise          of p and the kept tokens, the token with the least `received` is evicted; of equals the latest
 
-`received` is that of the steps before this one, as in the paper: a step evicts before it attends, and then counts.
+`received` is the sum up to the step before. A step here evicts, attends, and then adds. The paper attends, adds, and
+evicts last, which keeps the same tokens.
 """
 import torch
 
@@ -21,7 +22,7 @@ WIDE = 1024  # kept tokens that are compared at a time
 
 
 def reference(heavy: Changed[HeavySet], lengths: Lengths) -> None:
-    """Take the tokens that leave the ring into the kept tokens, and evict the tokens that received least attention.
+    """Add the tokens that leave the ring to the kept tokens, and evict the tokens that received the least attention.
 
     Args:
         heavy: `updated` becomes 1 where tokens joined, and at the first step after a prompt, which fetches all of them.
@@ -29,7 +30,7 @@ def reference(heavy: Changed[HeavySet], lengths: Lengths) -> None:
             `updated` 0.
 
     Launches:
-        One kernel of batch * heads programs. Where no token leaves, a program writes its counters only.
+        One kernel of batch * heads programs. If no token leaves, a program only writes its counters.
     """
     heads, most = heavy.ids.shape[1:]
     for b, (n, old, new) in enumerate(torch.stack([lengths.length, *lengths[2:4]], 1).tolist()):
@@ -80,7 +81,8 @@ def _evict(heavy, lengths, heads, most, rows, WIDE: tl.constexpr, PDL: tl.conste
 
 @triton.jit
 def _least(ids, received, most, WIDE: tl.constexpr):
-    """(attention, place) of the kept token that received least; of equal ones the one with the highest position."""
+    """(attention, place) of the kept token that received the least attention; of equal tokens that of the highest
+    position."""
     least, where, slot = float("inf"), tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     for first in range(0, most, WIDE):
         j = first + tl.arange(0, WIDE)

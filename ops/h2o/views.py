@@ -13,12 +13,12 @@ Received = Annotated[Tensor, Of("batch heads rows", torch.float32)]
 class HeavySet(NamedTuple):
     """The tokens that a step attends to beside the ring. Each (row, kv head) has its own.
 
-    ids: the positions of the kept tokens, in no order, -1 behind the first `count`.
+    ids: the positions of the kept tokens, in no order; -1 behind the first `count` places.
     count: how many tokens are kept.
     received: the attention that each token received so far, by position: softmax weights, summed over queries and over
         the query heads of the kv head. -inf for a token that was evicted before the last prompt.
-    chosen_at: the length of the row when tokens were last evicted; NOT_YET (ops/index/observe.py) between a prompt and
-        its first step.
+    chosen_at: the length of the row at its last step; NOT_YET (ops/index/observe.py) between a prompt and its first
+        step.
     updated: 1 where this step has tokens to fetch, else 0.
     updates: how many steps had tokens to fetch.
     """

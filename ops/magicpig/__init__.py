@@ -1,9 +1,10 @@
-"""MagicPIG: a sample of tokens by locality-sensitive hashing, weighed so that attention to the sample is an estimate of
-attention to everything.
+"""MagicPIG: a sample of tokens by locality-sensitive hashing, weighted so that attention to the sample estimates
+attention to all tokens.
 
 A key has a code of `bits` signs in each of `tables` tables (_planes.py). A query head samples the tokens whose codes
-equal its own in two tables or more. The chance of that depends on the angle of query and key, and is known, so the
-logit of a sampled token gets minus the logarithm of its chance. Keys are hashed less their mean.
+equal its own in two tables or more. The chance that a token is sampled follows from the angle between query and key.
+Attention subtracts the logarithm of this chance from the logit of a sampled token. The mean key is subtracted from a
+key before the key is hashed.
 
 A prompt:
     flush_ring        tokens in the ring go to the pool
@@ -14,8 +15,8 @@ A prompt:
 A decode step:
     append            the new token into the ring, rows that leave the ring into the pool
     hash_keys         the codes of the keys that leave the ring
-    find_collisions   the codes of the queries, the tables in which a token is found twice, and as many of the tables
-                      as the budget has room for; three launches
+    find_collisions   the codes of the queries, for each token the table in which its codes match the second time, and
+                      how many tables the budget has room for; three launches
     top_blocks        the sample
     fetch             the tokens into the hot buffer
     sample_bias       minus the logarithm of the chances of the sampled tokens

@@ -4,8 +4,9 @@
     code of a table         = sum over j of 2^j * (x . plane_j > noise)
     noise                   = 60 * NOISE * |x|_1            fp32 cannot tell such a product from 0
 
-An entry is nearly normal, which the paper's are: a sum of eight uniform draws. Entries are integers of at most 60,
-which every type holds exactly, and functions of indices, so that no table exists.
+The paper's entries are normal. An entry here is a sum of eight uniform draws, which is nearly normal. Entries are
+integers from -60 to 60, which every type holds exactly. They are computed from their indices, so no table of them is
+stored.
 """
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torchsparsekv.ops._machinery.triton import tl, triton
 
 SEED = 0x9E3779B1
 CHANNELS = 512  # indices of one column: head_dim is at most as large
-NOISE = 2.0**-23  # of a product in fp32: its largest relative error, by far
+NOISE = 2.0**-23  # a product in fp32 below this share of 60 * |x|_1 counts as 0
 
 
 def planes(dim: int, tables: int, bits: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -28,7 +29,7 @@ def planes(dim: int, tables: int, bits: int, seed: int, device: torch.device | N
 
 
 def hashes(x: Tensor, centre: Tensor | None, tables: int, bits: int, seed: int) -> Tensor:
-    """The codes [..., tables] of vectors [..., dim], counted from `centre`, which broadcasts to them."""
+    """The codes [..., tables] of vectors [..., dim] minus `centre`, which broadcasts to them."""
     plane = planes(x.shape[-1], tables, bits, seed, x.device)
     y, size = x.float() @ plane, x.float().abs().sum(-1, keepdim=True)
     if centre is not None:
@@ -39,7 +40,7 @@ def hashes(x: Tensor, centre: Tensor | None, tables: int, bits: int, seed: int) 
 
 @triton.jit
 def plane_of(table, seed, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr):
-    """The planes of a table, [DP, 16], in fp32. 0 where a channel or a plane does not exist."""
+    """The planes of a table, [DP, 16], in fp32, with 0 for channels and planes that do not exist."""
     d, j = tl.arange(0, DP)[:, None], tl.arange(0, 16)[None, :]
     index = (table * BITS + j) * 512 + d
     x = mix(index.to(tl.uint32) + seed.to(tl.uint32) * 0x9E3779B1)
@@ -50,7 +51,7 @@ def plane_of(table, seed, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit
 def codes_of(x, centre, plane, NOISE: tl.constexpr):
-    """The codes [n] of vectors x [n, DP], counted from `centre` [DP], in one table."""
+    """The codes [n] of vectors x [n, DP] minus `centre` [DP], in one table."""
     y = tl.dot(x, plane.to(x.dtype), input_precision="ieee") - tl.sum(centre[:, None] * plane, 0)[None, :]
     noise = (tl.sum(tl.abs(x.to(tl.float32)), 1) + tl.sum(tl.abs(centre), 0)) * (60 * NOISE)
     bit = (y > noise[:, None]).to(tl.int32) << tl.arange(0, 16)[None, :]

@@ -6,9 +6,9 @@
                     |{i: first_of[i] <= u}| <= budget
     score[i]      = -first_of[i]  if first_of[i] <= used,  else -inf
 
-A step samples with the first `used` tables. A token with a small angle to the query stands in many of them, so a small
-budget loses tokens with large angles first, and the chances stay known. A row whose retrievable tokens all fit into the
-budget takes all of them: used = 0 and score = 0.
+A step samples with the first `used` tables. The codes of a token with a small angle to the query match in many tables,
+so a small budget first loses tokens with large angles. The chances stay known: they are those of `used` tables. A row
+whose retrievable tokens all fit into the budget takes all of them: used = 0 and score = 0.
 
 Launches: `_ask`, (tables, row * kv head): the codes of the queries. `_collide`, (tiles of tokens, row * kv head), reads
 2 bytes a token and table; it counts the tokens by `first_of`. `_cut`, (tiles of tokens, row * kv head): `used`, scores
@@ -41,7 +41,8 @@ def check(q, signatures, sample, lengths, bits, seed, budget) -> None:
 
 
 def second_collisions(codes: Tensor, asked: Tensor) -> Tensor:
-    """The tables [heads, n] until codes [tables, n] have equalled `asked` [heads, tables] twice; tables + 1: never."""
+    """The number of tables [heads, n] until codes [tables, n] have equalled `asked` [heads, tables] twice; tables + 1
+    for never."""
     hits = (codes == asked[..., None]).int().cumsum(1)
     return (hits < 2).sum(1) + 1
 
@@ -54,7 +55,7 @@ def reference(
     Args:
         q: [batch, q_heads, 1, dim].
         signatures: the index.
-        sample: gets the codes of the queries, and the tables that are used.
+        sample: changed to the codes of the queries, and the number of tables that are used.
         lengths: positions per row.
         bits: of a code.
         seed: of the planes.

@@ -1,6 +1,6 @@
 """Hash every key that leaves the ring, in all tables (ops/magicpig/_planes.py).
 
-Launches: `_hash`, (tiles of keys and tables, row * kv head). Tiles without keys return at once.
+Launches: `_hash`, (tiles of keys and tables, row * kv head). A program whose tile has no keys returns at once.
 
 MagicPIG (arXiv 2410.16179), and its authors' code.
 """
@@ -28,7 +28,8 @@ def reference(leaving: Leaving, signatures: Changed[Signatures], lengths: Length
 
     Args:
         leaving: the keys that leave the ring, in new tokens and in the pool.
-        signatures: the index; gets the codes of these keys, counted from its centre.
+        signatures: the index. The codes of these keys change. Its centre is subtracted from a key before the key is
+            hashed.
         lengths: positions per row.
         bits: of a code.
         seed: of the planes.

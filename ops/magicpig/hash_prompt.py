@@ -1,11 +1,13 @@
-"""Find the mean key of a prompt, and hash every key that has left the ring, counted from it.
+"""Find the mean key of a prompt, subtract it from every key that has left the ring, and hash the differences.
 
     centre    mean of the keys from `sink` up to `ring_begin`; of all keys of the row where none has left the ring
     codes     those of `hash_keys`, for all positions from `sink` up to `ring_begin`
 
-So codes depend on the tokens of a row, and not on how they came in. Rows without new tokens stay as they are.
+So codes depend on the tokens of a row, and not on how they were cut into prompts and chunks. Rows without new tokens
+stay as they are.
 
-MagicPIG (arXiv 2410.16179), and its authors' code: keys that lie far from 0, on one side of it, share nearly all codes.
+MagicPIG (arXiv 2410.16179), and its authors' code. Without the mean subtracted, keys that all lie far from 0 on the
+same side would share nearly all codes.
 """
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ def check(leaving, signatures, lengths, bits, seed, join) -> None:
 def reference(
     leaving: Leaving, signatures: Changed[Signatures], lengths: Lengths, bits: int, seed: int, join: bool
 ) -> None:
-    """Find the mean key of a prompt, and hash every key that has left the ring, counted from it.
+    """Find the mean key of a prompt, subtract it from every key that has left the ring, and hash the differences.
 
     Args:
         leaving: the keys of the new tokens; the pool holds all earlier tokens.
@@ -43,8 +45,8 @@ def reference(
         join: whether the calling stream waits for the result.
 
     Launches:
-        `_sums`, (parts of PART keys, row * kv head), and kernels of torch for the means; then one of `hash_keys`. They
-        run on the side stream, beside the next layer, unless `join`.
+        `_sums`, (parts of PART keys, row * kv head); kernels of torch for the means; then the kernel of `hash_keys`.
+        They run on the side stream, beside the next layer, unless `join`.
     """
     (codes, centre), sink = signatures, lengths.sink
     for b, (n0, n, _, end) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -78,7 +80,7 @@ def _sums(
 
 
 def mean_keys(leaving: Leaving, lengths: Lengths) -> Tensor:
-    """The mean key [batch, heads, dim] of every head; of rows without new tokens something else."""
+    """The mean key [batch, heads, dim] of every head; undefined for rows without new tokens."""
     (k, pool), (start, length, _, ring_begin, sink, _) = leaving, lengths
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     sums = torch.empty((cdiv(rows, PART), batch, heads, d), dtype=torch.float32, device=k.device)

@@ -1,13 +1,13 @@
 """Weigh the sampled tokens of a step: minus the logarithm of the chance that a query head samples a token.
 
     p     = 1 - angle(q_h, key_i - centre) / pi                   the chance that one sign is equal
-    P     = p^bits                                                that a code is
-    w     = 1 - (1 - P)^u - u P (1 - P)^(u - 1)                   that two or more of u tables are, u = used
+    P     = p^bits                                                the chance that a whole code is equal
+    w     = 1 - (1 - P)^u - u P (1 - P)^(u - 1)                   the chance that two or more codes of u = used are
     bias  = -log(w + FLOOR)   if head h has sampled token i,  -inf if only another head of its kv head has
 
-The softmax with these biases estimates that over all tokens: numerator and denominator are sums over sampled tokens of
-terms, each divided by its chance. FLOOR is that of the authors' code: it bounds the weight of a token that was sampled
-against all odds. With used = 0 all tokens were taken, and all biases are 0.
+The softmax with these biases estimates the softmax over all tokens: in its numerator and denominator, the term of each
+sampled token is divided by the chance of the token. FLOOR is the constant of the authors' code. It bounds the weight of
+a token that was sampled although its chance was nearly 0. With used = 0 all tokens were taken, and all biases are 0.
 
 Launches: `_bias`, (tiles of tokens, row * kv head). It reads the keys in the hot buffer, and their codes.
 
@@ -40,7 +40,7 @@ def check(q, hot, signatures, sample, bits) -> None:
 
 
 def chance(cosine: Tensor, bits: int, tables: Tensor) -> Tensor:
-    """The chance that two or more of so many tables have equal codes."""
+    """The chance that codes are equal in two or more of `tables` tables."""
     one = (1 - cosine.clamp(-1, 1).acos() / math.pi) ** bits
     none = torch.log1p(-one.clamp(max=1 - 2**-24))
     return -torch.expm1(tables * none) - tables * one * torch.exp((tables - 1) * none)
@@ -53,7 +53,7 @@ def reference(q: Query, hot: HotBuffer, signatures: Signatures, sample: Sample, 
         q: [batch, q_heads, 1, dim].
         hot: the hot buffer, whose `chosen` are the sampled tokens.
         signatures: the index.
-        sample: the codes of the queries, and the tables that are used.
+        sample: the codes of the queries, and the number of tables that are used.
         bits: of a code.
 
     Returns:

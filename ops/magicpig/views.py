@@ -1,4 +1,4 @@
-"""The index of MagicPIG, and what a step knows of its sample."""
+"""The index of MagicPIG, and the sample of a step."""
 from typing import Annotated, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ MOST_BITS = 15  # of a code, an int16 that is not negative
 class Signatures(NamedTuple):
     """The hash codes of the keys.
 
-    codes: in every table the code of every key: bit j is set where the key less the mean key lies on the positive side
-        of plane j (ops/magicpig/_planes.py).
-    centre: the mean key of a head, which every key is counted from.
+    codes: the code of every key in every table. Bit j is set if the key minus the mean key lies on the positive side of
+        plane j (ops/magicpig/_planes.py).
+    centre: the mean key of a head, which is subtracted from every key.
     """
 
     codes: Annotated[Tensor, Of("batch heads tables rows", torch.int16)]
@@ -26,7 +26,8 @@ class Sample(NamedTuple):
     """The sample of the last step.
 
     asked: the codes of the queries.
-    used: the tables that the heads of a kv head sampled with, the first ones; 0: they attend to every token.
+    used: the query heads of a kv head sampled with this many tables, always the first ones; 0: they attend to every
+        token.
     """
 
     asked: Annotated[Tensor, Of("batch q_heads tables", torch.int16)]

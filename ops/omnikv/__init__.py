@@ -1,7 +1,7 @@
 """OmniKV (ICLR 2025): a few filter layers choose tokens, and the layers behind a filter layer attend to its choice.
 
-The family keeps the tokens that a filter layer chose at this step, one set for all heads (`selected`), and no index.
-A filter layer keeps all its keys on the device and attends to all of them.
+The family has no index. It keeps the tokens that a filter layer chose at this step, one set for all heads (`selected`).
+A filter layer has its pool on the device and attends to all tokens.
 
 A prompt adds no op.
 

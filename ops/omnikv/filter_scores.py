@@ -32,11 +32,11 @@ def reference(
 
     Args:
         q: [batch, q_heads, 1, dim].
-        pool: [batch, heads, rows, 2, dim] of the filter layer; it has all tokens before `length - window`.
-        lengths: of the filter layer; `length` counts.
+        pool: [batch, heads, rows, 2, dim] of the filter layer. It has all tokens before `length - window`.
+        lengths: of the filter layer. Only `length` is read.
         sink, window: of the layers behind it.
         attention: scale and soft cap of the model.
-        weights: compare softmax weights; False: the logits, as the authors' example does.
+        weights: True: score by softmax weights. False: by logits, as the authors' example.
 
     Returns: scores [batch, 1, rows] and their peaks [batch, 1, cdiv(rows, GROUP)] (ops/select/_top.py), fp32.
 

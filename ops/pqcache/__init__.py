@@ -2,7 +2,7 @@
 
 A key is cut into `spaces` parts. The codebook of a head has `centroids` vectors for each part, which k-means learns
 from the keys of the prompt. The code of a part is the number of its nearest centroid. A step computes the products of
-its queries with all centroids once, and looks the product of a key up part by part.
+its queries with all centroids once. The estimated product with a key is then the sum of one table entry for each part.
 
 A prompt:
     flush_ring        tokens in the ring go to the pool

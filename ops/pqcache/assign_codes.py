@@ -2,12 +2,12 @@
 
     code_s = argmax over c of  <key_s, c> - |c|^2 / 2       the nearest centroid of space s, ties to the lower
 
-A row whose codebook is not learned adopts keys: the key of position sink + i becomes centroid i of all spaces, for i
-below the number of centroids, and has the codes i. Later keys take the nearest of these.
+A row whose codebook is not learned adopts keys: the key of position sink + i becomes centroid i of all spaces and gets
+the codes i, for i below the number of centroids. Later keys get the codes of the nearest adopted keys.
 
-Launches: `_assign`, (tiles of keys, row * kv head). Tiles without keys return at once, and on most decode steps of a
-longer interval these are all. In a row without a learned codebook one program does all tiles, for later keys need the
-centroids of earlier ones.
+Launches: `_assign`, (tiles of keys, row * kv head). A program whose tile has no keys returns at once. With a long
+interval, that is every program on most decode steps. In a row without a learned codebook one program does all tiles,
+because later keys need the centroids of earlier keys.
 
 PQCache (arXiv 2407.12820), and its authors' code.
 """
@@ -57,7 +57,7 @@ def reference(leaving: Leaving, codebook: Changed[Codebook], lengths: Lengths) -
 
     Args:
         leaving: the keys that leave the ring, in new tokens and in the pool.
-        codebook: the index; gets codes, and centroids in rows that adopt keys.
+        codebook: the index. Its codes change, and its centroids in rows that adopt keys.
         lengths: positions per row.
     """
     for b, old, _, keys in leaving_keys(leaving, lengths):

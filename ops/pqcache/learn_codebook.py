@@ -1,12 +1,13 @@
 """Learn the codebook of a prompt by k-means, and give every key that has left the ring its codes.
 
-    keys       all of a row from `sink` up to `length`, those in the ring included; at most KEYS per centroid, which lie
-               at equal distances
+    keys       all keys of a row from `sink` up to `length`, the keys in the ring included; at most KEYS per centroid,
+               evenly spaced
     centroids  k-means of the parts of the keys in every space, by Euclidean distance (ops/clusters/_kmeans.py)
     codes      those of `assign_codes`, for all positions from `sink` up to `ring_begin`
 
-So a codebook depends on the tokens of a row, and not on how they came in. A row with fewer keys than centroids learns
-none: it adopts its keys as they leave the ring (`assign_codes`). Rows without new tokens stay as they are.
+So a codebook depends on the tokens of a row, and not on how they were cut into prompts and chunks. A row with fewer
+keys than centroids learns none: it adopts its keys as they leave the ring (`assign_codes`). Rows without new tokens
+stay as they are.
 
 PQCache (arXiv 2407.12820), and its authors' code.
 """
@@ -26,7 +27,7 @@ from torchsparsekv.ops.pqcache.views import Codebook, check_codebook
 from torchsparsekv.ops.store.rows import keys_of, only_keys
 from torchsparsekv.ops.store.views import Leaving, Lengths
 
-KEYS = 256  # that k-means learns from, per centroid: more move a centroid little
+KEYS = 256  # per centroid, that k-means learns from; more keys hardly move a centroid
 
 
 def check(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
@@ -52,8 +53,9 @@ def reference(
         join: whether the calling stream waits for the result.
 
     Launches:
-        Kernels of torch for k-means, of as many keys as `spans` says; without `spans`, of as many as a row has room
-        for. Then one of `assign_codes`. They run on the side stream, beside the next layer, unless `join`.
+        Kernels of torch for k-means, then one launch of `assign_codes`. K-means takes as many keys as `spans` says;
+        without `spans`, as many as a row has room for. All kernels run on the side stream, beside the next layer,
+        unless `join`.
     """
     centroids, sink = codebook.centroids, lengths.sink
     heads, spaces, most, _ = centroids.shape[1:]

@@ -9,12 +9,12 @@ from torchsparsekv.ops.store.views import PerRow
 
 
 class Codebook(NamedTuple):
-    """The product quantizer of every head, and what it makes of the keys.
+    """The product quantizer of every head, and the codes of the keys.
 
     centroids: the centroids of every space. A space is a part of `width` neighbouring channels.
     codes: per key and space, the number of the nearest centroid.
-    learned: 1 for rows whose centroids k-means has learned from a prompt. Until then the first keys that leave the ring
-        are the centroids.
+    learned: 1 for rows whose centroids k-means has learned from a prompt. In other rows the first keys that leave the
+        ring are the centroids.
     """
 
     centroids: Annotated[Tensor, Of("batch heads spaces centroids width", "kv")]

@@ -1,8 +1,8 @@
-"""Keep the pages of a prompt, and of all that came before it; if they are too many, those with the largest scores.
+"""Keep the pages of a prompt and all earlier pages that no step evicted; of too many pages the best ones.
 
-    gone   = pages that steps since the last prompt did not keep, and those of earlier turns
-    ids    = of the other pages between sinks and ring those with the largest scores, as many as there is room for, in
-             ascending order; ties go to the lower page
+    gone   = pages that steps since the last prompt did not keep, and pages that were evicted before that prompt
+    ids    = of the other pages between sinks and ring the pages with the largest scores, as many as there is room for,
+             in ascending order; ties go to the lower page
     stamps = PROMPT for all pages that are not gone
 
 The choice holds until the first step, or the next prompt, which may be the next chunk of the same prompt. The paper
@@ -30,12 +30,12 @@ def check(pages, scores, lengths, block_size) -> None:
 
 
 def reference(pages: Changed[PageSet], scores: Scores, lengths: Lengths, block_size: int) -> None:
-    """Keep the pages of a prompt; if they are too many, those with the largest scores.
+    """Keep the pages of a prompt; of too many pages those with the largest scores.
 
     Args:
         pages: changes for rows with new tokens.
         scores: [batch, heads, blocks], -inf for pages that cannot be selected (bound_scores).
-        lengths: the ring begins of each row, before and after this prompt.
+        lengths: `ring_begin` and `previous_ring_begin` of each row, after and before this prompt.
 
     Launches: torch kernels; no host sync.
     """

@@ -1,8 +1,9 @@
-"""Take a page that leaves the ring into the kept pages, evict the one with the oldest stamp, and stamp the better half.
+"""Keep the page that leaves the ring, evict the page with the oldest stamp, and stamp the better half.
 
     stamp of a new page = PROMPT if its first token came with a prompt, else the length of the row
     there is room         the page is kept
-    otherwise             of it and the kept pages, the one with the oldest stamp is evicted; of equal ones the first
+    otherwise             of this page and the kept pages, the page with the oldest stamp is evicted; of equal stamps
+                          the lowest page
 
     bound[p]  = largest bound of a query head on q.k in page p    (ops/select/bound_scores.py)
     stamps[p] = the length of the row, for the `share` of the kept pages with the largest bounds, rounded up; pages of a
@@ -40,15 +41,15 @@ def check(q, digests, pages, lengths, share) -> None:
 
 
 def reference(q: AnyQuery, digests: Digests, pages: Changed[PageSet], lengths: Lengths, share: int) -> None:
-    """Take a page that leaves the ring into the kept pages, evict the oldest one, and stamp the better half.
+    """Keep the page that leaves the ring, evict the page with the oldest stamp, and stamp the better half.
 
     Args:
         q: [batch, q_heads, 1, dim]
-        digests: of all pages; those of the kept pages are read.
+        digests: of all pages. Only the digests of kept pages are read.
         pages: `updated` becomes 1 where a page joined, and at the first step after a prompt, which fetches all of them.
         lengths: the tokens from `previous_ring_begin` up to `ring_begin` leave. A row past its capacity only gets
             `updated` 0.
-        share: of the kept pages that get a new stamp, in millionths.
+        share: the share of the kept pages that get a new stamp, in millionths.
 
     Launches: one kernel of batch * heads programs.
     """

@@ -14,13 +14,13 @@ PROMPTS = tl.constexpr(PROMPT)
 class PageSet(NamedTuple):
     """The pages that a step attends to beside the ring. Each (row, kv head) has its own.
 
-    ids: the numbers of the kept pages, in no order, -1 behind the first `count`.
+    ids: the numbers of the kept pages, in no order; -1 behind the first `count` places.
     count: how many pages are kept.
     stamps: by page: the length of the row when its bound was last in the better half; PROMPT for pages of a prompt, and
         EVICTED for pages that were evicted before the last prompt.
     prompt_end: the length of the row at the end of its last prompt. Tokens before it are the prompt.
-    chosen_at: the length of the row when pages were last evicted; NOT_YET (ops/index/observe.py) between a prompt and
-        its first step.
+    chosen_at: the length of the row at its last step; NOT_YET (ops/index/observe.py) between a prompt and its first
+        step.
     updated: 1 where this step has pages to fetch, else 0.
     updates: how many steps had pages to fetch.
     """

@@ -1,8 +1,9 @@
-"""ShadowKV: chunks of neighbouring tokens by the softmax of their mean keys, and chunks that no mean stands for.
+"""ShadowKV: chunks of neighbouring tokens by the softmax of their mean keys, and chunks that their mean key describes
+badly.
 
-The mean key of a chunk, after rotation, is its landmark. A prompt marks the chunks with a key that points least where
-its landmark points: the outliers. Every step attends to the outliers, and to the chunks whose landmarks a query head
-wants most.
+The mean key of a chunk, after rotation, is its landmark. A prompt marks outliers: the chunks with the least cosine
+between a key and the landmark. Every step attends to the outliers, and to the chunks whose landmarks have the largest
+softmax weight of any query head.
 
 A prompt:
     flush_ring        tokens in the ring go to the pool
@@ -13,13 +14,13 @@ A prompt:
 
 A decode step:
     append            the new token into the ring, rows that leave the ring into the pool
-    keep_landmarks    of a chunk that leaves the ring; on most steps none, and it returns at once
+    keep_landmarks    the same for a chunk that leaves the ring; on most steps no chunk leaves, and it returns at once
     landmark_logits   the products of all query heads and landmarks
     softmax_scores    the largest softmax of the query heads of a kv head; two launches
     top_blocks        the outliers and the best chunks
     fetch             the chunks into the hot buffer
     sparse_attention  ring and hot buffer
 
-The paper keeps the keys as factors of low rank on the device, and fetches values alone. Here keys and values are
-fetched together, as they are.
+The paper keeps the keys as factors of low rank on the device, and fetches values alone. Here keys stay as they are, and
+are fetched with their values.
 """

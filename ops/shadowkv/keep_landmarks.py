@@ -1,4 +1,4 @@
-"""Keep the mean key of every chunk that leaves the ring, and how far its keys point away from it.
+"""Keep the mean key of every chunk that leaves the ring, and the least cosine of a key of the chunk to this mean.
 
     landmark = mean of the keys of the chunk, in the type of the keys
     cosine   = min over the keys of  <key, landmark> / (|key| |landmark|)
@@ -25,11 +25,11 @@ def check(leaving, landmarks, lengths, block_size) -> None:
 
 
 def reference(leaving: Leaving, landmarks: Changed[Landmarks], lengths: Lengths, block_size: int) -> None:
-    """Keep the mean key of every chunk that leaves the ring, and how far its keys point away from it.
+    """Keep the mean key of every chunk that leaves the ring, and the least cosine of a key of the chunk to this mean.
 
     Args:
         leaving: the keys that leave the ring, in new tokens and in the pool; whole chunks.
-        landmarks: the index; gets `keys` and `cosines` of these chunks.
+        landmarks: the index. `keys` and `cosines` of these chunks change.
         lengths: positions per row.
         block_size: tokens of a chunk.
     """

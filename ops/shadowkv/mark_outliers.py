@@ -1,9 +1,10 @@
-"""Mark the chunks of a prompt that no landmark stands for: those with the least cosines.
+"""Mark the outliers of a prompt: the chunks with the least cosine between a key and the landmark.
 
-    outlier = 1 for the `count` chunks of a head with the least cosines, of all chunks that have left the ring; of equal
-    cosines the lower chunks
+    outlier = 1 for the `count` chunks of a head with the least cosines, among all chunks that have left the ring; of
+    equal cosines the lower chunk
 
-So the marks depend on the tokens of a row, and not on how they came in. Rows without new tokens stay as they are.
+So the marks depend on the tokens of a row, and not on how they were cut into prompts and chunks. Rows without new
+tokens stay as they are.
 
 ShadowKV (arXiv 2410.21465), and its authors' code.
 """
@@ -26,13 +27,13 @@ def check(landmarks, lengths, block_size, count) -> None:
 
 
 def reference(landmarks: Changed[Landmarks], lengths: Lengths, block_size: int, count: int) -> None:
-    """Mark the chunks of a prompt that no landmark stands for: those with the least cosines.
+    """Mark the outliers of a prompt: the chunks with the least cosine between a key and the landmark.
 
     Args:
-        landmarks: the index; gets `outlier`.
+        landmarks: the index. `outlier` changes.
         lengths: positions per row.
         block_size: tokens of a chunk.
-        count: outliers of a head.
+        count: the number of outliers of a head.
 
     Launches:
         Kernels of torch, on all rows at once.
@@ -49,7 +50,7 @@ def reference(landmarks: Changed[Landmarks], lengths: Lengths, block_size: int, 
 
 
 def ranked(cosines: Tensor) -> Tensor:
-    """The place of every cosine among those of its head, from the least on."""
+    """The rank of every cosine among the cosines of its head, from the least on."""
     order = cosines.argsort(dim=-1, stable=True)
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)

@@ -9,7 +9,7 @@ from torchsparsekv.ops.store.views import Fill
 
 
 class Landmarks(NamedTuple):
-    """What is known of every chunk of keys.
+    """The landmark of every chunk, and what marks it as an outlier.
 
     keys: the landmark of each chunk, the mean of its keys.
     cosines: the least cosine of a key of the chunk to the landmark.
@@ -22,6 +22,6 @@ class Landmarks(NamedTuple):
 
 
 def check_chunks(block_size: int, rows: int, blocks: int) -> None:
-    """Refuse chunks that do not cover exactly a pool of so many rows."""
+    """Refuse `blocks` chunks that do not cover exactly a pool of `rows` rows."""
     if block_size < 1 or blocks * block_size != rows:
         raise ValueError(f"{rows} pool rows are not {blocks} chunks of {block_size}")

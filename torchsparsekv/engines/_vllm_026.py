@@ -1,6 +1,7 @@
-"""vLLM 0.26: a backend is called CUSTOM, and the Attention layer describes a block of its cache whatever the backend.
+"""vLLM 0.26: the backend of a plugin is called CUSTOM, and the Attention layer describes a block of its cache without
+asking the backend.
 
-So `declare` replaces the method of the layer. With other backends the layer does as before.
+So `declare` replaces `get_kv_cache_spec` of the layer. Layers with other backends keep their description.
 """
 import dataclasses
 import functools

@@ -18,7 +18,7 @@ def register(path: str) -> None:
 
 
 class Backend(AttentionBackend):
-    # vLLM asks for a specification without its configuration: the one with which layers were made last.
+    # The configuration with which layers were made last: vLLM does not pass one when it asks for a specification.
     config: ClassVar[weakref.ref[VllmConfig] | None] = None
     describe: ClassVar[Callable[[VllmConfig, AttentionSpec], dict[str, Any]] | None] = None
 
@@ -31,7 +31,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those that keep the blocks of a layer together. In others a layer sees its cache with gaps."""
+        """The layouts that keep the blocks of a layer together. In other layouts a layer sees its cache with gaps."""
         return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.LHBNC)
 
 

@@ -1,23 +1,23 @@
-"""Which version of vLLM is here, and the module that speaks to it.
+"""The version of vLLM that is installed, and the module that adapts this library to it.
 
-vLLM changes how a backend is named, registered and given its memory. A seam is a module that knows this for a range of
-versions. All seams offer the same names:
+Versions of vLLM differ in how a backend is named, registered and given its memory. A seam is a module with the code for
+a range of versions. All seams offer the same names:
 
     NAME                what users pass as `attention_backend`
     register(path)      make vLLM find the backend by NAME
-    Backend             the base class of the backend, with what vLLM asks of it in these versions
-    declare(describe)   let layers with this backend describe a block of their cache by
-                        `describe(config, spec) -> dict` of fields of the spec that vLLM has made
+    Backend             the base class of the backend, with the methods that these versions of vLLM call
+    declare(describe)   let layers with this backend describe a block of their cache: `describe(config, spec)` returns
+                        the fields to replace in the spec that vLLM has made
 
-A version between or behind the tested ones gets the seam whose hooks it offers, and a warning. A version that offers
-neither is refused.
+An untested version gets the seam whose hooks it offers, and a warning. A version without the hooks of any seam is
+refused.
 """
 import importlib
 import importlib.metadata
 import warnings
 from types import ModuleType
 
-TESTED = {"0.26": "_vllm_026", "0.33": "_vllm_033"}  # by the beginning of the version
+TESTED = {"0.26": "_vllm_026", "0.33": "_vllm_033"}  # seams by the beginning of the version
 
 
 def version() -> str:
