@@ -107,7 +107,7 @@ def test_decode_is_one_graph(family):
     ids, mask = prompts(3, 41)
     want = dense_logits(model, ids, mask, 8)
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
-        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        step = torch.compile(model.forward, fullgraph=True, backend="eager")
         got = greedy_logits(model, ids, mask, 8, handle.make_cache(3), step)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1

@@ -127,7 +127,7 @@ def test_generate_of_a_compiled_model_as_unpatched():
     model = tiny()
     want = WAYS["greedy, padded batch"](model)
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
-        assert torch.equal(WAYS["greedy, padded batch"](torch.compile(model, backend="aot_eager")), want)
+        assert torch.equal(WAYS["greedy, padded batch"](torch.compile(model, backend="eager")), want)
         check_ran(handle)
 
 

@@ -277,7 +277,7 @@ def test_compiled_decode_past_the_capacity_is_nan():
     with torch.no_grad(), torchsparsekv.patch(model, "quest", **{**SMALL, "max_length": 22, "budget": 8}) as handle:
         cache = handle.make_cache(2)
         model(IDS, past_key_values=cache)
-        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        step = torch.compile(model.forward, fullgraph=True, backend="eager")
         out = [step(IDS[:, :1].clone(), past_key_values=cache).logits for _ in range(4)]
     assert [(bool(x.isfinite().all()), bool(x.isnan().all())) for x in out] == 2 * [(True, False)] + 2 * [(False, True)]
 

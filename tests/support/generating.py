@@ -89,7 +89,7 @@ WAYS = {
 
 def auto_compiled() -> dict:
     """generate() compiles the decode step by itself on a GPU; this makes it do so anywhere, and fail on a break."""
-    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
     config._compile_all_devices = True
     return {"compile_config": config}
 

@@ -1,6 +1,7 @@
 """Compile every kernel for sm_90 on a machine without a GPU: run the launchers with a driver that only compiles.
 
-`python tests/tools/compile_kernels.py [NAME ...]` prints one line per op and exits non-zero if one does not compile.
+`python tests/tools/compile_kernels.py [NAME ...]` prints the kernels of each op, a line an op, or why one of them does
+not compile; then it exits non-zero.
 The interpreter accepts programs that the compiler refuses: types that change in a loop, values that do not broadcast.
 """
 import importlib
@@ -36,6 +37,7 @@ ROOMY = {"choose_static", "update_static_set"}  # what takes more where there is
 OF_OTHERS = {"update_static_set"}  # kernels made of those of other ops, which are compiled in all their ways
 WHOLE = (CUDABackend.make_ptx, CUDABackend.make_cubin)
 COMPILED: set[JITFunction] = set()
+LAUNCHED: set[str] = set()  # names of the kernels of one op
 choose_static = importlib.import_module("torchsparsekv.ops.prkv.choose_static")
 relocate = importlib.import_module("torchsparsekv.ops.prkv.relocate")
 update_static_set = importlib.import_module("torchsparsekv.ops.prkv.update_static_set")
@@ -68,6 +70,7 @@ def launcher(kernel, grid):
     def launch(*args, **kwargs):
         compile_whole(kernel not in COMPILED)  # in one of its variants: a third of the time
         COMPILED.add(kernel)
+        LAUNCHED.add(f"{kernel.fn.__module__}.{kernel.__name__}")
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         used, room = compiled.metadata.shared, choose_static.shared_bytes(None)
         if (beside := together(kernel, kwargs)) > 1:
@@ -114,6 +117,7 @@ def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
 
 def compile_op(name: str, entry) -> str:
     """What went wrong, or nothing. Pools that may be packed are that too, of the first variant."""
+    LAUNCHED.clear()
     for nth, (dtype, room, dim, way) in enumerate(variants(name)):
         choose_static.shared_bytes = lambda _, room=room: room
         w = World(
@@ -139,10 +143,12 @@ def main() -> int:
         sys.exit(f"no such op: {', '.join(unknown)}")
     with tempfile.TemporaryDirectory() as folder:  # nobody is to find what is not whole
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
-        wrong = {name: compile_op(name, entries[name]) for name in sys.argv[1:] or entries}
-    for name, what in wrong.items():
-        print(name, what or "compiled")
-    return sum(map(bool, wrong.values()))
+        wrong = False
+        for name in sys.argv[1:] or entries:
+            what = compile_op(name, entries[name])
+            print(name, what or " ".join(sorted(LAUNCHED)), flush=True)
+            wrong |= bool(what)
+    return int(wrong)
 
 
 if __name__ == "__main__":
