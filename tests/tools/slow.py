@@ -51,7 +51,7 @@ KEPT = (
     "patches/test_generate.py::test_auto_compiled_generate_as_unpatched[prompt of one token]",
     "patches/test_generate.py::test_auto_compiled_generate_is_one_graph[icecache]",
     "patches/test_generate.py::test_auto_compiled_generate_is_one_graph[pariskv]",
-    "patches/test_models.py::test_compiled_decode_is_dense_and_compiles_once[quest-qwen3-4]",
+    "patches/test_models.py::test_compiled_decode_is_dense_and_compiles_once[quest-llama-4]",
     "patches/test_models.py::test_each_row_of_a_padded_batch_is_that_prompt_alone",
     "patches/test_use.py::test_interrupted_prompt_cannot_be_continued[model.layers.2.mlp-memory]",
     "patches/test_use.py::test_ragged_prompt_in_chunks_equals_one_prompt[quest-True]",
