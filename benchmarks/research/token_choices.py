@@ -6,7 +6,9 @@ Keys, values and queries of a prompt are recorded once. Every method takes the k
 of its own, as a prompt does. Then every sixteenth of the last 256 queries chooses, and attends to sinks, window and
 choice, in every sixth layer. Dense attention of the same query is over all tokens.
 
-share: of the attention weight outside sinks and window, what the chosen tokens hold.
+share: of the attention weight outside sinks and window, what a step attends to: chosen tokens, and tokens that wait in
+    the ring.
+read: the number of these tokens.
 error: of the attention output, relative to dense attention.
 Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
@@ -81,22 +83,23 @@ def measured(method: Method, x: replay.Prompted) -> dict[str, float]:
     s = layer_of(method, x.queries, x.keys, x.values, x.attention)
     end, (heads, group) = int(s.lengths.ring_begin[0]), (x.keys.shape[1], x.queries.shape[1] // x.keys.shape[1])
     stored = s.store.pool[0]  # in the order of the method, whole but for the tokens of the ring
-    near = torch.arange(stored.shape[1])
-    near = (near < SINK) | ((near >= end) & (near < x.keys.shape[2]))
-    stored[:, near] = torch.stack([x.keys, x.values], 3)[0, :, near[: x.keys.shape[2]]]
+    row, tokens = torch.arange(stored.shape[1]), x.keys.shape[2]
+    near = (row < SINK) | ((row >= end) & (row < tokens))
+    far = (row >= SINK) & (row < tokens - WINDOW)  # the same tokens whatever the method: some may wait in the ring
+    stored[:, near] = torch.stack([x.keys, x.values], 3)[0, :, near[:tokens]]
     shares, errors, reads = [], [], []
     for i in range(x.queries.shape[2] - WINDOW, x.queries.shape[2], EACH):
         q = x.queries[:, :, i : i + 1]
         added, read = chosen(method, s, q, x.attention)
         z = q[0, :, 0].unflatten(0, (heads, group)) @ stored[:, :, 0].transpose(-1, -2) * x.attention.scale
-        z[..., x.keys.shape[2] :] = -torch.inf
+        z[..., tokens:] = -torch.inf
         weight = z.softmax(-1)
         dense = weight @ stored[:, :, 1]
         out = torch.where(near, z, z + added).softmax(-1) @ stored[:, :, 1]
-        far = weight.masked_fill(near, 0)
-        shares.append(float((far * read[:, None]).sum(-1).div(far.sum(-1)).mean()))
+        held = far & ((read > 0) | near)
+        shares.append(float((weight * held[:, None]).sum(-1).div((weight * far).sum(-1)).mean()))
         errors.append(float(((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean()))
-        reads.append(float(read.sum(-1).mean()))
+        reads.append(float(held.sum(-1).float().mean()))
     return {name: statistics.fmean(x) for name, x in (("share", shares), ("error", errors), ("read", reads))}
 
 

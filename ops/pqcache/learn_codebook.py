@@ -28,6 +28,7 @@ from torchsparsekv.ops.store.rows import keys_of, only_keys
 from torchsparsekv.ops.store.views import Leaving, Lengths
 
 KEYS = 256  # per centroid, that k-means learns from; more keys hardly move a centroid
+SCORES = 1 << 25  # products of keys and centroids at a time: 128 MiB, which is two rows of 8 heads by default
 
 
 def check(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
@@ -53,9 +54,9 @@ def reference(
         join: whether the calling stream waits for the result.
 
     Launches:
-        Kernels of torch for k-means, then one launch of `assign_codes`. K-means takes as many keys as `spans` says;
-        without `spans`, as many as a row has room for. All kernels run on the side stream, beside the next layer,
-        unless `join`.
+        Kernels of torch for k-means, a few rows of the batch at a time, then one launch of `assign_codes`. K-means
+        takes as many keys as `spans` says; without `spans`, as many as a row has room for. All kernels run on the side
+        stream, beside the next layer, unless `join`.
     """
     centroids, sink = codebook.centroids, lengths.sink
     heads, spaces, most, _ = centroids.shape[1:]
@@ -83,38 +84,45 @@ def sampled_keys(leaving: Leaving, lengths: Lengths, count: Tensor, taken: Tenso
     return torch.where(fresh[..., None, None], k[row, :, column], stored).transpose(1, 2)
 
 
-def learn(leaving: Leaving, codebook: Codebook, lengths: Lengths, rounds: int, seed: int, longest: int) -> None:
-    """The centroids of all rows at once, without a wait for the device. No row has more than `longest` keys."""
+def learn(leaving: Leaving, codebook: Codebook, lengths: Lengths, rounds: int, seed: int, capacity: int) -> None:
+    """The centroids of all rows at once, without a wait for the device, from `capacity` keys of a row at most."""
     centroids, learned = codebook.centroids, codebook.learned
     heads, spaces, most, width = centroids.shape[1:]
     fresh, count = lengths.length > lengths.start, (lengths.length - lengths.sink).long().clamp(min=0)
-    enough, capacity = count >= most, min(longest, KEYS * most)
-    learned.copy_(torch.where(fresh, enough, learned))
+    learns, taken = fresh & (count >= most), count.clamp(max=capacity)
+    learned.copy_(torch.where(fresh, learns, learned))
     if capacity < most:
         return
-    taken = count.clamp(max=capacity)
-    each = (fresh & enough)[:, None].expand(-1, heads * spaces).flatten()[:, None, None]
-    keys = torch.where(fresh & enough, taken, most)[:, None].expand(-1, heads * spaces).flatten()
+    of_part = lambda x: x[:, None].expand(-1, heads * spaces).reshape(-1, 1)  # noqa: E731
+    keys = of_part(torch.where(learns, taken, most))
     x = sampled_keys(leaving, lengths, count, taken, capacity).unflatten(-1, (spaces, width))
     x = x.permute(0, 1, 3, 2, 4).flatten(0, 2)  # [batch * heads * spaces, capacity, width]
-    there = torch.arange(capacity, device=x.device) < keys[:, None]
+    there = torch.arange(capacity, device=x.device) < keys
     x = x.masked_fill(~there[..., None], 0)
-    drawn = first_draw(keys[:, None], most, seed)
-    found = x.gather(1, drawn[..., None].expand(-1, -1, width))
+    found = x.gather(1, first_draw(keys, most, seed)[..., None].expand(-1, -1, width))
     for _ in range(rounds):
         cluster, distance2 = nearest(x, found)
         cluster = cluster.masked_fill(~there, most)
         found = means(x, cluster, found)
-    cluster = fill_empty_clusters(cluster, distance2, torch.full_like(keys[:, None], most), most)
-    found = means(x, cluster, found)
-    flat = centroids.view(-1, most, width)
-    flat.copy_(torch.where(each, found, flat))
+    cluster = fill_empty_clusters(cluster, distance2, torch.full_like(keys, most), most)
+    found, flat = means(x, cluster, found), centroids.view(-1, most, width)
+    flat.copy_(torch.where(of_part(learns)[..., None], found, flat))
+
+
+def rows_of(view, some: slice):
+    """The tensors of a view, of some rows of the batch."""
+    return view._make(x[some] if isinstance(x, Tensor) else x for x in view)
 
 
 def launch(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
-    longest = max(spans[len(spans) // 2 :]) if spans else leaving.pool.shape[2]
+    batch, heads, spaces, most, _ = codebook.centroids.shape
+    longest = max(spans[batch:]) if spans else leaving.pool.shape[2]
+    capacity = min(longest - lengths.sink, KEYS * most)
+    some = max(1, SCORES // max(1, heads * spaces * most * capacity))
     with on_side_stream(join, *leaving, *codebook, *lengths[:4]):
-        learn(leaving, codebook, lengths, rounds, seed, longest - lengths.sink)
+        for b in range(0, batch, some):
+            mine = (rows_of(view, slice(b, b + some)) for view in (leaving, codebook, lengths))
+            learn(*mine, rounds, seed, capacity)
         launch_assign(leaving, codebook, lengths, True)
 
 

@@ -86,7 +86,7 @@ def test_output_names_attended_tokens_and_memory(shown):
         assert attended < context / (2 if method == "clusterkv" else 4)
         assert context == pytest.approx(dense[0], abs=1)
         assert device < dense[1]
-        layers = 1 if method == "omnikv" else 4  # of six; omnikv has filter layers and layers that wait, which are dense
+        layers = 1 if method == "omnikv" else 4  # of six; of omnikv, three more are dense
         pool = dense[1] * layers / 6 * (1.25 if method == "icecache" else 1)  # which has a region for generated tokens
         assert host == pytest.approx(pool, rel=0.01, abs=0.1), f"{method}: the pool of the layers that are not dense"
 

@@ -1,4 +1,5 @@
 """PQCache equals the definition of its paper, written a second time as plainly as possible, from raw keys."""
+import importlib
 import re
 
 import pytest
@@ -15,6 +16,8 @@ from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.clusters._kmeans import first_draw, kmeans
 from torchsparsekv.ops.pqcache.learn_codebook import KEYS
 from torchsparsekv.state import Geometry
+
+LEARN = importlib.import_module("torchsparsekv.ops.pqcache.learn_codebook")
 
 # ---------------------------------------------------------------- the definition
 
@@ -217,3 +220,16 @@ def test_wrong_hyper_parameters_are_refused(hyper, says):
 def test_parts_that_do_not_divide_the_head_are_refused():
     with pytest.raises(ValueError, match=r"^pqcache: m must divide head_dim 16, got 3$"):
         make_method("pqcache", m=3).buffers(Geometry(1, 2, 16, 128, torch.float32))
+
+
+def test_rows_learned_one_after_another_get_the_codebook_of_rows_learned_together(monkeypatch):
+    def codebooks(scores: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(LEARN, "SCORES", scores)
+        past = Past(90, 19, 2, [90], 5, False)
+        with use_kernels("triton"):
+            codebook = past.fill(small("pqcache", **HYPER)).state.codebook
+        return [x for x in codebook if isinstance(x, torch.Tensor)]
+
+    together, alone = codebooks(1 << 25), codebooks(1)
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    assert together[0][0].unique().numel() > 9, "nothing was learned"
