@@ -5,7 +5,10 @@
 Every method decodes the same tokens, those that the dense model says. `same` is how many of them it would have said
 itself, `read` how many tokens it attended to, which at the same budget is not the same for all, `kept` the share of the
 attention weight that these have (`worst` of any head), `error` how far the outputs of its heads are off.
+`--define FILE` runs a file that defines a method of your own.
 """
+import runpy
+
 import torch
 from common import document, load, options
 
@@ -14,8 +17,10 @@ from torchsparsekv.probe import probe
 
 o = options(
     __doc__.splitlines()[0], document="", words=2000, new_tokens=16, budget=64,
-    methods="streaming,quest,arkvale,clusterkv,louiskv,pariskv,oracle",
+    methods="streaming,quest,arkvale,clusterkv,louiskv,pariskv,oracle", define="",
 )  # fmt: skip
+if o.define:
+    runpy.run_path(o.define)
 model, tokenizer = load(o.model)
 ids = tokenizer(document(o.document, o.words), return_tensors="pt").input_ids.to(model.device)
 length = ids.shape[1] + o.new_tokens

@@ -177,8 +177,8 @@ class Handle:
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
         methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
         return [
-            f"density 1.000: {m.name} attends to every token of a row of up to {m.dense_threshold} tokens, so nothing "
-            "was saved here"
+            f"density 1.000: {m.name} attended to every token, so nothing was saved here; rows of up to "
+            f"{m.dense_threshold} tokens are always attended to whole"
             for m in dict.fromkeys(methods)
         ]
 
@@ -190,8 +190,7 @@ class Handle:
             if method is not None and r.lost:
                 most[method] = max(most.get(method, 0), r.lost)
         return [
-            f"{m.name}: {n} tokens that it is to keep left window {m.window} and are no longer attended to; window "
-            f"{m.window + n} would have held them"
+            f"{m.name}: {n} tokens left the window of {m.window} and are lost; window={m.window + n} keeps them"
             for m, n in most.items()
         ]
 

@@ -1,6 +1,7 @@
 """Tables of what methods answer and how far they are from the dense model. A function a table."""
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,12 +218,17 @@ def board_pages(means: Means) -> str:
             lines.append([f"`{method}`", rule, *(f"{a.score:.2f}" for a in mine), number(mine[-1].hits)])
     lines.sort(key=lambda x: -float(x[4]))
     said = (
-        f"{REAL}, 32K: mean score of {len(dense.tasks)} tasks ({', '.join(TASK_NAMES.get(t, t) for t in dense.tasks)}) "
+        f"{REAL}, 32K: mean score of {names_of(dense.tasks)} "
         f"of 12 samples each. The dense model scores {dense.score:.2f}. A difference from it has a standard error of "
         f"at most {max(worst_error(x) for x in found.values()):.2f}."
     )
     head = ["method", "the heads of a group choose by", *(f"budget {b}" for b in (64, 256, 1024)), "hits at 1024"]
     return markdown(said, head, lines)
+
+
+def names_of(tasks: Iterable[str]) -> str:
+    names = [TASK_NAMES.get(t, t) for t in tasks]
+    return f"{len(names)} tasks ({', '.join(names)})"
 
 
 @table("board-rest", BOARD, MORE)
@@ -237,8 +243,8 @@ def board_rest(board: Means, more: Means) -> str:
         mine = [(had.get((method, b)), have[method, b].score) for b in (64, 256, 1024)]
         told.append([f"`{method}`", *(f"{'-' if a is None else f'{a:.2f}'} / {b:.2f}" for a, b in mine)])
     said = (
-        f"{REAL}, 32K: mean score of {len(tasks)} tasks of 12 samples each, without / with `estimate_rest=32`. The "
-        f"dense model scores {have[BASE, None].score:.2f}. A difference from it has a standard error of at most "
+        f"{REAL}, 32K: mean score of {names_of(tasks)} of 12 samples each, without / with `estimate_rest=32`. "
+        f"The dense model scores {have[BASE, None].score:.2f}. A difference from it has a standard error of at most "
         f"{worst_error(have):.2f}."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in (64, 256, 1024))], told)
@@ -258,8 +264,8 @@ def board_more(means: Means) -> str:
         ])  # fmt: skip
     dense = found[BASE, None]
     said = (
-        f"{REAL}, 32K: mean score of {len(dense.tasks)} tasks of 12 samples each. The dense model scores "
-        f"{dense.score:.2f}. A difference from it has a standard error of at most {worst_error(found):.2f}."
+        f"{REAL}, 32K: mean score of {names_of(dense.tasks)} of 12 samples each. The dense model "
+        f"scores {dense.score:.2f}. A difference from it has a standard error of at most {worst_error(found):.2f}."
     )
     head = ["method", *(f"budget {b}" for b in budgets), f"read at {budgets[-1]}", f"hits at {budgets[-1]}"]
     return markdown(said, head, told)
@@ -323,9 +329,10 @@ def readme_real(means: Means, kl: Means) -> str:
     said = (
         f"{REAL}, 32K tokens. Answers: mean score of {len(dense.tasks)} tasks; a difference from dense has a standard "
         f"error of at most {worst_error(found):.2f}. KL: how far the next token's distribution is from the dense "
-        "model's, in nats, on source code / prose. Hot buffer of two budgets."
+        "model's, in nats, on source code / prose. Read: tokens that a step attends to, 320 of sink and window "
+        "included. The hot buffer holds twice the budget."
     )
-    head = ["method", "answers, 256 tokens", "answers, 1024 tokens", "read at 1024", "KL at 1024", "hits at 1024"]
+    head = ["method", "answers, budget 256", "answers, budget 1024", "read at 1024", "KL at 1024", "hits at 1024"]
     return markdown(said, head, told)
 
 

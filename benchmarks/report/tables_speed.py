@@ -120,8 +120,8 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
 def said_of_traces(*results: Result) -> str:
     return (
         f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONG)}, batch 1, pool in host memory. "
-        "Steps replay recorded selections: those of eight heads of Qwen2.5-Coder-1.5B after 120K of source code, "
-        "repeated in all layers. Hits: selected blocks that were in the hot buffer."
+        "Replay: each layer fetches the blocks that eight heads of Qwen2.5-Coder-1.5B selected, step by step, after "
+        "120K of source code. Hits: selected blocks that were in the hot buffer."
     )
 
 

@@ -129,8 +129,10 @@ def test_report_warns_when_nothing_was_retrieved(method, limit):
     hyper = {**SMALL, "budget": 96} if method == "quest" else dict(budget=16, sink=8, window=6)
     with torchsparsekv.patch(model, method, **hyper) as handle:
         model.generate(IDS, **GREEDY)
-        rows = f"attends to every token of a row of up to {limit} tokens"
-        said = f"density 1.000: {method} {rows}, so nothing was saved here"
+        said = (
+            f"density 1.000: {method} attended to every token, so nothing was saved here; rows of up to {limit} tokens "
+            "are always attended to whole"
+        )
         assert said in str(handle.report())
     with patch(model, "quest") as handle:
         model.generate(IDS, **GREEDY)
