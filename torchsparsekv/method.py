@@ -162,6 +162,8 @@ class Method:
         self.check_int("block_size", power=True)
         for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
             self.check_int(field, least)
+        if isinstance(self.hot_budgets, str) and self.hot_budgets != "auto":
+            raise TypeError(f"{self.name}: hot_budgets must be an int or 'auto', got {self.hot_budgets!r}")
         if self.hot_budgets != "auto":
             self.check_int("hot_budgets")
         for field in ("budget", "sink"):

@@ -305,9 +305,8 @@ def token_choices(r: Result) -> str:
     said = (
         f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of {' and of '.join(KINDS[t] for t in texts)}, sink "
         f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Share: of the attention weight "
-        "outside sinks and ring, what the chosen tokens hold. Error: of the attention output, relative to dense "
-        "attention. Read: tokens chosen a kv head. The ring of `pariskv` has 192 tokens more than the window, that of "
-        "`clusterkv` 64, so their numbers compare with the others only roughly."
+        "outside sinks and window, what a step attends to. Error: of the attention output, relative to dense "
+        "attention. Read: tokens outside sinks and window that a kv head attends to, with those that wait in the ring."
     )
     head = ["method", *(f"share at {b}" for b in budgets), *(f"error at {b}" for b in budgets)]
     return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])

@@ -106,7 +106,7 @@ def test_gib_are_filled_and_not_exceeded():
         (dict(hot_gib=True), TypeError, r"hot_gib must be a number of GiB, got True"),
         (dict(hot_gib=2.0, hot_budgets=4), ValueError, r"give hot_budgets or hot_gib, got 4 and 2\.0"),
         (dict(hot_gib=1e-6), ValueError, r"hot_gib 1e-06 is below the 0\.\d+ GiB that one budget takes in a"),
-        (dict(hot_budgets="all"), TypeError, r"hot_budgets must be an int, got 'all'"),
+        (dict(hot_budgets="all"), TypeError, r"hot_budgets must be an int or 'auto', got 'all'"),
         (dict(hot_budgets=-2), ValueError, r"hot_budgets must be at least 1, got -2"),
     ],
 )  # fmt: skip

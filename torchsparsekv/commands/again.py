@@ -8,7 +8,7 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import TOLD
 from torchsparsekv_benchmarks.report.again import run
 
-NAMES = typer.Argument(None, help="Patterns of file names in the folder, such as 'h200_decode*'.  [default: all files]")
+NAMES = typer.Argument(None, help="Patterns of file names in the folder, such as 'h200_decode*'. Default: all files.")
 RESULTS = typer.Option(Path("benchmarks/results"), help="The folder of result files.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Print what would happen to each file, and run nothing.")
 FRESH = typer.Option(False, "--fresh", help="Start afresh, even if an earlier call was stopped or failed.")

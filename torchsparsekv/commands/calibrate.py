@@ -109,7 +109,7 @@ def command(
     prompt: int = typer.Option(4096, min=2, help="Tokens of the prompt."),
     steps: int = typer.Option(256, min=2, help="Tokens decoded after the prompt."),
     texts: int = typer.Option(4, min=1, help="Stretches of the text, in one batch."),
-    budget: int | None = typer.Option(None, min=1, help="Tokens per kv head and step.  [default: of louiskv]"),
+    budget: int | None = typer.Option(None, min=1, help="Tokens per kv head and step. Default: of louiskv."),
     taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
 ) -> None:
     """Find the tau at which LouisKV retrieves least, within a given loss."""

@@ -6,7 +6,7 @@ import typer
 from torchsparsekv.commands import app
 from torchsparsekv.method import all_methods, hyper_parameters
 
-NAMES = typer.Argument(None, help="Methods to list.  [default: all]")
+NAMES = typer.Argument(None, help="Methods to list. Default: all.")
 
 
 @app.command()

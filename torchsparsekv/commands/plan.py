@@ -18,14 +18,14 @@ MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its co
 METHOD = typer.Option("pariskv", help="One of `torchsparsekv methods`.")
 TOKENS = typer.Option(
     None, "--max-length",
-    help=f"Tokens of a row, prompt and generation together.  [default: {LONG}, or as many as the model has positions]",
+    help=f"Tokens of a row, prompt and generation together. Default: {LONG}, or as many as the model has positions.",
 )  # fmt: skip
 BATCH = typer.Option(1, min=1, help="Rows of the batch.")
 OFFLOAD = typer.Option("auto", help="Where the pool lives: auto, host or device.")
 HYPER = typer.Option([], "--set", help="A hyper-parameter, as NAME=VALUE. May be repeated.")
-POOL = typer.Option(None, "--pool-dtype", help="int8 stores keys and values in 8 bits.  [default: the model's type]")
-HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers.  [default: hot_budgets]")
-SKIP = typer.Option(None, "--skip-layers", help="First layers, which are dense.  [default: 2, as patch has it]")
+POOL = typer.Option(None, "--pool-dtype", help="int8 stores keys and values in 8 bits. Default: the model's type.")
+HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers. Default: as hot_budgets says.")
+SKIP = typer.Option(None, "--skip-layers", help="First layers, which are dense. Default: 2.")
 
 
 @app.command()
@@ -79,8 +79,13 @@ def planned(
     place = placed(plan, offload, batch, as_int(length), hot_gib)
     where = f"offload {offload}: the pool on the {'host' if place.pool_on_host else 'device'}"
     lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
+    if device.type == "cpu":
+        lines += "\nNo GPU is here: on a GPU, offload and hot_budgets of 'auto' use up to half of its free memory."
     notes = hot_note(plan, place, batch, as_int(length), hot_gib)
     return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
+
+
+PYTHON = {"True": True, "False": False, "None": None}  # as in calls of patch(); JSON writes true, false and null
 
 
 def _parsed(texts: list[str]) -> dict[str, Any]:
@@ -94,5 +99,5 @@ def _parsed(texts: list[str]) -> dict[str, Any]:
         try:
             out[name] = json.loads(value)
         except json.JSONDecodeError:
-            out[name] = value
+            out[name] = PYTHON.get(value, value)
     return out
