@@ -121,8 +121,8 @@ def launch(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
     some = max(1, SCORES // max(1, heads * spaces * most * capacity))
     with on_side_stream(join, *leaving, *codebook, *lengths[:4]):
         for b in range(0, batch, some):
-            mine = (rows_of(view, slice(b, b + some)) for view in (leaving, codebook, lengths))
-            learn(*mine, rounds, seed, capacity)
+            new, mine, ends = (rows_of(view, slice(b, b + some)) for view in (leaving, codebook, lengths))
+            learn(new, mine, ends, rounds, seed, capacity)
         launch_assign(leaving, codebook, lengths, True)
 
 
