@@ -48,10 +48,12 @@ slow: $(TESTS)
 full: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred.
+# Hours of one core: every op at a thousand examples, the stateful tests of the store at five hundred, and each kernel
+# compiled in all its variants.
 fuzz: $(READY)
 	TORCHSPARSEKV_FUZZ=1000 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/_machinery/test_ops.py
 	TORCHSPARSEKV_FUZZ=500 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/store/test_store_machine.py
+	TRITON_INTERPRET=0 PYTHONPATH=tests/support $(BIN)/python tests/tools/compile_kernels.py --all
 
 # Every kernel under compute-sanitizer; needs a GPU and the tool, which comes with the CUDA toolkit.
 sanitize: $(READY)

@@ -322,8 +322,8 @@ def readme_real(means: Means) -> str:
         one = found[method, 1024]
         told.append([f"`{method}`", f"{one.score:.2f}", f"{one.read:.0f}", number(one.hits)])
     said = (
-        f"{REAL}, 32K tokens, budget 1024: mean score of {len(dense.tasks)} tasks, with a standard error of at most "
-        f"{worst_error(found):.2f}. The hot buffer holds twice the budget."
+        f"{REAL}, 32K tokens, budget 1024: mean score of {len(dense.tasks)} tasks. A difference from dense "
+        f"has a standard error of at most {worst_error(found):.2f}. The hot buffer holds twice the budget."
     )
     return markdown(said, ["method", "score", "tokens read a step", "hits"], told)
 

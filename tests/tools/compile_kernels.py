@@ -1,7 +1,7 @@
 """Compile every kernel for sm_90 on a machine without a GPU: run the launchers with a driver that only compiles.
 
-`python tests/tools/compile_kernels.py [NAME ...]` prints the kernels of each op, a line an op, or why one of them does
-not compile; then it exits non-zero.
+`python tests/tools/compile_kernels.py [--all] [NAME ...]` prints the kernels of each op, a line an op, or why one of
+them does not compile; then it exits non-zero. `--all` compiles more types and options of each.
 The interpreter accepts programs that the compiler refuses: types that change in a loop, values that do not broadcast.
 """
 import importlib
@@ -36,6 +36,7 @@ TILED = {"cluster_keys", "cluster_ring", "pick_units", "choose_static", "update_
 ROOMY = {"choose_static", "update_static_set"}  # what takes more where there is more
 OF_OTHERS = {"update_static_set"}  # kernels made of those of other ops, which are compiled in all their ways
 WHOLE = (CUDABackend.make_ptx, CUDABackend.make_cubin)
+ALL = "--all" in sys.argv
 COMPILED: set[JITFunction] = set()
 LAUNCHED: set[str] = set()  # names of the kernels of one op
 choose_static = importlib.import_module("torchsparsekv.ops.prkv.choose_static")
@@ -96,8 +97,8 @@ def compile_only() -> None:
 
 def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
     """(type, shared memory there is, head_dim, way to pick options). Sizes vary where tiles of keys and values must
-    fit, of fp32 it is the largest; of halves options vary in three ways, one of them at the usual size: its tiles are
-    those of the size that is padded to it. With many query heads a tile is as large as it gets."""
+    fit, of fp32 it is the largest; of halves options vary, in one way at the usual size: its tiles are those of the
+    size that is padded to it. With many query heads a tile is as large as it gets."""
     pad, usual, most = SIZES
     tiled = "attention" in name or name in TILED
     if name in OF_OTHERS:
@@ -105,9 +106,12 @@ def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
         yield torch.bfloat16, LARGE, usual, 0
         yield torch.float32, LARGE, most, 0
         return
-    for dim, way in ((pad, 0), (usual, 1), (pad, 2), (most, 0)) if tiled else ((pad, 0), (pad, 1), (pad, 2)):
+    for dim, way in ((pad, 0), (usual, 1), (most, 0)) if tiled else ((pad, 0), (pad, 1)):
         yield torch.bfloat16, SMALLEST, dim, way
-    yield torch.float32, SMALLEST, most if tiled else pad, 0
+    if ALL:
+        yield torch.bfloat16, SMALLEST, pad, 2
+    if ALL or tiled:
+        yield torch.float32, SMALLEST, most if tiled else pad, 0
     if name in ROOMY:
         yield torch.bfloat16, LARGE, usual, 0
         yield torch.bfloat16, LARGE, most, 0
@@ -139,12 +143,13 @@ def main() -> int:
         sys.exit("TRITON_INTERPRET=1 is set: kernels would be interpreted, and nothing compiled")
     compile_only()
     entries = load_all()
-    if unknown := sorted(set(sys.argv[1:]) - set(entries)):
+    names = [x for x in sys.argv[1:] if x != "--all"]
+    if unknown := sorted(set(names) - set(entries)):
         sys.exit(f"no such op: {', '.join(unknown)}")
     with tempfile.TemporaryDirectory() as folder:  # nobody is to find what is not whole
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         wrong = False
-        for name in sys.argv[1:] or entries:
+        for name in names or entries:
             what = compile_op(name, entries[name])
             print(name, what or " ".join(sorted(LAUNCHED)), flush=True)
             wrong |= bool(what)
