@@ -69,7 +69,7 @@ class IceCache(Method):
         None, "Share of the nodes of each level that a query expands. None: a tenth, within bounds."
     )
     least_view: int = option(32, "Least nodes of a level that a query expands.")
-    growth: float = option(0.25, "Pages for generated tokens, as a share of the other pages.")
+    growth: float = option(0.25, "Extra pages for generated tokens, as a share of the pages of a full cache.")
     rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
     reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")
     match_heads: bool = option(
