@@ -459,7 +459,7 @@ METHODS = {
 }
 
 # Where each takes long: all on a GPU; without one those whose prompts and steps differ most.
-SEVERAL = METHODS if torch.cuda.is_available() else ("full", "icecache", "louiskv", "pariskv", "prkv", "quest")
+SEVERAL = METHODS if torch.cuda.is_available() else ("icecache", "louiskv", "pariskv", "quest")
 
 SIZES = dict(
     num_hidden_layers=3, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,

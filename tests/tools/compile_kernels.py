@@ -106,11 +106,10 @@ def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
         yield torch.bfloat16, LARGE, usual, 0
         yield torch.float32, LARGE, most, 0
         return
-    for dim, way in ((pad, 0), (usual, 1), (most, 0)) if tiled else ((pad, 0), (pad, 1)):
+    for dim, way in ((pad, 0), (usual, 1), (most, 0)) if tiled else ((pad, 0), (pad, 1)) if ALL else ((pad, 0),):
         yield torch.bfloat16, SMALLEST, dim, way
     if ALL:
         yield torch.bfloat16, SMALLEST, pad, 2
-    if ALL or tiled:
         yield torch.float32, SMALLEST, most if tiled else pad, 0
     if name in ROOMY:
         yield torch.bfloat16, LARGE, usual, 0

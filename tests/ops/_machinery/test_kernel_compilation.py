@@ -9,7 +9,8 @@ from cases import OPS
 
 TESTS = Path(__file__).resolve().parents[2]
 WITHOUT_GPU_OPS = {"mark_outliers", "prompt_attention", "share_prompt"}  # made of torch's own kernels
-SHARED = {"prefetch_async"}  # by the kernel of another op
+# Made of other ops and of kernels of torch
+SHARED = {"prefetch_async", "best_pages", "table_prompt", "keep_heaviest", "keep_prompt_pages", "snap_tokens"}
 
 
 def has_compiler() -> bool:

@@ -191,7 +191,7 @@ def test_mean_cuboid_is_smaller_than_the_cuboid_and_no_bound():
 
 @pytest.mark.parametrize("digest", ["float8", "bfloat16"])
 @pytest.mark.parametrize(("name", "more"), [*CONTAINING, ("arkvale", {})])
-@pytest.mark.parametrize("bias", [100.0, 600.0, -5000.0])
+@pytest.mark.parametrize("bias", [600.0, -5000.0])
 def test_bias_of_channels_changes_no_bound(name, more, bias, digest):
     """Channels that are far from 0 at every token, with two query heads that look at them with other signs. Of the 16
     best pages of 64 by bounds in fp32, small digests find nearly as many as without a bias."""
