@@ -23,7 +23,7 @@ pytest.register_assert_rewrite(*(p.stem for p in (Path(__file__).parent / "suppo
 
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 
-settings.register_profile("default", deadline=None, max_examples=6, suppress_health_check=list(HealthCheck))
+settings.register_profile("default", deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
 settings.register_profile("gpu", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 # make fuzz: as many of everything as TORCHSPARSEKV_FUZZ says
 fuzz = int(os.environ.get("TORCHSPARSEKV_FUZZ", "0"))

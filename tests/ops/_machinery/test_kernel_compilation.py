@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_90 without a GPU; the interpreter accepts more than the compiler."""
+"""Triton kernels compile for sm_90 without a GPU; the interpreter accepts more than the compiler."""
 import os
 import subprocess
 import sys
@@ -26,15 +26,16 @@ def environment() -> dict:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
-def test_every_kernel_compiles_for_sm_90(tmp_path):
-    """In an empty cache: a kernel that was compiled once need not compile now."""
+def test_kernels_compile_for_sm_90(tmp_path):
+    """A third of the ops, as `make fuzz` has all. The cache is empty, so that every kernel has to compile."""
+    some = sorted(OPS)[::3]
     done = subprocess.run(
-        [sys.executable, str(TESTS / "tools/compile_kernels.py")], capture_output=True, text=True, timeout=600,
+        [sys.executable, str(TESTS / "tools/compile_kernels.py"), *some], capture_output=True, text=True, timeout=600,
         env={**environment(), "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = {name: names for name, *names in map(str.split, done.stdout.splitlines())}
-    assert set(kernels) == set(OPS)
+    assert set(kernels) == set(some)
     assert {name for name, names in kernels.items() if not names} <= {*WITHOUT_GPU_OPS, *SHARED}
     whole = sum(f.stat().st_size > 0 for f in tmp_path.rglob("*.cubin"))
     assert whole >= len(set().union(*kernels.values())), "a kernel was not compiled to machine code"
