@@ -109,9 +109,9 @@ def learn(leaving: Leaving, codebook: Codebook, lengths: Lengths, rounds: int, s
     flat.copy_(torch.where(of_part(learns)[..., None], found, flat))
 
 
-def rows_of(view, some: slice):
-    """The tensors of a view, of some rows of the batch."""
-    return view._make(x[some] if isinstance(x, Tensor) else x for x in view)
+def of_rows(view, rows: slice):
+    """A view whose tensors hold some rows of the batch."""
+    return view._make(x[rows] if isinstance(x, Tensor) else x for x in view)
 
 
 def launch(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
@@ -121,7 +121,7 @@ def launch(leaving, codebook, lengths, rounds, seed, spans, join) -> None:
     some = max(1, SCORES // max(1, heads * spaces * most * capacity))
     with on_side_stream(join, *leaving, *codebook, *lengths[:4]):
         for b in range(0, batch, some):
-            new, mine, ends = (rows_of(view, slice(b, b + some)) for view in (leaving, codebook, lengths))
+            new, mine, ends = (of_rows(view, slice(b, b + some)) for view in (leaving, codebook, lengths))
             learn(new, mine, ends, rounds, seed, capacity)
         launch_assign(leaving, codebook, lengths, True)
 
