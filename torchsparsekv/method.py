@@ -162,10 +162,7 @@ class Method:
         self.check_int("block_size", power=True)
         for field, least in (("budget", self.block_size), ("sink", 0), ("window", 1)):
             self.check_int(field, least)
-        if isinstance(self.hot_budgets, str) and self.hot_budgets != "auto":
-            raise TypeError(f"{self.name}: hot_budgets must be an int or 'auto', got {self.hot_budgets!r}")
-        if self.hot_budgets != "auto":
-            self.check_int("hot_budgets")
+        self.check_int("hot_budgets", word="auto")
         for field in ("budget", "sink"):
             value = getattr(self, field)
             if value % self.block_size:
@@ -195,11 +192,17 @@ class Method:
                 f"{self.name}: estimate_rest must be False, got {value!r}: this method {self.traits.no_rest}"
             )
 
-    def check_int(self, field: str, least: int = 1, most: int | None = None, *, power: bool = False) -> None:
-        """Refuse a hyper-parameter that is no int, beyond these bounds, or with `power` no power of two."""
+    def check_int(
+        self, field: str, least: int = 1, most: int | None = None, *, power: bool = False, word: str | None = None
+    ) -> None:
+        """Refuse a hyper-parameter that is no int, beyond these bounds, or with `power` no power of two. A `word` is
+        allowed beside ints."""
         value = getattr(self, field)
+        if word is not None and value == word:
+            return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{self.name}: {field} must be an int, got {value!r}")
+            kind = "an int" if word is None else f"an int or {word!r}"
+            raise TypeError(f"{self.name}: {field} must be {kind}, got {value!r}")
         if power and (value < 1 or value & (value - 1)):
             raise ValueError(f"{self.name}: {field} must be a power of two, got {value}")
         if value < least or (most is not None and value > most):

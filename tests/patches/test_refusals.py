@@ -168,7 +168,7 @@ ROWS = [
     Row("block size zero", patch(block_size=0), ValueError, r"block_size must be a power of two, got 0"),
     Row("block size not a power of two", patch(block_size=6), ValueError, r"block_size must be a power of two, got 6"),
     Row("hot_budgets zero", patch(hot_budgets=0), ValueError, r"hot_budgets must be at least 1, got 0"),
-    Row("hot_budgets a fraction", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int, got 2.5"),
+    Row("hot_budgets a fraction", patch(hot_budgets=2.5), TypeError, r"hot_budgets must be an int or 'auto', got 2.5"),
     *(
         Row(f"prefetch_async of {x!r}", patch(prefetch_async=x), ValueError, rf"prefetch_async must be None or a cosine, from -1 to 1, got {x!r}")
         for x in (1.5, "0.8", True, float("nan"))
