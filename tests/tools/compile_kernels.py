@@ -106,10 +106,10 @@ def variants(name: str) -> Iterator[tuple[torch.dtype, int, int, int]]:
         yield torch.bfloat16, LARGE, usual, 0
         yield torch.float32, LARGE, most, 0
         return
-    for dim, way in ((pad, 0), (usual, 1), (most, 0)) if tiled else ((pad, 0), (pad, 1)) if ALL else ((pad, 0),):
+    ways = ((pad, 0), (usual, 1), (most, 0), (pad, 2)) if tiled else ((pad, 0), (pad, 1), (pad, 2))
+    for dim, way in ways if ALL else ways[: 3 if tiled else 1]:
         yield torch.bfloat16, SMALLEST, dim, way
     if ALL:
-        yield torch.bfloat16, SMALLEST, pad, 2
         yield torch.float32, SMALLEST, most if tiled else pad, 0
     if name in ROOMY:
         yield torch.bfloat16, LARGE, usual, 0
