@@ -17,6 +17,7 @@ from byte_tokenizer import bytes_tokenizer
 from evaluating_text import SAID
 from models import tiny
 
+from torchsparsekv.method import _METHODS
 from torchsparsekv_benchmarks.recall_model import model as recall
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -124,6 +125,16 @@ def here(monkeypatch):
 def test_named_method_is_compared(here, capsys):
     here("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["quest"]
+
+
+def test_a_method_of_an_own_file_is_compared(here, capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from torchsparsekv._methods.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n")
+    try:
+        here("compare_methods.py", "--define", str(file), "--methods", "mine", "--words", "200", "--new-tokens", "3")
+    finally:
+        _METHODS.pop("mine", None)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["mine"]
 
 
 @pytest.mark.parametrize("given", ["--chunk must be at least 2, got 1: one", "--words must be at least 1, got 0:"])

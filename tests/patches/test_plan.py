@@ -98,6 +98,20 @@ def test_plan_command_and_patch_have_one_default_for_offload(folder):
     assert "offload host: the pool on the host" in answered(*small, "--offload", "host")
 
 
+def test_values_of_set_are_written_as_in_python_or_json(folder):
+    small = ("plan", folder, "--method", "pariskv", "--max-length", "512", "--set", "budget=16")
+    for python, json in (("False", "false"), ("True", "true")):
+        told = answered(*small, "--set", f"estimate_rest={python}")
+        assert told == answered(*small, "--set", f"estimate_rest={json}")
+        assert f"estimate_rest={python}" in told
+    assert answered(*small, "--set", "prefetch_async=None") == answered(*small, "--set", "prefetch_async=null")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the line is for machines without a GPU")
+def test_plan_without_a_gpu_says_that_a_gpu_changes_the_sizes(folder):
+    assert "No GPU is here: on a GPU, offload and hot_budgets of 'auto' use up to half" in answered("plan", folder)
+
+
 def test_the_command_takes_an_old_name_with_a_warning(folder):
     small = ("plan", folder, "--method", "quest", "--set", "budget=64")
     with pytest.warns(FutureWarning, match="fetch_late is now prefetch_async"):
