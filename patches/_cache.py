@@ -152,6 +152,7 @@ class SparseCache(Cache):
         self.use = Use()
         self.graphs: list = []  # decode steps of patches/_captured.py; `fixed` is what they assume
         self.fixed: list | None = None
+        self.ids: torch.Tensor | None = None  # of the first tokens, with padding; generate() keeps them
         self.row_lengths: dict[RingPlan, RowLengths] = {}
         own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
         last = max(plan.attending)
@@ -219,12 +220,15 @@ class SparseCache(Cache):
         check_cropped(self)
         with torch.no_grad():
             crop(self, columns)
+        if self.ids is not None:
+            self.ids = self.ids[:, :columns]
 
     def reset(self) -> None:
         """Empty the cache. Addresses and captured graphs stay valid."""
         wait_for_side_stream(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()
+        self.ids = None
         self.use.end_of_model()
 
     @property
@@ -268,6 +272,7 @@ class SparseCache(Cache):
         for ring, lengths in self.row_lengths.items():
             lengths.copy_from(other.row_lengths[ring])
             rows = max(rows, int(lengths.view.length.max()))
+        self.ids = None if other.ids is None else other.ids.expand(self.batch, -1)
         for mine, its in zip(self.stored.values(), other.stored.values()):
             mine.state.copy_from(its.state, None if mine.method.traits.reorders_pool else rows)
 

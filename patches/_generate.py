@@ -9,6 +9,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
 from torchsparsekv.patches._cache import SparseCache
+from torchsparsekv.patches._ids import check_continues, ids_in, remember
 from torchsparsekv.patches._names import NAME, cache_in, renamed
 from torchsparsekv.patches._warn import warn
 
@@ -27,8 +28,15 @@ def forget_compiled(model) -> None:
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
     """Call generate() of the class. Caches that the call holds are free again at its end, also after an error."""
+    cache = cache_in(kwargs)
+    ids = ids_in(args, kwargs) if isinstance(cache, SparseCache) else None
     with _use.generating():
-        return type(self).generate(self, *args, **renamed(kwargs))
+        if ids is not None:
+            check_continues(cache, ids)
+        out = type(self).generate(self, *args, **renamed(kwargs))
+        if ids is not None:
+            remember(cache, out)
+        return out
 
 
 def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):

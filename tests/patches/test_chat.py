@@ -323,3 +323,78 @@ def test_warnings_name_the_line_of_the_user():
     with pytest.warns(UserWarning, match="nothing will be saved") as told:
         torchsparsekv.SparseCache(model, "quest", max_length=16, **{**saving, "budget": 8})
     assert told[0].filename == __file__
+
+
+def changed(ids, row, at):
+    """The same ids, but for one token, which does not become the padding, 0."""
+    return ids.index_put((torch.tensor(row), torch.tensor(at)), ids[row, at] % 49 + 1)
+
+
+@torch.no_grad()
+def test_prompt_that_does_not_continue_the_cache_is_refused():
+    model, turn = tiny(), dict(max_new_tokens=6, do_sample=False)
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        answer = model.generate(IDS, cache=cache, **turn)
+        held = int(cache.get_seq_length())
+        ids = torch.cat([answer, NEXT], 1)
+        for at in (0, 17, held - 1):  # in the prompt, and in the answer
+            with pytest.raises(ValueError, match=rf"does not continue .*: token {at} of row 1 is .*crop\({at}\)"):
+                model.generate(changed(ids, 1, at), cache=cache, **turn)
+        second = model.generate(changed(ids, 1, held), cache=cache, **turn)  # the cache has not read this token
+        with pytest.raises(ValueError, match=rf"token {held} of row 1"):
+            model.generate(torch.cat([ids, second[:, ids.shape[1] :], NEXT], 1), cache=cache, **turn)
+        model.generate(torch.cat([second, NEXT], 1), cache=cache, **turn)
+
+
+@torch.no_grad()
+def test_ids_of_a_cache_follow_crop_reset_and_fork():
+    model, turn = tiny(), dict(max_new_tokens=6, do_sample=False)
+    with patch(model) as handle:
+        cache = handle.make_cache(1)
+        ids = torch.cat([model.generate(IDS[:1], cache=cache, **turn), NEXT[:1]], 1)
+        forks = [handle.fork(cache), handle.fork(cache, batch_size=2)]
+        cache.crop(20)
+        model.generate(changed(ids, 0, 20), cache=cache, **turn)
+        cache.crop(20)
+        with pytest.raises(ValueError, match="token 19 of row 0"):
+            model.generate(changed(ids, 0, 19), cache=cache, **turn)
+        cache.reset()
+        model.generate(changed(ids, 0, 19), cache=cache, **turn)
+        for fork in forks:
+            rows = ids.expand(fork.batch, -1)
+            with pytest.raises(ValueError, match=f"token 19 of row {fork.batch - 1}"):
+                model.generate(changed(rows, fork.batch - 1, 19), cache=fork, **turn)
+            model.generate(rows, cache=fork, **turn)
+
+
+@torch.no_grad()
+def test_ids_that_nobody_sees_are_not_compared():
+    """Padding, tokens of a loop of one's own, and embeddings."""
+    model, turn = tiny(), dict(max_new_tokens=6, do_sample=False)
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        answer = model.generate(PADDED, attention_mask=MASK, cache=cache, **turn)
+        pad = int((MASK[:, 0] == 0).nonzero()[0])
+        ids = torch.cat([changed(answer, pad, 0), NEXT], 1)
+        mask = torch.cat([MASK, torch.ones_like(ids[:, MASK.shape[1] :])], 1)
+        model.generate(ids, attention_mask=mask, cache=cache, **turn)
+        looped = prompted(model, handle)
+        model.generate(changed(torch.cat([IDS, NEXT], 1), 0, 5), cache=looped, **turn)
+        embedded = handle.make_cache(2)
+        model.generate(inputs_embeds=model.get_input_embeddings()(IDS), cache=embedded, **turn)
+        assert embedded.ids is None
+
+
+@torch.no_grad()
+def test_sampled_sequences_of_one_prompt_are_compared_row_by_row():
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(4)
+        torch.manual_seed(0)
+        turn = dict(max_new_tokens=6, do_sample=True, return_dict_in_generate=True)
+        answers = model.generate(IDS, cache=cache, num_return_sequences=2, **turn).sequences
+        ids = torch.cat([answers, NEXT[:1].expand(4, -1)], 1)
+        with pytest.raises(ValueError, match="token 62 of row 3"):
+            model.generate(changed(ids, 3, 62), cache=cache, **turn)
+        model.generate(ids, cache=cache, **turn)

@@ -107,6 +107,13 @@ def crop(length, method="quest"):
     return act
 
 
+def another_conversation(model, handle):
+    cache = handle.make_cache(2)
+    ids = torch.cat([model.generate(IDS, past_key_values=cache, max_new_tokens=2), IDS], 1)
+    ids[1, 3] = 7 if ids[1, 3] != 7 else 8
+    model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+
 def cropped_after_unpatch(model, handle):
     cache = handle.make_cache(2)
     handle.unpatch()
@@ -228,6 +235,7 @@ ROWS = [
     Row("cache with an unknown option", lambda m: torchsparsekv.SparseCache(m, "quest", bugdet=8), TypeError, r"'quest' has no hyper-parameter bugdet"),
     Row("prefill chunk size a float", generate(prefill_chunk_size=8.0), ValueError, r"prefill_chunk_size must be a positive int, got 8.0"),
     Row("as many tokens as the cache holds", used(lambda m, h: [m.generate(IDS, past_key_values=c, max_new_tokens=1) for c in 2 * [h.make_cache(2)]]), ValueError, r"this call has 20 tokens and the SparseCache holds 20: pass the token ids of the whole conversation"),
+    Row("another conversation on a used cache", used(another_conversation), ValueError, r"token 3 of row 1 is 7, and \d+ in the cache. cache.crop\(3\) keeps the tokens before it, cache.reset\(\) begins"),
     # warnings, which a filter turns into errors
     Row("answer beyond the positions", warned(generate(max_new_tokens=50)), UserWarning, r"max_new_tokens is 45 instead of 50, because 20 tokens are there and max_position_embeddings of the model is 64", lambda: tiny(max_position_embeddings=64)),
     Row("max_length that saves nothing", warned(patch(budget=56)), UserWarning, r"nothing will be saved: quest attends to every token of a row of up to 66 tokens \(sink 4, window 6, budget 56\), and max_length is 64"),

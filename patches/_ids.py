@@ -1,0 +1,39 @@
+"""The token ids of a cache, to notice a prompt that does not continue what the cache holds."""
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchsparsekv.patches._cache import SparseCache
+
+
+def ids_in(args: tuple, kwargs: dict) -> Tensor | None:
+    """The token ids among the arguments of generate(). None if there are none, or embeddings stand for them."""
+    found = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    usable = isinstance(found, Tensor) and found.dim() == 2 and kwargs.get("inputs_embeds") is None
+    return found if usable else None
+
+
+def check_continues(cache: "SparseCache", ids: Tensor) -> None:
+    """Refuse ids that differ from those of the cache. A prompt without new tokens has a message of its own, later."""
+    if cache.ids is None or ids.shape[1] <= cache.ids.shape[1] or cache.ids.shape[0] % ids.shape[0]:
+        return
+    known, pads = cache.ids.to(ids.device), next(iter(cache.row_lengths.values())).left_pad.to(ids.device)
+    given = ids[:, : known.shape[1]].repeat_interleave(known.shape[0] // ids.shape[0], 0)
+    shown = torch.arange(known.shape[1], device=ids.device) >= pads[:, None]
+    differs = ((given != known) & shown).T.nonzero()  # the earliest token first
+    if not len(differs):
+        return
+    at, row = differs[0].tolist()
+    raise ValueError(
+        f"this call does not continue what the SparseCache holds: token {at} of row {row} is {int(given[row, at])}, "
+        f"and {int(known[row, at])} in the cache. cache.crop({at}) keeps the tokens before it, cache.reset() begins "
+        "another conversation"
+    )
+
+
+def remember(cache: "SparseCache", out) -> None:
+    """Keep the ids of all tokens in the cache, from what generate() returned."""
+    sequences = getattr(out, "sequences", out)
+    cache.ids = sequences[:, : int(cache.get_seq_length())].clone()
