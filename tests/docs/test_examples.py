@@ -1,4 +1,4 @@
-"""Every example runs at a tiny size, as a user starts it."""
+"""Every example runs at a tiny size."""
 import contextlib
 import json
 import os
@@ -52,12 +52,11 @@ def test_recipes_are_short():
         assert len(path.read_text().splitlines()) <= 60, path.name
 
 
-def test_adapter_and_full_budget_give_the_answers_of_the_unpatched_model():
+def test_adapter_and_full_budget_give_the_answers_of_the_unpatched_model(run):
     pytest.importorskip("peft")
-    done = run("adapter.py", "--words", "100", "--budget", "128", "--new-tokens", "6")
-    assert done.returncode == 0, done.stderr[-2000:]
+    said = run("adapter.py", "--words", "100", "--budget", "128", "--new-tokens", "6")
     unpatched, patched = (
-        dict(re.findall(rf"^(with.*?), {who} +(.*)$", done.stdout, re.M)) for who in ("unpatched", "pariskv")
+        dict(re.findall(rf"^(with.*?), {who} +(.*)$", said, re.M)) for who in ("unpatched", "pariskv")
     )
     assert patched == unpatched
     assert len(set(unpatched.values())) == 2, "the adapter changes nothing"
@@ -102,57 +101,54 @@ def called(name: str, *args: str) -> dict:
     return dict(args=[sys.executable, str(EXAMPLES / name), *args], text=True, env=environment)
 
 
-def run(name: str, *args: str):
-    return subprocess.run(capture_output=True, **called(name, *args))
-
-
 def start(name: str, *args: str) -> subprocess.Popen:
     return subprocess.Popen(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **called(name, *args))
 
 
 @pytest.fixture
-def here(monkeypatch):
-    """The same in this process, which has imported all of it."""
+def run(monkeypatch, capsys):
+    """An example in this process, which has imported all of it; what it printed."""
 
-    def run(name: str, *args: str) -> None:
+    def run(name: str, *args: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *args])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return run
 
 
-def test_named_method_is_compared(here, capsys):
-    here("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["quest"]
+def test_named_method_is_compared(run):
+    said = run("compare_methods.py", "--words", "200", "--new-tokens", "3", "--method", "quest")
+    assert [line.split()[0] for line in said.splitlines()[2:]] == ["quest"]
 
 
-def test_a_method_of_an_own_file_is_compared(here, capsys, tmp_path):
+def test_a_method_of_an_own_file_is_compared(run, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from torchsparsekv._methods.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n")
     try:
-        here("compare_methods.py", "--define", str(file), "--methods", "mine", "--words", "200", "--new-tokens", "3")
+        how = ("--methods", "mine", "--words", "200", "--new-tokens", "3")
+        said = run("compare_methods.py", "--define", str(file), *how)
     finally:
         _METHODS.pop("mine", None)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["mine"]
+    assert [line.split()[0] for line in said.splitlines()[2:]] == ["mine"]
 
 
 @pytest.mark.parametrize("given", ["--chunk must be at least 2, got 1: one", "--words must be at least 1, got 0:"])
-def test_one_token_chunks_and_empty_texts_are_refused(given, here):
+def test_one_token_chunks_and_empty_texts_are_refused(given, run):
     with pytest.raises(SystemExit, match=given):
-        here("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
+        run("own_loop.py", given.split()[0], given.split("got ")[1].split(":")[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_example_runs(name):
+def test_example_runs(name, run):
     args, says = CALLS[name]
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    done = run(name, *args)
-    assert done.returncode == 0, done.stderr[-2000:]
+    said = run(name, *args)
     for part in says:
-        assert part in done.stdout
-    assert "!!" not in done.stdout, "a report warns"
+        assert part in said
+    assert "!!" not in said, "a report warns"
 
 
 def cells() -> list[str]:
