@@ -75,7 +75,7 @@ def test_compiled_decode_is_dense_and_compiles_once(method, family, rows):
     assert ReinplaceCounters.get_total_missed_bytes() == 0, "state is copied in the compiled step"
 
 
-@pytest.mark.parametrize("method", SEVERAL if torch.cuda.is_available() else ("quest", "icecache"))
+@pytest.mark.parametrize("method", SEVERAL if torch.cuda.is_available() else ("quest",))
 def test_compiled_prompts_are_dense_and_share_a_graph(method):
     """Prompt and decode through one compiled forward: a third prompt length needs no third graph; a bad mask is NaN."""
     counters.clear()

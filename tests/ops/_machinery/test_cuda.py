@@ -98,8 +98,10 @@ def test_every_source_has_its_variants():
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sources_compile(nvrtc, name, newest):
+    """Every variant where there is a GPU. Without one, one for the oldest GPU and every second for the newest."""
     arch = "sm_90" if newest else "sm_{}{}".format(*_cuda.OLDEST[name])
-    for defines in VARIANTS[name][: None if newest else 2]:
+    some = VARIANTS[name][1::2] if newest else VARIANTS[name][:1]
+    for defines in VARIANTS[name] if torch.cuda.is_available() else some:
         assert _cuda.compiled(nvrtc, name, arch, **defines)[:4] == b"\x7fELF"
 
 

@@ -28,8 +28,8 @@ def environment() -> dict:
 
 @pytest.mark.skipif(not has_compiler(), reason="this Triton comes without its CUDA backend")
 def test_kernels_compile_for_sm_90(tmp_path):
-    """A third of the ops, as `make fuzz` has all. The cache is empty, so that every kernel has to compile."""
-    some = sorted(OPS)[::3]
+    """A sixth of the ops, as `make fuzz` has all. The cache is empty, so that every kernel has to compile."""
+    some = sorted(OPS)[3::6]
     done = subprocess.run(
         [sys.executable, str(TESTS / "tools/compile_kernels.py"), *some], capture_output=True, text=True, timeout=600,
         env={**environment(), "TRITON_CACHE_DIR": str(tmp_path)},
