@@ -19,10 +19,11 @@ from torchsparsekv.patches._refused import REFUSED
 from torchsparsekv.patches._table import markdown
 
 SMALL = {**FULL, "budget": 8, "sink": 4}
+STEPS = 10
 
 
 def generate(model, ids, mask):
-    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
 
 
 def methods_of(family: str) -> list[str]:
@@ -37,15 +38,15 @@ def test_full_budget_is_dense_and_generates_the_same(family):
     """Beyond the windows of those that have some."""
     model = supported(family)
     ids, mask = prompts(3, 41)
-    want, words = dense_logits(model, ids, mask, 20), generate(model, ids, mask)
+    want, words = dense_logits(model, ids, mask, STEPS), generate(model, ids, mask)
     with torchsparsekv.patch(model, "quest", **FULL) as handle:
         cache = handle.make_cache(3)
-        torch.testing.assert_close(greedy_logits(model, ids, mask, 20, cache), want, atol=1e-4, rtol=1e-4)
-        assert [(r.method, r.steps) for r in handle.report().layers] == [(m, 20) for m in methods_of(family)]
+        torch.testing.assert_close(greedy_logits(model, ids, mask, STEPS, cache), want, atol=1e-4, rtol=1e-4)
+        assert [(r.method, r.steps) for r in handle.report().layers] == [(m, STEPS) for m in methods_of(family)]
         assert torch.equal(generate(model, ids, mask), words)
         assert torch.equal(generate(model, ids, mask), words), "a cache that is used again remembers"
     with torchsparsekv.patch(model, "quest", **SMALL) as handle:
-        few = greedy_logits(model, ids, mask, 20, handle.make_cache(3))
+        few = greedy_logits(model, ids, mask, STEPS, handle.make_cache(3))
     assert (few - want).abs().max() > 10 * 1e-4 * (1 + want.abs().max()), "a small budget changes nothing"
 
 

@@ -154,7 +154,7 @@ def test_interrupted_prompt_cannot_be_continued(where, error):
             lambda: model.model(ids, past_key_values=cache), lambda: generate(model, ids, past_key_values=cache),
             lambda: torch.compile(model.forward, backend="eager")(ids[:, :1], past_key_values=cache),
         )  # fmt: skip
-        for way in ways:
+        for way in ways if where == PLACES[0] else ways[:-1]:  # tracing takes long
             with pytest.raises(Exception, match=r"did not come to its end.*Call reset\(\) on it") as seen:
                 way()
             assert seen.type is not AssertionError

@@ -234,8 +234,7 @@ def test_random_requests_equal_brute_force(kv, method, hyper):
     assert given > BLOCKS  # so ids were given again
 
 
-@pytest.mark.parametrize("method", ["quest", "pariskv"])
-@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize(("kv", "method"), [("device", "pariskv"), ("host", "quest")])
 def test_kernels_equal_references_over_many_requests(kv, method):
     """As on a GPU, where nothing else runs; here they are interpreted."""
     with use_kernels("triton"):
