@@ -1,5 +1,6 @@
 """The base class of every method: its hyper-parameters, its traits, its buffers and the hooks of its index."""
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import operator
@@ -470,6 +471,10 @@ def renamed(hyper: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     return found
 
 
+# The arguments of patch() that are no hyper-parameters.
+OF_PATCH = ("max_length", "offload", "pool_dtype", "hot_gib", "skip_layers", "layers", "step")
+
+
 def make_method(name: str, **hyper) -> Method:
     known = all_methods()
     if not isinstance(name, str) or name not in known:
@@ -477,7 +482,11 @@ def make_method(name: str, **hyper) -> Method:
     hyper, fields = renamed(hyper), hyper_parameters(known[name])
     unknown = sorted(set(hyper) - set(fields))
     if unknown:
-        raise TypeError(f"method {name!r} has no hyper-parameter {', '.join(unknown)}; it has: {', '.join(fields)}")
+        near = [x for n in unknown for x in difflib.get_close_matches(n, [*fields, *OF_PATCH], 1)]
+        meant = f" (did you mean {', '.join(near)}?)" if near else ""
+        raise TypeError(
+            f"method {name!r} has no hyper-parameter {', '.join(unknown)}{meant}; it has: {', '.join(fields)}"
+        )
     method = known[name](**hyper)
     traits_of(method)
     return method

@@ -1,4 +1,5 @@
 """The public names: what they are, and what objects say of themselves."""
+import inspect
 import re
 
 import torch
@@ -6,12 +7,18 @@ from models import prompts, tiny
 
 import torchsparsekv
 from torchsparsekv import extension
+from torchsparsekv.method import COMMON, OF_PATCH
 
 
 def test_every_public_name_can_be_imported():
     for module in (torchsparsekv, extension):
         for name in module.__all__:
             assert getattr(module, name) is not None, name
+
+
+def test_arguments_that_a_misspelled_word_may_mean_are_those_of_patch():
+    named = set(inspect.signature(torchsparsekv.patch).parameters) - {"model", "method", "hyper", *COMMON}
+    assert named == set(OF_PATCH)
 
 
 def test_patch_returns_a_handle_and_a_handle_makes_caches():

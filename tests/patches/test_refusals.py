@@ -157,6 +157,8 @@ ROWS = [
     # arguments of patch
     Row("method unknown", patch("qeust"), ValueError, f"unknown method 'qeust'; available: {', '.join(sorted(METHODS))}"),
     Row("hyper-parameter unknown", patch(pages=3), TypeError, r"no hyper-parameter pages; it has: .*budget.*block_size.*digest"),
+    Row("argument misspelled", patch(offlaod="host"), TypeError, r"no hyper-parameter offlaod \(did you mean offload\?\); it has: budget"),
+    Row("hyper-parameter misspelled", patch(bugdet=8), TypeError, r"no hyper-parameter bugdet \(did you mean budget\?\); it has: budget"),
     Row("hyper-parameter of another method", patch("streaming", digest="float8"), TypeError, r"'streaming' has no hyper-parameter digest"),
     Row("budget a float", patch(budget=16.0), TypeError, r"budget must be an int, got 16.0"),
     Row("window a string", patch(window="6"), TypeError, r"window must be an int, got '6'"),
