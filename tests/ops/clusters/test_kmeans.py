@@ -139,8 +139,7 @@ def test_equal_keys_leave_no_cluster_empty(seed, kinds, keys, clusters):
             torch.testing.assert_close(centres[h, c], x[h, name[h] == c].mean(0))
 
 
-@pytest.mark.parametrize(("size", "stretch", "tokens"), [(8, 128, 300), (2, 64, 150)])
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize(("size", "stretch", "tokens", "alike"), [(8, 128, 300, False), (2, 64, 150, True)])
 def test_clustering_kernel_at_real_sizes(size, stretch, tokens, alike):
     """Several stretches and tiles, and with `alike` more clusters than different keys, so that many are repaired."""
     g = torch.Generator().manual_seed(size)
