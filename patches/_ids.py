@@ -9,10 +9,9 @@ if TYPE_CHECKING:
 
 
 def ids_in(args: tuple, kwargs: dict) -> Tensor | None:
-    """The token ids among the arguments of generate(). None if there are none, or embeddings stand for them."""
+    """The token ids among the arguments of generate(). None if there are none."""
     found = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    usable = isinstance(found, Tensor) and found.dim() == 2 and kwargs.get("inputs_embeds") is None
-    return found if usable else None
+    return found if isinstance(found, Tensor) and found.dim() == 2 else None
 
 
 def check_continues(cache: "SparseCache", ids: Tensor) -> None:

@@ -341,6 +341,8 @@ def test_prompt_that_does_not_continue_the_cache_is_refused():
         for at in (0, 17, held - 1):  # in the prompt, and in the answer
             with pytest.raises(ValueError, match=rf"does not continue .*: token {at} of row 1 is .*crop\({at}\)"):
                 model.generate(changed(ids, 1, at), cache=cache, **turn)
+        with pytest.raises(ValueError, match="token 3 of row 1"):  # the earliest, of whatever row
+            model.generate(changed(changed(ids, 0, 5), 1, 3), cache=cache, **turn)
         second = model.generate(changed(ids, 1, held), cache=cache, **turn)  # the cache has not read this token
         with pytest.raises(ValueError, match=rf"token {held} of row 1"):
             model.generate(torch.cat([ids, second[:, ids.shape[1] :], NEXT], 1), cache=cache, **turn)
@@ -398,3 +400,8 @@ def test_sampled_sequences_of_one_prompt_are_compared_row_by_row():
         with pytest.raises(ValueError, match="token 62 of row 3"):
             model.generate(changed(ids, 3, 62), cache=cache, **turn)
         model.generate(ids, cache=cache, **turn)
+        cache.crop(50)
+        model.generate(IDS, cache=cache, num_return_sequences=2, **turn)  # two rows for each prompt again
+        cache.crop(50)
+        with pytest.raises(ValueError, match="token 7 of row 2"):
+            model.generate(changed(IDS, 1, 7), cache=cache, num_return_sequences=2, **turn)
