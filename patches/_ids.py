@@ -33,6 +33,8 @@ def check_continues(cache: "SparseCache", ids: Tensor) -> None:
 
 
 def remember(cache: "SparseCache", out) -> None:
-    """Keep the ids of all tokens in the cache, from what generate() returned."""
-    sequences = getattr(out, "sequences", out)
-    cache.ids = sequences[:, : int(cache.get_seq_length())].clone()
+    """Keep the ids of all tokens in the cache, from what generate() returned. A loop of a user's own may return
+    something else; then the ids that are known stay."""
+    sequences, held = getattr(out, "sequences", out), int(cache.get_seq_length())
+    if isinstance(sequences, Tensor) and sequences.dim() == 2 and sequences.shape[1] >= held:
+        cache.ids = sequences[:, :held].clone()

@@ -372,7 +372,7 @@ def test_ids_of_a_cache_follow_crop_reset_and_fork():
 
 @torch.no_grad()
 def test_ids_that_nobody_sees_are_not_compared():
-    """Padding, tokens of a loop of one's own, and embeddings."""
+    """Padding, tokens of loops of one's own, and embeddings."""
     model, turn = tiny(), dict(max_new_tokens=6, do_sample=False)
     with patch(model) as handle:
         cache = handle.make_cache(2)
@@ -383,6 +383,10 @@ def test_ids_that_nobody_sees_are_not_compared():
         model.generate(ids, attention_mask=mask, cache=cache, **turn)
         looped = prompted(model, handle)
         model.generate(changed(torch.cat([IDS, NEXT], 1), 0, 5), cache=looped, **turn)
+        own = handle.make_cache(2)
+        said = model.generate(IDS, cache=own, custom_generate=lambda model, input_ids, **how: "said", **turn)
+        assert said == "said"
+        assert own.ids is None
         embedded = handle.make_cache(2)
         model.generate(inputs_embeds=model.get_input_embeddings()(IDS), cache=embedded, **turn)
         assert embedded.ids is None
