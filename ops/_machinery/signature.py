@@ -50,17 +50,21 @@ class Flat(NamedTuple):
 
 
 def _unwrapped(hint: Any) -> tuple[Any, bool, bool]:
-    """The hint without its wrappers, whether it allows None, and whether it is marked as changed."""
-    changed = typing.get_origin(hint) is Annotated and _CHANGED in hint.__metadata__
-    if changed:
-        rest = [x for x in hint.__metadata__ if x != _CHANGED]
-        hint = hint.__origin__
-        for x in rest:
-            hint = Annotated[hint, x]
-    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    if optional:
-        (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
-    return hint, optional, changed
+    """The hint without its wrappers, whether it allows None, and whether it is marked as changed. Python 3.10 wraps the
+    hint of a parameter whose default is None once more."""
+    optional = changed = False
+    while True:
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            optional = True
+            (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
+        elif typing.get_origin(hint) is Annotated and _CHANGED in hint.__metadata__:
+            changed = True
+            rest = [x for x in hint.__metadata__ if x != _CHANGED]
+            hint = hint.__origin__
+            for x in rest:
+                hint = Annotated[hint, x]
+        else:
+            return hint, optional, changed
 
 
 def is_view(hint: Any) -> bool:

@@ -2,6 +2,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torchsparsekv
 from torchsparsekv import method
 from torchsparsekv._methods.streaming import Streaming
 from torchsparsekv.ops._machinery import registry
+from torchsparsekv.ops._machinery.signature import Changed, Of, Signature
 from torchsparsekv.ops.store.views import Leaving, NewKeys
 from torchsparsekv.patches import _family, all_families
 from torchsparsekv.state import OF_STATE, Buffer
@@ -142,6 +144,18 @@ def test_op_with_a_wrong_signature_is_refused(what):
     name, reference, says = WRONG_OPS[what]
     with pytest.raises((TypeError, ValueError), match=says):
         registry.register(name, reference)
+
+
+Own = Annotated[torch.Tensor, Of("n", torch.float32)] | None
+
+
+def as_written(x: Changed[Own] = None) -> None: ...
+def as_python_3_10_reads_it(x: Changed[Own] | None = None) -> None: ...
+
+
+@pytest.mark.parametrize("reference", [as_written, as_python_3_10_reads_it])
+def test_default_of_none_is_no_second_wrapper(reference):
+    assert Signature("own", reference).schema == "(Tensor(a!)? x) -> ()"
 
 
 def test_forcing_a_kernel_of_an_op_without_kernels_is_refused(monkeypatch):
