@@ -36,7 +36,7 @@ def ordered(x):
     """Floats as uint32 keys in the same order. NaN and -inf become 0, and -0 ties with +0."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where((x == float("-inf")) | (x != x), 0, key).to(tl.uint32)
 
 
@@ -53,7 +53,7 @@ def least_of_top(key, k):
     last = tl.min(tl.where(take_top(key, k), key, 0xFFFFFFFF).to(tl.uint32), 0)
     LOWEST: tl.constexpr = 0x00800000
     last = tl.where(tl.sum((key > 0).to(tl.int32), 0) < k, LOWEST, last).to(tl.uint32)
-    return tl.where(last >> 31 != 0, last ^ 0x80000000, ~last).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(last >> 31 != 0, last ^ 0x80000000, last ^ 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
