@@ -16,10 +16,10 @@ def ids_in(args: tuple, kwargs: dict) -> Tensor | None:
 
 def check_continues(cache: "SparseCache", ids: Tensor) -> None:
     """Refuse ids that differ from those of the cache. A prompt without new tokens has a message of its own, later."""
-    if cache.ids is None or ids.shape[1] <= cache.ids.shape[1] or cache.ids.shape[0] % ids.shape[0]:
+    if cache.ids is None or not len(ids) or ids.shape[1] <= cache.ids.shape[1] or len(cache.ids) % len(ids):
         return
     known, pads = cache.ids.to(ids.device), next(iter(cache.row_lengths.values())).left_pad.to(ids.device)
-    given = ids[:, : known.shape[1]].repeat_interleave(known.shape[0] // ids.shape[0], 0)
+    given = ids[:, : known.shape[1]].repeat_interleave(len(known) // len(ids), 0)
     shown = torch.arange(known.shape[1], device=ids.device) >= pads[:, None]
     differs = ((given != known) & shown).T.nonzero()  # the earliest token first
     if not len(differs):

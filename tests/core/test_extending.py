@@ -154,7 +154,7 @@ def as_python_3_10_reads_it(x: Changed[Own] | None = None) -> None: ...
 
 
 @pytest.mark.parametrize("reference", [as_written, as_python_3_10_reads_it])
-def test_default_of_none_is_no_second_wrapper(reference):
+def test_signature_with_a_default_of_none_is_equal_on_every_python(reference):
     assert Signature("own", reference).schema == "(Tensor(a!)? x) -> ()"
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import torchsparsekv
 from torchsparsekv.method import make_method
+from torchsparsekv.patches._ids import check_continues
 
 SMALL = dict(max_length=128, budget=8, sink=8, window=6, skip_layers=1, block_size=4)
 IDS, _ = prompts(2, 60, ragged=False)
@@ -346,6 +347,7 @@ def test_prompt_that_does_not_continue_the_cache_is_refused():
         second = model.generate(changed(ids, 1, held), cache=cache, **turn)  # the cache has not read this token
         with pytest.raises(ValueError, match=rf"token {held} of row 1"):
             model.generate(torch.cat([ids, second[:, ids.shape[1] :], NEXT], 1), cache=cache, **turn)
+        check_continues(cache, ids[:0])  # no rows: generate() refuses them by their number
         model.generate(torch.cat([second, NEXT], 1), cache=cache, **turn)
 
 
