@@ -36,6 +36,7 @@ def ordered(x):
     """Floats as uint32 keys in the same order. NaN and -inf become 0, and -0 ties with +0."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.uint32, bitcast=True)
+    # Not ~bits: the interpreter of Triton 3.7 cannot invert a uint32.
     key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where((x == float("-inf")) | (x != x), 0, key).to(tl.uint32)
 
