@@ -312,6 +312,7 @@ __device__ void fold_remaining(State& s, const unsigned short* query, const Unit
   // For head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens. In thread
   // t, taken[r][2] and taken[r][3] count these tokens.
   float taken[2][4] = {}, z[2][4], p[4], left[4];
+  const int held = unit.rest.held(unit.group), group = held > 0 ? unit.group : -1;
   unit.each([&](const char* rows, int row, int column) {
     products<BF16>(z, query, rows, row);
     unsigned high[2], low[2];
@@ -331,9 +332,8 @@ __device__ void fold_remaining(State& s, const unsigned short* query, const Unit
     }
   });
   Words value[4][OF_VALUE];
-  load_values(value, unit.rest.sums, unit.group);
-  products<false>(z, query, unit.rest.sums, unit.group);
-  const int held = unit.rest.held(unit.group);
+  load_values(value, unit.rest.sums, group);
+  products<false>(z, query, unit.rest.sums, group);
   for (int r = 0; r < 4; r++) {
     const float exact = __shfl_sync(ALL, taken[r / 2][2 + r % 2], t);
     left[r] = __shfl_sync(ALL, held, 2 * t + r % 2 + r / 2 * 8) - exact;

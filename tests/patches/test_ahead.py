@@ -118,5 +118,7 @@ def test_step_compiles_no_kernel_itself(method):
     with torch.no_grad():
         cache = handle.make_cache(2)
         model(ids, past_key_values=cache)
+        of_prompt = set(_cuda._loaded) - before  # raas scores the pages of a prompt
         model(ids[:, :1], past_key_values=cache)
-    assert set(_cuda._loaded) == before
+    assert method == "raas" or not of_prompt
+    assert set(_cuda._loaded) == before | of_prompt
