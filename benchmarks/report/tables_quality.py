@@ -1,18 +1,20 @@
 """Tables of what methods answer and how far they are from the dense model. A function a table."""
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchsparsekv_benchmarks.report.load import Result
-from torchsparsekv_benchmarks.report.markdown import Means, markdown, number, table, times
+from torchsparsekv_benchmarks.report.markdown import DENSE, Means, markdown, number, table, times
 from torchsparsekv_benchmarks.report.style import tokens
 
 Row = dict[str, Any]
 RECALL_TASKS = ("single", "multikey", "multivalue", "multiquery", "chain")
 LENGTHS = (8192, 16384, 32768)
 STEPS, TEXT = 200, 2048
+LONG = 131072
+FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 CHOSEN_ONCE = ("snapkv", "prkv_static")  # hit always
 
 
@@ -64,10 +66,7 @@ def kl_32k(means: Means) -> str:
     for label, by in sorted(cells.items(), key=lambda x: min(r["kl"] for r in x[1].values())):
         if label == "`full`":
             continue
-        line = [label]
-        for b in budgets:
-            pair = [by.get((text, b)) for text in TEXTS]
-            line.append(" / ".join("-" if r is None else f"{r['kl']:.3f}" for r in pair))
+        line = [label, *(both(pairs(by, b)) for b in budgets)]
         best = [r["hit_rate"] for (_, b), r in by.items() if b == budgets[1] and r.get("hit_rate") is not None]
         told.append([*line, number(sum(best) / len(best) if best else None)])
     noise = [r["kl"] for r in cells["`full`"].values()]
@@ -81,6 +80,81 @@ def kl_32k(means: Means) -> str:
     return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
 
 
+INT8, NATURAL = "quality/int8_32k.json", "quality/kl_32k.json"
+
+
+def pairs(cells: dict[tuple[str, int | None], Row], budget: int | None) -> list[Row | None]:
+    """Code and prose."""
+    return [cells.get((text, budget)) for text in TEXTS]
+
+
+def both(found: Sequence[Row | None], digits: int = 3, key: str = "kl") -> str:
+    return " / ".join("-" if r is None else f"{r[key]:.{digits}f}" for r in found)
+
+
+@table("int8-32k", NATURAL, INT8)
+def int8_32k(natural: Means, packed: Means) -> str:
+    """The KL with a pool in 16 bits and in 8, on the same stretches."""
+    usual, eight, told = by_label(natural), by_label(Means(packed.sources, packed.settings, packed.of("kl_int8"))), []
+    for label, cells in eight.items():
+        budget = None if label == "`full`" else 256
+        mine, other = pairs(cells, budget), pairs(usual[label], budget)
+        change = [a["kl"] - b["kl"] for a, b in zip(mine, other) if a and b]
+        told.append([label, both(other), both(mine), " / ".join(f"{x:+.4f}" for x in change)])
+    said = (
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, on the stretches and with "
+        "the setting of the table of KL at 32K; with a pool in 16 bits and in 8 bits."
+    )
+    return markdown(said, ["method", "16 bits", "8 bits", "change"], told)
+
+
+ANSWERED_IN_8_BITS = ("oracle", "icecache", "pariskv", "louiskv", "clusterkv", "quest")
+
+
+@table("int8-answers", "quality/board_32k.json", INT8)
+def int8_answers(natural: Means, packed: Means) -> str:
+    """The same samples of the board, with a pool in 16 bits and in 8."""
+    eight = over_tasks(packed, ("board_int8.jsonl",))
+    tasks = list(eight[BASE, None].tasks)
+    usual = over_tasks(natural, SEEDS[:1])
+    told = []
+    for method in ANSWERED_IN_8_BITS:
+        mine, other = eight[method, 256], usual[method, 256]
+        before = statistics.fmean(other.tasks[t] for t in tasks)
+        told.append([f"`{method}`", f"{before:.3f}", f"{mine.score:.3f}", f"{mine.error:.3f}"])
+    said = (
+        f"{REAL}, 32K: mean score of {names_of(tasks)} of 12 samples each, budget 256, with a pool in 16 bits and in "
+        "8 bits. The last column is the standard error of what the method loses against dense attention, so a smaller "
+        "change means nothing."
+    )
+    return markdown(said, ["method", "16 bits", "8 bits", "standard error"], told)
+
+
+OF_ALL = ("sink", "window", "budget", "skip_layers", "full_threshold")  # what every method of the run is told
+
+
+@table("kl-defaults", NATURAL, "quality/kl_defaults.json")
+def kl_defaults(natural: Means, changed: Means) -> str:
+    """Other hyper-parameters than the defaults, on the same stretches."""
+    usual, cells = by_label(natural), {}
+    for r in changed.rows:
+        patch = changed.settings[r["setting"]]["patch"] or {}
+        told = ", ".join(f"{k}={v}" for k, v in patch.items() if k not in OF_ALL)
+        if told:
+            cells.setdefault((f"`{r['method']}`", told), {})[r["task"], r["budget"]] = r
+    order = list(usual)
+    lines = [
+        [label, f"`{told}`", *(x for b in (256, 1024) for x in (both(pairs(usual[label], b)), both(pairs(by, b))))]
+        for (label, told), by in sorted(cells.items(), key=lambda x: (order.index(x[0][0]), x[0][1]))
+    ]
+    said = (
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, with the defaults and with a change, on "
+        "the stretches and with the setting of the table of KL at 32K. A dash: not measured."
+    )
+    head = ["method", "change", *(f"{b}: {what}" for b in (256, 1024) for what in ("default", "changed"))]
+    return markdown(said, head, lines)
+
+
 # ---------------------------------------------------------------- answers of a real model
 
 
@@ -91,6 +165,7 @@ TASK_NAMES = {
 }  # fmt: skip
 SEEDS = ("0.jsonl", "1.jsonl")  # how the raw files of a seed end
 BOARD, BOARD_LONG = "quality/board_32k.json", "quality/board_128k.json"
+OTHERS = "quality/board_others_32k.json"  # the other methods, on the samples of the first seed of BOARD
 
 
 @dataclass(frozen=True)
@@ -119,6 +194,13 @@ def over_tasks(means: Means, seeds: tuple[str, ...] = SEEDS) -> dict[tuple[str, 
     return {name: answered(cells, seeds) for name, cells in rows.items()}
 
 
+def every_method(board: Means, others: Means) -> dict[tuple[str, int | None], Answers]:
+    """All methods on the samples of the first seed; those of `others` as they are there."""
+    found, more = over_tasks(board, SEEDS[:1]), over_tasks(others, SEEDS[:1])
+    have = {m for m, _ in more if m != BASE}
+    return {at: a for at, a in found.items() if at[0] not in have} | {at: a for at, a in more.items() if at[0] in have}
+
+
 def answered(cells: dict[tuple[str, str], Row], seeds: tuple[str, ...]) -> Answers:
     mean = lambda name: statistics.fmean(r[name] for r in cells.values())  # noqa: E731
     hits = [r["hit_rate"] for r in cells.values() if r.get("hit_rate") is not None]
@@ -141,30 +223,29 @@ def worst_error(found: dict[tuple[str, int | None], Answers]) -> float:
     return math.ceil(100 * max(a.error for a in found.values())) / 100
 
 
-@table("board-32k", BOARD)
-def board_32k(means: Means) -> str:
-    found, budgets = over_tasks(means), (64, 256, 1024)
+@table("board-32k", BOARD, OTHERS)
+def board_32k(board: Means, others: Means) -> str:
+    found, budgets = every_method(board, others), (64, 256, 1024)
     told = []
     for method in ranked(found, 1024):
         mine = [found[method, b] for b in budgets]
         told.append([
             f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(f"{a.read:.0f}" for a in mine), number(mine[-1].hits)
         ])  # fmt: skip
-    dense, rows = found[BASE, None], means.of(SEEDS[0])
-    samples = sum(r["samples"] for seed in SEEDS for r in means.of(seed) if r["method"] == BASE and r["task"] == "vt")
+    dense, rows = found[BASE, None], board.of(SEEDS[0])
     said = (
-        f"{REAL}, {tokens(rows[0]['length'])} tokens: mean score of {len(dense.tasks)} tasks, {samples} samples of "
-        f"each. The dense model scores {dense.score:.2f}. A difference from it, on the same samples, has a standard "
-        f"error of at most {worst_error(found):.2f}. Read: tokens that a step attends to. Hits: of a hot buffer of two "
-        "budgets. Sink 64, window 256, two dense layers, pool on the GPU."
+        f"{REAL}, {tokens(rows[0]['length'])} tokens: mean score of {len(dense.tasks)} tasks, {rows[0]['samples']} "
+        f"samples of each, the same for all methods. The dense model scores {dense.score:.2f}. A difference from it "
+        f"has a standard error of at most {worst_error(found):.2f}. Read: tokens that a step attends to. Hits: of a "
+        "hot buffer of two budgets. Sink 64, window 256, two dense layers, pool on the GPU."
     )
     head = ["method", *(f"budget {b}" for b in budgets), *(f"read at {b}" for b in budgets), "hits at 1024"]
     return markdown(said, head, told)
 
 
-@table("board-tasks", BOARD)
-def board_tasks(means: Means) -> str:
-    found = over_tasks(means)
+@table("board-tasks", BOARD, OTHERS)
+def board_tasks(board: Means, others: Means) -> str:
+    found = every_method(board, others)
     order = list(found[BASE, None].tasks)
     line = lambda label, a: [label, *(f"{a.tasks[t]:.2f}" for t in order)]  # noqa: E731
     told = [line("dense", found[BASE, None])]
@@ -173,12 +254,15 @@ def board_tasks(means: Means) -> str:
                     ["method", *(TASK_NAMES.get(t, t) for t in order)], told)  # fmt: skip
 
 
+OLD_DEFAULT = ("arkvale", "prkv")  # measured twice with the largest score of a head
+
+
 @table("board-seeds", BOARD)
 def board_seeds(means: Means) -> str:
     """What each seed says of the difference from the dense model."""
     found = over_tasks(means)
     dense, told = found[BASE, None].by_seed, []
-    for method in ranked(found, 1024):
+    for method in (m for m in ranked(found, 1024) if m not in OLD_DEFAULT):
         mine = [found[method, b] for b in (64, 256, 1024)]
         lost = [" / ".join(f"{d - x:.3f}" for d, x in zip(dense, a.by_seed)) for a in mine]
         told.append([f"`{method}`", *lost, f"{mine[-1].error:.3f}"])
@@ -195,10 +279,9 @@ def board_128k(means: Means) -> str:
         told.append([f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(number(a.hits) for a in mine)])
     rows, dense = means.of("l0.jsonl"), found[BASE, None]
     said = (
-        f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {len(dense.tasks)} tasks of "
-        f"{rows[0]['samples']} samples each. The dense model scores {dense.score:.2f}. A difference from it has a "
-        f"standard error of at most {worst_error(found):.2f}: so few samples tell only large differences. The rest as "
-        "at 32K."
+        f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {names_of(dense.tasks)}, "
+        f"{rows[0]['samples']} samples of each. The dense model scores {dense.score:.2f}. A difference from it has a "
+        f"standard error of at most {worst_error(found):.2f}. The rest as at 32K."
     )
     return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
 
@@ -216,6 +299,10 @@ def board_pages(means: Means) -> str:
         for method in dict.fromkeys(m for m, _ in by if m in ("quest", "arkvale", "prkv", "pagemean")):
             mine = [by[method, b] for b in (64, 256, 1024)]
             lines.append([f"`{method}`", rule, *(f"{a.score:.2f}" for a in mine), number(mine[-1].hits)])
+    own = over_tasks(means, ("more.jsonl",))
+    mine = [own.get(("prkv", b)) for b in (64, 256, 1024)]
+    scores = ["-" if a is None else f"{a.score:.2f}" for a in mine]
+    lines.append(['`prkv`, `volume="mean", block_size=16`', "mean query", *scores, number(mine[-1].hits)])
     lines.sort(key=lambda x: -float(x[4]))
     said = (
         f"{REAL}, 32K: mean score of {names_of(dense.tasks)} "
@@ -248,27 +335,6 @@ def board_rest(board: Means, more: Means) -> str:
         f"{worst_error(have):.2f}."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in (64, 256, 1024))], told)
-
-
-@table("board-more", MORE)
-def board_more(means: Means) -> str:
-    """Methods that are not on the board yet, on the samples of its first seed."""
-    found = over_tasks(means, ("more.jsonl",))
-    budgets = sorted({b for _, b in found if b is not None})
-    told = []
-    for method in ranked(found, budgets[-1]):
-        mine = [found.get((method, b)) for b in budgets]
-        told.append([
-            f"`{method}`", *("-" if a is None else f"{a.score:.2f}" for a in mine),
-            *("-" if a is None else f"{a.read:.0f}" for a in mine[-1:]), number(mine[-1].hits if mine[-1] else None),
-        ])  # fmt: skip
-    dense = found[BASE, None]
-    said = (
-        f"{REAL}, 32K: mean score of {names_of(dense.tasks)} of 12 samples each. The dense model "
-        f"scores {dense.score:.2f}. A difference from it has a standard error of at most {worst_error(found):.2f}."
-    )
-    head = ["method", *(f"budget {b}" for b in budgets), f"read at {budgets[-1]}", f"hits at {budgets[-1]}"]
-    return markdown(said, head, told)
 
 
 KINDS = {"moby-dick": "prose", "sympy": "source code"}
@@ -312,20 +378,32 @@ def token_choices(r: Result) -> str:
     return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
 
 
-@table("readme-real", BOARD)
-def readme_real(means: Means) -> str:
-    """At the default budget, and at the smaller one whose speed the README tells; the exact best tokens beside them."""
-    found = over_tasks(means)
-    dense = found[BASE, None]
-    told = [["dense", "-", f"{dense.score:.2f}", f"{dense.read:.0f}", "-"]]
-    for method, budget in (("oracle", 1024), ("icecache", 1024), ("pariskv", 1024), ("pariskv", 256), ("quest", 1024)):
-        one = found[method, budget]
-        told.append([f"`{method}`", str(budget), f"{one.score:.2f}", f"{one.read:.0f}", number(one.hits)])
+README_ROWS = ("oracle", "icecache", "pariskv", "louiskv", "quest")
+
+
+@table("readme", BOARD_LONG, "h200_decode_trace_1024.json")
+def readme(board: Means, speed: Result) -> str:
+    """Answers and speed at one setting."""
+    found = over_tasks(board, ("l0.jsonl",))
+    dense, quickest = found[BASE, None], min(x["tpot_ms"] for x in speed.rows if x["method"] in DENSE)
+    told = [["dense", f"{dense.score:.2f}", f"{dense.read:.0f}", "-", "16.0", f"{quickest:.1f}", "1.00x"]]
+    for method in README_ROWS:
+        one = found[method, 1024]
+        row = next((x for x in speed.rows if x["method"] == method and x.get("hyper") == FIVE_PERCENT), {})
+        told.append([
+            f"`{method}`", f"{one.score:.2f}", f"{one.read:.0f}", number(row.get("hit_rate")),
+            number(row.get("device_GiB"), 1), number(row.get("tpot_ms"), 1), times(row.get("speedup")),
+        ])  # fmt: skip
+    head = ["method", "score", "tokens read a step", "hits", "GiB on the GPU", "ms a token", "speed-up"]
+    errors = max(found[m, 1024].error for m in README_ROWS)
     said = (
-        f"{REAL}, 32K tokens: mean score of {len(dense.tasks)} tasks. A difference from dense "
-        f"has a standard error of at most {worst_error(found):.2f}. The hot buffer holds twice the budget."
+        f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
+        f"{board.of('l0.jsonl')[0]['samples']} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
+        f"dense has a standard error of at most {math.ceil(100 * errors) / 100:.2f}. Speed: shape of Llama-3.1-8B, "
+        "random weights, cache in host memory; its layers fetch what the 1.5B model selected. The hot buffer holds 5 % "
+        "of the tokens."
     )
-    return markdown(said, ["method", "budget", "score", "tokens read a step", "hits"], told)
+    return markdown(said, head, told)
 
 
 # ---------------------------------------------------------------- next tokens of a real text
@@ -378,30 +456,6 @@ def hit_rates(means: Means) -> str:
     )
     told = [[f"`{m}`", *(number(by[b]) for b in (64, 256))] for m, by in sorted(by_method.items())]
     return markdown(said, ["method", "hits at 64 tokens", "hits at 256"], told)
-
-
-@table("int8-kl", "quality/int8.json")
-def int8_kl(means: Means) -> str:
-    usual, packed = (
-        [r for name in names for r in means.of(name)]
-        for names in (
-            ("int8/text_2048_cpu", "int8/text_2048_more_cpu"),
-            ("text_2048_int8_cpu", "text_2048_more_int8_cpu"),
-        )
-    )
-    told = []
-    for method in dict.fromkeys(r["method"] for r in packed if r["method"] != "dense"):
-        cells = []
-        for budget in (64, 256):
-            for rows in (usual, packed):
-                found = [r for r in rows if (r["method"], r["budget"]) == (method, budget)]
-                cells.append(number(found[-1]["kl"], 4) if found else "-")
-        told.append([f"`{method}`", *cells])
-    said = (
-        "SmolLM2-135M in float32 on a CPU, two stretches of 2K tokens of a novel, 64 steps each: KL to the dense "
-        "model in nats a token, with a pool in float32 and in 8 bits."
-    )
-    return markdown(said, ["method", "64: float32", "64: int8", "256: float32", "256: int8"], told)
 
 
 @table("hot-buffer", "quality/text_8192.json")

@@ -92,7 +92,7 @@ def test_a_picture_is_small_and_its_letters_can_be_read_on_a_phone(picture):
 
 def test_pictures_hold_what_the_tables_hold():
     points = {p.name: json.loads(p.held()) for p in pictures.PICTURES}
-    board = dict(row.split(" | ")[:2] for row in tables.made("board-32k").replace("| `", "").splitlines()[4:])
+    board = dict(row.split(" | ")[:2] for row in tables.made("board-128k").replace("| `", "").splitlines()[4:])
     assert {f"{at[0][1]:.2f}" for name, _, at in points["board"][2] if name == "quest"} == {board["quest`"]}
     by_context = tables.made("speed-by-context")
     dense, quest, pariskv = (at for _, _, at in points["tpot"][0])
