@@ -136,7 +136,8 @@ OF_ALL = ("sink", "window", "budget", "skip_layers", "full_threshold")  # what e
 @table("kl-defaults", NATURAL, "quality/kl_defaults.json")
 def kl_defaults(natural: Means, changed: Means) -> str:
     """Other hyper-parameters than the defaults, on the same stretches."""
-    usual, cells = by_label(natural), {}
+    usual = by_label(natural)
+    cells: dict[tuple[str, str], dict[tuple[str, int | None], Row]] = {}
     for r in changed.rows:
         patch = changed.settings[r["setting"]]["patch"] or {}
         told = ", ".join(f"{k}={v}" for k, v in patch.items() if k not in OF_ALL)
@@ -300,9 +301,8 @@ def board_pages(means: Means) -> str:
             mine = [by[method, b] for b in (64, 256, 1024)]
             lines.append([f"`{method}`", rule, *(f"{a.score:.2f}" for a in mine), number(mine[-1].hits)])
     own = over_tasks(means, ("more.jsonl",))
-    mine = [own.get(("prkv", b)) for b in (64, 256, 1024)]
-    scores = ["-" if a is None else f"{a.score:.2f}" for a in mine]
-    lines.append(['`prkv`, `volume="mean", block_size=16`', "mean query", *scores, number(mine[-1].hits)])
+    scores = [f"{own['prkv', b].score:.2f}" if ("prkv", b) in own else "-" for b in (64, 256, 1024)]
+    lines.append(['`prkv`, `volume="mean", block_size=16`', "mean query", *scores, number(own["prkv", 1024].hits)])
     lines.sort(key=lambda x: -float(x[4]))
     said = (
         f"{REAL}, 32K: mean score of {names_of(dense.tasks)} "
