@@ -127,6 +127,22 @@ def test_a_group_of_heads_may_choose_by_its_mean_query(name, score, past, n):
         check_choice(chosen[b, h], scores, n, slack=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_arkvale_may_choose_the_same_pages_for_all_heads_of_a_layer(seed):
+    past, n = Past(90, 60, 1 + seed % 3, [90], seed, False), 2
+    chosen = past.fill(small("arkvale", budget=n * BLOCK, digest="float32", group="layer")).choose(past.query)
+    layers: dict[int, list] = {}
+    for b, h, keys, queries in past.heads_of_rows():
+        mean = queries.mean(0, keepdim=True)
+        scores = {p: float(arkvale_score(page, mean)) for p, page in pages(keys).items()}
+        layers.setdefault(b, []).append((h, scores))
+    for b, heads in layers.items():
+        mean = {p: sum(scores[p] for _, scores in heads) / len(heads) for p in heads[0][1]}
+        for h, _ in heads:
+            check_choice(chosen[b, h], mean, n, slack=1e-4)
+            assert chosen[b, h].tolist() == chosen[b, 0].tolist()
+
+
 @given(past=pasts(), n=st.integers(1, 12))
 def test_pagemean_by_the_largest_score_of_a_head(past, n):
     chosen = past.fill(small("pagemean", budget=n * BLOCK, digest="float32", group="max")).choose(past.query)
