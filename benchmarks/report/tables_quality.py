@@ -355,6 +355,26 @@ def page_summaries(r: Result) -> str:
     return markdown(said, ["summary of a page", "query", *(KINDS[t] for t in texts)], told)
 
 
+@table("drift-rules", "quality/drift_rules.json")
+def drift_rules(r: Result) -> str:
+    """What stale selections hold, by the rule that says when to select anew."""
+    by = {(x["rule"], x["rate"], x["text"]): x["kept"] for x in r.rows}
+    rules, rates = (list(dict.fromkeys(x[key] for x in r.rows)) for key in ("rule", "rate"))
+    told = [
+        [rule, *(" / ".join(number(by[rule, rate, t], 3) for t in TEXTS) for rate in rates)]
+        for rule in rules
+    ]  # fmt: skip
+    o = r.options
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of source code / of prose, every other layer, the last "
+        f"{o['steps']} steps: share of the attention weight that the exact best {o['budget']} tokens hold if they are "
+        "selected at a part of the steps and kept in between; 1 if they are selected at every step."
+    )
+    names = {"after RoPE": "cosine of queries after RoPE", "before RoPE": "cosine of queries before RoPE"}
+    told = [[names.get(x[0], x[0]), *x[1:]] for x in told]
+    return markdown(said, ["rule", *(f"{rate:.0%} of the steps" for rate in rates)], told)
+
+
 @table("token-choices", "quality/token_choices.json")
 def token_choices(r: Result) -> str:
     """Means over the texts; the method that holds most at 256 tokens first."""
