@@ -5,8 +5,11 @@
     extraction      40 records in prose: the names of those that have a property; another name costs a point; too hard
                    for Qwen2.5-Coder-1.5B, which scores 0.03, so `board` runs it only if asked
     form            20 facts in prose: a form that asks for all of them
+    ledger          60 facts in prose: a form that asks for all of them, and then the filled form again from its end, in
+                    other words. So the second half of about 2,000 tokens is work over text that the model wrote itself
     turns           one text with many orders, five questions one after the other over one cache; `board` alone has it
 """
+import dataclasses
 import functools
 import random
 import re
@@ -95,23 +98,34 @@ def extraction(rng: random.Random, size: int, length: int) -> Draft:
     return Draft(question, prefix, tuple(names[:MATCHES]), first, wrong=tuple(names[MATCHES:]))
 
 
-FIELDS = 20
+FIELDS, LEDGER_FIELDS = 20, 60
+AGAIN = (
+    "\nThen go through the form that you have filled in, from its last line to its first, and write for each line: the "
+    "code, the words `belongs to`, and the department."
+)
 FORM = (
     "The following text says the code of each of {count} departments. I will ask you for a form of all of them "
     "afterwards.\n{context}\nFill in this form with the codes of the text above, one department a line:\n{form}"
 )
 
 
-def form(rng: random.Random, size: int, length: int) -> Draft:
-    names = words(rng, FIELDS, "departments")
+def form(rng: random.Random, size: int, length: int, fields: int = FIELDS, then: str = "") -> Draft:
+    names = words(rng, fields, "departments")
     values = [str(rng.randint(1000, 9999)) for _ in names]
     said = [f"The code of department {name} is {value}." for name, value in zip(names, values)]
-    text, order = essay(rng, size), rng.sample(range(FIELDS), FIELDS)
-    lines = insert(text, [said[i] for i in order], sorted(rng.choices(range(len(text)), k=FIELDS)))
+    text, order = essay(rng, size), rng.sample(range(fields), fields)
+    lines = insert(text, [said[i] for i in order], sorted(rng.choices(range(len(text)), k=fields)))
     blank = "\n".join(f"{name}: ____" for name in names)
-    question = FORM.format(count=FIELDS, context=" ".join(lines), form=blank)
+    question = FORM.format(count=fields, context=" ".join(lines), form=blank) + then
     answers = tuple(f"{name}: {value}" for name, value in zip(names, values))
     return Draft(question, "Here is the form:\n", answers, said[0])
+
+
+def ledger(rng: random.Random, size: int, length: int) -> Draft:
+    first = form(rng, size, length, LEDGER_FIELDS, AGAIN)
+    pairs = [answer.split(": ") for answer in first.answers]
+    again = tuple(f"{value} belongs to {name}" for name, value in reversed(pairs))
+    return dataclasses.replace(first, answers=first.answers + again)
 
 
 def _step(length: int) -> int:
@@ -123,6 +137,7 @@ TASKS = {
     "code_function": Task(code_function, 40, lambda length: max(2, length // 1000), least=150),
     "extraction": Task(extraction, 80, _step, least=50),
     "form": Task(form, 320, _step, least=50),
+    "ledger": Task(ledger, 2000, _step, least=60),
 }
 
 TURNS = 5

@@ -35,13 +35,23 @@ def test_prompts_fill_their_length_and_hold_their_answers(prompts, task):
         s = prompts.sample(task, 7000, index)
         assert 0.9 * 7000 < len(s.prompt) + s.new_tokens <= 7000
         said = text(prompts, s)
-        if task == "form":
+        if task in ("form", "ledger"):
             for answer in s.answers:
-                name, value = answer.split(": ")
+                name, value = answer.split(": ") if ": " in answer else reversed(answer.split(" belongs to "))
                 assert f"The code of department {name} is {value}." in said
         else:
             assert all(a in said for a in s.answers)
         assert prompts.sample(task, 7000, index).prompt == s.prompt
+
+
+def test_a_ledger_asks_for_its_form_and_for_the_same_from_its_end(prompts):
+    answers = prompts.sample("ledger", 7000, 0).answers
+    first, again = answers[: suite.LEDGER_FIELDS], answers[suite.LEDGER_FIELDS :]
+    assert len(set(first)) == len(again) == 60
+    assert [f"{v} belongs to {k}" for k, v in (a.split(": ") for a in first)][::-1] == list(again)
+    written = "\n".join(first) + "\n\n" + "\n".join(again)
+    assert found(written, answers) == 1
+    assert found("\n".join(first), answers) == 0.5
 
 
 def test_the_constant_asked_for_is_the_one_in_the_text(prompts):
