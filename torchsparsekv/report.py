@@ -114,7 +114,7 @@ class Report:
             lines.append("<=: pages that are part empty count as if they were full")
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
-            lines.append(f"retrieved at {sum(seldom) / len(seldom):.1%} of the steps")
+            lines.append(f"selected anew at {sum(seldom) / len(seldom):.1%} of the steps")
         waited = [r.waited for r in self.layers if r.waited is not None]
         if waited:
             fetched, late = (sum(getattr(r, x) for r in self.layers) for x in ("blocks_fetched", "fetched_late"))
