@@ -9,17 +9,12 @@ that selects at a given share of the steps. The share of the attention weight ou
 tokens hold is compared with that of a selection at every step. Minutes on a CPU; needs `make real-model
 ONLY='qwen-0.5b sympy moby-dick'`.
 """
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchsparsekv_benchmarks import _results
-from torchsparsekv_benchmarks.quality import replay, texts
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.research._recorded import parser, recorded, write
 
 STEPS, SINK, WINDOW, BUDGET, FIRST_LAYER = 256, 64, 256, 256, 2
 RATES = (0.1, 0.25, 0.5, 0.75)  # shares of the steps that select
@@ -60,21 +55,15 @@ def kept(q: Tensor, k: Tensor, now: Tensor) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="qwen-0.5b")
-    p.add_argument("--texts", default="moby-dick,sympy")
+    p = parser(__doc__)
     p.add_argument("--tokens", type=int, default=6144)
-    p.add_argument("--out", type=Path, required=True)
     o = p.parse_args()
-    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
     rows = []
-    for name in o.texts.split(","):
-        ids = texts.read_one(name, tokenizer).rows(o.tokens, range(1))[:, : o.tokens]
-        recorded = replay.record(model, ids, torch.zeros(1, dtype=torch.int32)).layers
+    for text, model, layers in recorded(o, o.tokens):
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1), torch.arange(o.tokens - STEPS, o.tokens)[None])
         found: dict[tuple[str, float], list[float]] = {}
         means: dict[str, list[float]] = {}
-        for i, x in recorded.items():
+        for i, x in layers.items():
             if i < FIRST_LAYER or i % 2:
                 continue
             q, k = x.queries[0, :, -STEPS:], x.keys[0]
@@ -86,12 +75,11 @@ def main() -> None:
             for rule, value in cosines.items():
                 means.setdefault(rule, []).append(float(value.mean()))
         rows += [
-            {"text": name, "rule": rule, "rate": rate, "kept": statistics.fmean(x)}
+            {"text": text, "rule": rule, "rate": rate, "kept": statistics.fmean(x)}
             | ({"cosine": statistics.fmean(means[rule])} if rule in means else {})
             for (rule, rate), x in found.items()
         ]
-    options = {"model": o.model, "texts": o.texts, "tokens": o.tokens, "steps": STEPS, "budget": BUDGET}
-    o.out.write_text(json.dumps(_results.header("drift_rules", options) | {"rows": rows}, indent=1) + "\n")
+    write(o, "drift_rules", rows, tokens=o.tokens, steps=STEPS, budget=BUDGET)
 
 
 if __name__ == "__main__":

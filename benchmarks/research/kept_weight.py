@@ -7,22 +7,17 @@ method: a prompt, and single tokens behind it, as if the model had written the t
 the exact attention weight is measured that the step attends to, sinks and window included. So methods see the same
 queries, whatever they attend to. Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
-import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.probe import LayerProbe
 from torchsparsekv.state import Geometry, LayerState, RowLengths
-from torchsparsekv_benchmarks import _results
-from torchsparsekv_benchmarks.quality import replay, texts
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality import replay
+from torchsparsekv_benchmarks.research._recorded import parser, recorded, write
 
 SINK, WINDOW, EACH = 32, 64, 8
 LAYERS = (5, 11, 20)  # each behind a filter layer of omnikv
@@ -85,26 +80,19 @@ def share(name: str, setting: str, layers: dict[int, replay.Prompted], layer: in
 
 @torch.no_grad()
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="qwen-0.5b")
-    p.add_argument("--texts", default="moby-dick,sympy")
+    p = parser(__doc__)
     p.add_argument("--methods", default=",".join(METHODS))
-    p.add_argument("--out", type=Path, required=True)
     o = p.parse_args()
-    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
-    longest, rows = max(tokens for _, tokens, _ in SETTINGS.values()), []
-    for text in o.texts.split(","):
-        ids: Tensor = texts.read_one(text, tokenizer).rows(longest, range(1))[:, :longest]
-        methods = o.methods.split(",")
-        layers = replay.record(model, ids, torch.zeros(1, dtype=torch.int32), methods=["h2o"]).layers
+    longest, methods = max(tokens for _, tokens, _ in SETTINGS.values()), o.methods.split(",")
+    rows = []
+    for text, _, layers in recorded(o, longest, methods=["h2o"]):
         for setting in SETTINGS:
             for name in methods:
                 mean = statistics.fmean(share(name, setting, layers, i) for i in LAYERS)
                 rows.append({"text": text, "setting": setting, "method": name, "share": mean})
                 print(rows[-1], flush=True)
-    options = {"model": o.model, "texts": o.texts, "sink": SINK, "window": WINDOW, "layers": LAYERS}
-    options["settings"] = {name: dict(zip(("prompt", "tokens", "budget"), x)) for name, x in SETTINGS.items()}
-    o.out.write_text(json.dumps(_results.header("kept_weight", options) | {"rows": rows}, indent=1) + "\n")
+    settings = {name: dict(zip(("prompt", "tokens", "budget"), x)) for name, x in SETTINGS.items()}
+    write(o, "kept_weight", rows, sink=SINK, window=WINDOW, layers=LAYERS, settings=settings)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,12 @@ After a prompt, every eighth of the last 256 queries chooses pages by each summa
 layer. The share of the attention weight outside sinks and window that the pages hold is averaged over all of them.
 Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchsparsekv_benchmarks import _results
-from torchsparsekv_benchmarks.quality import replay, texts
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.research._recorded import parser, recorded, write
 
 PAGE, SINK, WINDOW, BUDGET, EACH, FIRST_LAYER = 16, 64, 256, 1024, 8, 2
 EXACT = "the exact weight of the page, the best possible"
@@ -59,24 +54,17 @@ def shares(q: Tensor, k: Tensor) -> dict[tuple[str, str], float]:
 
 @torch.no_grad()
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="qwen-0.5b")
-    p.add_argument("--texts", default="moby-dick,sympy")
+    p = parser(__doc__)
     p.add_argument("--tokens", type=int, default=6144)
-    p.add_argument("--out", type=Path, required=True)
     o = p.parse_args()
-    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
     rows = []
-    for name in o.texts.split(","):
-        ids = texts.read_one(name, tokenizer).rows(o.tokens, range(1))[:, : o.tokens]
-        recorded = replay.record(model, ids, torch.zeros(1, dtype=torch.int32)).layers
-        layers = [shares(x.queries[0], x.keys[0]) for i, x in recorded.items() if i >= FIRST_LAYER and i % 2 == 0]
+    for text, _, found in recorded(o, o.tokens):
+        layers = [shares(x.queries[0], x.keys[0]) for i, x in found.items() if i >= FIRST_LAYER and i % 2 == 0]
         rows += [
-            {"text": name, "summary": s, "query": q, "share": statistics.fmean(x[s, q] for x in layers)}
+            {"text": text, "summary": s, "query": q, "share": statistics.fmean(x[s, q] for x in layers)}
             for s, q in layers[0]
         ]
-    options = {"model": o.model, "texts": o.texts, "tokens": o.tokens, "page": PAGE, "budget": BUDGET}
-    o.out.write_text(json.dumps(_results.header("page_summaries", options) | {"rows": rows}, indent=1) + "\n")
+    write(o, "page_summaries", rows, tokens=o.tokens, page=PAGE, budget=BUDGET)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,9 @@ read: the number of these tokens.
 error: of the attention output, relative to dense attention.
 Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
-import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,8 @@ from torch import Tensor
 from torchsparsekv.method import Method, make_method
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
-from torchsparsekv_benchmarks import _results
-from torchsparsekv_benchmarks.quality import replay, texts
-from torchsparsekv_benchmarks.quality.pretrained import pretrained
+from torchsparsekv_benchmarks.quality import replay
+from torchsparsekv_benchmarks.research._recorded import parser, recorded, write
 
 SINK, WINDOW, EACH, FIRST_LAYER, NTH_LAYER = 64, 256, 16, 2, 6
 BUDGETS = (64, 256, 1024)
@@ -105,28 +101,21 @@ def measured(method: Method, x: replay.Prompted) -> dict[str, float]:
 
 @torch.no_grad()
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="qwen-0.5b")
-    p.add_argument("--texts", default="moby-dick,sympy")
+    p = parser(__doc__)
     p.add_argument("--tokens", type=int, default=6144)
-    p.add_argument("--out", type=Path, required=True)
     o = p.parse_args()
-    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
     rows = []
-    for name in o.texts.split(","):
-        ids = texts.read_one(name, tokenizer).rows(o.tokens, range(1))[:, : o.tokens]
-        recorded = replay.record(model, ids, torch.zeros(1, dtype=torch.int32)).layers
-        layers = [x for i, x in recorded.items() if i >= FIRST_LAYER and i % NTH_LAYER == FIRST_LAYER]
+    for text, _, of_model in recorded(o, o.tokens):
+        layers = [x for i, x in of_model.items() if i >= FIRST_LAYER and i % NTH_LAYER == FIRST_LAYER]
         for method, hyper in METHODS:
             for budget in BUDGETS:
                 began = time.perf_counter()
                 made = make_method(method, budget=budget, sink=SINK, window=WINDOW, **hyper)
                 found = [measured(made, x) for x in layers]
                 means = {key: statistics.fmean(x[key] for x in found) for key in found[0]}
-                rows.append({"text": name, "method": method, "hyper": hyper, "budget": budget, **means})
+                rows.append({"text": text, "method": method, "hyper": hyper, "budget": budget, **means})
                 print(f"{rows[-1]} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-    options = {"model": o.model, "texts": o.texts, "tokens": o.tokens, "sink": SINK, "window": WINDOW}
-    o.out.write_text(json.dumps(_results.header("token_choices", options) | {"rows": rows}, indent=1) + "\n")
+    write(o, "token_choices", rows, tokens=o.tokens, sink=SINK, window=WINDOW)
 
 
 if __name__ == "__main__":

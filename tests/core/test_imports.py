@@ -46,6 +46,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "torchsparsekv_benchmarks.research": {
         "method", "ops", "probe", "state", "benchmarks._results", "benchmarks._traces", "benchmarks.quality",
+        "benchmarks.research",
     },
     "torchsparsekv_benchmarks.quality.ruler": {"benchmarks.quality.ruler"},
     "torchsparsekv_benchmarks.report": {  # reads files, and runs nothing of what makes them

@@ -30,7 +30,7 @@ class PageMethod(Method):
         "max", "How the query heads of a kv head choose: by their largest score (max), or by their mean query (mean)."
     )
 
-    GROUPS: ClassVar = ("max", "mean")
+    GROUPS: ClassVar[tuple[str, ...]] = ("max", "mean")
 
     @cached_property
     def traits(self) -> Traits:

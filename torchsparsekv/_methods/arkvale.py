@@ -32,7 +32,7 @@ class ArkVale(PageMethod):
     )
     volume: str = option("cuboid-mean", "Volume around the keys of a page: cuboid-mean (the paper's), cuboid or ball.")
 
-    GROUPS: ClassVar = ("max", "mean", LAYER)
+    GROUPS: ClassVar[tuple[str, ...]] = ("max", "mean", LAYER)
 
     @cached_property
     def traits(self) -> Traits:

@@ -1,0 +1,36 @@
+"""What the scripts that record a model share: their options, a forward of each text, and the file of results."""
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks.quality import replay, texts
+from torchsparsekv_benchmarks.quality.pretrained import pretrained
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="qwen-0.5b")
+    p.add_argument("--texts", default="moby-dick,sympy")
+    p.add_argument("--out", type=Path, required=True)
+    return p
+
+
+def recorded(
+    o: argparse.Namespace, tokens: int, methods: Iterable[str] = ()
+) -> Iterator[tuple[str, Any, dict[int, replay.Prompted]]]:
+    """(text, model, its layers after one forward of so many tokens) for each text, in fp32 on the CPU."""
+    tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
+    for text in o.texts.split(","):
+        ids = texts.read_one(text, tokenizer).rows(tokens, range(1))[:, :tokens]
+        yield text, model, replay.record(model, ids, torch.zeros(1, dtype=torch.int32), methods=methods).layers
+
+
+def write(o: argparse.Namespace, name: str, rows: list[dict], **options: Any) -> None:
+    """The file of results of benchmark `name`."""
+    options = {"model": o.model, "texts": o.texts, **options}
+    o.out.write_text(json.dumps(_results.header(name, options) | {"rows": rows}, indent=1) + "\n")
