@@ -103,7 +103,7 @@ def test_a_real_model_leads_the_page(tmp_path):
 
 def test_the_page_draws_the_board_of_the_docs(plt):
     """The file has means of samples, which the docs and the page weigh alike."""
-    (drawn,) = pictures.board(plt, load([RESULTS / "quality/board_32k.json"]))
+    (drawn,) = pictures.board(plt, load([RESULTS / "quality/board_128k.json"]))
     points = json.loads(pictures.PICTURES[0].held())
     for name, _, at in points[2]:
         found = line(drawn.figure.axes[0], style.colour(name), len(at))
