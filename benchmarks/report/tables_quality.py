@@ -414,7 +414,7 @@ def readme(board: Means, speed: Result) -> str:
             f"`{method}`", f"{one.score:.2f}", f"{one.read:.0f}", number(row.get("hit_rate")),
             number(row.get("device_GiB"), 1), number(row.get("tpot_ms"), 1), times(row.get("speedup")),
         ])  # fmt: skip
-    head = ["method", "score", "tokens read a step", "hits", "GiB on the GPU", "ms a token", "speed-up"]
+    head = ["method", "score", "tokens read a step", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
     errors = max(found[m, 1024].error for m in README_ROWS)
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
