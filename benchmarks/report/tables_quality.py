@@ -420,8 +420,8 @@ def readme(board: Means, speed: Result) -> str:
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{board.of('l0.jsonl')[0]['samples']} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {math.ceil(100 * errors) / 100:.2f}. Speed: shape of Llama-3.1-8B, "
-        "random weights, cache in host memory; its layers fetch what the 1.5B model selected. The hot buffer holds 5 % "
-        "of the tokens."
+        "random weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense "
+        "attention on the GPU; the hot buffer holds 5 % of the tokens. A dash: not timed."
     )
     return markdown(said, head, told)
 
