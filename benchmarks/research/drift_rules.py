@@ -55,10 +55,7 @@ def kept(q: Tensor, k: Tensor, now: Tensor) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--tokens", type=int, default=6144)
-    o = p.parse_args()
-    rows = []
+    o, rows = parser(__doc__, tokens=6144).parse_args(), []
     for text, model, layers in recorded(o, o.tokens):
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1), torch.arange(o.tokens - STEPS, o.tokens)[None])
         found: dict[tuple[str, float], list[float]] = {}

@@ -54,10 +54,7 @@ def shares(q: Tensor, k: Tensor) -> dict[tuple[str, str], float]:
 
 @torch.no_grad()
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--tokens", type=int, default=6144)
-    o = p.parse_args()
-    rows = []
+    o, rows = parser(__doc__, tokens=6144).parse_args(), []
     for text, _, found in recorded(o, o.tokens):
         layers = [shares(x.queries[0], x.keys[0]) for i, x in found.items() if i >= FIRST_LAYER and i % 2 == 0]
         rows += [

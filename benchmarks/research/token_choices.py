@@ -101,10 +101,7 @@ def measured(method: Method, x: replay.Prompted) -> dict[str, float]:
 
 @torch.no_grad()
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--tokens", type=int, default=6144)
-    o = p.parse_args()
-    rows = []
+    o, rows = parser(__doc__, tokens=6144).parse_args(), []
     for text, _, of_model in recorded(o, o.tokens):
         layers = [x for i, x in of_model.items() if i >= FIRST_LAYER and i % NTH_LAYER == FIRST_LAYER]
         for method, hyper in METHODS:
