@@ -45,7 +45,9 @@ def test_prompts_fill_their_length_and_hold_their_answers(prompts, task):
 
 
 def test_a_ledger_asks_for_its_form_and_for_the_same_from_its_end(prompts):
-    answers = prompts.sample("ledger", 7000, 0).answers
+    s = prompts.sample("ledger", 7000, 0)
+    assert suite.AGAIN.strip() in text(prompts, s)
+    answers = s.answers
     first, again = answers[: suite.LEDGER_FIELDS], answers[suite.LEDGER_FIELDS :]
     assert len(set(first)) == len(again) == 60
     assert [f"{v} belongs to {k}" for k, v in (a.split(": ") for a in first)][::-1] == list(again)

@@ -97,6 +97,7 @@ def test_report_counts_attended_and_lost_tokens():
         near = [4 + n if n <= window - 4 else window for n in range(1, 11)]
         assert [r.attended_per_step for r in report.layers[1:]] == [12 + sum(near) / 10] * 2
         assert [r.retrieval_rate for r in report.layers[1:]] == [0.1] * 2
+        assert "selected anew at 10.0% of the steps" in str(report)
         said = [line for line in str(report).splitlines() if " are lost" in line]
         assert len(said) == (lost > 0)
         assert all(f" {lost} tokens left the window of {window} " in line for line in said)
