@@ -23,7 +23,7 @@ from torchsparsekv.ops.gather.fetch import fetch
 from torchsparsekv.ops.gather.prefetch_async import prefetch_async
 from torchsparsekv.ops.gather.query_drift_gate import query_drift_gate
 from torchsparsekv.ops.rest.group_sums import group_sums
-from torchsparsekv.ops.rest.views import NO_REST
+from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
@@ -304,6 +304,16 @@ class Method:
         ops/_machinery/side_stream.py.
         """
 
+    def prompt_values(self, s: LayerState, leaving: Leaving, v: Tensor, order: Tensor | None, *, join: bool) -> None:
+        """A prompt, or a chunk of one, is in the index: take what the index needs of its values `v`. `order` is what
+        `prompt` returned."""
+        if self.estimate_rest:
+            group_sums(leaving, v, s.rest, s.lengths, order, join)
+
+    def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
+        """What stands for the tokens that a step does not retrieve."""
+        return s.rest if self.estimate_rest else NO_REST
+
     def observed_queries(self, s: LayerState) -> Tensor | None:
         """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
         return None
@@ -380,7 +390,7 @@ class Method:
                 fetch(selection, s.store.pool, s.hot, s.stats)
                 if (bias := self.weigh(s, q, a)) is not None:
                     selection = selection._replace(bias=bias)
-            rest = s.rest if self.estimate_rest else NO_REST
+            rest = self.rest_of(s, q, selection, a)
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
             self.attended(s, q, a)
         if s.on_step is not None:
@@ -415,8 +425,7 @@ class Method:
         flush_ring(s.store, s.lengths)
         leaving = Leaving(k, s.store.pool)
         order = self.prompt(s, q, leaving, join=join)
-        if self.estimate_rest:
-            group_sums(leaving, v, s.rest, s.lengths, order, join)
+        self.prompt_values(s, leaving, v, order, join=join)
         store_prompt(k, v, s.store, s.lengths, order, join)
         self.prompted(s, q, k, a)
         if s.admits and self.traits.selects_every_step and not torch.compiler.is_compiling():

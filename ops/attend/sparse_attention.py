@@ -12,6 +12,7 @@ Args:
     selection: frontier [batch, heads] (None: lengths.ring_begin), fill [batch, heads, blocks] (None: all rows) and
         bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
+        With tokens [batch, heads, groups] the rows of sums are means, each of so many tokens.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
@@ -36,7 +37,7 @@ from torchsparsekv.ops.attend._split import (
     store_part,
     tile_of,
 )
-from torchsparsekv.ops.rest._remaining import GROUPS, remaining, remaining_tile, tile_sizes
+from torchsparsekv.ops.rest._remaining import GROUPS, mean_tile, remaining, remaining_tile, tile_sizes
 from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
@@ -53,11 +54,11 @@ NATIVE_SHARED = 96 << 10  # bytes of shared memory that the tables of the rest m
 
 def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
     _check.heads(q, ring)
-    if rest.sums is None:
+    if rest.sums is None and rest.tokens is None:
         return
     check_groups(rest, hot.slot_of.shape[2] * hot.rows.shape[3])
     block_size = hot.rows.shape[3]
-    if selection.fill is not None and (selection.frontier is not None or rest.group % block_size):
+    if rest.group and selection.fill is not None and (selection.frontier is not None or rest.group % block_size):
         raise ValueError(
             f"rest with fill: whole blocks of {block_size} in groups of {rest.group}, and no selection.frontier"
         )
@@ -98,12 +99,21 @@ def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
 
 
 @triton.jit
+def _fold_means(x, key, value, count, top, total, acc, scale, softcap):
+    """Add means of `count` [n] tokens each, with keys and values [n, DP], to the running softmax."""
+    bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
+    if x.dtype != tl.float32:  # a mean in bf16 is too far off where keys have a large mean
+        x, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
+    return fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+
+
+@triton.jit
 def _attend(
-    q, ring, hot, chosen, block_of, fill, added, sums, length, begins, ring_begin, parts, tops, totals, q_b, q_h, heads,
-    ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
+    q, ring, hot, chosen, block_of, fill, added, sums, counts, length, begins, ring_begin, parts, tops, totals, q_b,
+    q_h, heads, ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, PER_HEAD: tl.constexpr,
-    FILLED: tl.constexpr, ADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
-    CHOSEN: tl.constexpr, PDL: tl.constexpr,
+    FILLED: tl.constexpr, ADDED: tl.constexpr, MEANS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr, CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -133,22 +143,21 @@ def _attend(
             top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP, bias)
         else:
             top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
+    first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and on, where the blocks ended
+    if MEANS:
+        for tile in range(first, tl.cdiv(groups, GROUPS), splits):
+            key, value, count = mean_tile(sums, counts, bh, tile, groups, GROUPS, D, DP)
+            top, total, acc = _fold_means(x, key, value, count, top, total, acc, scale, softcap)
     if GROUP > 0:
         left = tl.load(ring_begin + b)
         if FILLED:
             begin, left = groups * GROUP, groups * GROUP
-        first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and on, where the blocks ended
         for tile in range(first, tl.cdiv(left, GROUP * GROUPS), splits):
             key, value, count = remaining_tile(
                 sums, ring, hot, chosen, block_of, fill, bh, tile, begin, left, sink, groups, ring_rows, slots, blocks,
                 n, FILLED, GROUP, GROUPS, TOKENS, CHOSEN, P, D, DP,
             )  # fmt: skip
-            bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
-            if x.dtype == tl.float32:
-                top, total, acc = fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
-            else:  # a mean in bf16 is too far off where keys have a large mean
-                half, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
-                top, total, acc = fold(half, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+            top, total, acc = _fold_means(x, key, value, count, top, total, acc, scale, softcap)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
@@ -182,8 +191,8 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         return f"head_dim {d} and {group} query heads a kv head are not among {NATIVE_DIMS} and up to {NATIVE_GROUP}"
     if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
         return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
-    if selection.bias is not None:
-        return "selected blocks have a bias"
+    if selection.bias is not None or rest.tokens is not None:
+        return "selected blocks have a bias, or the rest is means of a method's own"
     if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
@@ -239,7 +248,8 @@ def _launch_triton(q, ring, hot, lengths, selection, attention, rest) -> Tensor:
     parts = Parts(q, heads, cdiv(ring_rows, tile) + cdiv(n * p, tile) + cdiv(groups, GROUPS))
     _attend[(batch * heads, parts.splits)](
         q, ring, hot.rows, hot.chosen, hot.block_of, hot.chosen if fill is None else fill,
-        q if added is None else added, ring if sums is None else sums, lengths.length,
+        q if added is None else added, ring if sums is None else sums,
+        lengths.length if rest.tokens is None else rest.tokens, lengths.length,
         lengths.ring_begin if frontier is None else frontier, lengths.ring_begin, parts.acc, parts.top, parts.total,
         q.stride(0), q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink,
         attention.scale, attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None,

@@ -5,8 +5,8 @@
     centroid = mean of its keys, rounded to the type of the keys; unchanged where a cluster has no key
     at the end every empty cluster takes one key, of the keys farthest from their centroids
 
-With `cosine` keys and centroids have length 1 while they are compared. The centroids returned are the means of the keys
-as they are.
+With `cosine` keys and centroids have length 1 while they are compared. With `centred` the mean of all keys is taken out
+of them before. The centroids returned are the means of the keys as they are.
 """
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,6 +29,7 @@ class Kmeans(NamedTuple):
     rounds: how often keys are assigned and means computed.
     seed: of the first centroids.
     cosine: compare keys by direction alone, instead of by Euclidean distance.
+    centred: compare what keys differ by from their mean. It is the mean of all keys that one call clusters.
     """
 
     size: int
@@ -36,6 +37,7 @@ class Kmeans(NamedTuple):
     rounds: int
     seed: int
     cosine: bool
+    centred: bool = False
 
 
 def check_seed(seed: int) -> None:
@@ -102,6 +104,11 @@ def normalized(x: Tensor) -> Tensor:
     return torch.where(size > 0, wide / size, wide).to(x.dtype)
 
 
+def without(x: Tensor, centre: Tensor) -> Tensor:
+    """Keys [..., keys, dim] less their mean in fp32 [..., dim], in their own type."""
+    return (x.float() - centre[..., None, :]).to(x.dtype)
+
+
 def means(x: Tensor, cluster: Tensor, centres: Tensor, cosine: bool = False) -> Tensor:
     """The mean of every cluster, in the type of the keys; with `cosine` scaled to length 1.
 
@@ -132,14 +139,18 @@ def fill_empty_clusters(cluster: Tensor, distance2: Tensor, clusters: int) -> Te
 
 
 def kmeans(
-    x: Tensor, clusters: int, draws: int, rounds: int, seed: int, cosine: bool = False
+    x: Tensor, clusters: int, draws: int, rounds: int, seed: int, cosine: bool = False, moved: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Centroids [heads, clusters, dim] and the cluster of every key of x [heads, keys, dim]."""
-    compared = normalized(x) if cosine else x
+    """Centroids [heads, clusters, dim] and the cluster of every key of x [heads, keys, dim].
+
+    moved: with `centred` the keys without their mean, which are compared.
+    """
+    moved = x if moved is None else moved
+    compared = normalized(moved) if cosine else moved
     centres = draw_centroids(compared, clusters, draws, seed)
     for _ in range(rounds):
         cluster, distance2 = nearest(compared, centres)
-        before, centres = centres, means(x, cluster, centres, cosine)
+        before, centres = centres, means(moved, cluster, centres, cosine)
         if torch.equal(before, centres):  # no further round would change anything
             break
     cluster = torch.stack([fill_empty_clusters(n, f, clusters) for n, f in zip(cluster, distance2)])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
-from torchsparsekv.ops.clusters._kmeans import DRAWS, MAX_STRETCH, normalized
+from torchsparsekv.ops.clusters._kmeans import DRAWS, MAX_STRETCH, Kmeans, normalized, without
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.select._top import take_top
 from torchsparsekv.ops.store.views import Lengths
@@ -314,11 +314,19 @@ def _count(unit_count, start, length, ring_begin, heads, sink, size, total, S: t
     tl.store(unit_count + bh, tl.load(unit_count + bh, mask=live, other=0) + clusters, mask=live)
 
 
+def _centre(k: Tensor, lengths: Lengths) -> Tensor:
+    """The mean in fp32 of the keys that leave the ring, [batch, heads, dim]."""
+    column = torch.arange(k.shape[2], device=k.device) - k.shape[2] + lengths.length[:, None]  # the position of each
+    leaves = (column >= lengths.start.clamp(min=lengths.sink)[:, None]) & (column < lengths.ring_begin[:, None])
+    total = torch.where(leaves[:, None, :, None], k, 0).sum(2, dtype=torch.float32)
+    return total / leaves.sum(1).clamp(min=1)[:, None, None]
+
+
 class Launches:
     """The launches of one call, with their shared arguments and scratch buffers."""
 
-    def __init__(self, k: Tensor, units: Units, times, sink: int, size: int, stretch: int, cosine: bool):
-        centroid = units.centroid
+    def __init__(self, k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans, stretch: int):
+        centroid, times, size = units.centroid, (lengths.start, lengths.length, lengths.ring_begin), kmeans.size
         batch, heads, tokens, d = k.shape
         self.slots, self.clusters = batch * heads * cdiv(tokens, stretch), stretch // size
         new = lambda n, dtype: torch.empty(self.slots * n, dtype=dtype, device=k.device)  # noqa: E731
@@ -327,12 +335,16 @@ class Launches:
         self.distance2, self.norm2 = new(stretch, torch.float32), new(stretch, torch.float32)
         self.half, self.count = new(self.clusters, torch.float32), new(self.clusters, torch.int32)
         self.stale = torch.ones(self.slots, dtype=torch.int32, device=k.device)
-        self.cosine = cosine
-        compared = normalized(k) if cosine else k
+        self.anew, self.cosine = kmeans.cosine or kmeans.centred, kmeans.cosine
+        moved = without(k, _centre(k, lengths)) if kmeans.centred else k
+        compared = normalized(moved) if kmeans.cosine else moved
         state = (units.unit_count, centroid, self.half)
-        self.compared, self.mean_args = (compared, *state), (k, *state)
-        self.sizes = (heads, tokens, centroid.shape[2], sink, size)
-        self.times_and_strides, self.compared_times = ((*times, *x.stride()[:3], *self.sizes) for x in (k, compared))
+        self.sizes = (heads, tokens, centroid.shape[2], lengths.sink, size)
+        # Of the keys as they are compared, as their means are taken in a round, and as the model gave them.
+        self.compared, self.moved, self.given = ((x, *state) for x in (compared, moved, k))
+        self.compared_times, self.moved_times, self.given_times = (
+            (*times, *x.stride()[:3], *self.sizes) for x in (compared, moved, k)
+        )
         self.wide = next_power_of_2(d)
         self.shape = dict(S=stretch, D=d, DP=self.wide)
         row = self.wide * k.element_size()
@@ -353,21 +365,20 @@ class Launches:
         )  # fmt: skip
 
     def update(self, rank: bool, last: bool = False) -> None:
-        """Means of the clusters; with `cosine` the `last` call computes all of them anew, not scaled to length 1."""
-        if last and self.cosine:
+        """Means of the clusters. The `last` call has those of the keys as they are, not scaled to length 1."""
+        if last and self.anew:
             self.stale.fill_(1)
+        keys, times = (self.given, self.given_times) if last else (self.moved, self.moved_times)
         _means[(self.slots * cdiv(self.clusters, self.centres),)](
-            *self.mean_args, self.cluster, self.place, self.count, self.stale, *self.times_and_strides, RANK=rank,
+            *keys, self.cluster, self.place, self.count, self.stale, *times, RANK=rank,
             NORMALIZE=self.cosine and not last, TILE=self.centres, CENTRES=self.centres, **self.shape,
         )  # fmt: skip
 
 
-def launch(
-    k: Tensor, units: Units, lengths: Lengths, size: int, stretch: int, rounds: int, seed: int, cosine: bool
-) -> Tensor:
-    batch, heads, tokens, _ = k.shape
+def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
+    (batch, heads, tokens, _), (size, stretch, rounds, seed) = k.shape, kmeans[:4]
     times, sink, count = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink, units.unit_count
-    run = Launches(k, units, times, sink, size, stretch, cosine)
+    run = Launches(k, units, lengths, kmeans, stretch)
     order = torch.empty((batch, heads, tokens), dtype=torch.int32, device=k.device)
     run.start(order, min(DRAWS, run.clusters), seed)
     for i in range(rounds):

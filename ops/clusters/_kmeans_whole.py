@@ -102,9 +102,8 @@ def _append_units(cluster: Tensor, extent: _Extent, units: Units, tokens: int, c
 
 def launch(k: Tensor, units: Units, lengths: Lengths, kmeans: Kmeans) -> Tensor:
     batch, heads, tokens, _ = k.shape
-    size, _, rounds, seed, cosine = kmeans
-    times, sink = (lengths.start, lengths.length, lengths.ring_begin), lengths.sink
-    run = Launches(k, units, times, sink, size, next_power_of_2(max(tokens, size)), cosine)
+    (size, _, rounds, seed), sink = kmeans[:4], lengths.sink
+    run = Launches(k, units, lengths, kmeans, next_power_of_2(max(tokens, size)))
     _draw_centroids[(run.slots * cdiv(run.clusters, run.centres),)](
         *run.compared, *run.compared_times, seed, CENTRES=run.centres, **run.shape
     )

@@ -38,7 +38,7 @@ WHOLE = 0  # a `stretch` of this value is the whole prompt
 
 
 def check(k, units, lengths, kmeans, join) -> None:
-    size, stretch, rounds, seed, _ = kmeans
+    size, stretch, rounds, seed = kmeans[:4]
     cut = stretch & (stretch - 1) == 0 and size <= stretch <= _kmeans.MAX_STRETCH
     if size < 1 or rounds < 1 or not (cut or stretch == WHOLE):
         raise ValueError(
@@ -55,24 +55,27 @@ def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmean
         k: [batch, heads, tokens, dim], the keys of the new tokens.
         units: the index; gets the clusters.
         lengths: positions per row.
-        kmeans: size, stretch, rounds, seed, cosine. `cosine` compares keys by direction alone, as ClusterKV does.
+        kmeans: size, stretch, rounds, seed, cosine, centred. `cosine` compares keys by direction alone.
         join: whether the calling stream waits for the result.
 
     Returns:
         [batch, heads, tokens], int32: the columns of `k` in the order of the pool; the identity for other columns.
     """
     batch, heads, tokens, _ = k.shape
-    size, stretch, rounds, seed, cosine = kmeans
+    size, stretch, rounds, seed, cosine, centred = kmeans
     draws = 1 if stretch == WHOLE else min(_kmeans.DRAWS, stretch // size)
     order = torch.arange(tokens, dtype=torch.int32, device=k.device).expand(batch, heads, -1).contiguous()
     times = lengths.start, lengths.length, lengths.ring_begin
     for b, (n0, n, end) in enumerate(torch.stack(times, 1).tolist()):
-        for begin in range(max(n0, lengths.sink), end if n > 0 else 0, stretch or tokens):
+        first, end = max(n0, lengths.sink), end if n > 0 else 0
+        keys = k[b, :, tokens - n + first : tokens - n + end]
+        moved = _kmeans.without(keys, keys.float().mean(1)) if centred else keys
+        for begin in range(first, end, stretch or tokens):
             stop = min(begin + (stretch or tokens), end)
-            column = tokens - n + begin
-            x = k[b, :, column : column + stop - begin]
-            parts = x.split(1 if stretch == WHOLE else heads)  # of a whole prompt one head at a time, for memory
-            clustered = [_kmeans.kmeans(p, max(1, (stop - begin) // size), draws, rounds, seed, cosine) for p in parts]
+            column, clusters = tokens - n + begin, max(1, (stop - begin) // size)
+            some = (x[:, begin - first : stop - first] for x in (keys, moved))
+            parts = zip(*(x.split(1 if stretch == WHOLE else heads) for x in some))  # one head at a time, for memory
+            clustered = [_kmeans.kmeans(x, clusters, draws, rounds, seed, cosine, moved) for x, moved in parts]
             found = map(torch.cat, zip(*clustered))
             order[b, :, column : column + stop - begin] = column + _kmeans.add_units(units, b, begin, *found)
     return order
@@ -82,7 +85,7 @@ def launch(k, units, lengths, kmeans, join) -> Tensor:
     with on_side_stream(join, k, *units, *lengths[:4]):
         if kmeans.stretch == WHOLE:
             return _kmeans_whole.launch(k, units, lengths, kmeans)
-        return launch_kmeans(k, units, lengths, *kmeans)
+        return launch_kmeans(k, units, lengths, kmeans)
 
 
 def fake(k, *_) -> Tensor:

@@ -35,7 +35,7 @@ TILE = 32  # keys at a time
 
 
 def check(store, units, lengths, kmeans) -> None:
-    size, stretch, rounds, seed, _ = kmeans
+    size, stretch, rounds, seed = kmeans[:4]
     if size < 1 or rounds < 1 or not 1 <= stretch <= _kmeans.MAX_STRETCH or stretch // size > MOST_CLUSTERS:
         raise ValueError(
             f"need size, rounds >= 1 and stretch from 1 to {_kmeans.MAX_STRETCH}, at most {MOST_CLUSTERS} sizes; "
@@ -51,16 +51,18 @@ def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, 
         store: ring and pool; the pool rows of these tokens are written.
         units: the index; gets the clusters.
         lengths: positions per row.
-        kmeans: size, stretch, rounds, seed, cosine.
+        kmeans: size, stretch, rounds, seed, cosine, centred.
     """
-    size, stretch, rounds, seed, cosine = kmeans
+    size, stretch, rounds, seed, cosine, centred = kmeans
     (ring, pool), sink = store, lengths.sink
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         stop = min(n0, new) if n > 0 else 0
         for begin in range(old, stop, stretch):
             end = min(begin + stretch, stop)
             rows = ring[b][:, ring_row(torch.arange(begin, end, device=ring.device), sink, ring.shape[2])]
-            found = _kmeans.kmeans(keys_of(rows), max(1, (end - begin) // size), 1, rounds, seed, cosine)
+            keys = keys_of(rows)
+            moved = _kmeans.without(keys, keys.float().mean(1)) if centred else keys
+            found = _kmeans.kmeans(keys, max(1, (end - begin) // size), 1, rounds, seed, cosine, moved)
             order = _kmeans.add_units(units, b, begin, *found)
             moved = rows.gather(1, order[..., None, None].expand_as(rows))
             pool[b, :, begin:end] = as_stored(moved, pool)
@@ -84,6 +86,12 @@ def _normalized(x):
 
 
 @triton.jit
+def _without(x, centre, live):
+    """`without` of _kmeans.py, of the keys x [n, DP] where `live` [n]; the others stay 0."""
+    return tl.where(live[:, None], x.to(tl.float32) - centre[None, :], 0.0).to(x.dtype)
+
+
+@triton.jit
 def _mean(total, members, TYPE: tl.constexpr):
     """`means` of _kmeans.py, of clusters with keys: total [clusters, DP], members [clusters]."""
     size = tl.maximum(members, 1).to(tl.float32)[:, None]
@@ -92,14 +100,21 @@ def _mean(total, members, TYPE: tl.constexpr):
 
 @triton.jit
 def _lloyd(
-    ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE: tl.constexpr, C: tl.constexpr,
-    TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE: tl.constexpr,
+    CENTRED: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The cluster of every key of a stretch after `rounds` rounds, and its squared distance to the last centroid."""
     j, t = tl.arange(0, C), tl.arange(0, TILE)
     low, high = j * keys // clusters, (j + 1) * keys // clusters
     drawn = begin + low + seeded_hash(j, seed) % tl.maximum(high - low, 1)
     c = _load_keys(ring, drawn, j < clusters, sink, span, D, DP)  # [C, DP]
+    if CENTRED:
+        centre = tl.zeros((DP,), tl.float32)
+        for tile in range(0, keys, TILE):
+            x = _load_keys(ring, begin + tile + t, tile + t < keys, sink, span, D, DP)
+            centre += tl.sum(x.to(tl.float32), 0)
+        centre = tl.div_rn(centre, tl.zeros((DP,), tl.float32) + keys)
+        c = _without(c, centre, j < clusters)
     if COSINE:
         c = _normalized(c)
     left = rounds
@@ -110,6 +125,8 @@ def _lloyd(
         for tile in range(0, keys, TILE):
             live = tile + t < keys
             x = _load_keys(ring, begin + tile + t, live, sink, span, D, DP)  # [TILE, DP]
+            if CENTRED:
+                x = _without(x, centre, live)
             compared = _normalized(x) if COSINE else x
             score = tl.dot(compared, tl.trans(c), input_precision="ieee") - half[None, :]
             best, nearest = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
@@ -190,8 +207,9 @@ def _move(
 @triton.jit
 def _cluster(
     ring, pool, first, centroid, unit_count, cluster, distance2, place, start, length, old_begin, ring_begin, heads,
-    ring_rows, pool_rows, capacity, sink, stretch, size, rounds, seed, COSINE: tl.constexpr, S: tl.constexpr,
-    C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
+    ring_rows, pool_rows, capacity, sink, stretch, size, rounds, seed, COSINE: tl.constexpr, CENTRED: tl.constexpr,
+    S: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
@@ -205,7 +223,10 @@ def _cluster(
         for begin in range(old, stop, stretch):
             keys = tl.minimum(stop - begin, stretch)
             clusters = tl.maximum(keys // size, 1)
-            _lloyd(ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE, C, TILE, D, DP)
+            _lloyd(
+                ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE, CENTRED, C, TILE, D,
+                DP,
+            )  # fmt: skip
             tl.debug_barrier()
             _arrange(cluster, distance2, place, first + unit, begin, keys, clusters, S)
             tl.debug_barrier()
@@ -218,15 +239,16 @@ def _cluster(
 
 def launch(store, units, lengths, kmeans) -> None:
     batch, heads, ring_rows, _, d = store.ring.shape
-    size, stretch, rounds, seed, cosine = kmeans
+    size, stretch, rounds, seed, cosine, centred = kmeans
     wide, device = next_power_of_2(stretch), store.ring.device
     cluster, place = (torch.empty(batch * heads * wide, dtype=torch.int32, device=device) for _ in range(2))
     distance2 = torch.empty(batch * heads * wide, dtype=torch.float32, device=device)
     _cluster[(batch * heads,)](
         *store, *units, cluster, distance2, place, lengths.start, lengths.length, lengths.previous_ring_begin,
         lengths.ring_begin, heads, ring_rows, store.pool.shape[2], units.centroid.shape[2], lengths.sink, stretch, size,
-        rounds, seed, COSINE=cosine, S=wide, C=max(16, next_power_of_2(stretch // size)), TILE=TILE, D=d,
-        DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)), num_warps=8, **launch_early(device, batch * heads),
+        rounds, seed, COSINE=cosine, CENTRED=centred, S=wide, C=max(16, next_power_of_2(stretch // size)), TILE=TILE,
+        D=d, DP=next_power_of_2(d), ROW=next_power_of_2(row_width(d)), num_warps=8,
+        **launch_early(device, batch * heads),
     )  # fmt: skip
 
 

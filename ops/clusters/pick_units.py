@@ -1,12 +1,11 @@
 """Select whole units by the attention that their centroids get, best first, until a budget of tokens is full.
 
-    p[g, u] = softmax over units u of  scale * <q_g, centroid_u>       for every query head g of the group
-    score[u] = log of sum_g p[g, u]                                    the order of the mean over heads, no underflow
-    units are taken by falling score, ties to the lower unit; of the unit that exceeds the budget the first rows
+    units are taken by falling score (_unit_scores.py), ties to the lower unit; of the unit that exceeds the budget the
+    first rows
 
 Launches, two per call:
     _logits   (row * kv head, parts): every part of a head's centroids leaves its logits, their maximum and exponential
-              sum.
+              sum (_unit_scores.py).
     _choose   (row * kv head, chunks): every chunk ranks its units and keeps those that could still fit the budget. The
               last chunk of a head to finish chooses among the units that all chunks kept.
 Programs of heads that do not retrieve now return at once; `_choose` fills their result with -1.
@@ -24,20 +23,11 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import (
-    cdiv,
-    launch_early,
-    next_power_of_2,
-    sm_count,
-    tl,
-    triton,
-    wait_for_previous,
-)
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops.clusters._unit_scores import UnitLogits, ranks_of, scores, sums_above
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.store.views import PerHead, Query
 
-UNITS, BYTES = 64, 1 << 14  # the most centroids, and the most bytes of them, that a program loads at a time
-STAGES, RESIDENT = 4, 2  # loads in flight, and programs per multiprocessor: enough to keep the memory busy
 CHUNK, CHUNKS = 1024, 32  # units per chunk (twice as many where more than CHUNKS chunks would be needed)
 MOST_ROWS = 1 << 21  # of a pool: a sum counts tokens in 21 bits
 
@@ -46,16 +36,6 @@ def check(q, units, retrieve_now, done_count, budget, scale) -> None:
     _check.heads(q, units.centroid)
     if budget < 1:
         raise ValueError(f"budget must be at least 1, got {budget}")
-
-
-def scores(q: Tensor, centroid: Tensor, scale: float) -> Tensor:
-    """Scores of the units of one head: q [group, dim], centroids [units, dim] -> [units].
-
-    Computed in fp64 and then rounded, so that equal units get equal scores: a vectorised loop in fp32 may round its
-    last elements differently.
-    """
-    z = (q.float() @ centroid.float().T * scale).double()
-    return (z - z.logsumexp(-1, keepdim=True)).logsumexp(0).float()
 
 
 def reference(
@@ -95,56 +75,6 @@ def _larger(a, b):
 
 
 @triton.jit
-def _logits(
-    q, centroid, unit_count, retrieve_now, logits, tops, totals, q_b, q_h, heads, capacity, scale, G: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Logits of this program's part of the units, [units, G]; per query head their maximum and exponential sum."""
-    wait_for_previous(PDL)
-    bh = tl.program_id(0).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    b, h = bh // heads, bh % heads
-    count = tl.load(unit_count + bh)
-    if (tl.load(retrieve_now + bh) != 0) & (count > 0):
-        g, d = tl.arange(0, GP), tl.arange(0, DP)
-        x = q + b * q_b + (h * G + g[None, :]) * q_h + d[:, None]
-        x = tl.load(x, mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)  # [DP, GP]
-        centroid, logits = centroid + bh * capacity * D, logits + bh * capacity * G
-        # One running sum per unit of a tile: warps meet only once, after the loop. -1e38 keeps empty sums finite.
-        top, total = tl.full((UNITS, GP), -1e38, tl.float32), tl.zeros((UNITS, GP), tl.float32)
-        for tile in range(part, tl.cdiv(count, UNITS), parts):
-            u = tile * UNITS + tl.arange(0, UNITS)
-            live = (u < count)[:, None]
-            c = tl.load(centroid + u.to(tl.int64)[:, None] * D + d[None, :], mask=live & (d < D)[None, :], other=0.0)
-            z = tl.dot(c, x, input_precision="ieee") * scale  # [UNITS, GP]
-            tl.store(logits + u[:, None] * G + g[None, :], z, mask=live & (g < G)[None, :])
-            z = tl.where(live, z, float("-inf"))
-            peak = tl.maximum(top, z)
-            total = total * tl.exp(top - peak) + tl.exp(z - peak)
-            top = peak
-        stats_at, peak = (bh * parts + part) * G + g, tl.max(top, 0)
-        tl.store(tops + stats_at, peak, mask=g < G)
-        tl.store(totals + stats_at, tl.sum(total * tl.exp(top - peak[None, :]), 0), mask=g < G)
-
-
-@triton.jit
-def _ranks(logits, tops, totals, u, live, parts, G: tl.constexpr, GR: tl.constexpr, PARTS: tl.constexpr):
-    """Integers in the order of the scores of units `u` [n]: the maxima and sums of all parts make the softmax."""
-    g, p = tl.arange(0, GR), tl.arange(0, PARTS)
-    mask = (p < parts)[:, None] & (g < G)[None, :]
-    top = tl.load(tops + p[:, None] * G + g[None, :], mask=mask, other=float("-inf"))
-    total = tl.load(totals + p[:, None] * G + g[None, :], mask=mask, other=0.0)
-    z = tl.load(logits + u[:, None] * G + g[None, :], mask=live[:, None] & (g < G)[None, :], other=0.0)
-    peak = tl.where(g < G, tl.max(top, 0), 0.0)
-    log_sum = peak + tl.log(tl.where(g < G, tl.sum(total * tl.exp(top - peak[None, :]), 0), 1.0))
-    z = tl.where((g < G)[None, :], z - log_sum[None, :], float("-inf"))
-    best = tl.max(z, 1)
-    score = best + tl.log(tl.sum(tl.exp(z - best[:, None]), 1))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
 def _survivors(keys, chunk_stats, offset, used, per_chunk, N: tl.constexpr):
     """Rank, size and place in `keys` of the survivors number `offset` to `offset` + N, in order of the units.
 
@@ -178,14 +108,6 @@ def _tokens(weights):
 
 
 @triton.jit
-def _sums_above(rank, weight, low, high):
-    """Sums of the weights of units at or above each of the eight ranks that divide [low, high); the last is `high`."""
-    step = (high - low + 7) >> 3
-    ranks = tl.minimum(low + step * (1 + tl.arange(0, 8)), high).to(tl.int32)
-    return tl.sum(tl.where(rank[None, :] >= ranks[:, None], weight[None, :], 0), 1)
-
-
-@triton.jit
 def _cut(
     rank, weight, keys, chunk_stats, used, per_chunk, n_survivors, low, high, above_low, budget, enough,
     N: tl.constexpr, MORE: tl.constexpr,
@@ -198,11 +120,11 @@ def _cut(
     """
     above_high = tl.zeros((), tl.uint32)
     while (high - low > 1) & (_tokens(above_low) > enough) & ((above_low - above_high) >> 21 != 1):
-        sums = _sums_above(rank, weight, low, high)
+        sums = sums_above(rank, weight, low, high)
         if MORE:
             for offset in range(N, n_survivors, N):
                 next_rank, size, _ = _survivors(keys, chunk_stats, offset, used, per_chunk, N)
-                sums += _sums_above(next_rank, _weight(size, n_survivors), low, high)
+                sums += sums_above(next_rank, _weight(size, n_survivors), low, high)
         full = _tokens(sums) >= budget
         above_low = tl.min(tl.where(full, sums, above_low), 0)
         above_high = tl.max(tl.where(full, 0, sums), 0)
@@ -331,7 +253,7 @@ def _choose(
             begin = tl.load(starts, mask=live, other=0)
             size = tl.load(starts + 1, mask=live, other=0) - begin
             sums = bh * parts * G
-            rank = _ranks(logits + bh * capacity * G, tops + sums, totals + sums, u, live, parts, G, GR, PARTS)
+            rank = ranks_of(logits + bh * capacity * G, tops + sums, totals + sums, u, live, parts, G, GR, PARTS)
             _fill(skips + bh * budget, 0, budget, chunk, used, N)
             _keep(rank, begin, size, keys, begins, chunk_stats, budget, N)
             tl.debug_barrier()
@@ -344,27 +266,19 @@ def _choose(
 
 def launch(q, units, retrieve_now, done_count, budget, scale) -> Tensor:
     first, centroid, unit_count = units
-    batch, heads, capacity, d = centroid.shape
-    rows, group, wide_d = batch * heads, q.shape[1] // heads, next_power_of_2(d)
-    tile = max(16, min(UNITS, BYTES // (wide_d * q.element_size())))
-    parts = max(1, min(cdiv(capacity, tile), RESIDENT * sm_count(q.device) // rows))  # one wave
+    batch, heads, capacity, _ = centroid.shape
+    rows, found = batch * heads, UnitLogits(q, centroid, unit_count, retrieve_now, scale)
     chunk_size = min(next_power_of_2(cdiv(capacity, CHUNKS)), 2 * CHUNK)
     chunk_size = max(16, min(max(chunk_size, CHUNK), next_power_of_2(capacity)))
     chunks = cdiv(capacity, chunk_size)
     new = lambda n, dtype=torch.int32: torch.empty(rows * n, dtype=dtype, device=q.device)  # noqa: E731
-    logits, sums = new(capacity * group, torch.float32), new(2 * parts * group, torch.float32).view(2, -1)
-    _logits[(rows, parts)](
-        q, centroid, unit_count, retrieve_now, logits, *sums, q.stride(0), q.stride(1), heads, capacity, scale, G=group,
-        GP=max(16, next_power_of_2(group)), D=d, DP=wide_d, UNITS=tile, num_warps=4, num_stages=STAGES,
-        **launch_early(q.device, rows * parts),
-    )  # fmt: skip
     keys, begins = new(chunks * chunk_size, torch.int64), new(chunks * chunk_size)
     chunk_stats, skips = new(chunks * 5), new(budget)
     out = new(budget).view(batch, heads, budget)
     _choose[(rows, chunks)](
-        logits, *sums, first, unit_count, retrieve_now, done_count, out, keys, begins, chunk_stats, skips, capacity,
-        budget, parts, G=group, GR=next_power_of_2(group), PARTS=next_power_of_2(parts), N=chunk_size,
-        CHUNKS=next_power_of_2(chunks), num_warps=max(1, chunk_size // 256), **launch_early(q.device, rows * chunks),
+        found.logits, found.tops, found.totals, first, unit_count, retrieve_now, done_count, out, keys, begins,
+        chunk_stats, skips, capacity, budget, found.parts, N=chunk_size, CHUNKS=next_power_of_2(chunks),
+        num_warps=max(1, chunk_size // 256), **found.shape(), **launch_early(q.device, rows * chunks),
     )  # fmt: skip
     return out
 

@@ -26,8 +26,10 @@ def remaining(
 
     Returns: means [batch, heads, groups, 2, dim] in fp32, 0 where nothing remains; tokens [batch, heads, groups].
     """
-    (sums, group), p, sink = rest, hot.rows.shape[3], lengths.sink
+    (sums, group, given), p, sink = rest, hot.rows.shape[3], lengths.sink
     assert sums is not None
+    if given is not None:
+        return sums.float().masked_fill(given[..., None, None] <= 0, 0.0), given.long()
     groups, left = sums.shape[2], lengths.ring_begin.tolist()
     means = sums.float() * group
     tokens = torch.zeros(sums.shape[:3], dtype=torch.int64, device=sums.device)
@@ -114,6 +116,16 @@ def remaining_tile(
     return keys / most, values / most, count
 
 
+@triton.jit
+def mean_tile(sums, tokens, bh, tile, groups, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """`remaining_tile` of means that a method makes itself: nothing is taken out of them."""
+    at, d = tile * GROUPS + tl.arange(0, GROUPS), tl.arange(0, DP)[None, :]
+    count = tl.load(tokens + bh * groups + at, mask=at < groups, other=0)
+    row, there = row_at(sums, bh, at, groups, D)[:, None], (count > 0)[:, None]
+    return load_key(row, d, there, d < D, D), load_value(row, d, there, d < D, D), count
+
+
 def tile_sizes(rest: Rest, n: int) -> dict[str, int]:
-    """The constants of `remaining_tile` for `n` chosen blocks. GROUP is 0 without sums."""
-    return dict(GROUP=rest.group, GROUPS=GROUPS, TOKENS=TOKENS, CHOSEN=min(CHOSEN, next_power_of_2(max(n, 1))))
+    """The constants of both kinds of tiles for `n` chosen blocks. GROUP is 0 without sums of groups."""
+    chosen = min(CHOSEN, next_power_of_2(max(n, 1)))
+    return dict(MEANS=rest.tokens is not None, GROUP=rest.group, GROUPS=GROUPS, TOKENS=TOKENS, CHOSEN=chosen)

@@ -56,7 +56,7 @@ def reference(
     leaving: Leaving, v: NewKeys, rest: Changed[Rest], lengths: Lengths, order: Order | None = None, join: bool = True,
     rows: InsertedRows | None = None,
 ) -> None:  # fmt: skip
-    (k, pool), (sums, group) = leaving, rest
+    (k, pool), (sums, group) = leaving, rest[:2]
     assert sums is not None
     for b, (n0, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
         if n <= 0 or new <= old:
@@ -145,7 +145,7 @@ def launch(leaving, v, rest, lengths, order, join, rows) -> None:
 
 
 def _launch_rows(pool, rest, lengths, rows, d) -> None:
-    (batch, heads, pool_rows), (sums, group) = pool.shape[:3], rest
+    (batch, heads, pool_rows), (sums, group) = pool.shape[:3], rest[:2]
     _add_rows[(batch * heads,)](
         pool, sums, rows, *lengths[1:4], heads, rows.shape[2], pool_rows, sums.shape[2], GROUP=group, D=d,
         ROW=next_power_of_2(row_width(d)), num_warps=2, **launch_early(sums.device, batch * heads),
@@ -153,7 +153,7 @@ def _launch_rows(pool, rest, lengths, rows, d) -> None:
 
 
 def _launch(leaving, v, rest, lengths, order) -> None:
-    (k, pool), (sums, group) = leaving, rest
+    (k, pool), (sums, group) = leaving, rest[:2]
     (batch, heads, rows), (tokens, d), groups = pool.shape[:3], k.shape[2:], sums.shape[2]
     most = min(cdiv(tokens + lengths.interval, group) + 1, groups)  # groups that can change in one call
     _sum[(most, batch * heads)](

@@ -1,6 +1,7 @@
-"""The sums of groups of pool rows, as the ops take them."""
+"""What stands for the tokens that a step does not retrieve, as the ops take it."""
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
@@ -8,24 +9,31 @@ from torchsparsekv.ops._machinery.triton import cdiv
 
 
 class Rest(NamedTuple):
-    """The sums of the keys and values of every group of pool rows.
+    """The sums of the keys and values of every group of pool rows, or means that a method makes itself.
 
     sums: row g is the sum of the keys and the sum of the values in the pool rows g * group to (g + 1) * group, of
         tokens that have left the ring, divided by `group`. So fp16 has room for it, and a full group has its mean.
         None: nothing is estimated.
     group: pool rows of a group; 0 without sums.
+    tokens: where a method makes the means itself, how many tokens each row of `sums` stands for at this step; 0 for a
+        row that is left out. Then a row is a mean from which nothing is taken out, and `group` is 0.
     """
 
     sums: Annotated[Tensor, Of("batch heads groups 2 dim", FLOATS)] | None = None
     group: int = 0
+    tokens: Annotated[Tensor, Of("batch heads groups", torch.int32)] | None = None
 
 
 NO_REST = Rest()
 
 
 def check_groups(rest: Rest, rows: int) -> None:
-    """Refuse groups that do not cover exactly a pool of so many rows."""
-    sums, group = rest
+    """Refuse groups that do not cover exactly a pool of so many rows, and means of groups that have a size."""
+    sums, group, tokens = rest
+    if tokens is not None:
+        if sums is None or group:
+            raise ValueError(f"tokens belong to means of no group, got group {group}")
+        return
     if group < 1 or group & (group - 1):
         raise ValueError(f"group must be a power of two, got {group}")
     if sums is None or sums.shape[2] != cdiv(rows, group):

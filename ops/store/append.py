@@ -84,7 +84,7 @@ def reference(
 
 def _add(leaving: Tensor, first: int, rest: Rest) -> None:
     """Add the rows [heads, tokens, 2, dim] of the positions from `first` on to the sums of a row of the batch."""
-    sums, group = rest
+    sums, group = rest[:2]
     if sums is not None:
         of = torch.arange(first, first + leaving.shape[1], device=sums.device) // group
         sums.copy_(sums.float().index_add(1, of, leaving / group))
@@ -156,7 +156,7 @@ def _append(
 
 
 def launch(token, store, stats, lengths, observed=None, rest=NO_REST) -> None:
-    (k, v, q), (ring, pool), (sums, rest_group) = token, store, rest
+    (k, v, q), (ring, pool), (sums, rest_group) = token, store, rest[:2]
     batch, heads, ring_rows, _, d = ring.shape
     parts, keep = cdiv(lengths.interval, TILE), q is not None
     q, queries = (q, observed) if keep else (k, k)  # without KEEP the kernel reads neither

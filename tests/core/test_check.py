@@ -27,6 +27,7 @@ SMALL = {
     "quest": PAGES,
     "raas": PAGES,
     "random": PAGES,
+    "retroinfer": dict(SIZES, budget=16, every=16, new_clusters=2, cluster_size=8, rounds=4, estimated=0.0),
     "shadowkv": dict(PAGES, outliers=2),
     "snapkv": dict(budget=16, window=24),
 }

@@ -164,7 +164,7 @@ def test_allowed_imports_have_no_cycle():
 
 SHARED = ("store", "index", "select", "gather", "rest", "attend", "_machinery")
 FAMILY = re.compile(
-    r"\b(?:icecache|pariskv|prkv\w*|pqcache|magicpig|shadowkv|snapkv|omnikv|h2o|raas|clusterkv|louiskv)\b"
+    r"\b(?:icecache|pariskv|prkv\w*|pqcache|magicpig|shadowkv|snapkv|omnikv|h2o|raas|clusterkv|louiskv|retroinfer)\b"
     r"|\bops[./](?:clusters|engine)\b", re.I
 )
 

@@ -51,6 +51,10 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "raas": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max", share=0.5),
     "random": dict(**IN_RING, budget=1024, block_size=16, seed=0),
     "prkv_static": dict(**IN_RING, budget=1024, observe=64, update_every=None, update_from="keys"),
+    "retroinfer": dict(
+        **IN_RING | dict(sink=4, window=64), budget=1024, cluster_size=16, stretch=4096, rounds=10, seed=0, cosine=True,
+        every=1024, new_clusters=64, estimated=0.232,
+    ),
     "snapkv": dict(
         **IN_RING | dict(sink=0), budget=1024, observe=32, kernel_size=5, pooling="avgpool", generates=224,
     ),

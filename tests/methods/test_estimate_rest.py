@@ -28,7 +28,7 @@ METHODS = {
     "clusterkv": dict(budget=8, cluster_size=4, every=10, new_clusters=2, rounds=2),
 }  # fmt: skip
 INTERPRETED = ("quest", "pariskv", "icecache")  # pages, tokens, and pages that move
-REFUSED = {"full", "h2o", "magicpig", "prkv_static", "raas", "snapkv", "streaming"}
+REFUSED = {"full", "h2o", "magicpig", "prkv_static", "raas", "retroinfer", "snapkv", "streaming"}
 SOFT, SINKS = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 

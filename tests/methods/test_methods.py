@@ -234,8 +234,8 @@ def lives(layer: Layer) -> dict:
 
 # What these methods retrieve together depends on where prompts begin and end.
 BY_PROMPT = (
-    "clusterkv", "h2o", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "raas", "shadowkv",
-    "snapkv",
+    "clusterkv", "h2o", "icecache", "louiskv", "magicpig", "pqcache", "prkv", "prkv_static", "raas", "retroinfer",
+    "shadowkv", "snapkv",
 )  # fmt: skip
 
 

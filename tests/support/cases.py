@@ -264,7 +264,8 @@ def _cluster_keys(w: World):
     units = _units(w, frontier, most=w.rows + 8)
     units = units._replace(centroid=units.centroid.nan_to_num(0))
     size, stretch = w.pick((2, 4), (1, 2), (4, 8), (2, 16), (3, 8), (3, 0), (1, 0))
-    return (w.k, units, w.lengths_view, Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False), True)
+    kmeans = Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False, w.pick(False, True))
+    return (w.k, units, w.lengths_view, kmeans, True)
 
 
 def _cluster_ring(w: World):
@@ -275,7 +276,7 @@ def _cluster_ring(w: World):
     units = _units(w, lengths.previous_ring_begin[:, None].expand(-1, w.heads), most=w.rows + 8)
     units = units._replace(centroid=units.centroid.nan_to_num(0))
     ring = integers(w.ring(w.start, lengths.previous_ring_begin))
-    kmeans = Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False)
+    kmeans = Kmeans(size, stretch, w.pick(1, 2, 3), w.seed, False, w.pick(False, True))
     return (KVStore(ring, w.pool(w.length)), units, lengths, kmeans)
 
 
@@ -284,6 +285,29 @@ def _pick_units(w: World):
     now = (torch.rand(w.batch, w.heads, generator=w.g) < 0.8).to(I32)
     budget = 1 + w.seed % (w.rows + 2)
     return (integers(w.q[:, :, :1] / 8), units, now, torch.zeros_like(now), budget, w.dim**-0.5)
+
+
+def _unit_means(w: World):
+    old = torch.minimum(w.previous_begin, w.begin)
+    end = w.begin if w.tokens > 1 else torch.minimum(w.begin, w.start.clamp(min=w.sink))
+    end = torch.where(w.length > 0, end, w.sink)
+    units = _units(w, end[:, None].expand(-1, w.heads), most=w.rows + 8)
+    means = torch.zeros(w.batch, w.heads, w.rows + 8, 2, w.dim, dtype=_sums_in(w))
+    order = torch.arange(w.tokens, dtype=I32).expand(w.batch, w.heads, -1).contiguous() if w.tokens > 1 else None
+    leaving = Leaving(w.k, w.pool(w.start))
+    lengths = w.lengths_view._replace(previous_ring_begin=old)
+    return (leaving, w.v if w.tokens > 1 else None, units, means, lengths, order, True)
+
+
+def _estimate_units(w: World):
+    end = w.begin[:, None].expand(-1, w.heads)
+    units = _units(w, end, most=w.blocks + 8)
+    taken = torch.rand(w.batch, w.heads, w.rows, generator=w.g) < w.pick(0.3, 0.9, 0.0)
+    taken &= (torch.arange(w.rows) >= w.sink) & (torch.arange(w.rows) < end[..., None])
+    at = torch.arange(w.rows, dtype=I32).expand(w.batch, w.heads, -1)
+    ids = torch.where(taken, at, w.rows).sort(-1).values
+    ids = torch.where(ids < w.rows, ids, -1).to(I32)[..., : max(1, int(taken.sum(-1).max()))].contiguous()
+    return (integers(w.q[:, :, :1] / 8), units, ids, w.pick(15204, 0, 1 << 16, 30000), w.dim**-0.5)
 
 
 def _attention(w: World) -> Attention:
@@ -297,9 +321,10 @@ def _sparse_attention(w: World):
     hot = HotBuffer(hot, each, each.clone(), torch.zeros_like(each), none, none.clone(), chosen)
     frontier = _frontier(w, w.length, w.begin) if w.pick(False, True) else None
     ring = w.ring(w.length, w.begin if frontier is None else frontier.amin(1))
-    rest = _rest(w, w.begin) if w.pick(False, True) else Rest()
+    kind = w.pick("none", "groups", "means")
+    rest = Rest() if kind == "none" else _rest(w, w.begin) if kind == "groups" else _own_means(w)
     fill = torch.randint(0, w.block + 1, each.shape, generator=w.g, dtype=I32) if w.pick(False, True) else None
-    if fill is not None and rest.sums is not None:
+    if fill is not None and rest.group:
         frontier, rest = None, _filled_rest(w, fill)
     bias = None
     if w.pick(False, True):
@@ -307,6 +332,13 @@ def _sparse_attention(w: World):
         bias[torch.rand(bias.shape, generator=w.g) < 0.2] = -math.inf
     selection = Selection(frontier=frontier, fill=fill, bias=bias)
     return (w.q[:, :, :1], ring, hot, w.lengths_view, selection, _attention(w), rest)
+
+
+def _own_means(w: World) -> Rest:
+    """Means of a method's own, NaN in rows that stand for no token."""
+    tokens = torch.randint(0, 9, (w.batch, w.heads, 1 + w.seed % 70), generator=w.g, dtype=I32)
+    means = torch.randn(*tokens.shape, 2, w.dim, generator=w.g).to(_sums_in(w))
+    return Rest(means.masked_fill((tokens == 0)[..., None, None], torch.nan), 0, tokens)
 
 
 def _rest(w: World, upto: torch.Tensor) -> Rest:
@@ -389,6 +421,8 @@ OPS = {
     "close_segments": _close_segments,
     "cluster_keys": _cluster_keys,
     "cluster_ring": _cluster_ring,
+    "unit_means": _unit_means,
+    "estimate_units": _estimate_units,
     "pick_units": _pick_units,
     "observe": cases_static.observe,
     "copy_keys": cases_static.copy_keys,
@@ -429,7 +463,7 @@ OPS = {
 MANY_TOKENS = {
     "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
     "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention", "group_sums", "add_prompt_attention", "keep_heaviest", "keep_prompt_pages",
+    "prompt_attention", "group_sums", "unit_means", "add_prompt_attention", "keep_heaviest", "keep_prompt_pages",
     "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
 }  # fmt: skip
 
@@ -439,6 +473,7 @@ METHODS = {
     "arkvale": dict(block_size=8),
     "pagemean": dict(block_size=8),
     "clusterkv": dict(cluster_size=4, every=10, new_clusters=2, rounds=2),
+    "retroinfer": dict(cluster_size=4, stretch=16, every=10, new_clusters=2, rounds=2),
     "full": {},
     "h2o": {},
     "icecache": dict(page_size=4, r=0.25, least_view=8),

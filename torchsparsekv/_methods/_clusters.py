@@ -1,15 +1,17 @@
-"""The base of methods that retrieve clusters of the prompt and segments of generated tokens."""
+"""The bases of methods that retrieve clusters of the prompt, and segments or clusters of generated tokens."""
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchsparsekv.method import Method, option
+from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops.clusters._kmeans import MAX_STRETCH, SEEDS, Kmeans
 from torchsparsekv.ops.clusters._segments import unit_capacity
 from torchsparsekv.ops.clusters.close_segments import close_segments
 from torchsparsekv.ops.clusters.cluster_keys import WHOLE, cluster_keys
+from torchsparsekv.ops.clusters.cluster_ring import MOST_CLUSTERS, cluster_ring
 from torchsparsekv.ops.clusters.find_boundary import find_boundary
 from torchsparsekv.ops.clusters.pick_units import MOST_ROWS, pick_units
 from torchsparsekv.ops.clusters.views import Boundaries, Segments, Trigger, Units
@@ -41,6 +43,8 @@ class ClusterMethod(Method):
     rounds: int = option(3, "Rounds of k-means.")
     seed: int = option(0, "Seed of the first centroids.")
     cosine: bool = option(False, "Compare keys by direction alone. False: by Euclidean distance.")
+
+    centred: ClassVar[bool] = False  # whether k-means takes the mean of the keys out of them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +85,7 @@ class ClusterMethod(Method):
     @property
     def kmeans(self) -> Kmeans:
         """The settings of k-means for a prompt."""
-        return Kmeans(self.per_cluster, self.stretch or WHOLE, self.rounds, self.seed, self.cosine)
+        return Kmeans(self.per_cluster, self.stretch or WHOLE, self.rounds, self.seed, self.cosine, self.centred)
 
     @property
     def rule(self) -> Boundaries:
@@ -144,3 +148,64 @@ class ClusterMethod(Method):
         now = s.trigger.retrieve_now
         rows = pick_units(q, s.units, now, s.pick_done, s.hot.chosen.shape[2], a.scale)
         return Selection(rows, now, s.segments.frontier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingClusters(ClusterMethod):
+    """Retrieves clusters at every step. Generated tokens are attended to until `every` of them are behind the window;
+    then they become `new_clusters` clusters.
+    """
+
+    cosine: bool = True
+    every: int = option(320, "Generated tokens that are clustered together.")
+    new_clusters: int = option(4, "Clusters that `every` generated tokens become.")
+
+    def __post_init__(self) -> None:
+        self.check_int("every", most=MAX_STRETCH)
+        self.check_int("new_clusters", most=MOST_CLUSTERS)
+        if self.every % self.new_clusters:
+            raise ValueError(
+                f"{self.name}: every must be a multiple of new_clusters {self.new_clusters}, got {self.every}"
+            )
+        super().__post_init__()
+
+    def check_units(self) -> None:
+        """A budget that is below one unit takes a part of it."""
+
+    @property
+    def new_size(self) -> int:
+        """The mean number of tokens in a cluster of generated tokens."""
+        return self.every // self.new_clusters
+
+    @property
+    def new_kmeans(self) -> Kmeans:
+        """The settings of k-means for generated tokens."""
+        return Kmeans(self.new_size, self.every, self.rounds, self.seed, self.cosine, self.centred)
+
+    # ---- what it declares
+
+    def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
+        return Method.report_row(self, s, counts)
+
+    @property
+    def ring_plan(self) -> RingPlan:
+        return RingPlan(self.sink, self.window, self.every)
+
+    def buffers(self, g: Geometry) -> Buffers:
+        return self.units(g, min(self.new_size, self.per_cluster)) | {"always": Buffer(g.lead, torch.int32, fill=1)}
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(selects_every_step=True, moves_leaving=True, cannot_crop=CLUSTERED, no_engine=CLUSTERED)
+
+    # ---- the index
+
+    def prompt(self, s: LayerState, q: Tensor, leaving: Leaving, *, join: bool) -> Tensor:
+        cluster_ring(s.store, s.units, s.lengths, self.new_kmeans)
+        return cluster_keys(leaving.new, s.units, s.lengths, self.kmeans, join)
+
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        cluster_ring(s.store, s.units, s.lengths, self.new_kmeans)
+
+    def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
+        return Selection(pick_units(q, s.units, s.always, s.pick_done, s.hot.chosen.shape[2], a.scale))

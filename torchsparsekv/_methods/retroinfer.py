@@ -1,0 +1,72 @@
+"""RetroInfer: the best clusters are retrieved, the next best are estimated by their means (arXiv 2505.02922)."""
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchsparsekv._methods._clusters import CLUSTERED, RingClusters
+from torchsparsekv.method import Traits, option
+from torchsparsekv.ops.rest.views import Rest
+from torchsparsekv.ops.retroinfer.estimate_units import ONE, estimate_units
+from torchsparsekv.ops.retroinfer.unit_means import unit_means
+from torchsparsekv.ops.store.rows import row_shape
+from torchsparsekv.ops.store.views import Attention, Leaving, Selection
+from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetroInfer(RingClusters):
+    """Clusters of about 16 tokens, by cosine once the mean of the keys is taken out. The budget holds the best ones;
+    mean key and mean value stand for the tokens of the next best."""
+
+    name = "retroinfer"
+    centred: ClassVar[bool] = True
+
+    sink: int = 4
+    window: int = 64
+    cluster_size: int | None = option(16, "Mean tokens of a cluster. None: as louiskv.")
+    rounds: int = 10
+    every: int = 1024
+    new_clusters: int = 64
+    estimated: float = option(0.232, "Share of all clusters that a step estimates by their means, from 0 to 1.")
+
+    def __post_init__(self) -> None:
+        share = self.estimated
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError(f"{self.name}: estimated must be a share from 0 to 1, got {share!r}")
+        if self.prefetch_async is not None:
+            raise ValueError(
+                f"{self.name}: prefetch_async must be None, got {self.prefetch_async!r}: what is estimated follows the "
+                "clusters that this step retrieves"
+            )
+        super().__post_init__()
+
+    # ---- what it declares
+
+    def buffers(self, g: Geometry) -> Buffers:
+        found = super().buffers(g)
+        dtype = torch.float32 if g.dtype is torch.float32 else torch.float16  # as those of state.rest_buffers
+        means = Buffer((*found["units"].centroid.shape[:3], *row_shape(g.head_dim)), dtype)
+        return found | {"means": means}
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            selects_every_step=True, moves_leaving=True, no_rest="estimates it by the means of its clusters",
+            cannot_crop=CLUSTERED, no_engine=CLUSTERED,
+        )  # fmt: skip
+
+    # ---- the index
+
+    def prompt_values(self, s: LayerState, leaving: Leaving, v: Tensor, order: Tensor | None, *, join: bool) -> None:
+        unit_means(leaving, v, s.units, s.means, s.lengths, order, join)
+
+    def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
+        super().step(s, q, leaving)
+        unit_means(leaving, None, s.units, s.means, s.lengths, None, True)
+
+    def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
+        share = round(self.estimated * ONE)
+        return Rest(s.means, 0, estimate_units(q, s.units, selection.ids, share, a.scale))
