@@ -74,7 +74,7 @@ def kl_32k(means: Means) -> str:
         f"{REAL}: KL to the dense model in nats a token, source code / prose, {full['samples']} stretches of "
         f"{tokens(full['length'])} of each, {full['tokens'] // full['samples']} teacher-forced steps each. Sink 64, "
         f"window 256, two dense layers. `full`, which leaves nothing out, has {min(noise):.4f} to {max(noise):.4f}: "
-        "the noise of bfloat16. Hits: in a hot buffer of two budgets."
+        "the noise of bfloat16. Rest: `estimate_rest=32`. Hits: in a hot buffer of two budgets."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
 
