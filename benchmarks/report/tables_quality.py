@@ -281,8 +281,8 @@ def board_128k(means: Means) -> str:
     said = (
         f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {names_of(dense.tasks)}, "
         f"{rows[0]['samples']} samples of each. The dense model scores {dense.score:.2f}. A difference from it has a "
-        f"standard error of at most {worst_error(found):.2f}. Hits: in a hot buffer of two budgets, which is 2 % of the "
-        "tokens at a budget of 1024. Sink 64, window 256, two dense layers, pool on the GPU."
+        f"standard error of at most {worst_error(found):.2f}. Hits: in a hot buffer of two budgets, which is 2 % of "
+        "the tokens at a budget of 1024. Sink 64, window 256, two dense layers, pool on the GPU."
     )
     return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
 
@@ -421,9 +421,9 @@ def readme(board: Means, speed: Result, dense_cache: Result) -> str:
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{board.of('l0.jsonl')[0]['samples']} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
-        f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random weights; "
-        "its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention on the "
-        "GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."
+        f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
+        "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention on "
+        "the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."
     )
     return markdown(said, head, told)
 

@@ -215,8 +215,8 @@ def prefetch_async_speed(r: Result) -> str:
     rows = [x for x in r.rows if "locality" in x]
     said = (
         f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory; "
-        f"synthetic queries with the locality of each row; {r.options['turning']:g} of the jumps to another topic change "
-        "the query much. Late: fetched blocks that arrived while later layers computed."
+        f"synthetic queries with the locality of each row; {r.options['turning']:g} of the jumps to another topic "
+        "change the query much. Late: fetched blocks that arrived while later layers computed."
     )
     head = ["`prefetch_async`", "locality", "hits", "late", *COLUMNS[:4]]
     return markdown(said, head, [
