@@ -422,8 +422,8 @@ def readme(board: Means, speed: Result, dense_cache: Result) -> str:
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{board.of('l0.jsonl')[0]['samples']} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
-        "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention on "
-        "the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."
+        "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention "
+        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."
     )
     return markdown(said, head, told)
 
