@@ -3,14 +3,14 @@
 import torch
 
 from torchsparsekv.method import all_methods, make_method
-from torchsparsekv.state import Geometry, total_bytes
+from torchsparsekv.state import HOT_BUDGETS, Geometry, total_bytes
 from torchsparsekv_benchmarks.report.markdown import markdown, number, table
 from torchsparsekv_benchmarks.report.style import tokens
 
 CONTEXT, KV_HEADS, DIM, GROUP = 131072, 8, 128, 4
 ABOUT = (
     f"One layer of {KV_HEADS} kv heads of head_dim {DIM}, bf16, batch 1, {tokens(CONTEXT)} tokens, defaults of the "
-    "method"
+    f"method but hot buffers of {HOT_BUDGETS} budgets"
 )
 
 

@@ -15,7 +15,7 @@ from torchsparsekv_benchmarks.report.markdown import (
     times,
 )
 from torchsparsekv_benchmarks.report.style import tokens
-from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, keyed, steps
+from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, SMALL_BUDGET, keyed, steps
 
 THROUGHPUT = ("32k", "32k_int8", "128k", "128k_int8", "pariskv_int8")
 
@@ -26,7 +26,7 @@ def throughput(*results: Result) -> str:
     of_methods = [x for r in results for x in r.rows if x["method"] not in DENSE]
     said = (
         f"{gpu(*results)}, {shape(*results)}, the largest batch in {o['caps_gib'][0]:g} GiB of GPU memory and 0.85 of "
-        f"{o['host_gib']:g} GiB of host memory, budget 1024, `pariskv` 100; dense attention in 16 bits on the GPU; "
+        f"{o['host_gib']:g} GiB of host memory, {SMALL_BUDGET}; dense attention in 16 bits on the GPU; "
         f"synthetic queries of locality {span({r.options['locality'] for r in results})}, hits {hits(of_methods)}."
     )
     rows, seen = [], set()
@@ -48,8 +48,8 @@ def memory(*results: Result) -> str:
     *usual, packed = results
     files = keyed(tuple(usual))
     said = (
-        f"S{shape(*results)[1:]} in bf16, one row, two dense layers, budget 1024, `pariskv` 100: GiB of the cache, "
-        "index and hot buffer included, without weights; pool in host memory. The int8 column has a budget of 1024."
+        f"S{shape(*results)[1:]} in bf16, one row, two dense layers, {SMALL_BUDGET}: GiB of the cache, index "
+        "and hot buffer included, without weights; pool in host memory. The int8 column has a budget of 1024 for all."
     )
     small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
     rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"
@@ -137,8 +137,8 @@ def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
-        f"budget {o['budget']}, `pariskv` {o['tokens']}: us of a kernel with inputs that no cache holds. A step "
-        "fetches once, at hits between the two columns."
+        f"budget {o['budget']}, but {o['tokens']} for `pariskv` as in its paper: us of a kernel with inputs that no "
+        "cache holds. A step fetches once; its time lies between those of all hits and of nearly no hits."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]
     us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}

@@ -33,13 +33,14 @@ RUNS = {  # the files of each method; no two hold the same context of it
 }
 FILES = tuple(dict.fromkeys(f for files in RUNS.values() for f in files))
 COLUMNS = ("ms a token", "99th percentile", "of the floor", "speed-up", "hits", "GiB on the GPU", "GiB on the host")
+SMALL_BUDGET = "budget 1024, but 100 for `pariskv` as in its paper"
 RATIOS = "Floor: a step over 256 tokens. Speed-up: over the faster dense attention of the same run."
 
 
 def about(rows: list[dict[str, Any]], *results: Result) -> str:
     """The condition line of a table with these rows."""
     budgets = {r.options["budget"] for r in results}
-    budget = "budget 1024, `pariskv` 100" if budgets == {100, 1024} else f"budget {span(budgets, 0)}"
+    budget = SMALL_BUDGET if budgets == {100, 1024} else f"budget {span(budgets, 0)}"
     return (
         f"{gpu(*results)}, {shape(*results)}, random weights in bf16, batch 1, {budget}, two dense layers, pool in "
         f"host memory, dense attention on the GPU; {queries(rows, *results)}."
@@ -214,12 +215,13 @@ def prefetch_async_speed(r: Result) -> str:
     rows = [x for x in r.rows if "locality" in x]
     said = (
         f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory; "
-        "synthetic queries with the locality of each row, of whose jumps 0.4 turn the query."
+        f"synthetic queries with the locality of each row; {r.options['turning']:g} of the jumps to another topic "
+        "change the query much. Late: fetched blocks that arrived while later layers computed."
     )
-    head = ["`prefetch_async`", "locality", "hits", "ms a token", "99th percentile", "of the floor", "speed-up"]
+    head = ["`prefetch_async`", "locality", "hits", "late", *COLUMNS[:4]]
     return markdown(said, head, [
-        [x.get("hyper", "=none").split("=")[1], f"{x['locality']:g}", number(x["hit_rate"]), number(x["tpot_ms"]),
-         number(x["p99_ms"]), number(x["over_floor"]), times(x["speedup"])] for x in rows
+        [x.get("hyper", "=none").split("=")[1], f"{x['locality']:g}", number(x["hit_rate"]),
+         number(x.get("fetched_late")), *cells(x)[:4]] for x in rows
     ])  # fmt: skip
 
 
