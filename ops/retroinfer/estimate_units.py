@@ -52,7 +52,7 @@ def reference(q: Query, units: Units, ids: Candidates, share: int, scale: float)
     out = torch.zeros(centroid.shape[:3], dtype=torch.int32, device=q.device)
     for b, h in unit_count.nonzero().tolist():
         count, rows = int(unit_count[b, h]), ids[b, h][ids[b, h] >= 0]
-        begin, end = first[b, h, :count, None], first[b, h, 1 : count + 1, None]
+        begin, end = first[b, h, :count, None], first[b, h, 1:][:count, None]
         left = (end - begin)[:, 0] - ((rows >= begin) & (rows < end)).sum(-1)
         best = scores(x[b, h], centroid[b, h, :count], scale).argsort(descending=True, stable=True)
         best = best[left[best] > 0][: count * share + ONE // 2 >> 16]

@@ -153,7 +153,7 @@ def test_retroinfer_centres_prompts_and_generated_tokens_and_clusterkv_neither()
         (dict(estimated=-0.1), "estimated must be a share from 0 to 1, got -0.1"),
         (dict(estimated=True), "estimated must be a share from 0 to 1, got True"),
         (dict(estimated="all"), "estimated must be a share from 0 to 1, got 'all'"),
-        (dict(prefetch_async=0.9), "prefetch_async must be None, got 0.9"),
+        (dict(prefetch_async=0.9), "prefetch_async is for methods that select at every step"),
         (dict(estimate_rest=True), "estimate_rest must be False, got True: this method estimates it by the means"),
         (dict(every=1000), "every must be a multiple of new_clusters 64, got 1000"),
     ],

@@ -35,7 +35,6 @@ def test_the_method_of_window_layers_is_not_offered():
         ("prkv", dict(static_ratio=0), "moves_selected", False),
         ("clusterkv", {}, "selects_every_step", True),
         ("clusterkv", dict(run=4), "selects_every_step", False),
-        ("retroinfer", {}, "selects_every_step", True),
         ("quest", {}, "least_capability", (8, 9)),
         ("quest", dict(digest="bfloat16"), "least_capability", (8, 0)),
         ("prkv", dict(digest="bfloat16"), "least_capability", (8, 9)),

@@ -18,7 +18,8 @@ from torchsparsekv.patches import _precompile
 ON_GPU = DEVICE.type == "cuda"
 GPU = torch.device("cuda", 0 if ON_GPU else 5)  # if there is none, one whose properties nobody has asked for before
 SHAPE = dict(head_dim=128, hidden_size=512)
-BY_TRITON = {"magicpig": {"sparse_attention"}}  # what the CUDA C++ of an op is not for: a bias of the selected blocks
+# What the CUDA C++ of an op is not for: a bias of the selected blocks, and means of clusters.
+BY_TRITON = {"magicpig": {"sparse_attention"}, "retroinfer": {"sparse_attention"}}
 
 
 class Called(TorchDispatchMode):

@@ -141,11 +141,11 @@ def test_report_warns_when_nothing_was_retrieved(method, limit):
 
 @pytest.mark.parametrize("method", [m for m in torchsparsekv.methods() if m not in ("full", "random")])
 def test_rows_reported_as_dense_are_dense(method):
-    """As many tokens as the report names: logits of the dense model, and with 600 more other ones."""
+    """As many tokens as the report names: logits of the dense model, and with 1200 more other ones."""
     model, small = tiny(max_position_embeddings=2048), dict(budget=32, sink=32, window=16, skip_layers=0)
     with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:
         whole, differ = handle.planned.method.dense_threshold, []
-    for tokens in (whole, whole + 600):
+    for tokens in (whole, whole + 1200):
         ids, mask = prompts(1, tokens - 8, ragged=False)
         want = dense_logits(model, ids, mask, 8)
         with torchsparsekv.patch(model, method, max_length=2048, **small) as handle:

@@ -36,11 +36,6 @@ class RetroInfer(RingClusters):
         share = self.estimated
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ValueError(f"{self.name}: estimated must be a share from 0 to 1, got {share!r}")
-        if self.prefetch_async is not None:
-            raise ValueError(
-                f"{self.name}: prefetch_async must be None, got {self.prefetch_async!r}: what is estimated follows the "
-                "clusters that this step retrieves"
-            )
         super().__post_init__()
 
     # ---- what it declares
@@ -54,8 +49,8 @@ class RetroInfer(RingClusters):
     @cached_property
     def traits(self) -> Traits:
         return Traits(
-            selects_every_step=True, moves_leaving=True, no_rest="estimates it by the means of its clusters",
-            cannot_crop=CLUSTERED, no_engine=CLUSTERED,
+            moves_leaving=True, no_rest="estimates it by the means of its clusters", cannot_crop=CLUSTERED,
+            no_engine=CLUSTERED,
         )  # fmt: skip
 
     # ---- the index
