@@ -12,6 +12,7 @@ METHODS = {
     "oracle": "#8e4fb0", "streaming": "#b8860b", "prkv": "#c51b7d", "prkv_static": "#e69f00", "icecache": "#332288",
     "snapkv": "#999933", "pagemean": "#00a1d6", "omnikv": "#117733", "h2o": "#aa4499", "raas": "#882255",
     "pqcache": "#44aa99", "magicpig": "#cc6677", "shadowkv": "#661100",
+    "retroinfer": "#6699cc",
     "random": "#8a8f98", "hf-static": "#b4b8c0",
     "sdpa-cudnn": "#6b7280", "sdpa-flash": "#9aa1ac", "flashinfer": "#c3c7ce",
 }  # fmt: skip
