@@ -32,6 +32,12 @@ class Means:
             raise ValueError(f"no source has {file} in its name")
         return [r for r in self.rows if r["source"] in wanted]
 
+    def beside(self, other: "Means") -> "Means":
+        """The rows of both files."""
+        sources, settings = len(self.sources), len(self.settings)
+        rows = [r | {"source": r["source"] + sources, "setting": r["setting"] + settings} for r in other.rows]
+        return Means(self.sources + other.sources, self.settings + other.settings, self.rows + rows)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -137,10 +143,14 @@ def shape(*results: Result) -> str:
     return {"llama-3.1-8b": "shape of Llama-3.1-8B", "qwen2.5-7b-1m": "shape of Qwen2.5-7B-1M"}[name]
 
 
-def queries(rows: Iterable[dict[str, Any]], *results: Result) -> str:
+ONCE = ("snapkv", "h2o")  # fetch after a prompt alone, so nearly all their blocks are on the GPU
+
+
+def queries(given: Iterable[dict[str, Any]], *results: Result) -> str:
     """Which queries the runs had, and how many of the blocks that the shown rows chose were on the GPU: no speed is
     without it."""
+    rows = list(given)
     localities = span({r.options["locality"] for r in results})
-    fetching = [x for x in rows if x.get("hit_rate") is not None and x["method"] != "snapkv"]
-    told = f"hits {hits(fetching)}" if fetching else "`snapkv` fetches once a prompt"
+    fetching = [x for x in rows if x.get("hit_rate") is not None and x["method"] not in ONCE]
+    told = f"hits {hits(fetching)}" if fetching else f"`{rows[0]['method']}` fetches once a prompt"
     return f"synthetic queries of locality {localities}, {told}"

@@ -1,7 +1,7 @@
 """Tables of what methods answer and how far they are from the dense model. A function a table."""
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,26 +107,23 @@ def int8_32k(natural: Means, packed: Means) -> str:
     return markdown(said, ["method", "16 bits", "8 bits", "change"], told)
 
 
-ANSWERED_IN_8_BITS = ("oracle", "icecache", "pariskv", "louiskv", "clusterkv", "quest")
-
-
-@table("int8-answers", "quality/board_32k.json", INT8)
-def int8_answers(natural: Means, packed: Means) -> str:
+@table("int8-answers", "quality/board_32k.json", "quality/board_others_32k.json", INT8)
+def int8_answers(natural: Means, others: Means, packed: Means) -> str:
     """The same samples of the board, with a pool in 16 bits and in 8."""
-    eight = over_tasks(packed, ("board_int8.jsonl",))
-    tasks = list(eight[BASE, None].tasks)
-    usual = over_tasks(natural, SEEDS[:1])
-    told = []
-    for method in ANSWERED_IN_8_BITS:
+    eight = over_tasks(packed, ("board_int8.jsonl", "board_int8_tasks.jsonl", "board_int8_methods.jsonl"))
+    usual, told = every_method(natural, others), []
+    for method in (m for m in ranked(usual, 256) if (m, 256) in eight):
         mine, other = eight[method, 256], usual[method, 256]
-        before = statistics.fmean(other.tasks[t] for t in tasks)
-        told.append([f"`{method}`", f"{before:.3f}", f"{mine.score:.3f}", f"{mine.error:.3f}"])
+        before = statistics.fmean(other.tasks[t] for t in mine.tasks)
+        change = f"{mine.score - before:+.3f}"
+        told.append([f"`{method}`", f"{len(mine.tasks)}", f"{before:.3f}", f"{mine.score:.3f}", change,
+                     f"{mine.error:.3f}"])  # fmt: skip
     said = (
-        f"{REAL}, 32K: mean score of {names_of(tasks)} of 12 samples each, budget 256, with a pool in 16 bits and in "
-        "8 bits. The runs in 16 bits are of commit 9665c41, those in 8 bits of 1fb0980. The last column is the "
-        "standard error of what the method loses against dense attention; a smaller change is noise."
+        f"{REAL}, 32K: mean score of the first tasks of the board of 12 samples each, the same in both columns, budget "
+        "256, with a pool in 16 bits and in 8 bits. The last column is the standard error of what the method loses "
+        "against dense attention in 8 bits."
     )
-    return markdown(said, ["method", "16 bits", "8 bits", "standard error"], told)
+    return markdown(said, ["method", "tasks", "16 bits", "8 bits", "change", "standard error"], told)
 
 
 OF_ALL = ("sink", "window", "budget", "skip_layers", "full_threshold")  # what every method of the run is told
@@ -165,6 +162,7 @@ TASK_NAMES = {
 }  # fmt: skip
 SEEDS = ("0.jsonl", "1.jsonl")  # how the raw files of a seed end
 BOARD, BOARD_LONG = "quality/board_32k.json", "quality/board_128k.json"
+SECOND_LONG = "quality/board_128k_seed1.json"  # other prompts, of some methods at 1024 tokens
 OTHERS = "quality/board_others_32k.json"  # the other methods, on the samples of the first seed of BOARD
 
 
@@ -205,7 +203,8 @@ def answered(cells: dict[tuple[str, str], Row], seeds: tuple[str, ...]) -> Answe
     mean = lambda name: statistics.fmean(r[name] for r in cells.values())  # noqa: E731
     hits = [r["hit_rate"] for r in cells.values() if r.get("hit_rate") is not None]
     errors = [r.get("loss_se", 0.0) for r in cells.values()]
-    by_seed = [statistics.fmean(r["score"] for (_, s), r in cells.items() if s == seed) for seed in seeds]
+    scores = [[r["score"] for (_, s), r in cells.items() if s == seed] for seed in seeds]
+    by_seed = [statistics.fmean(x) for x in scores if x]
     tasks = {t: statistics.fmean(r["score"] for (u, _), r in cells.items() if u == t) for t, _ in cells}
     return Answers(
         mean("score"), mean("loss"), sum(e * e for e in errors) ** 0.5 / len(errors), mean("attended"),
@@ -218,7 +217,7 @@ def ranked(found: dict[tuple[str, int | None], Answers], budget: int) -> list[st
     return [m for m, _ in sorted(((m, a.score) for (m, b), a in found.items() if b == budget), key=lambda x: -x[1])]
 
 
-def worst_error(found: dict[tuple[str, int | None], Answers]) -> float:
+def worst_error(found: Mapping[Any, Answers]) -> float:
     """Rounded up to two digits."""
     return math.ceil(100 * max(a.error for a in found.values())) / 100
 
@@ -268,6 +267,76 @@ def board_seeds(means: Means) -> str:
         told.append([f"`{method}`", *lost, f"{mine[-1].error:.3f}"])
     said = "How much lower than the dense model a method scores: first seed / second seed, 12 samples a task each."
     return markdown(said, ["method", "budget 64", "budget 256", "budget 1024", "standard error of both at 1024"], told)
+
+
+LONG_SEEDS = ("l0.jsonl", "l1.jsonl")
+SECOND_SEED = ("niah_multivalue", "niah_multiquery", "code_constant", "code_function", "form")
+
+
+def lost_by_seed(means: Means, files: tuple[str, str], budget: int, tasks: Sequence[str] | None) -> list[list[str]]:
+    """How much lower than the dense model each method scores with either seed, and the standard error of each."""
+    rows = [[r for r in means.of(f) if tasks is None or r["task"] in tasks] for f in files]
+    lines = []
+    for method in dict.fromkeys(r["method"] for r in rows[1] if r["budget"] == budget):
+        mine = [answered({(r["task"], f): r for r in found if (r["method"], r["budget"]) == (method, budget)}, (f,))
+                for found, f in zip(rows, files)]  # fmt: skip
+        lines.append([f"`{method}`", *(f"{a.loss:.3f} ± {a.error:.3f}" for a in mine)])
+    return sorted(lines, key=lambda x: x[1])
+
+
+@table("board-seeds-256", OTHERS)
+def board_seeds_256(means: Means) -> str:
+    said = (
+        f"{REAL}, 32K, budget 256: how much lower than the dense model the other methods score, with its standard "
+        f"error; {names_of(SECOND_SEED)}, 12 samples of each."
+    )
+    return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, SEEDS, 256, SECOND_SEED))
+
+
+@table("board-seeds-128k", BOARD_LONG, SECOND_LONG)
+def board_seeds_128k(first: Means, second: Means) -> str:
+    means = first.beside(second)
+    dense = [over_tasks(means, (f,))[BASE, None].score for f in LONG_SEEDS]
+    said = (
+        f"{REAL}, 128K by YaRN, budget 1024: how much lower than the dense model a method scores, with its standard "
+        f"error; 6 tasks, 4 samples of each. The dense model scores {dense[0]:.2f} and {dense[1]:.2f}."
+    )
+    return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, LONG_SEEDS, 1024, None))
+
+
+@table("ledger", "quality/ledger_32k.json")
+def ledger(means: Means) -> str:
+    """One long answer over 32K."""
+    dense, *others = sorted(means.rows, key=lambda r: (r["method"] != BASE, -r["score"]))
+    told = [["dense", f"{dense['score']:.2f}", "-", f"{dense['attended']:.0f}"]]
+    for r in others:
+        lost = f"{r['loss']:.2f} ± {r['loss_se']:.2f}"
+        told.append([f"`{r['method']}`", f"{r['score']:.2f}", lost, f"{r['attended']:.0f}"])
+    said = (
+        f"{REAL}, 32K: share of the 120 lines of an answer of about 2,000 tokens that are right, "
+        f"{dense['samples']} samples. Budget 1024."
+    )
+    return markdown(said, ["method", "score", "lost", "tokens read a step"], told)
+
+
+SINKS = {
+    "kl_sinks_s64_w256_k2.jsonl": "sink 64, window 256, two dense layers", "kl_sinks_s16_w256_k2.jsonl": "sink 16",
+    "kl_sinks_s64_w64_k2.jsonl": "window 64", "kl_sinks_s64_w256_k0.jsonl": "no dense layer",
+}  # fmt: skip
+
+
+@table("kl-sinks", "quality/kl_sinks.json")
+def kl_sinks(means: Means) -> str:
+    """One thing changed at a time."""
+    methods, told = ("pariskv", "icecache", "louiskv", "quest"), []
+    for file, label in SINKS.items():
+        rows = {(r["method"], r["task"]): r for r in means.of(file) if r["budget"] is not None}
+        told.append([label, *(both([rows.get((m, text)) for text in TEXTS]) for m in methods)])
+    said = (
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, on the stretches of the "
+        "table of KL at 32K. Each line changes one thing of the first."
+    )
+    return markdown(said, ["setting", *(f"`{m}`" for m in methods)], told)
 
 
 @table("board-128k", BOARD_LONG)
@@ -400,11 +469,12 @@ def token_choices(r: Result) -> str:
 README_ROWS = ("oracle", "icecache", "pariskv", "louiskv", "quest")
 
 
-@table("readme", BOARD_LONG, REPLAYED[0], "h200_decode.json")
-def readme(board: Means, speed: Result, dense_cache: Result) -> str:
+@table("readme", BOARD_LONG, SECOND_LONG, REPLAYED[0], "h200_decode.json")
+def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> str:
     """Answers and speed at one setting."""
-    found = over_tasks(board, ("l0.jsonl",))
-    dense = found[BASE, None]
+    every = over_tasks(board.beside(second), LONG_SEEDS)
+    dense, found = every[BASE, None], {(m, 1024): every[m, 1024] for m in README_ROWS}
+    samples = sum(m.rows[0]["samples"] for m in (board, second))
     quickest = min((x for x in speed.rows if x["method"] in DENSE), key=lambda x: x["tpot_ms"])
     told = [[
         "dense", f"{dense.score:.2f}", f"{dense.read:.0f}", "-", number(at(dense_cache, "full", LONG)["device_GiB"], 1),
@@ -420,7 +490,7 @@ def readme(board: Means, speed: Result, dense_cache: Result) -> str:
     head = ["method", "score", "tokens read a step", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
-        f"{board.of('l0.jsonl')[0]['samples']} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
+        f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
         "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention "
         "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."

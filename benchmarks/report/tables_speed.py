@@ -5,6 +5,7 @@ from typing import Any
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
+    ONCE,
     at,
     floor,
     gpu,
@@ -30,6 +31,7 @@ RUNS = {  # the files of each method; no two hold the same context of it
     "clusterkv": ("h200_decode_p99.json",),
     "louiskv": ("h200_decode_clusters.json",),
     "snapkv": ("h200_decode_snapkv.json",),
+    "h2o": ("h200_decode_h2o.json",),
 }
 FILES = tuple(dict.fromkeys(f for files in RUNS.values() for f in files))
 COLUMNS = ("ms a token", "99th percentile", "of the floor", "speed-up", "hits", "GiB on the GPU", "GiB on the host")
@@ -56,7 +58,10 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def steps(method: str, results: dict[str, Result]) -> list[dict[str, Any]]:
     """The rows of a method with its defaults, by context."""
-    every = [x for f in RUNS[method] for x in results[f].rows if x["method"] == method and not x.get("hyper")]
+    every = [
+        x for f in RUNS[method] for x in results[f].rows
+        if x["method"] == method and (method in ONCE or not x.get("hyper"))  # a larger buffer serves those nothing
+    ]  # fmt: skip
     return [x for x in every if x["context"] >= SHORT]
 
 
@@ -91,7 +96,9 @@ for _method in RUNS:
 
 REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
 TRACED = (
-    *REPLAYED, "h200_decode_trace_quest.json", "h200_decode_trace_prkv.json", "h200_decode_trace_tokens.json",
+    *REPLAYED, "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
+    "h200_decode_trace_prkv_5.json", "h200_decode_trace_quest.json", "h200_decode_trace_prkv.json",
+    "h200_decode_trace_tokens.json",
 )  # fmt: skip
 FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 BUFFERS = {"": "auto", FIVE_PERCENT: "5 %", "hot_budgets=25": "5 %"}  # the last one at a budget of 256

@@ -1,4 +1,6 @@
 """RetroInfer: each step equals its definition, computed from the raw keys and values in fp64."""
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,8 +29,8 @@ def clusters_of(s, b: int, h: int, k: torch.Tensor) -> list[list[int]]:
     first, count = s.units.first[b, h].tolist(), int(s.units.unit_count[b, h])
     stored = keys_of(s.store.pool[b, h, : first[count]]).double()
     token = torch.cdist(stored, k).argmin(1).tolist()
-    found = [token[i:j] for i, j in zip(first[:count], first[1 : count + 1])]
-    assert sorted(sum(found, [])) == list(range(s.lengths.sink, int(s.lengths.ring_begin[b])))
+    found = [token[i:j] for i, j in pairwise(first[: count + 1])]
+    assert sorted(t for c in found for t in c) == list(range(s.lengths.sink, int(s.lengths.ring_begin[b])))
     return found
 
 
@@ -131,7 +133,7 @@ def test_keys_are_clustered_by_cosine_without_their_mean():
         want, plain = [], []
         for begin, end, stretches in ((3, 51, (3, 35, 51)), (51, 75, (51, 63, 75))):
             keys = k[0, h, begin:end]
-            for i, j in zip(stretches, stretches[1:]):
+            for i, j in pairwise(stretches):
                 centre = keys.mean(0) if end == 51 else k[0, h, i:j].mean(0)
                 draws = min(_kmeans.DRAWS, 32 // 4) if end == 51 else 1
                 for into, x in ((want, k[0, h, i:j] - centre), (plain, k[0, h, i:j])):
