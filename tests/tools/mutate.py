@@ -41,6 +41,7 @@ DEFINITION = "tests/methods/test_estimate_rest.py::test_step_equals_definition_f
 APPENDED = "tests/ops/rest/test_append_sums.py::test_sums_equal_means_of_raw_keys_and_values"
 OMNI, STAMPS = "torchsparsekv/_methods/omnikv.py", "ops/raas/stamp_pages.py"
 HEAVY = "tests/methods/test_h2o.py::test_one_query_head_per_kv_head_equals_the_authors_code"
+ESTIMATED = "tests/methods/test_retroinfer.py::test_step_equals_definition_from_raw_keys_and_values"
 ANSWER = "tests/methods/test_raas.py::test_pages_of_a_long_answer_equal_brute_force"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
@@ -325,6 +326,33 @@ MUTATIONS = (
              "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "tl.cdiv(first, GROUP)", APPENDED),
     Mutation("a program of append adds up what another one did", "ops/store/append.py",
              "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "first // GROUP", APPENDED),
+    # ---- retroinfer
+    Mutation("retroinfer: the means of new units are of their keys' clusters before", "ops/retroinfer/unit_means.py",
+             "if old <= begin < end:", "if old < begin < end:", ESTIMATED + "[reference]"),
+    Mutation("retroinfer: the kernel leaves the first new unit out", "ops/retroinfer/unit_means.py",
+             "while (begin >= old) & (begin >= 0):", "while (begin > old) & (begin >= 0):", ESTIMATED + "[triton]"),
+    Mutation("retroinfer: the kernel does not follow the order of a prompt", "ops/retroinfer/unit_means.py",
+             "column = tl.load(order + bh * tokens + tokens - n + row, mask=new, other=0)",
+             "column = (tokens - n + row)", ESTIMATED + "[triton]"),
+    Mutation("retroinfer: a cut unit stands for all its tokens", "ops/retroinfer/estimate_units.py",
+             "left = (end - begin)[:, 0] - (", "left = (end - begin)[:, 0] - 0 * (", ESTIMATED + "[reference]"),
+    Mutation("retroinfer: one unit more is estimated", "ops/retroinfer/estimate_units.py",
+             "[: count * share + ONE // 2 >> 16]", "[: (count * share + ONE // 2 >> 16) + 1]", ESTIMATED + "[reference]"),
+    Mutation("retroinfer: the kernel estimates equal units without end", "ops/retroinfer/estimate_units.py",
+             "(before + tl.cumsum(equal, 0) <= room)", "(room > -1)",
+             "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k estimate_units"),
+    Mutation("retroinfer: the kernel counts a retrieved token as left", "ops/retroinfer/estimate_units.py",
+             "left = end - begin - _before(ids, end, n, ROUNDS) + _before(ids, begin, n, ROUNDS)", "left = end - begin",
+             ESTIMATED + "[triton]"),
+    Mutation("retroinfer: keys are clustered with their mean", "torchsparsekv/_methods/retroinfer.py",
+             "centred: ClassVar[bool] = True", "centred: ClassVar[bool] = False",
+             "tests/methods/test_retroinfer.py::test_keys_are_clustered_by_cosine_without_their_mean"),
+    Mutation("the kernel takes the mean of a stretch out of nothing", "ops/clusters/cluster_ring.py",
+             "x.to(tl.float32) - centre[None, :], 0.0)", "x.to(tl.float32), 0.0)",
+             "tests/ops/clusters/test_kmeans.py::test_tokens_leaving_the_ring_are_clustered_by_cosine"),
+    Mutation("the kernels take the mean of all columns out of the keys", "ops/clusters/_kmeans_kernels.py",
+             "& (column < lengths.ring_begin[:, None])", "",
+             "tests/ops/clusters/test_kmeans.py::test_clustering_kernel_by_cosine"),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/sparse_attention.py",
              "rounds = cdiv(tiles, cluster * most)", "rounds = cdiv(tiles, cluster * NATIVE_WARPS)",

@@ -173,11 +173,13 @@ def test_whole_prompt_equals_one_stretch_that_covers_the_prompt():
         assert torch.equal(a, b)
 
 
-def test_clustering_kernel_by_cosine():
-    """Of a size that does not divide the stretch."""
+@pytest.mark.parametrize("centred", [False, True])
+def test_clustering_kernel_by_cosine(centred):
+    """Of a size that does not divide the stretch. The keys that stay in the ring are no part of the mean."""
     k = torch.randn(1, 150, 2, 32, generator=torch.Generator().manual_seed(8))
+    k[:, 141:] += 40
     k *= torch.rand(1, 150, 2, 1, generator=torch.Generator().manual_seed(1)) + 0.2
-    both_ways(k.transpose(1, 2), times([0], [150], [141], 4), 20, 64, cosine=True)
+    both_ways(k.transpose(1, 2) + 3, times([0], [150], [141], 4), 20, 64, True, centred)
 
 
 def test_cosine_ignores_the_length_of_keys():
@@ -202,30 +204,33 @@ def test_random_draw_over_several_tiles(monkeypatch):
     both_ways(k, times([0], [128], [128], 0), 2, 128)
 
 
-def both_ways(k: torch.Tensor, lengths: Lengths, size: int, stretch: int, cosine: bool = False) -> None:
+def both_ways(
+    k: torch.Tensor, lengths: Lengths, size: int, stretch: int, cosine: bool = False, centred: bool = False
+) -> None:
     both = []
     for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
         k, units, of_rows = on(device, clones((k, none_yet(k, lengths.sink), lengths)))
-        order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5, cosine), True)
+        order = ENTRY.run(kind, k, units, of_rows, Kmeans(size, stretch, 3, 5, cosine, centred), True)
         both.append([t.cpu() for t in tensors((order, units))])
     for got, want in zip(both[1], both[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("keys", [40, 33])
-def test_tokens_leaving_the_ring_are_clustered_by_cosine(keys):
+def test_tokens_leaving_the_ring_are_clustered_by_cosine(keys, centred):
     """Kernel and reference alike, and as many clusters as asked for."""
     g = torch.Generator().manual_seed(1)
     kinds = torch.nn.functional.normalize(torch.randn(4, 32, generator=g), dim=-1)
     k = kinds[torch.arange(60) % 4] * (1 + 4 * torch.rand(2, 60, 1, generator=g))
-    k = k + 0.01 * torch.randn(2, 60, 32, generator=g)
+    k = k + 0.01 * torch.randn(2, 60, 32, generator=g) + 3.0 * centred
     rows = torch.stack([k, torch.randn(2, 60, 32, generator=g)], 2)[None]
     lengths = times([50], [51], [2 + keys], 2)._replace(interval=keys)
     both = []
     for kind, device in (("reference", "cpu"), ("triton", DEVICE)):
         store = KVStore(rows, torch.zeros(1, 2, 64, 2, 32))
         state = on(device, clones((store, none_yet(rows[:, :, :, 0], 2), lengths)))
-        load_all()["cluster_ring"].run(kind, *state, Kmeans(keys // 4, keys, 20, 3, True))
+        load_all()["cluster_ring"].run(kind, *state, Kmeans(keys // 4, keys, 20, 3, True, centred))
         both.append([t.cpu() for t in tensors(state)])
         ends = state[1].first[0, 0, :5].tolist()
         assert int(state[1].unit_count[0, 0]) == 4
