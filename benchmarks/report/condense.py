@@ -3,8 +3,9 @@
     python -m torchsparsekv_benchmarks.report.condense --commit COMMIT --out FILE.json RAW.jsonl [RAW.jsonl ...]
 
 A cell is a task, length, method and budget with its settings, of one raw file. Of each cell the file has the number of
-samples, the mean and the standard error of what was measured, and what the method read. The commands, hardware, options
-and versions of each raw file stand in `sources`. COMMIT is the commit that holds the raw files.
+samples, the mean and the standard error of what was measured, and what the method read. With `--against FILES` it also
+has how much higher the cell scores than there: same method, budget and samples, but another setting. The commands,
+hardware, options and versions of each raw file stand in `sources`. COMMIT is the commit that holds the raw files.
 """
 
 import argparse
@@ -33,10 +34,17 @@ def mean_and_error(name: str, values: Sequence[float]) -> dict[str, float]:
     return out
 
 
-def cell(rows: list[dict], dense: Mapping[tuple, float] = MappingProxyType({})) -> dict[str, Any]:
+Scores = Mapping[tuple, float]
+NONE: Scores = MappingProxyType({})
+
+
+def cell(rows: list[dict], dense: Scores = NONE, others: Scores = NONE) -> dict[str, Any]:
     """What one cell measured: scores of `eval` or `board`, or nats and KL of `eval-text`. `loss` is what the dense
-    model scores above it on the same samples."""
+    model scores above it on the same samples, `gain` what it scores above the same cell in another setting."""
     out: dict[str, Any] = {"samples": len(rows)}
+    gains = [r["score"] - others[of_cell(r)] for r in rows if of_cell(r) in others]
+    if gains:
+        out |= mean_and_error("gain", gains)
     losses = [dense[sample(r)] - r["score"] for r in rows if sample(r) in dense]
     if losses:
         out |= mean_and_error("loss", losses)
@@ -60,8 +68,13 @@ def sample(r: dict) -> tuple:
     return r["task"], r["length"], r["index"]
 
 
-def condensed(paths: Sequence[Path], commit: str, root: Path) -> dict[str, Any]:
+def of_cell(r: dict) -> tuple:
+    return *sample(r), r["method"], r["budget"]
+
+
+def condensed(paths: Sequence[Path], commit: str, root: Path, against: Sequence[Path] = ()) -> dict[str, Any]:
     """The content of the file; names of raw files are relative to `root`."""
+    others = {of_cell(x): x["score"] for path in against for x in read(path)[0] if "score" in x}
     sources: list[dict] = []
     settings: list[dict] = []
     rows: list[dict] = []
@@ -81,7 +94,8 @@ def condensed(paths: Sequence[Path], commit: str, root: Path) -> dict[str, Any]:
             cells.setdefault((*(r[k] for k in CELL), settings.index(setting)), []).append(r)
         of_dense = (r for c, mine in cells.items() if c[2] in (DENSE, BASE) and "score" in mine[0] for r in mine)
         dense = {sample(r): r["score"] for r in of_dense}
-        rows += [dict(zip((*CELL, "setting"), c), source=number) | cell(mine, dense) for c, mine in cells.items()]
+        for c, mine in cells.items():
+            rows.append(dict(zip((*CELL, "setting"), c), source=number) | cell(mine, dense, others))
     lists = {"sources": sources, "settings": settings, "rows": rows}
     return {"benchmark": MEANS, "about": ABOUT, "commit": commit, **lists}
 
@@ -99,9 +113,10 @@ def main() -> None:
     p.add_argument("raw", nargs="+", type=Path, help="files of `eval`, `board` or `eval-text`")
     p.add_argument("--commit", required=True, help="the commit that holds the raw files")
     p.add_argument("--root", type=Path, default=Path(), help="the checkout, which names of raw files are relative to")
+    p.add_argument("--against", nargs="+", type=Path, default=(), help="files with the same cells in another setting")
     p.add_argument("--out", type=Path, required=True)
     o = p.parse_args()
-    o.out.write_text(written(condensed(o.raw, o.commit, o.root)))
+    o.out.write_text(written(condensed(o.raw, o.commit, o.root, o.against)))
 
 
 if __name__ == "__main__":
