@@ -5,6 +5,7 @@ from torchsparsekv.ops._machinery.chain import cuda, torch_kernels, triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
+from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.views import (
     Attention,
     Digests,
@@ -20,6 +21,6 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 __all__ = [
     "Attention", "Buffer", "Buffers", "Changed", "Digests", "Geometry", "KVStore", "LayerState", "Leaving", "Lengths",
-    "Method", "Of", "Query", "RingPlan", "Selection", "Stats", "Token", "Traits", "check_method", "cuda",
+    "Method", "Of", "Query", "Rest", "RingPlan", "Selection", "Stats", "Token", "Traits", "check_method", "cuda",
     "leaving_keys", "load_keys", "option", "register", "torch_kernels", "triton",
 ]  # fmt: skip

@@ -11,4 +11,7 @@ token (`remaining` in _remaining.py):
     logit of g = softcap(scale * q.k_g) + log m_g;   -inf if m_g = 0
 
 So a full budget is dense attention, and an empty one is attention to the means of the groups.
+
+A method may make the means itself, and say at each step how many tokens each stands for (`Rest.tokens`). Attention then
+takes nothing out of them.
 """

@@ -18,8 +18,11 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
 @dataclass(frozen=True, kw_only=True)
 class RetroInfer(RingClusters):
-    """Clusters of about 16 tokens, by cosine once the mean of the keys is taken out. The budget holds the best ones;
-    mean key and mean value stand for the tokens of the next best."""
+    """The budget holds the best clusters, of about 16 tokens. The mean key and the mean value of each of the next best
+    clusters stand for its tokens.
+
+    Keys are compared by cosine, after their mean is taken out.
+    """
 
     name = "retroinfer"
     centred: ClassVar[bool] = True
