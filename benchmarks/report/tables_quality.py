@@ -268,7 +268,8 @@ def board_seeds(means: Means) -> str:
         lost = [" / ".join(f"{d - x:.3f}" for d, x in zip(dense, a.by_seed)) for a in mine]
         told.append([f"`{method}`", *lost, f"{mine[-1].error:.3f}"])
     said = "How much lower than the dense model a method scores: first seed / second seed, 12 samples a task each."
-    return markdown(said, ["method", "budget 64", "budget 256", "budget 1024", "standard error of both at 1024"], told)
+    last = "standard error of the mean of both at 1024"
+    return markdown(said, ["method", "budget 64", "budget 256", "budget 1024", last], told)
 
 
 LONG_SEEDS = ("l0.jsonl", "l1.jsonl")

@@ -12,6 +12,7 @@ from torchsparsekv._methods import icecache
 from torchsparsekv.method import make_method
 from torchsparsekv.ops._machinery.chain import mapped
 from torchsparsekv.ops._machinery.registry import load_all
+from torchsparsekv.ops.clusters._kmeans import Kmeans
 from torchsparsekv.ops.clusters.views import Units
 from torchsparsekv.ops.icecache._tree import levels_of
 from torchsparsekv.ops.pariskv.views import Codes
@@ -130,7 +131,7 @@ def test_grids_of_clusters_fit_a_huge_prompt(monkeypatch):
         monkeypatch.setattr(kernels, name, recorded.setdefault(name, Recorded()))
     f32, i32 = torch.float32, torch.int32
     units = Units(like(i32, 1, 1, 9), like(f32, 1, 1, 8, 256), like(i32, 1, 1))
-    run = kernels.Launches(like(f32, 1, 1, TOKENS, 256), units, times()[:3], 0, 2, TOKENS, False)
+    run = kernels.Launches(like(f32, 1, 1, TOKENS, 256), units, times(), Kmeans(2, TOKENS, 1, 0, False), TOKENS)
     run.assign(False)
     run.update(False)
     assert [x.grid for x in recorded.values()] == [(65_536,), (65_536,)]

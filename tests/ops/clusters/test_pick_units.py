@@ -12,6 +12,7 @@ from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.clusters.views import Units
 
 SELECT = importlib.import_module("torchsparsekv.ops.clusters.pick_units")
+SCORES = importlib.import_module("torchsparsekv.ops.clusters._unit_scores")
 ENTRY = load_all()["pick_units"]
 
 
@@ -19,8 +20,8 @@ ENTRY = load_all()["pick_units"]
 def small():
     """Chunks so small that a few units fill many; of the larger size where there are more than three."""
     with pytest.MonkeyPatch.context() as m:
-        for name, size in (("CHUNK", 16), ("CHUNKS", 3), ("UNITS", 16)):
-            m.setattr(SELECT, name, size)
+        for module, name, size in ((SELECT, "CHUNK", 16), (SELECT, "CHUNKS", 3), (SCORES, "UNITS", 16)):
+            m.setattr(module, name, size)
         yield
 
 
