@@ -86,7 +86,8 @@ def named(row: dict[str, Any]) -> str:
     """A method as tables write it, with what it has else than its defaults."""
     if row["method"] in NAMES:
         return NAMES[row["method"]]
-    return f"`{row['method']}`" + (f", {row['hyper']}" if row.get("hyper") else "")
+    told = row.get("hyper") and row["method"] not in ONCE
+    return f"`{row['method']}`" + (f", {row['hyper']}" if told else "")
 
 
 def markdown(about: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -26,7 +26,10 @@ def memory_layer() -> str:
     """The methods by what they keep on the GPU."""
     found = sorted((mib(m)[::-1], m) for m in all_methods())
     rows = [[f"`{m}`", number(host, 1), number(device, 1)] for (device, host), m in found]
-    said = f"{ABOUT}; the pool is in host memory, ring, index and hot buffer on the GPU."
+    said = (
+        f"{ABOUT}; the pool is in host memory (that of dense layers of a model stays on the GPU), ring, index and hot "
+        "buffer are on the GPU."
+    )
     return markdown(said, ["method", "pool, MiB", "GPU, MiB"], rows)
 
 

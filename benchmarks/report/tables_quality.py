@@ -122,7 +122,7 @@ def int8_answers(packed: Means) -> str:
         told.append([f"`{method}`", f"{len(mine)}", f"{score - mean('gain'):.3f}", f"{score:.3f}", change])
     told.sort(key=lambda x: -float(x[2]))
     said = (
-        f"{REAL}, 32K: mean score of the first tasks of the board, 12 samples of each, budget 256, with a pool in 16 "
+        f"{REAL}, 32K: mean score of tasks of the board, 12 samples of each, budget 256, with a pool in 16 "
         "bits and in 8 bits. The change is that of the same samples, with its standard error."
     )
     return markdown(said, ["method", "tasks", "16 bits", "8 bits", "change"], told)
@@ -496,7 +496,7 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
         "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention "
-        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not timed."
+        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is none."
     )
     return markdown(said, head, told)
 

@@ -49,8 +49,8 @@ def memory(*results: Result) -> str:
     files = keyed(tuple(usual))
     said = (
         f"S{shape(*results)[1:]} in bf16, one row, two dense layers, {SMALL_BUDGET}: GiB of the cache, index "
-        "and hot buffers of two budgets included, without weights; pool in host memory. The int8 column has a budget "
-        "of 1024 for all."
+        "and hot buffers of two budgets included, without weights; pool in host memory, that of dense on the GPU. The "
+        "int8 column has a budget of 1024 for all."
     )
     small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
     rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"

@@ -82,6 +82,9 @@ def test_output_names_attended_tokens_and_memory(shown):
     _, *dense = map(float, row(done, "dense")[7:])
     for method in METHODS:
         attended, context, device, host = map(float, row(done, method)[7:])
+        if method == "retroinfer":  # up to 1024 tokens wait for their clusters: all of this text
+            assert attended == context
+            continue
         # clusterkv attends to up to 320 tokens that wait for their clusters, too.
         assert attended < context / (2 if method == "clusterkv" else 4)
         assert context == pytest.approx(dense[0], abs=1)
