@@ -496,7 +496,8 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
         "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention "
-        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is none."
+        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is "
+        "none."
     )
     return markdown(said, head, told)
 
