@@ -122,8 +122,8 @@ def int8_answers(packed: Means) -> str:
         told.append([f"`{method}`", f"{len(mine)}", f"{score - mean('gain'):.3f}", f"{score:.3f}", change])
     told.sort(key=lambda x: -float(x[2]))
     said = (
-        f"{REAL}, 32K: mean score of tasks of the board, 12 samples of each, budget 256, with a pool in 16 "
-        "bits and in 8 bits. The change is that of the same samples, with its standard error."
+        f"{REAL}: mean score of tasks of the table of answers at 32K, 12 samples of each, budget 256, with a pool in "
+        "16 bits and in 8 bits. The change is that of the same samples, with its standard error."
     )
     return markdown(said, ["method", "tasks", "16 bits", "8 bits", "change"], told)
 
@@ -251,7 +251,7 @@ def board_tasks(board: Means, others: Means) -> str:
     line = lambda label, a: [label, *(f"{a.tasks[t]:.2f}" for t in order)]  # noqa: E731
     told = [line("dense", found[BASE, None])]
     told += [line(f"`{m}`", found[m, 1024]) for m in ranked(found, 1024) if m not in ("random", "streaming")]
-    return markdown("The tasks of the board at a budget of 1024: mean scores.",
+    return markdown("The tasks of the table above at a budget of 1024: mean scores.",
                     ["method", *(TASK_NAMES.get(t, t) for t in order)], told)  # fmt: skip
 
 
@@ -494,9 +494,9 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
-        f"dense has a standard error of at most {worst_error(found):.2f}. Speed: shape of Llama-3.1-8B, random "
-        "weights; its layers fetch what the 1.5B model selected. The cache is in host memory, that of dense attention "
-        "on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is "
+        f"dense has a standard error of at most {worst_error(found):.2f}. Speed: a model of the shape of "
+        "Llama-3.1-8B with random weights, whose layers fetch the blocks that the 1.5B model selected. The cache is in "
+        "host memory, that of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is "
         "none."
     )
     return markdown(said, head, told)
