@@ -496,8 +496,8 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
         f"dense has a standard error of at most {worst_error(found):.2f}. Speed: a model of the shape of "
         "Llama-3.1-8B with random weights, whose layers fetch the blocks that the 1.5B model selected. The cache is in "
-        "host memory, that of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or there is "
-        "none."
+        "host memory, that of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens."
+        " A dash: not measured, or there is none."
     )
     return markdown(said, head, told)
 
