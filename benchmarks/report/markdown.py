@@ -153,7 +153,7 @@ def queries(given: Iterable[dict[str, Any]], *results: Result) -> str:
     rows = list(given)
     localities = span({r.options["locality"] for r in results})
     fetching = [x for x in rows if x.get("hit_rate") is not None and x["method"] not in ONCE]
-    once = " and ".join(f"`{m}`" for m in ONCE if any(x["method"] == m for x in rows))
-    seldom = f"{once} {'fetch' if ' and ' in once else 'fetches'} once a prompt"
-    told = "; ".join([*([f"hits {hits(fetching)}"] if fetching else []), *([seldom] if once else [])])
-    return f"synthetic queries of locality {localities}, {told}"
+    told = [f"hits {hits(fetching)}"] if fetching else []
+    if once := [f"`{m}`" for m in ONCE if any(x["method"] == m for x in rows)]:
+        told.append(f"fetched once a prompt: {' and '.join(once)}")
+    return f"synthetic queries of locality {localities}, {'; '.join(told)}"

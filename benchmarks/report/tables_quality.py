@@ -117,7 +117,7 @@ def int8_answers(packed: Means) -> str:
     told = []
     for method, mine in cells.items():
         mean = lambda name, mine=mine: statistics.fmean(r[name] for r in mine)  # noqa: E731
-        error = sum(r["gain_se"] ** 2 for r in mine) ** 0.5 / len(mine)
+        error = error_of_mean([r["gain_se"] for r in mine])
         score, change = mean("score"), f"{mean('gain'):+.3f} ± {error:.3f}"
         told.append([f"`{method}`", f"{len(mine)}", f"{score - mean('gain'):.3f}", f"{score:.3f}", change])
     told.sort(key=lambda x: -float(x[2]))
@@ -185,11 +185,14 @@ class Answers:
     tasks: dict[str, float]
 
 
-def over_tasks(means: Means, seeds: tuple[str, ...] = SEEDS) -> dict[tuple[str, int | None], Answers]:
+def over_tasks(
+    means: Means, seeds: tuple[str, ...] = SEEDS, tasks: Sequence[str] = ()
+) -> dict[tuple[str, int | None], Answers]:
+    """Over these tasks, or over all that the dense model can do."""
     rows: dict[tuple[str, int | None], dict[tuple[str, str], Row]] = {}
     for seed in seeds:
         for r in means.of(seed):
-            if r["task"] not in TOO_HARD:
+            if r["task"] in tasks or (not tasks and r["task"] not in TOO_HARD):
                 rows.setdefault((r["method"], r["budget"]), {})[r["task"], seed] = r
     return {name: answered(cells, seeds) for name, cells in rows.items()}
 
@@ -209,9 +212,14 @@ def answered(cells: dict[tuple[str, str], Row], seeds: tuple[str, ...]) -> Answe
     by_seed = [statistics.fmean(x) for x in scores if x]
     tasks = {t: statistics.fmean(r["score"] for (u, _), r in cells.items() if u == t) for t, _ in cells}
     return Answers(
-        mean("score"), mean("loss"), sum(e * e for e in errors) ** 0.5 / len(errors), mean("attended"),
+        mean("score"), mean("loss"), error_of_mean(errors), mean("attended"),
         statistics.fmean(hits) if hits else None, tuple(by_seed), tasks,
     )  # fmt: skip
+
+
+def error_of_mean(errors: Sequence[float]) -> float:
+    """The standard error of a mean of independent values with these standard errors."""
+    return sum(e * e for e in errors) ** 0.5 / len(errors)
 
 
 def ranked(found: dict[tuple[str, int | None], Answers], budget: int) -> list[str]:
@@ -276,15 +284,12 @@ LONG_SEEDS = ("l0.jsonl", "l1.jsonl")
 SECOND_SEED = ("niah_multivalue", "niah_multiquery", "code_constant", "code_function", "form")
 
 
-def lost_by_seed(means: Means, files: tuple[str, str], budget: int, tasks: Sequence[str] | None) -> list[list[str]]:
-    """How much lower than the dense model each method scores with either seed, and the standard error of each."""
-    rows = [[r for r in means.of(f) if tasks is None or r["task"] in tasks] for f in files]
-    lines = []
-    for method in dict.fromkeys(r["method"] for r in rows[1] if r["budget"] == budget):
-        mine = [answered({(r["task"], f): r for r in found if (r["method"], r["budget"]) == (method, budget)}, (f,))
-                for found, f in zip(rows, files)]  # fmt: skip
-        lines.append([f"`{method}`", *(f"{a.loss:.3f} ± {a.error:.3f}" for a in mine)])
-    return sorted(lines, key=lambda x: x[1])
+def lost_by_seed(means: Means, files: tuple[str, str], budget: int, tasks: Sequence[str] = ()) -> list[list[str]]:
+    """How much lower than the dense model each method of the second file scores, with the standard error of each."""
+    first, second = (over_tasks(means, (f,), tasks) for f in files)
+    told = [(f"`{m}`", first[m, b], a) for (m, b), a in second.items() if b == budget]
+    told.sort(key=lambda x: x[1].loss)
+    return [[name, *(f"{a.loss:.3f} ± {a.error:.3f}" for a in mine)] for name, *mine in told]
 
 
 @table("board-seeds-256", OTHERS)
@@ -304,7 +309,7 @@ def board_seeds_128k(first: Means, second: Means) -> str:
         f"{REAL}, 128K by YaRN, budget 1024: how much lower than the dense model a method scores, with its standard "
         f"error; 6 tasks, 4 samples of each. The dense model scores {dense[0]:.2f} and {dense[1]:.2f}."
     )
-    return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, LONG_SEEDS, 1024, None))
+    return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, LONG_SEEDS, 1024))
 
 
 @table("ledger", "quality/ledger_32k.json")

@@ -12,7 +12,7 @@ Args:
     selection: frontier [batch, heads] (None: lengths.ring_begin), fill [batch, heads, blocks] (None: all rows) and
         bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
-        With tokens [batch, heads, groups] the rows of sums are means, each of so many tokens.
+        With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two

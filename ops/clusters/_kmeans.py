@@ -5,8 +5,8 @@
     centroid = mean of its keys, rounded to the type of the keys; unchanged where a cluster has no key
     at the end every empty cluster takes one key, of the keys farthest from their centroids
 
-With `cosine` keys and centroids have length 1 while they are compared. With `centred` the mean of all keys is taken out
-of them before. The centroids returned are the means of the keys as they are.
+With `cosine` keys and centroids have length 1 while they are compared. With `centred` their mean is taken out of the
+keys before. The centroids returned are the means of the keys as they are.
 """
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,7 +29,8 @@ class Kmeans(NamedTuple):
     rounds: how often keys are assigned and means computed.
     seed: of the first centroids.
     cosine: compare keys by direction alone, instead of by Euclidean distance.
-    centred: compare what keys differ by from their mean. It is the mean of all keys that one call clusters.
+    centred: take the mean out of the keys before they are compared. cluster_keys takes the mean of a whole prompt,
+        cluster_ring that of each stretch.
     """
 
     size: int
@@ -105,8 +106,13 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def without(x: Tensor, centre: Tensor) -> Tensor:
-    """Keys [..., keys, dim] less their mean in fp32 [..., dim], in their own type."""
+    """Keys [..., keys, dim] less a vector in fp32 [..., dim], in their own type."""
     return (x.float() - centre[..., None, :]).to(x.dtype)
+
+
+def shifted(x: Tensor, centred: bool) -> Tensor:
+    """Keys [..., keys, dim], without their mean if `centred`."""
+    return without(x, x.float().mean(-2)) if centred else x
 
 
 def means(x: Tensor, cluster: Tensor, centres: Tensor, cosine: bool = False) -> Tensor:
@@ -143,7 +149,7 @@ def kmeans(
 ) -> tuple[Tensor, Tensor]:
     """Centroids [heads, clusters, dim] and the cluster of every key of x [heads, keys, dim].
 
-    moved: with `centred` the keys without their mean, which are compared.
+    moved: the keys that are compared, if not x: with `centred` x without a mean.
     """
     moved = x if moved is None else moved
     compared = normalized(moved) if cosine else moved

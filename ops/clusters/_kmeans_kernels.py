@@ -340,11 +340,10 @@ class Launches:
         compared = normalized(moved) if kmeans.cosine else moved
         state = (units.unit_count, centroid, self.half)
         self.sizes = (heads, tokens, centroid.shape[2], lengths.sink, size)
-        # Of the keys as they are compared, as their means are taken in a round, and as the model gave them.
-        self.compared, self.moved, self.given = ((x, *state) for x in (compared, moved, k))
-        self.compared_times, self.moved_times, self.given_times = (
-            (*times, *x.stride()[:3], *self.sizes) for x in (compared, moved, k)
-        )
+        both = lambda x: ((x, *state), (*times, *x.stride()[:3], *self.sizes))  # noqa: E731
+        self.compared, self.compared_times = both(compared)
+        self.moved, self.moved_times = both(moved)  # whose means a round takes
+        self.given, self.given_times = both(k)  # whose means the units keep
         self.wide = next_power_of_2(d)
         self.shape = dict(S=stretch, D=d, DP=self.wide)
         row = self.wide * k.element_size()

@@ -69,13 +69,13 @@ def reference(k: NewKeys, units: Changed[Units], lengths: Lengths, kmeans: Kmean
     for b, (n0, n, end) in enumerate(torch.stack(times, 1).tolist()):
         first, end = max(n0, lengths.sink), end if n > 0 else 0
         keys = k[b, :, tokens - n + first : tokens - n + end]
-        moved = _kmeans.without(keys, keys.float().mean(1)) if centred else keys
+        moved = _kmeans.shifted(keys, centred)
         for begin in range(first, end, stretch or tokens):
             stop = min(begin + (stretch or tokens), end)
             column, clusters = tokens - n + begin, max(1, (stop - begin) // size)
             some = (x[:, begin - first : stop - first] for x in (keys, moved))
             parts = zip(*(x.split(1 if stretch == WHOLE else heads) for x in some))  # one head at a time, for memory
-            clustered = [_kmeans.kmeans(x, clusters, draws, rounds, seed, cosine, moved) for x, moved in parts]
+            clustered = [_kmeans.kmeans(x, clusters, draws, rounds, seed, cosine, y) for x, y in parts]
             found = map(torch.cat, zip(*clustered))
             order[b, :, column : column + stop - begin] = column + _kmeans.add_units(units, b, begin, *found)
     return order

@@ -61,8 +61,9 @@ def reference(store: Changed[KVStore], units: Changed[Units], lengths: Lengths, 
             end = min(begin + stretch, stop)
             rows = ring[b][:, ring_row(torch.arange(begin, end, device=ring.device), sink, ring.shape[2])]
             keys = keys_of(rows)
-            moved = _kmeans.without(keys, keys.float().mean(1)) if centred else keys
-            found = _kmeans.kmeans(keys, max(1, (end - begin) // size), 1, rounds, seed, cosine, moved)
+            found = _kmeans.kmeans(
+                keys, max(1, (end - begin) // size), 1, rounds, seed, cosine, _kmeans.shifted(keys, centred)
+            )
             order = _kmeans.add_units(units, b, begin, *found)
             moved = rows.gather(1, order[..., None, None].expand_as(rows))
             pool[b, :, begin:end] = as_stored(moved, pool)

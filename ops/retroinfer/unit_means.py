@@ -5,8 +5,8 @@
 Rows below `start` are read in the pool. Later rows are those of new tokens, which the pool does not have yet: row p is
 that of column `order[p + tokens - length]`. Units without rows are left as they are.
 
-Launches: PROGRAMS programs per (row, kv head); each takes every so-manieth unit, from the newest on, and returns at the
-first unit that is not new. With a prompt on the side stream, where `order` is made too.
+Launches: PROGRAMS programs per (row, kv head). A program takes one unit of every PROGRAMS, from the newest on, and
+returns at the first unit that is not new. With a prompt on the side stream, where `order` is made too.
 """
 from typing import Annotated
 

@@ -3,6 +3,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from definition import check_steps, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from layer import Layer, small
@@ -30,14 +31,6 @@ METHODS = {
 INTERPRETED = ("quest", "pariskv", "icecache")  # pages, tokens, and pages that move
 REFUSED = {"full", "h2o", "magicpig", "prkv_static", "raas", "retroinfer", "snapkv", "streaming"}
 SOFT, SINKS = 3.0, torch.tensor([0.5, -1.0, 2.0, 0.0])
-
-
-def tensors(tokens: int, *, batch=1, seed=1, heads=2, group=2, dim=16):
-    """Queries, keys and values. A channel of the keys has a large mean, as in some models."""
-    g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, n, tokens, dim, generator=g) for n in (heads * group, heads, heads))
-    k[..., 3] += 9.0
-    return q, k, v
 
 
 def held_rows(s, b: int, h: int, fill: torch.Tensor | None) -> list[int]:
@@ -86,28 +79,9 @@ def by_definition(s, b: int, q, k, v, a: Attention, selection, group: int) -> to
     return out
 
 
-def check_steps(
-    method, sizes: list[int], *, group: int, attention=None, pads=(0,), kind: str | None = "reference", seed=1,
-) -> int:  # fmt: skip
-    """Drive a layer through prompts and steps, and compare each step of each row with its definition."""
-    q, k, v = tensors(sum(sizes), batch=len(pads), seed=seed)
-    layer = Layer(method, batch=len(pads), group=2, left_pad=list(pads), device=torch.device("cpu"))
-    layer.attention = attention or layer.attention
-    seen: list[tuple] = []
-
-    def on_step(s, q, a, selection, out):
-        end = int(s.row_lengths.seq_len)
-        for b, pad in enumerate(pads):
-            if end > pad:
-                want = by_definition(s, b, q[b, :, 0], k[b, :, pad:end], v[b, :, pad:end], a, selection, group)
-                seen.append((b, end, out[b, :, 0].double(), want))
-
-    layer.state.on_step = on_step
-    with use_kernels(kind):
-        layer.feed_parts(q, k, v, sizes)
-    for b, end, got, want in seen:
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=f"row {b} at {end} tokens")
-    return len(seen)
+def of_groups(group: int):
+    """The definition of a step that estimates the rest by groups of `group` rows."""
+    return lambda *step: by_definition(*step, group)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +91,14 @@ def test_step_equals_definition_from_raw_keys_and_values(name, kind):
     """A prompt, generated tokens that leave the ring, a second turn, and more steps; groups of 8."""
     steps = (6, 3) if kind == "triton" else (24, 24)
     sizes = [50, *[1] * steps[0], 13, *[1] * steps[1]]
-    assert check_steps(small(name, **METHODS[name], estimate_rest=8), sizes, group=8, kind=kind) == sum(steps)
+    assert check_steps(small(name, **METHODS[name], estimate_rest=8), sizes, of_groups(8), kind=kind) == sum(steps)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 def test_softcap_and_sink_logits_act_on_means(kind):
     attention = Attention(0.25, SOFT, SINKS)
-    check_steps(small("quest", budget=8, estimate_rest=16), [60, *[1] * 5], group=16, attention=attention, kind=kind)
+    method = small("quest", budget=8, estimate_rest=16)
+    check_steps(method, [60, *[1] * 5], of_groups(16), attention=attention, kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
@@ -131,7 +106,7 @@ def test_ragged_rows_equal_definition(kind):
     """Rows of 60, 41 and 9 tokens: the last one has nothing outside its ring."""
     method = small("pariskv", **METHODS["pariskv"], estimate_rest=4)
     steps = 2 if kind == "triton" else 6
-    assert check_steps(method, [60, *[1] * steps], group=4, pads=(0, 19, 51), kind=kind) == 3 * steps
+    assert check_steps(method, [60, *[1] * steps], of_groups(4), pads=(0, 19, 51), kind=kind) == 3 * steps
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
@@ -162,7 +137,8 @@ def test_heads_that_fetch_late_count_the_tokens_of_their_ring_once(kind):
 )  # fmt: skip
 def test_any_prompt_and_any_group_equal_definition(prompt, steps, group, name, pad, seed, window, sink):
     hyper = METHODS[name] | dict(window=window, sink=sink, estimate_rest=group)
-    check_steps(small(name, **hyper), [prompt, *[1] * steps], group=group, pads=(0, min(pad, prompt)), seed=seed)
+    sizes = [prompt, *[1] * steps]
+    check_steps(small(name, **hyper), sizes, of_groups(group), pads=(0, min(pad, prompt)), seed=seed)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -3,25 +3,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from definition import check_steps, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from layer import Layer
 
 from torchsparsekv.method import make_method
-from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.clusters import _kmeans
 from torchsparsekv.ops.store.rows import keys_of
 from torchsparsekv.ops.store.views import Attention
 
 SMALL = dict(budget=12, sink=3, window=5, cluster_size=4, stretch=32, every=12, new_clusters=3, rounds=3)
-
-
-def tensors(tokens: int, *, batch=1, seed=1, heads=2, group=2, dim=16):
-    """Queries, keys and values. A channel of the keys has a large mean, as in some models."""
-    g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(batch, n, tokens, dim, generator=g) for n in (heads * group, heads, heads))
-    k[..., 3] += 9.0
-    return q, k, v
 
 
 def clusters_of(s, b: int, h: int, k: torch.Tensor) -> list[list[int]]:
@@ -34,7 +26,12 @@ def clusters_of(s, b: int, h: int, k: torch.Tensor) -> list[list[int]]:
     return found
 
 
-def by_definition(s, b: int, q, k, v, a: Attention, share: float, budget: int) -> torch.Tensor:
+def by_definition(method):
+    """The definition of a step (tests/support/definition.py)."""
+    return lambda *step: estimated_attention(*step[:6], method.estimated, method.budget)
+
+
+def estimated_attention(s, b: int, q, k, v, a: Attention, share: float, budget: int) -> torch.Tensor:
     """One row of a step: q [query heads, dim], and k and v [kv heads, tokens, dim] of all its tokens."""
     q, k, v = q.double(), k.double(), v.double()
     n, each, out = k.shape[1], q.shape[0] // k.shape[0], torch.empty_like(q)
@@ -61,35 +58,13 @@ def by_definition(s, b: int, q, k, v, a: Attention, share: float, budget: int) -
     return out
 
 
-def check_steps(method, sizes: list[int], *, attention=None, pads=(0,), kind="reference", seed=1) -> int:
-    """Drive a layer through prompts and steps, and compare each step of each row with its definition."""
-    q, k, v = tensors(sum(sizes), batch=len(pads), seed=seed)
-    layer = Layer(method, batch=len(pads), group=2, left_pad=list(pads), device=torch.device("cpu"))
-    layer.attention = attention or layer.attention
-    seen = []
-
-    def on_step(s, q, a, selection, out):
-        end = int(s.row_lengths.seq_len)
-        for b, pad in enumerate(pads):
-            if end > pad:
-                raw = k[b, :, pad:end], v[b, :, pad:end]
-                want = by_definition(s, b, q[b, :, 0], *raw, a, method.estimated, method.budget)
-                seen.append((b, end, out[b, :, 0].double(), want))
-
-    layer.state.on_step = on_step
-    with use_kernels(kind):
-        layer.feed_parts(q, k, v, sizes)
-    for b, end, got, want in seen:
-        torch.testing.assert_close(got, want, rtol=0, atol=3e-5, msg=f"row {b} at {end} tokens")
-    return len(seen)
-
-
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 def test_step_equals_definition_from_raw_keys_and_values(kind):
     """A prompt, generated tokens that become clusters, a second turn, and more steps."""
     steps = (14, 2) if kind == "triton" else (30, 20)
     sizes = [70, *[1] * steps[0], 13, *[1] * steps[1]]
-    assert check_steps(make_method("retroinfer", **SMALL), sizes, kind=kind) == sum(steps)
+    method = make_method("retroinfer", **SMALL)
+    assert check_steps(method, sizes, by_definition(method), kind=kind) == sum(steps)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
@@ -98,7 +73,8 @@ def test_softcap_acts_on_means_and_ragged_rows_equal_definition(kind):
     steps = 2 if kind == "triton" else 14
     method = make_method("retroinfer", **SMALL, estimated=0.5)
     sizes = [60, *[1] * steps]
-    assert check_steps(method, sizes, attention=Attention(0.25, 3.0), pads=(0, 19, 51), kind=kind) == 3 * steps
+    told = dict(attention=Attention(0.25, 3.0), pads=(0, 19, 51), kind=kind)
+    assert check_steps(method, sizes, by_definition(method), **told) == 3 * steps
 
 
 @given(
@@ -107,7 +83,8 @@ def test_softcap_acts_on_means_and_ragged_rows_equal_definition(kind):
 )  # fmt: skip
 def test_any_share_and_budget_equal_definition(prompt, steps, share, budget, pad, seed):
     method = make_method("retroinfer", **SMALL | dict(budget=budget), estimated=share)
-    check_steps(method, [prompt, *[1] * steps], pads=(min(pad, prompt - 1), 0), seed=seed)
+    sizes = [prompt, *[1] * steps]
+    check_steps(method, sizes, by_definition(method), pads=(min(pad, prompt - 1), 0), seed=seed)
 
 
 def test_share_of_zero_estimates_nothing_and_a_share_of_one_everything():

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from torchsparsekv._methods._clusters import CLUSTERED, RingClusters
@@ -11,9 +10,8 @@ from torchsparsekv.method import Traits, option
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.retroinfer.estimate_units import ONE, estimate_units
 from torchsparsekv.ops.retroinfer.unit_means import unit_means
-from torchsparsekv.ops.store.rows import row_shape
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
-from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
+from torchsparsekv.state import Buffers, Geometry, LayerState, means_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,7 @@ class RetroInfer(RingClusters):
 
     def buffers(self, g: Geometry) -> Buffers:
         found = super().buffers(g)
-        dtype = torch.float32 if g.dtype is torch.float32 else torch.float16  # as those of state.rest_buffers
-        means = Buffer((*found["units"].centroid.shape[:3], *row_shape(g.head_dim)), dtype)
-        return found | {"means": means}
+        return found | {"means": means_buffer(g, found["units"].centroid.shape[2])}
 
     @cached_property
     def traits(self) -> Traits:
