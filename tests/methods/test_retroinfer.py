@@ -87,8 +87,8 @@ def test_any_share_and_budget_equal_definition(prompt, steps, share, budget, pad
     check_steps(method, sizes, by_definition(method), pads=(min(pad, prompt - 1), 0), seed=seed)
 
 
-def test_share_of_zero_estimates_nothing_and_a_share_of_one_everything():
-    """Against dense attention the error falls as more is estimated."""
+def test_error_against_dense_attention_falls_as_more_is_estimated():
+    """With nothing, the default share, and everything estimated."""
     q, k, v = tensors(400, seed=3)
     z = (q[0, :, -1:].double() @ k[0].repeat_interleave(2, 0).double().transpose(1, 2)) / 4
     dense = (z.softmax(-1) @ v[0].repeat_interleave(2, 0).double())[:, 0]
