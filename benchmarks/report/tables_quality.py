@@ -498,11 +498,11 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
     head = ["method", "score", "tokens read a step", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
-        f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from "
-        f"dense has a standard error of at most {worst_error(found):.2f}. Speed: a model of the shape of "
-        "Llama-3.1-8B with random weights, whose layers fetch the blocks that the 1.5B model selected. The cache is in "
-        "host memory, that of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens."
-        " A dash: not measured, or there is none."
+        f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard error of "
+        f"at most {worst_error(found):.2f}. Speed: of another model, with the shape of Llama-3.1-8B and random "
+        "weights; its layers fetch the blocks that the 1.5B model selected. Most of the cache is in host memory, that "
+        "of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not "
+        "measured, or there is none."
     )
     return markdown(said, head, told)
 
