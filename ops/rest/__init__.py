@@ -12,6 +12,6 @@ token (`remaining` in _remaining.py):
 
 So a full budget is dense attention, and an empty one is attention to the means of the groups.
 
-A method may make the means itself, and say at each step how many tokens each stands for (`Rest.tokens`). Attention then
-takes nothing out of them.
+A method may make means itself, and say at each step how many tokens each mean stands for (`Rest.tokens`). Attention
+subtracts nothing from such means.
 """

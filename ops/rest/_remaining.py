@@ -118,7 +118,7 @@ def remaining_tile(
 
 @triton.jit
 def mean_tile(sums, tokens, bh, tile, groups, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """`remaining_tile` of means that a method makes itself: nothing is taken out of them."""
+    """`remaining_tile` of means that a method makes itself: nothing is subtracted."""
     at, d = tile * GROUPS + tl.arange(0, GROUPS), tl.arange(0, DP)[None, :]
     count = tl.load(tokens + bh * groups + at, mask=at < groups, other=0)
     row, there = row_at(sums, bh, at, groups, D)[:, None], (count > 0)[:, None]

@@ -15,8 +15,8 @@ class Rest(NamedTuple):
         tokens that have left the ring, divided by `group`. So fp16 has room for it, and a full group has its mean.
         None: nothing is estimated.
     group: pool rows of a group; 0 without sums.
-    tokens: where a method makes the means itself, how many tokens each row of `sums` stands for at this step; 0 for a
-        row that is left out. Then a row is a mean from which nothing is taken out, and `group` is 0.
+    tokens: for means that a method makes itself, how many tokens each row of `sums` stands for at this step. A row with
+        0 is left out. Nothing is subtracted from such means, and `group` is 0.
     """
 
     sums: Annotated[Tensor, Of("batch heads groups 2 dim", FLOATS)] | None = None

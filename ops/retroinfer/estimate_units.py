@@ -1,17 +1,16 @@
-"""Which units a step estimates by their means, and how many tokens each of these means stands for.
+"""Choose the units that a step estimates by their means, and count the tokens that each mean stands for.
 
     left[u]    = tokens of unit u that are not retrieved
-    estimated  = of the units with left > 0, the share * units of the highest scores; ties to the lower unit
-    tokens[u]  = left[u] for these units, 0 for the others
+    estimated  = the best round(share * units) units with left > 0, by score; ties to the lower unit
+    tokens[u]  = left[u] for an estimated unit, 0 for another
 
-The scores are those by which `pick_units` retrieves (ops/clusters/_unit_scores.py), so these are the units that come
-behind the retrieved ones. The first of them may be one that the budget has cut: the mean of all its tokens stands for
-those that are left.
+`pick_units` retrieves by the same scores (ops/clusters/_unit_scores.py), so the estimated units follow the retrieved
+ones. The budget may cut a unit. Then the mean of all its tokens stands for those that are not retrieved.
 
 Launches, three per call:
     _logits   (row * kv head, parts): of _unit_scores.py
-    _left     (row * kv head, chunks): the rank of each unit, and its tokens that are left
-    _zone     (row * kv head): the rank at which enough units are estimated, by search (pick_units.py); 0 for the others
+    _left     (row * kv head, chunks): the rank of each unit, and its tokens that are not retrieved
+    _zone     (row * kv head): searches the rank that the best units reach, as pick_units.py does; 0 for units below it
 """
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""The mean key and the mean value of each unit that this forward has made.
+"""Take the mean key and the mean value of each unit that this forward has made.
 
     means[u] = mean over the pool rows p in first[u] .. first[u + 1]    for units with first[u] >= previous_ring_begin
 
-Rows below `start` are read in the pool. Later rows are those of new tokens, which the pool does not have yet: row p is
-that of column `order[p + tokens - length]`. Units without rows are left as they are.
+Rows below `start` are read in the pool. The pool does not have the new tokens yet: row p will hold the token of column
+`order[p + tokens - length]`. Units without rows keep their means.
 
 Launches: PROGRAMS programs per (row, kv head). A program takes one unit of every PROGRAMS, from the newest on, and
 returns at the first unit that is not new. With a prompt on the side stream, where `order` is made too.
@@ -36,7 +36,7 @@ def reference(
     leaving: Leaving, v: NewKeys | None, units: Units, means: Changed[Means], lengths: Lengths, order: Order | None,
     join: bool,
 ) -> None:  # fmt: skip
-    """The mean key and the mean value of each unit that this forward has made.
+    """Take the mean key and the mean value of each unit that this forward has made.
 
     Args:
         leaving: the keys of the new tokens, and the pool.
