@@ -139,7 +139,7 @@ def kernels(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
         f"budget {o['budget']}, but {o['tokens']} for `pariskv` as in its paper: us of a kernel with inputs that no "
-        "cache holds. A step fetches once; its time lies between those of all hits and of nearly no hits."
+        "GPU cache holds. A step fetches once, in a time between those of all hits and of nearly no hits."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]
     us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}

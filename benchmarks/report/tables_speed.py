@@ -158,7 +158,7 @@ def speed_reuse(r: Result) -> str:
     """IceCache where some layers choose for others."""
     rows = [x for x in r.rows if x["method"] == "icecache"]
     told = [[x.get("hyper", "").split("=")[0] or "every layer chooses", *cells(x)] for x in rows]
-    names = {"reuse_every": "`reuse_every=3`", "choosers": "`selecting_layers` of a file"}
+    names = {"reuse_every": "`reuse_every=3`", "choosers": "`selecting_layers`, read from a file"}
     told = [[names.get(x[0], x[0]), *x[1:]] for x in told]
     return markdown(f"{about(rows, r)} Context {tokens(LONG)}. {RATIOS}", ["`icecache`", *COLUMNS], told)
 
@@ -168,8 +168,8 @@ def speed_text(r: Result) -> str:
     rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: x["tpot_ms"])
     said = (
         f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, budget {r.options['budget']}, pool in host memory; queries "
-        "that miss as often as the method did on a real text at 256 tokens (table hit-rates). `louiskv` retrieves at "
-        f"every step. {RATIOS}"
+        "that miss about as often as the method did on a real text at 256 tokens (table hit-rates). `louiskv` "
+        f"retrieves at every step. {RATIOS}"
     )
     dense = [at(r, "full", LONG)]
     return markdown(
@@ -219,11 +219,11 @@ def speed_by_hits(r: Result) -> str:
 
 @table("prefetch-async-speed", "h100/decode_late.json")
 def prefetch_async_speed(r: Result) -> str:
-    rows = [x for x in r.rows if "locality" in x]
+    rows, turning = [x for x in r.rows if "locality" in x], f"{100 * r.options['turning']:.0f} %"
     said = (
         f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory; "
-        f"synthetic queries with the locality of each row; {r.options['turning']:g} of the jumps to another topic "
-        "change the query much. Late: fetched blocks that arrived while later layers computed."
+        f"synthetic queries with the locality of each row; of the jumps to another topic {turning} "
+        "change the query much, the others little. Late: fetched blocks that arrived while later layers computed."
     )
     head = ["`prefetch_async`", "locality", "hits", "late", *COLUMNS[:4]]
     return markdown(said, head, [
