@@ -7,18 +7,19 @@
 // has loads of 16 tokens in flight, 8 KiB at head_dim 128.
 //
 // With the estimate of the rest (ops/rest/__init__.py) the sums of groups are further rows, in fp16. Exact tokens are
-// those that the step attends to exactly. A group without exact tokens is attended to as one row. A group g with exact
-// tokens i and m remaining tokens is computed without a subtraction from its row:
+// those that the step attends to exactly. A group g with exact tokens i and m remaining tokens is computed without a
+// subtraction from its row:
 //
 //   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
 //   out += w (sum of values) - sum of w v_i
 //
-// A warp takes up to 16 such groups with all their exact tokens. A 0/1 matrix says which token is in which group. Products
-// with this matrix give the sums over i, and give each token the w of its group.
+// Every program of the cluster has the products with the sums of some groups in its shared memory, and the programs take
+// those with their exact tokens from them. After a barrier a warp attends to its tiles of tokens and of groups. It looks
+// up the w of the group of each exact token.
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
 // be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
-// a GROUP of the rest (0: no rest).
+// a GROUP of the rest (0: no rest); whether sums, lengths and query are SETTLED.
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -31,7 +32,7 @@ constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // 8-channel loads of a threa
 constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up, for two query heads
 constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
 constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
-static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
+static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && G * D % CLUSTER == 0 && GROUP % P == 0);
 
 // The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
 // its channels for heads 2 t and 2 t + 1.
@@ -70,38 +71,46 @@ __device__ void add_values(State& s, const Words (&value)[4][OF_VALUE], const fl
     }
 }
 
-// Load the values of 16 rows. `row` in threads i and 16 + i is the number of row i, counted from `rows`; negative: no
-// row.
-__device__ void load_values(Words (&value)[4][OF_VALUE], const char* rows, int row) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int r = 0; r < 4; r++) {  // rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t
-    const int at = __shfl_sync(ALL, row, 2 * t + r % 2 + r / 2 * 8);
-    for (int i = 0; i < OF_VALUE; i++)
-      value[r][i] = at >= 0 ? load_once(value_of<D>(row_at<D>(rows, at)) + (g + 8 * i) * 16) : Words{};
+// A token in memory, or the sums of a group; null for none. Of a tile of 16 rows, threads i and 16 + i have row i.
+using Row = const char*;
+
+__device__ Row of_tile(Row row, int i) {
+  return reinterpret_cast<Row>(__shfl_sync(ALL, reinterpret_cast<unsigned long long>(row), i));
+}
+
+// Which of 16 rows number r of a thread is.
+__device__ int column(int r) { return 2 * (threadIdx.x % 4) + r % 2 + r / 2 * 8; }
+
+__device__ void load_values(Words (&value)[4][OF_VALUE], Row row) {
+  const int g = threadIdx.x % 32 / 4;
+  for (int r = 0; r < 4; r++) {
+    const Row at = of_tile(row, column(r));
+    for (int i = 0; i < OF_VALUE; i++) value[r][i] = at ? load_once(value_of<D>(at) + (g + 8 * i) * 16) : Words{};
   }
 }
 
-// The products of head g with the keys of the same rows, in fp16, or in bf16 with BRAIN. z[r][2] and z[r][3] are
-// unused.
-template <bool BRAIN>
-__device__ void products(float (&z)[2][4], const unsigned short* query, const char* rows, int row) {
+__device__ void load_keys(Words (&key)[2][OF_KEY], Row row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  Words key[2][OF_KEY];
   for (int r = 0; r < 2; r++) {  // rows g and 8 + g
-    const int at = __shfl_sync(ALL, row, g + 8 * r);
-    for (int i = 0; i < OF_KEY; i++)
-      key[r][i] = at >= 0 ? load_once(row_at<D>(rows, at) + (t + 4 * i) * 16) : Words{};
+    const Row at = of_tile(row, g + 8 * r);
+    for (int i = 0; i < OF_KEY; i++) key[r][i] = at ? load_once(at + (t + 4 * i) * 16) : Words{};
   }
+}
+
+// The query's operands of two products, 4 channels each. The other rows of the products are 0.
+struct Operands { Words at[2]; };
+
+// The products of head g with 16 keys, in fp16, or in bf16 with BRAIN. z[r][2] and z[r][3] are unused. `query(i)`: the
+// operands for channels (t + 4 i) * 8 and the next 7. They are loaded each time: 8 registers, not D / 4.
+template <bool BRAIN, class Query>
+__device__ void products(float (&z)[2][4], Query query, const Words (&key)[2][OF_KEY]) {
   for (int r = 0; r < 2; r++)
     for (int c = 0; c < 4; c++) z[r][c] = 0;
-  for (int i = 0; i < OF_KEY; i++) {  // load the query from the caches each time: 4 registers, not D / 8
-    Words x = {};
-    if (g < G) x = *reinterpret_cast<const Words*>(query + (t + 4 * i) * 8);
-    if (BF16 && !BRAIN)
-      for (unsigned& two : x.at) two = halves(number<true>(two & 0xFFFF), number<true>(two >> 16));
-    for (int half = 0; half < 4; half += 2)
+  for (int i = 0; i < OF_KEY; i++) {
+    const Operands x = query(i);
+    for (int half = 0; half < 2; half++)
       for (int r = 0; r < 2; r++)
-        multiply_add<BRAIN>(z[r], {x.at[half], 0, x.at[half + 1], 0}, key[r][i].at[half], key[r][i].at[half + 1]);
+        multiply_add<BRAIN>(z[r], x.at[half].at, key[r][i].at[2 * half], key[r][i].at[2 * half + 1]);
   }
 }
 
@@ -110,44 +119,32 @@ __device__ float capped(float logit, float softcap) {
   return logit;
 }
 
-// Turn the logits `p` of four rows into weights.
-__device__ void weigh(State& s, float (&p)[4]) {
-  float peak = fmaxf(fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3])), s.top);
-  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1)), peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+// The largest number of a query head over 16 rows.
+__device__ float over_columns(const float (&x)[4]) {
+  float peak = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
+  return fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
+}
+
+// Attend to 16 tokens.
+template <class Query>
+__device__ void fold(State& s, Query query, Row row, float scale, float softcap) {
+  Words key[2][OF_KEY], value[4][OF_VALUE];
+  load_values(value, row);  // before the keys, for whose loads the products wait
+  load_keys(key, row);
+  float z[2][4], p[4];
+  products<BF16>(z, query, key);
+  for (int r = 0; r < 4; r++) p[r] = of_tile(row, column(r)) ? capped(z[r / 2][r % 2] * scale, softcap) : none();
+  const float peak = fmaxf(over_columns(p), s.top);
   scale_by(s, share(s.top, peak));
   s.top = peak;
-  for (float& x : p) x = share(x, peak);
+  for (int r = 0; r < 4; r++) s.total += p[r] = share(p[r], peak);
+  add_values<BF16>(s, value, p);
 }
 
-// Attend to 16 tokens, or with SUMS to 16 groups. The row of a group is the sum of its `held` tokens, divided by GROUP.
-template <bool SUMS = false>
-__device__ void fold(
-    State& s, const unsigned short* query, const char* rows, int row, float scale, float softcap, int held = 1) {
-  constexpr bool BRAIN = BF16 && !SUMS;
-  const int t = threadIdx.x % 4;
-  Words value[4][OF_VALUE];
-  load_values(value, rows, row);  // before the keys, for whose loads the products wait
-  float z[2][4], p[4], tokens[4];
-  products<BRAIN>(z, query, rows, row);
-  for (int r = 0; r < 4; r++) {
-    const int from = 2 * t + r % 2 + r / 2 * 8;
-    const bool live = __shfl_sync(ALL, row, from) >= 0;
-    p[r] = z[r / 2][r % 2] * scale;
-    if (SUMS) tokens[r] = max(__shfl_sync(ALL, held, from), 1), p[r] *= __fdividef(GROUP, tokens[r]);
-    p[r] = capped(p[r], softcap);
-    if (SUMS) p[r] += __logf(tokens[r]);
-    if (!live) p[r] = none();
-  }
-  weigh(s, p);
-  for (int r = 0; r < 4; r++) {
-    s.total += p[r];
-    if (SUMS) p[r] *= __fdividef(GROUP, tokens[r]);
-  }
-  add_values<BRAIN>(s, value, p);
-}
-
-// The places of the tokens: first the rows of the ring, then the rows of the chosen blocks.
+// The tokens: those of the ring, and those of the chosen blocks.
 struct Tokens {
+  const char *near, *hot;
   const int *slots, *block_of, *fill;  // slots of the chosen blocks; the block in each slot; rows of a block that count
   Ring ring;
   int end, chosen;
@@ -155,210 +152,208 @@ struct Tokens {
   __device__ int near_tiles() const { return (ring.rows + TILE - 1) / TILE; }
   __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
 
-  // The place of this thread's token of a tile; -1 for none.
-  __device__ int row(int tile) const {
+  // This thread's token of a tile.
+  __device__ Row row(int tile) const {
     const int row = tile * TILE + threadIdx.x % TILE;
-    if (tile < near_tiles()) {
-      return row < ring.rows && ring.position(row) < end ? row : -1;
-    }
+    if (tile < near_tiles()) return row < ring.rows && ring.position(row) < end ? row_at<D>(near, row) : nullptr;
     const int token = row - near_tiles() * TILE;
     const int slot = token < chosen ? slots[token / P] : -1;
-    if (slot < 0 || FILLED && token % P >= fill[block_of[slot]]) return -1;
-    return slot * P + token % P;
+    if (slot < 0 || FILLED && token % P >= fill[block_of[slot]]) return nullptr;
+    return row_at<D>(hot, slot * P + token % P);
   }
 };
 
-// A warp prefetches a tile of rows into the L2.
-__device__ void ask_for(const char* rows, int tile, int of_rows) {
-  const int row = tile * TILE + lane() % TILE;
-  if (row < of_rows)
-    for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row_at<D>(rows, row) + at);
+// How many of `tiles`, dealt out to the programs of the cluster in turn, a program gets.
+__device__ int dealt(int tiles, int rank) { return (tiles - rank + CLUSTER - 1) / CLUSTER; }
+
+// A warp prefetches 16 rows into the L2.
+__device__ void ask_for(Row row) {
+  if (row)
+    for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row + at);
 }
 
 #if GROUP
 constexpr int BLOCKS = GROUP / P;  // blocks of a group
-constexpr int WINDOW = P < TILE ? TILE / P : 1;  // entries among which a warp looks for groups that begin
-constexpr int NO_ENTRY = 0x7FFFFFFF;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+// Products are added up as integers, so that the order of the additions does not matter. These integers count steps of
+// 1 / STEPS, which are finer than the rounding of sums in fp16. Logits of up to MOST_LOGIT do not overflow.
+constexpr float MOST_LOGIT = 8191, STEPS = float(1 << 18) / GROUP;
 
-// Two numbers, 1 if a condition holds, else 0, as fp16, or as bf16 with BRAIN.
-template <bool BRAIN>
-__device__ unsigned ones(bool first, bool second) {
-  constexpr unsigned ONE = BRAIN ? 0x3F80 : 0x3C00;
-  return (first ? ONE : 0) | (second ? ONE << 16 : 0);
-}
+__device__ int steps(float product, float of) { return __float2int_rn(fmaxf(fminf(product, MOST_LOGIT), -MOST_LOGIT) * of); }
+
+// 2^n; 0 if that is below the normal numbers.
+__device__ float power(int n) { return n < -126 ? 0 : __int_as_float((n + 127) << 23); }
+
+// 16 tokens, or 16 groups.
+struct Tile {
+  Row row;
+  int group;  // of this thread's token, or group; -1 for none
+};
 
 // The groups of the rest. Exact tokens are in chosen blocks, or have positions from `begin` up to `end`: the latter are
-// both in the ring and in the sums.
+// both in the ring and in the sums. Tiles of 16 groups go to the programs of the cluster in turn.
 struct Rest {
-  const char *sums, *hot, *ring;
+  const char* sums;
   const int* fill;
-  Ring of_ring;
-  int groups, blocks, entries, begin, end;  // an entry: a chosen block, or none
-  // In shared memory: slot and block of each entry, room for both again, and the first entry of each group.
-  int *slot, *block, *first;
+  int groups, blocks, sink, begin, end;
+  // In the shared memory of the program of a group: what remains of the group.
+  int *product;  // [groups of the program, G], in steps: products of the query with the keys
+  int *left;     // [groups of the program]: tokens
+
+  __device__ int tiles() const { return ((end + GROUP - 1) / GROUP + TILE - 1) / TILE; }
 
   // The number of tokens in the sums of a group.
   __device__ int held(int g) const {
-    if (g < 0 || g >= groups) return 0;
-    if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, of_ring.sink), 0);
+    if (g >= groups) return 0;
+    if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
     int tokens = 0;
     for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += fill[i];
     return tokens;
   }
 
-  __device__ int tiles() const { return ((end + GROUP - 1) / GROUP + TILE - 1) / TILE; }
-
-  // Whether the ring has exact tokens of a group.
-  __device__ bool near(int g) const { return begin < end && g >= begin / GROUP && g <= (end - 1) / GROUP; }
-  __device__ bool touched(int g) const { return first[g] != NO_ENTRY || near(g); }
-
-  // Units of work, which cover the groups with exact tokens: a unit for each window of entries, with the groups that
-  // begin in it, and a unit for each group of the ring. Program r of the cluster has neighbouring windows, so that runs
-  // of blocks do not all begin in the windows of one program.
-  __device__ int windows() const { return (entries + WINDOW - 1) / WINDOW; }
-  __device__ int windows_each() const { return (windows() + CLUSTER - 1) / CLUSTER; }
-  __device__ int units() const {
-    return CLUSTER * windows_each() + (begin < end ? (end - 1) / GROUP - begin / GROUP + 1 : 0);
+  __device__ Tile tile(int tile) const {
+    const int group = tile * TILE + threadIdx.x % TILE;
+    return held(group) > 0 ? Tile{row_at<D>(sums, group), group} : Tile{nullptr, -1};
   }
 
-  // Called by all threads. Sort the blocks in ascending order, empty entries last, and find the first entry of each group.
-  __device__ void arrange() {
-    __syncthreads();
-    bool ascend = true;
-    for (int j = threadIdx.x; j + 1 < entries; j += THREADS) ascend &= unsigned(block[j]) <= unsigned(block[j + 1]);
-    if (!__syncthreads_and(ascend)) {
-      int *const sorted_slot = block + entries, *const sorted = sorted_slot + entries;
-      for (int j = threadIdx.x; j < entries; j += THREADS) {
-        const unsigned x = block[j];
-        int rank = 0;
-        for (int i = 0; i < entries; i++) rank += unsigned(block[i]) < x || unsigned(block[i]) == x && i < j;
-        sorted_slot[rank] = slot[j], sorted[rank] = block[j];
-      }
-      slot = sorted_slot, block = sorted;
-      __syncthreads();
+  // A tile of tokens with their groups.
+  __device__ Tile tile(const Tokens& tokens, int tile) const {
+    const int row = tile * TILE + threadIdx.x % TILE;
+    const Row token = tokens.row(tile);
+    if (!token) return {nullptr, -1};
+    if (tile < tokens.near_tiles()) {
+      const int position = tokens.ring.position(row);
+      return {token, position >= begin && position < end ? position / GROUP : -1};
     }
-    for (int j = threadIdx.x; j < entries; j += THREADS)
-      if (block[j] >= 0 && (j == 0 || block[j] / BLOCKS != block[j - 1] / BLOCKS)) first[block[j] / BLOCKS] = j;
-    __syncthreads();
+    const int n = row - tokens.near_tiles() * TILE, position = tokens.block_of[tokens.slots[n / P]] * P + n % P;
+    return {token, FILLED || position >= sink && position < begin ? position / GROUP : -1};
   }
 
-  // The end of the entries of group g. `from` is an entry of the group, or the end already.
-  __device__ int end_of(int g, int from) const {
-    for (;; from += 32) {
-      const int j = from + lane();
-      const unsigned others = ~__ballot_sync(ALL, j < entries && block[j] >= 0 && block[j] / BLOCKS == g);
-      if (others) return from + __ffs(others) - 1;
-    }
+  // The program of a group, and the place of the group in its tables.
+  __device__ static int program(int g) { return g / TILE % CLUSTER; }
+  __device__ static int place(int g) { return g / TILE / CLUSTER * TILE + g % TILE; }
+
+  // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. The roundings are explicit, as
+  // the compiler may not fuse them differently where this function is inlined.
+  __device__ static float logit(int product, int left, float softcap) {
+    const float mean = __fdividef(__fmul_rn(product, 1 / STEPS), left);
+    return left > 0 ? __fmul_rn(capped(mean, softcap), LOG2_E) : none();
   }
 };
 
-// A unit: up to 16 groups of the rest with all their exact tokens.
-struct Unit {
-  const Rest& rest;
-  int group;  // in threads i and 16 + i: the group of column i of the products; -1 for none
-  int from, upto, origin;  // entries; a group's column is its first entry less `origin`
-  int near_from, near_upto;  // positions of exact tokens in the ring, all of one group
+// The weight of a token with that logit, to base 2, times 2^-peak. It is rounded to the type of the query, and a change of
+// `peak` does not change the rounding: what a group adds and what its exact tokens give back cancels.
+__device__ float weight(float logit, float peak) {
+  const float below = floorf(logit);
+  return logit == none() ? 0 : number<BF16>(halves<BF16>(exp2f(logit - below), 0)) * power(below - peak);
+}
 
-  __device__ Unit(const Rest& r, int number)
-      : rest(r), group(-1), from(0), upto(0), origin(0), near_from(0), near_upto(0) {
-    const int i = threadIdx.x % TILE, behind = number - CLUSTER * r.windows_each();
-    if (behind >= 0) {
-      const int g = r.begin / GROUP + behind;
-      if (i == 0) group = g;
-      if (r.first[g] != NO_ENTRY) from = origin = r.first[g], upto = r.end_of(g, from);
-      near_from = max(r.begin, g * GROUP), near_upto = min(r.end, (g + 1) * GROUP);
-      return;
-    }
-    origin = (number % CLUSTER * r.windows_each() + number / CLUSTER) * WINDOW;
-    const int j = origin + i, its = i < WINDOW && j < r.entries && r.block[j] >= 0 ? r.block[j] / BLOCKS : -1;
-    if (its >= 0 && r.first[its] == j && !r.near(its)) group = its;
-    if (const unsigned begins = __ballot_sync(ALL, group >= 0) & 0xFFFF) {
-      const int last = 31 - __clz(begins);
-      from = origin + __ffs(begins) - 1;
-      upto = r.end_of(__shfl_sync(ALL, group, last), origin + last + 1);
+// The query in shared memory, in its type and in fp16, as the products take it.
+struct Queries {
+  Words at[2][G][D / 4 + 1];
+
+  // Called by all threads; read after a barrier. `query`: that of head 0.
+  __device__ void load(const unsigned short* query, int stride) {
+    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
+      const int head = i / (D / 4), c = i % (D / 4);
+      uint2 x = *reinterpret_cast<const uint2*>(query + (long long)head * stride + c * 4);
+      at[0][head][c] = {{x.x, 0, x.y, 0}};
+      if (BF16)
+        for (unsigned* two : {&x.x, &x.y}) *two = halves(number<true>(*two & 0xFFFF), number<true>(*two >> 16));
+      at[1][head][c] = {{x.x, 0, x.y, 0}};
     }
   }
 
-  __device__ bool empty() const { return !__any_sync(ALL, group >= 0); }
-
-  // Call f(rows, row, column) for 16 exact tokens at a time, with -1 for none.
-  template <class F>
-  __device__ void each(F f) const {
-    const int i = threadIdx.x % TILE, chosen = ((upto - from) * P + TILE - 1) / TILE;
-    const int tiles = chosen + (near_upto - near_from + TILE - 1) / TILE;
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++) {
-      int row = -1, column = -1;
-      if (tile < chosen) {
-        const int token = tile * TILE + i, j = from + token / P;
-        if (j < upto) {
-          const int block = rest.block[j], in_block = token % P, position = block * P + in_block;
-          const int at = rest.first[block / BLOCKS] - origin;
-          const bool live = FILLED ? in_block < rest.fill[block] : position >= rest.of_ring.sink && position < rest.begin;
-          // A group of the ring that begins in a window belongs to another unit.
-          if (live && (near_from < near_upto || !rest.near(block / BLOCKS))) row = rest.slot[j] * P + in_block, column = at;
-        }
-      } else if (const int position = near_from + (tile - chosen) * TILE + i; position < near_upto) {
-        row = rest.of_ring.row(position), column = 0;
-      }
-      f(tile < chosen ? rest.hot : rest.ring, row, column);
-    }
+  // The products with 16 keys, in fp16 those with SUMS.
+  template <bool SUMS> __device__ void multiply(float (&z)[2][4], const Words (&key)[2][OF_KEY]) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    products<BF16 && !SUMS>(z, [&](int i) -> Operands {
+      const Words* const x = &at[SUMS][min(g, G - 1)][2 * (t + 4 * i)];
+      return {{x[0], x[1]}};
+    }, key);
   }
 };
 
-// Attend to what remains of the groups of a unit.
-__device__ void fold_remaining(State& s, const unsigned short* query, const Unit& unit, float scale, float softcap) {
+// Make the products with a tile of sums. They begin the tables.
+__device__ void multiply_sums(const Rest& rest, const Queries& queries, int tile, float scale) {
+  const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
+  const Tile x = rest.tile(tile);
+  Words key[2][OF_KEY];
+  float z[2][4];
+  load_keys(key, x.row);
+  ask_for(x.row);
+  queries.multiply<true>(z, key);
+  for (int r = 0; r < 4; r++)
+    if (g < G) rest.product[(base + column(r)) * G + g] = steps(z[r / 2][r % 2] * scale, STEPS * GROUP);
+  if (lane() < TILE) rest.left[base + lane()] = x.group < 0 ? 0 : rest.held(x.group);
+}
+
+// Make the products with a tile of tokens, keep them in `kept`, and take them from those of the groups.
+__device__ void multiply_tokens(const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY], const Tile& tile,
+                                float* kept, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // For head g and columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t: the sum of the products of their exact tokens. In thread
-  // t, taken[r][2] and taken[r][3] count these tokens.
-  float taken[2][4] = {}, z[2][4], p[4], left[4];
-  const int held = unit.rest.held(unit.group), group = held > 0 ? unit.group : -1;
-  unit.each([&](const char* rows, int row, int column) {
-    products<BF16>(z, query, rows, row);
-    unsigned high[2], low[2];
-    for (int r = 0; r < 2; r++) {
-      const float x = z[r][0] * scale, y = z[r][1] * scale;
-      high[r] = halves(x, y);
-      low[r] = halves(x - number(high[r] & 0xFFFF), y - number(high[r] >> 16));
-    }
-    const unsigned count = g == 0 ? ones<false>(true, true) : 0;
-    int of[4];
-    for (int r = 0; r < 4; r++) of[r] = __shfl_sync(ALL, column, 2 * t + r % 2 + r / 2 * 8);
-    for (int r = 0; r < 2; r++) {
-      const int at = g + 8 * r;
-      const unsigned early = ones<false>(of[0] == at, of[1] == at), late = ones<false>(of[2] == at, of[3] == at);
-      multiply_add<false>(taken[r], {high[0], count, high[1], count}, early, late);
-      multiply_add<false>(taken[r], {low[0], 0, low[1], 0}, early, late);
-    }
-  });
-  Words value[4][OF_VALUE];
-  load_values(value, unit.rest.sums, group);
-  products<false>(z, query, unit.rest.sums, group);
+  float z[2][4];
+  queries.multiply<false>(z, key);
   for (int r = 0; r < 4; r++) {
-    const float exact = __shfl_sync(ALL, taken[r / 2][2 + r % 2], t);
-    left[r] = __shfl_sync(ALL, held, 2 * t + r % 2 + r / 2 * 8) - exact;
-    const float mean = __fdividef(z[r / 2][r % 2] * scale * GROUP - taken[r / 2][r % 2], fmaxf(left[r], 1));
-    p[r] = left[r] > 0 ? capped(mean, softcap) + __logf(left[r]) : none();
+    const int group = __shfl_sync(ALL, tile.group, column(r));
+    const float x = z[r / 2][r % 2] * scale;
+    if (g < G) kept[(r * G + g) * 4 + t] = x;
+    if (g < G && group >= 0)
+      add<CLUSTER>(Rest::program(group), rest.product + Rest::place(group) * G + g, steps(x, -STEPS));
   }
-  weigh(s, p);
-  float whole[4];
-  for (int r = 0; r < 4; r++) {  // rounded first, so that sums and tokens get the same weight
-    p[r] = number<BF16>(halves<BF16>(__fdividef(p[r], fmaxf(left[r], 1)), 0));
-    if (left[r] > 0) s.total += p[r] * left[r];
-    whole[r] = p[r] * GROUP;
-  }
-  add_values<false>(s, value, whole);
-  const unsigned early = halves<BF16>(-p[0], -p[1]), late = halves<BF16>(-p[2], -p[3]);
-  unit.each([&](const char* rows, int row, int column) {
-    load_values(value, rows, row);
-    float weight[2][4] = {};
-    for (int r = 0; r < 2; r++) {
-      const int of = __shfl_sync(ALL, column, g + 8 * r);
-      multiply_add<BF16>(weight[r], {early, 0, late, 0}, ones<BF16>(of == 2 * t, of == 2 * t + 1),
-                         ones<BF16>(of == 8 + 2 * t, of == 9 + 2 * t));
+  if (lane() < TILE && tile.group >= 0) add<CLUSTER>(Rest::program(tile.group), rest.left + Rest::place(tile.group), -1);
+}
+
+// s.top is to base 2 and an integer, so that a change of s.top scales all weights exactly.
+__device__ void raise(State& s, const float (&logit)[4]) {
+  const float peak = fmaxf(ceilf(over_columns(logit)), s.top);
+  if (__any_sync(ALL, peak > s.top)) scale_by(s, s.top == none() ? 0 : power(s.top - peak));
+  s.top = peak;
+}
+
+// Attend to a tile of tokens. They give back their share of the groups.
+__device__ void fold_tokens(State& s, const Rest& rest, const Words (&value)[4][OF_VALUE], const Tile& tile,
+                            const float* kept, float softcap) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float p[4], mean[4], most[4], back[4];
+  for (int r = 0; r < 4; r++) {
+    const int group = __shfl_sync(ALL, tile.group, column(r));
+    const bool live = of_tile(tile.row, column(r)) && g < G;
+    p[r] = live ? capped(kept[(r * G + g) * 4 + t], softcap) * LOG2_E : none();
+    mean[r] = none();
+    if (live && group >= 0) {
+      const int program = Rest::program(group), place = Rest::place(group);
+      mean[r] = Rest::logit(read<CLUSTER>(program, rest.product + place * G + g), read<CLUSTER>(program, rest.left + place),
+                            softcap);
     }
-    add_values<BF16>(s, value, {weight[0][0], weight[0][1], weight[1][0], weight[1][1]});
-  });
+    most[r] = fmaxf(p[r], mean[r]);
+  }
+  raise(s, most);
+  for (int r = 0; r < 4; r++) {
+    s.total += p[r] = p[r] == none() ? 0 : exp2f(p[r] - s.top);
+    back[r] = -weight(mean[r], s.top);
+  }
+  add_values<BF16>(s, value, p);
+  if (__any_sync(ALL, tile.group >= 0)) add_values<BF16>(s, value, back);
+}
+
+// Attend to a tile of groups.
+__device__ void fold_sums(State& s, const Rest& rest, const Words (&value)[4][OF_VALUE], int tile, float softcap) {
+  const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
+  float p[4], left[4], most[4];
+  for (int r = 0; r < 4; r++) {
+    const int place = base + column(r);
+    left[r] = g < G ? rest.left[place] : 0;
+    p[r] = Rest::logit(g < G ? rest.product[place * G + g] : 0, left[r], softcap);
+    most[r] = p[r] + __log2f(fmaxf(left[r], 1));
+  }
+  raise(s, most);
+  for (int r = 0; r < 4; r++) {
+    p[r] = weight(p[r], s.top);
+    s.total += p[r] * left[r];
+    p[r] *= GROUP;
+  }
+  add_values<false>(s, value, p);
 }
 #endif
 
@@ -386,17 +381,18 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
     for (int c = 0; c < 4; c++)
       if (2 * t + c % 2 < G) parts[(warp * G + 2 * t + c % 2) * STRIDE + (2 * j + c / 2) * 8 + g] = s.sum[j][c];
   __syncthreads();
-  wait();  // until all programs are ready to receive
   for (int i = threadIdx.x; i < G * D; i += THREADS) {
     float sum = 0;
     for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
     found.bell.send(i / SLICE, &found.sum[rank][i % SLICE], __float_as_uint(sum));
   }
-  if (warp < CLUSTER && t == 0 && g < G) {
+  if (t == 0 && g < G) {
     float total = 0;
     for (int w = 0; w < WARPS; w++) total += totals[w][g];
-    found.bell.send(warp, &found.end[rank][g].top, __float_as_uint(top));
-    found.bell.send(warp, &found.end[rank][g].total, __float_as_uint(total));
+    for (int to = warp; to < CLUSTER; to += WARPS) {
+      found.bell.send(to, &found.end[rank][g].top, __float_as_uint(top));
+      found.bell.send(to, &found.end[rank][g].total, __float_as_uint(total));
+    }
   }
 }
 
@@ -432,53 +428,79 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; before that, the tables of the rest
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const int warp = threadIdx.x / 32;
   slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
   ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
+  q += (long long)b * q_b + (long long)h * G * q_h;  // of the first head
   found.bell.expect(NUMBERS);
-  arrive();
-  ask_for(ring, rank + CLUSTER * warp, ring_rows);
-  int tile = rank + CLUSTER * warp;
-#if GROUP
-  sums = head_of<D>(sums, bh, groups);
-  int* const first = reinterpret_cast<int*>(parts);
-  for (int i = threadIdx.x; i < groups; i += THREADS) first[i] = NO_ENTRY;
-  // ring_begin may still be that of an earlier step: it only decides how much is prefetched.
-  const int exact = (ring_rows + TILE - 1) / TILE + (chosen + TILE - 1) / TILE, asked = min(ring_begin[b], groups * GROUP);
-  for (int t = tile - exact; t * TILE * GROUP < asked; t += CLUSTER * WARPS)
-    if (t >= 0) ask_for(sums, t, groups);
-#endif
-  wait_for_previous();
-  const Tokens tokens = {slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
-  q += (long long)b * q_b + (long long)(h * G + g) * q_h;  // of head g
-#if GROUP
-  const int entries = chosen / P, all = groups * GROUP, end = FILLED ? all : min(ring_begin[b], all);
-  Rest rest = {sums, hot, ring, fill, tokens.ring, groups, blocks, entries, FILLED ? all : tokens.ring.begin, end,
-               first + groups, first + groups + entries, first};
-  for (int j = threadIdx.x; j < entries; j += THREADS) {
-    const int slot = slots[j];
-    rest.slot[j] = slot, rest.block[j] = slot < 0 ? -1 : block_of[slot];
-  }
-#endif
+  const int near = (rank + CLUSTER * warp) * TILE + lane() % TILE;
+  ask_for(near < ring_rows ? row_at<D>(ring, near) : nullptr);
   State s = {none()};
-  for (; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
-    const int row = tokens.row(tile);
-    if (__any_sync(ALL, row >= 0)) fold(s, q, tile < tokens.near_tiles() ? ring : hot, row, scale, softcap);
-  }
 #if GROUP
-  rest.arrange();
+  if (!SETTLED) wait_for_previous();
+  __shared__ Queries queries;
+  const int own = (groups + TILE * CLUSTER - 1) / (TILE * CLUSTER) * TILE;  // groups of a program, at most
+  int* const product = reinterpret_cast<int*>(parts);
+  float* const kept = reinterpret_cast<float*>(product + own * (G + 1));
+  const int all = groups * GROUP, end = FILLED ? all : min(ring_begin[b], all), begin = FILLED ? all : begins[bh / per];
+  const Rest rest = {head_of<D>(sums, bh, groups), fill, groups, blocks, sink, begin, end, product, product + own * G};
+  queries.load(q, q_h);
+  __syncthreads();
+  for (int tile = rank + CLUSTER * warp; tile < rest.tiles(); tile += CLUSTER * WARPS)
+    multiply_sums(rest, queries, tile, scale);
+  arrive();
+  if (SETTLED) wait_for_previous();
+  const Tokens tokens = {ring, hot, slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
+  // The first tiles of a warp stay in registers.
+  int tile = rank + CLUSTER * warp, group = tile;
+  Words key[2][OF_KEY], value[4][OF_VALUE], mean[4][OF_VALUE];
+  Tile first = tile < tokens.tiles() ? rest.tile(tokens, tile) : Tile{nullptr, -1};
+  load_keys(key, first.row);
+  load_values(value, first.row);
+  load_values(mean, rest.tile(group).row);
+  wait();  // until the products with sums are in all tables
+  if (tile < tokens.tiles()) multiply_tokens(rest, queries, key, first, kept + warp * TILE * G, scale);
 #pragma unroll 1
-  for (tile -= tokens.tiles(); tile < rest.units(); tile += CLUSTER * WARPS) {
-    const Unit unit(rest, tile);
-    if (!unit.empty()) fold_remaining(s, q, unit, scale, softcap);
+  for (int i = warp + WARPS; rank + CLUSTER * i < tokens.tiles(); i += WARPS) {
+    const Tile x = rest.tile(tokens, rank + CLUSTER * i);
+    load_keys(key, x.row);
+    ask_for(x.row);
+    multiply_tokens(rest, queries, key, x, kept + i * TILE * G, scale);
+  }
+  arrive(), wait();  // until what remains is in all tables
+#pragma unroll 1
+  for (int i = warp; tile < tokens.tiles(); i += WARPS) {
+    fold_tokens(s, rest, value, first, kept + i * TILE * G, softcap);
+    if ((tile += CLUSTER * WARPS) >= tokens.tiles()) break;
+    first = rest.tile(tokens, tile);
+    load_values(value, first.row);
   }
 #pragma unroll 1
-  for (tile -= rest.units(); tile < rest.tiles(); tile += CLUSTER * WARPS) {
-    const int group = tile * TILE + threadIdx.x % TILE, held = rest.held(group);
-    const bool whole = held > 0 && !rest.touched(group);
-    if (__any_sync(ALL, whole)) fold<true>(s, q, sums, whole ? group : -1, scale, softcap, held);
+  while (group < rest.tiles()) {
+    fold_sums(s, rest, mean, group, softcap);
+    if ((group += CLUSTER * WARPS) >= rest.tiles()) break;
+    load_values(mean, rest.tile(group).row);
   }
+  s.top *= LN_2;
+  float* const sent = CLUSTER == 1 ? parts : kept + dealt(tokens.tiles(), rank) * TILE * G;
+  __syncthreads();
+#else
+  arrive();
+  wait_for_previous();
+  const Tokens tokens = {ring, hot, slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const auto query = [&](int i) -> Operands {
+    Words x = {};
+    if (g < G) x = *reinterpret_cast<const Words*>(q + (long long)g * q_h + (t + 4 * i) * 8);
+    return {{{{x.at[0], 0, x.at[1], 0}}, {{x.at[2], 0, x.at[3], 0}}}};
+  };
+  for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
+    const Row row = tokens.row(tile);
+    if (__any_sync(ALL, row != nullptr)) fold(s, query, row, scale, softcap);
+  }
+  float* const sent = parts;
+  wait();  // until all programs are ready to receive
 #endif
-  add_warps(found, rank, s, parts);
+  add_warps(found, rank, s, sent);
   add_programs(found, rank, sink_logits ? sink_logits + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
 }

@@ -391,6 +391,8 @@ class Method:
                 if (bias := self.weigh(s, q, a)) is not None:
                     selection = selection._replace(bias=bias)
             rest = self.rest_of(s, q, selection, a)
+            if rest.group and selection.ids is not None:
+                rest = rest._replace(settled=True)  # fetch has run since the sums and the query changed
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
             self.attended(s, q, a)
         if s.on_step is not None:

@@ -13,6 +13,7 @@ Args:
         bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
         With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
+        With `settled` the CUDA kernel makes the products with the sums while the kernel before it still runs.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
@@ -49,7 +50,7 @@ NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv h
 # With the rest a program has more to do, and 16 warps are faster.
 NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, MOST_REST_WARPS = 8, 8, 12, 16
 NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
-NATIVE_SHARED = 96 << 10  # bytes of shared memory that the tables of the rest may have
+NATIVE_SHARED = 208 << 10  # bytes of dynamic shared memory that the programs on a multiprocessor may have
 
 
 def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
@@ -176,10 +177,10 @@ def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> i
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    chosen = cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
-    tiles, most = cdiv(ring.shape[2], NATIVE_TILE) + chosen, MOST_WARPS
+    tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
+    most = MOST_WARPS
     if rest.sums is not None:
-        tiles, most = tiles + chosen + cdiv(rest.sums.shape[2], NATIVE_TILE), MOST_REST_WARPS
+        tiles, most = max(tiles, cdiv(rest.sums.shape[2], NATIVE_TILE)), MOST_REST_WARPS
     rounds = cdiv(tiles, cluster * most)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
@@ -197,31 +198,37 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
     warps, page = _warps(q, ring, hot, cluster, rest), hot.rows.shape[3]
-    if rest.sums is not None:
-        if rest.sums.dtype is not torch.float16 or rest.group % page or not _cuda.aligned(rest.sums):
-            return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
-        if (shared := _shared(q, hot, warps, heads, rest)) > NATIVE_SHARED:
-            return f"the tables of {rest.sums.shape[2]} groups take {shared} bytes of shared memory"
-    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group)
+    odd = rest.sums is not None and (rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums))
+    if rest.sums is not None and (odd or rest.group % page):
+        return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
+    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled)
+    if (shared := _shared(q, ring, hot, warps, cluster, rest)) > NATIVE_SHARED // sizes["RESIDENT"]:
+        return f"the tables of {rest.sums.shape[2]} groups take {shared} bytes of shared memory"
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
     return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
 
 
-def _shared(q: Tensor, hot: HotBuffer, warps: int, heads: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: the tables of the rest, and later its sums."""
-    parts = warps * q.shape[1] // heads * (q.shape[3] + 4) * 4
+def _shared(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, rest: Rest) -> int:
+    """Bytes of dynamic shared memory of a program: the sums that it sends, and before these the tables of the rest. The
+    tables are the products and tokens of its groups, and the products of its tokens. The other programs of a cluster
+    read them until the end."""
+    group, tile = q.shape[1] // ring.shape[1], NATIVE_TILE
+    sent = warps * group * (q.shape[3] + 4) * 4
     if rest.sums is None:
-        return parts
-    return max(parts, 4 * (rest.sums.shape[2] + 4 * hot.chosen.shape[2]))
+        return sent
+    tokens = cdiv(ring.shape[2], tile) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], tile)
+    tables = 4 * tile * (cdiv(cdiv(rest.sums.shape[2], tile), cluster) * (group + 1) + cdiv(tokens, cluster) * group)
+    return tables + sent if cluster > 1 else max(tables, sent)
 
 
 def native(
-    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0
+    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False
 ) -> dict[str, int]:
     """The constants with which csrc/sparse_attention.cu is compiled, but for the type."""
     resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
     return dict(
         D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
+        SETTLED=int(settled),
     )  # fmt: skip
 
 
@@ -235,7 +242,7 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
         hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin, out,
         q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
         hot.chosen.shape[2] * p, 0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale),
-        float(attention.softcap), shared=_shared(q, hot, warps, heads, rest),
+        float(attention.softcap), shared=_shared(q, ring, hot, warps, cluster, rest),
     )  # fmt: skip
     return out
 

@@ -26,7 +26,7 @@ def remaining(
 
     Returns: means [batch, heads, groups, 2, dim] in fp32, 0 where nothing remains; tokens [batch, heads, groups].
     """
-    (sums, group, given), p, sink = rest, hot.rows.shape[3], lengths.sink
+    (sums, group, given), p, sink = rest[:3], hot.rows.shape[3], lengths.sink
     assert sums is not None
     if given is not None:
         return sums.float().masked_fill(given[..., None, None] <= 0, 0.0), given.long()

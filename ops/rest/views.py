@@ -17,11 +17,14 @@ class Rest(NamedTuple):
     group: pool rows of a group; 0 without sums.
     tokens: for means that a method makes itself, how many tokens each row of `sums` stands for at this step. A row with
         0 is left out. Nothing is subtracted from such means, and `group` is 0.
+    settled: whether another kernel has run since the sums, the lengths, the frontier, `fill` and the query changed.
+        Attention may then read these tensors while the kernel before it still runs.
     """
 
     sums: Annotated[Tensor, Of("batch heads groups 2 dim", FLOATS)] | None = None
     group: int = 0
     tokens: Annotated[Tensor, Of("batch heads groups", torch.int32)] | None = None
+    settled: bool = False
 
 
 NO_REST = Rest()
@@ -29,7 +32,7 @@ NO_REST = Rest()
 
 def check_groups(rest: Rest, rows: int) -> None:
     """Refuse groups that do not cover exactly a pool of so many rows, and means of groups that have a size."""
-    sums, group, tokens = rest
+    sums, group, tokens = rest[:3]
     if tokens is not None:
         if sums is None or group:
             raise ValueError(f"tokens belong to means of no group, got group {group}")

@@ -47,8 +47,8 @@ VARIANTS = {
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
     ],
     "sparse_attention": [
-        ATTENTION.native(d, g, p, p > 1, warps, c, rest) | {"BF16": bf16}
-        for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 8),
+        ATTENTION.native(d, g, p, p > 1, warps, c, rest, settled=rest > 0 and p > 1) | {"BF16": bf16}
+        for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 16),
                                         (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
         for rest in (64, 0)
     ],
