@@ -209,8 +209,8 @@ def draw_batches(plt, lines: Points):
 
 KERNELS, KERNELS_TREE = "h200_kernels.json", "h200_kernels_icecache.json"
 TIMED = ("quest", "arkvale", "icecache", "pariskv")
-PARTS = ("append", "index update", "select", "attention", "fetch, all hit")  # in this order; the first two are one
-MISSES = "fetch, nearly none hits"
+PARTS = ("append", "index update", "select", "attention", "fetch, hits")  # in this order; the first two are one
+MISSES = "fetch, misses"
 
 
 def stage_points(pages: Result, tree: Result) -> Points:

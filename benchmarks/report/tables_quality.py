@@ -71,10 +71,11 @@ def kl_32k(means: Means) -> str:
     noise = [r["kl"] for r in cells["`full`"].values()]
     full = next(iter(cells["`full`"].values()))
     said = (
-        f"{REAL}: KL to the dense model in nats a token, source code / prose, {full['samples']} stretches of "
-        f"{tokens(full['length'])} of each, {full['tokens'] // full['samples']} teacher-forced steps each. Sink 64, "
-        f"window 256, two dense layers. `full`, which leaves nothing out, has {min(noise):.4f} to {max(noise):.4f}: "
-        "the noise of bfloat16. Rest: `estimate_rest=32`. Hits: in a hot buffer of two budgets."
+        f"{REAL}: KL to the dense model in nats a token, source code / prose; {full['samples']} stretches of "
+        f"{tokens(full['length'])} tokens of each text, {full['tokens'] // full['samples']} teacher-forced steps a "
+        f"stretch. Sink 64, window 256, two dense layers. `full` attends to all tokens; its KL of {min(noise):.4f} to "
+        f"{max(noise):.4f} is the noise of bfloat16. + rest: with `estimate_rest=32`. Hits: share of the selected "
+        "blocks that are in a hot buffer of two budgets."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
 
@@ -101,8 +102,8 @@ def int8_32k(natural: Means, packed: Means) -> str:
         change = [a["kl"] - b["kl"] for a, b in zip(mine, other) if a and b]
         told.append([label, both(other), both(mine), " / ".join(f"{x:+.4f}" for x in change)])
     said = (
-        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, on the stretches and with "
-        "the setting of the table of KL at 32K; with a pool in 16 bits and in 8 bits."
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, with a pool in 16 bits and "
+        "in 8 bits. Texts and settings are those of the KL at 32K in `answers.md`."
     )
     return markdown(said, ["method", "16 bits", "8 bits", "change"], told)
 
@@ -122,8 +123,8 @@ def int8_answers(packed: Means) -> str:
         told.append([f"`{method}`", f"{len(mine)}", f"{score - mean('gain'):.3f}", f"{score:.3f}", change])
     told.sort(key=lambda x: -float(x[2]))
     said = (
-        f"{REAL}: mean score of tasks of the table of answers at 32K, 12 samples of each, budget 256, with a pool in "
-        "16 bits and in 8 bits. The change is that of the same samples, with its standard error."
+        f"{REAL}, 32K: mean score of 8 or 4 tasks, 12 samples of each, budget 256, with a pool in 16 bits and in 8 "
+        "bits. Change: from 16 to 8 bits on the same samples, with its standard error."
     )
     return markdown(said, ["method", "tasks", "16 bits", "8 bits", "change"], told)
 
@@ -147,8 +148,8 @@ def kl_defaults(natural: Means, changed: Means) -> str:
         for (label, told), by in sorted(cells.items(), key=lambda x: (order.index(x[0][0]), x[0][1]))
     ]
     said = (
-        f"{REAL}: KL to the dense model in nats a token, source code / prose, with the defaults and with a change, on "
-        "the stretches and with the setting of the table of KL at 32K. A dash: not measured."
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, at budgets of 256 and 1024, with the "
+        "defaults and with a change. Texts and settings are those of the KL at 32K. A dash: not measured."
     )
     head = ["method", "change", *(f"{b}: {what}" for b in (256, 1024) for what in ("default", "changed"))]
     return markdown(said, head, lines)
@@ -244,9 +245,10 @@ def board_32k(board: Means, others: Means) -> str:
     dense, rows = found[BASE, None], board.of(SEEDS[0])
     said = (
         f"{REAL}, {tokens(rows[0]['length'])} tokens: mean score of {len(dense.tasks)} tasks, {rows[0]['samples']} "
-        f"samples of each, the same for all methods. The dense model scores {dense.score:.2f}. A difference from it "
-        f"has a standard error of at most {worst_error(found):.2f}. Read: tokens that a step attends to. Hits: in a "
-        "hot buffer of two budgets. Sink 64, window 256, two dense layers, pool on the GPU."
+        f"samples of each, the same for all methods. The dense model scores {dense.score:.2f}. A difference from the "
+        f"dense score has a standard error of at most {worst_error(found):.2f}. Read: tokens that a step attends to. "
+        "Hits: share of the selected blocks that are in a hot buffer of two budgets. Sink 64, window 256, two dense "
+        "layers, pool on the GPU."
     )
     head = ["method", *(f"budget {b}" for b in budgets), *(f"read at {b}" for b in budgets), "hits at 1024"]
     return markdown(said, head, told)
@@ -276,10 +278,11 @@ def board_seeds(means: Means) -> str:
         lost = [" / ".join(f"{d - x:.3f}" for d, x in zip(dense, a.by_seed)) for a in mine]
         told.append([f"`{method}`", *lost, f"{mine[-1].error:.3f}"])
     said = (
-        f"{REAL}, 32K: how much lower than the dense model a method scores, first seed / second seed; "
-        f"{len(found[BASE, None].tasks)} tasks, 12 samples of each. Below 0: higher than dense."
+        f"{REAL}, 32K: score of the dense model minus score of the method, first seed / second seed; "
+        f"{len(found[BASE, None].tasks)} tasks, 12 samples of each. Below 0 the method scores more than dense. Last "
+        "column: for the mean over both seeds at 1024."
     )
-    last = "standard error of the mean of both at 1024"
+    last = "standard error at 1024"
     return markdown(said, ["method", "budget 64", "budget 256", "budget 1024", last], told)
 
 
@@ -298,8 +301,8 @@ def lost_by_seed(means: Means, files: tuple[str, str], budget: int, tasks: Seque
 @table("board-seeds-256", OTHERS)
 def board_seeds_256(means: Means) -> str:
     said = (
-        f"{REAL}, 32K, budget 256: how much lower than the dense model the other methods score, with its standard "
-        f"error; {names_of(SECOND_SEED)}, 12 samples of each."
+        f"{REAL}, 32K, budget 256: score of the dense model minus score of the method, with the standard error, for "
+        f"the methods that the table above lacks; {names_of(SECOND_SEED)}, 12 samples of each."
     )
     return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, SEEDS, 256, SECOND_SEED))
 
@@ -309,8 +312,9 @@ def board_seeds_128k(first: Means, second: Means) -> str:
     means = first.beside(second)
     dense = [over_tasks(means, (f,))[BASE, None].score for f in LONG_SEEDS]
     said = (
-        f"{REAL}, 128K by YaRN, budget 1024: how much lower than the dense model a method scores, with its standard "
-        f"error; 6 tasks, 4 samples of each. The dense model scores {dense[0]:.2f} and {dense[1]:.2f}."
+        f"{REAL}, 128K by YaRN, budget 1024: score of the dense model minus score of the method, with the standard "
+        f"error; 6 tasks, 4 samples of each. The dense model scores {dense[0]:.2f} with the first seed and "
+        f"{dense[1]:.2f} with the second."
     )
     return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, LONG_SEEDS, 1024))
 
@@ -324,8 +328,8 @@ def ledger(means: Means) -> str:
         lost = f"{r['loss']:.2f} ± {r['loss_se']:.2f}"
         told.append([f"`{r['method']}`", f"{r['score']:.2f}", lost, f"{r['attended']:.0f}"])
     said = (
-        f"{REAL}, 32K: share of the 120 lines of an answer of about 2,000 tokens that are right, "
-        f"{dense['samples']} samples. Budget 1024."
+        f"{REAL}, 32K, budget 1024, {dense['samples']} samples. An answer has 120 lines, about 2,000 tokens. Score: "
+        "share of right lines. Lost: against dense, with the standard error."
     )
     return markdown(said, ["method", "score", "lost", "tokens read a step"], told)
 
@@ -344,8 +348,8 @@ def kl_sinks(means: Means) -> str:
         rows = {(r["method"], r["task"]): r for r in means.of(file) if r["budget"] is not None}
         told.append([label, *(both([rows.get((m, text)) for text in TEXTS]) for m in methods)])
     said = (
-        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, on the stretches of the "
-        "table of KL at 32K. Each line changes one thing of the first."
+        f"{REAL}: KL to the dense model in nats a token, source code / prose, budget 256, on the texts of the KL at "
+        "32K in `answers.md`. The first row has the usual setting. Each other row changes one part of the first."
     )
     return markdown(said, ["setting", *(f"`{m}`" for m in methods)], told)
 
@@ -360,9 +364,10 @@ def board_128k(means: Means) -> str:
     rows, dense = means.of("l0.jsonl"), found[BASE, None]
     said = (
         f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {names_of(dense.tasks)}, "
-        f"{rows[0]['samples']} samples of each. The dense model scores {dense.score:.2f}. A difference from it has a "
-        f"standard error of at most {worst_error(found):.2f}. Hits: in a hot buffer of two budgets, which is 2 % of "
-        "the tokens at a budget of 1024. Sink 64, window 256, two dense layers, pool on the GPU."
+        f"{rows[0]['samples']} samples of each. The dense model scores {dense.score:.2f}. A difference from the dense "
+        f"score has a standard error of at most {worst_error(found):.2f}. Hits: share of the selected blocks that are "
+        "in a hot buffer of two budgets, which is 2 % of the tokens at a budget of 1024. Sink 64, window 256, two "
+        "dense layers, pool on the GPU."
     )
     return markdown(said, ["method", "budget 256", "budget 1024", "hits at 256", "hits at 1024"], told)
 
@@ -386,10 +391,11 @@ def board_pages(means: Means) -> str:
     lines.sort(key=lambda x: -float(x[4]))
     said = (
         f"{REAL}, 32K: mean score of {names_of(dense.tasks)} "
-        f"of 12 samples each. The dense model scores {dense.score:.2f}. A difference from it has a standard error of "
-        f"at most {max(worst_error(x) for x in found.values()):.2f}."
+        f", 12 samples of each. The dense model scores {dense.score:.2f}. A difference from the dense score has a "
+        f"standard error of at most {max(worst_error(x) for x in found.values()):.2f}. Rule: how the query heads of a "
+        "kv head select together."
     )
-    head = ["method", "the heads of a group choose by", *(f"budget {b}" for b in (64, 256, 1024)), "hits at 1024"]
+    head = ["method", "rule", *(f"budget {b}" for b in (64, 256, 1024)), "hits at 1024"]
     return markdown(said, head, lines)
 
 
@@ -410,9 +416,9 @@ def board_rest(board: Means, more: Means) -> str:
         mine = [(had.get((method, b)), have[method, b].score) for b in (64, 256, 1024)]
         told.append([f"`{method}`", *(f"{'-' if a is None else f'{a:.2f}'} / {b:.2f}" for a, b in mine)])
     said = (
-        f"{REAL}, 32K: mean score of {names_of(tasks)} of 12 samples each, without / with `estimate_rest=32`. "
-        f"The dense model scores {have[BASE, None].score:.2f}. A difference from it has a standard error of at most "
-        f"{worst_error(have):.2f}."
+        f"{REAL}, 32K: mean score of {names_of(tasks)}, 12 samples of each; without the rest / with "
+        f"`estimate_rest=32`. The dense model scores {have[BASE, None].score:.2f}. A difference from the dense score "
+        f"has a standard error of at most {worst_error(have):.2f}."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in (64, 256, 1024))], told)
 
@@ -448,8 +454,8 @@ def drift_rules(r: Result) -> str:
     o = r.options
     said = (
         f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of source code / of prose, every other layer, the last "
-        f"{o['steps']} steps: share of the attention weight that the exact best {o['budget']} tokens hold if they are "
-        "selected at a part of the steps and kept in between; 1 if they are selected at every step."
+        f"{o['steps']} steps. A rule selects the exact best {o['budget']} tokens at some of the steps, and keeps them "
+        "in between. Values: attention weight that they hold, divided by the weight if every step selects."
     )
     return markdown(said, ["rule", *(f"{rate:.0%} of the steps" for rate in rates)], told)
 
@@ -469,9 +475,10 @@ def token_choices(r: Result) -> str:
     o = r.options
     said = (
         f"Qwen2.5-Coder-0.5B in float32, {o['tokens']} tokens of {' and of '.join(KINDS[t] for t in texts)}, sink "
-        f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Share: of the attention weight "
-        "outside sinks and window, what a step attends to. Error: of the attention output, relative to dense "
-        "attention. Read: tokens outside sinks and window that a kv head attends to, with those that wait in the ring."
+        f"{o['sink']}, window {o['window']} for all methods, four layers, 16 queries. Read: the tokens outside sinks "
+        "and window that a kv head attends to, including tokens that wait in the ring. Share: the attention weight of "
+        "these tokens, divided by that of all tokens outside sinks and window. Error: of the attention output, "
+        "relative to dense attention. Columns: by budget."
     )
     head = ["method", *(f"share at {b}" for b in budgets), *(f"error at {b}" for b in budgets)]
     return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
@@ -540,11 +547,11 @@ def kl_text(means: Means) -> str:
     assert dense is not None
     said = (
         "SmolLM2-135M in float32, eight stretches of 2K tokens of a novel, 200 teacher-forced steps each (1,600 "
-        "tokens), sink 32, window 64: KL to the dense model in nats a token, ± its standard error over stretches; "
-        "share of the steps with the same likeliest token; tokens read a step. The dense model has "
-        f"{dense['nats']:.2f} nats a token."
+        "tokens), sink 32, window 64. Columns: by budget. KL: to the dense model in nats a token, ± its standard "
+        "error over stretches. Same: share of the steps whose likeliest token is that of the dense model. Read: "
+        f"tokens that a step attends to. The loss of the dense model is {dense['nats']:.2f} nats a token."
     )
-    head = ["method", *(f"KL at {b}" for b in budgets), "same token at 64", "at 256", "read a step at 64", "at 256"]
+    head = ["method", *(f"KL at {b}" for b in budgets), "same at 64", "same at 256", "read at 64", "read at 256"]
     return markdown(said, head, told)
 
 
@@ -592,10 +599,11 @@ def prefetch_async_kl(means: Means) -> str:
             found = [without["kl"], r["kl"], least["kl"]]
             told.append([f"`{r['method']}`", r["budget"], *(number(x, 4) for x in found),
                          *(times(x / found[0]) for x in found[1:])])  # fmt: skip
-    said = "SmolLM2-135M, two stretches of 8K tokens of a novel, 200 steps each: KL to the dense model in nats a token."
-    return markdown(
-        said, ["method", "budget", "none", "`prefetch_async=0.8`", "-1", "0.8 over none", "-1 over none"], told
+    said = (
+        "SmolLM2-135M, two stretches of 8K tokens of a novel, 200 steps each: KL to the dense model in nats a token "
+        "without `prefetch_async` (off), with 0.8 and with -1. Ratios: to the KL without."
     )
+    return markdown(said, ["method", "budget", "off", "0.8", "-1", "ratio, 0.8", "ratio, -1"], told)
 
 
 # ---------------------------------------------------------------- answers of the recall model
@@ -638,11 +646,11 @@ def recall_answers(means: Means) -> str:
         name = method if method == "dense" else f"`{method}`"
         told.append([name, *(number(c[0]) if c else "-" for c in cells), samples])
     said = (
-        "A model of 7.2M parameters that was trained to recall: mean score over five tasks (one key, a key among like "
-        "ones, several values, several keys, chains), sink 32, window 64. A regression test, no figure of a large "
-        "model: the standard error is at most 0.11 with 20 samples and 0.06 with 80."
+        "The recall model: 7.2M parameters, trained to recall, sink 32, window 64. Mean score over five tasks: one "
+        "key, one of many similar keys, several values, several keys, chains of variables. Columns: length, budget. A "
+        "standard error is at most 0.11 with 20 samples and 0.06 with 80. A dash: not measured on all five tasks."
     )
-    head = ["method", *(f"{tokens(n)}: {b}" for n in LENGTHS for b in (64, 256)), "samples a cell"]
+    head = ["method", *(f"{tokens(n)}, {b}" for n in LENGTHS for b in (64, 256)), "samples of each score"]
     return markdown(said, head, told)
 
 
@@ -675,10 +683,10 @@ def readout(means: Means) -> str:
     for name in by_length[0]:
         told.append([name, *(c for rows in by_length for c in rows[name])])
     said = (
-        "The recall model reads 64 records of a prompt out in one answer, two prompts a length: share of the records "
-        "that are right."
+        "The recall model lists 64 records of a prompt in one answer: share of right records, two prompts of each "
+        "length. Columns: length, budget."
     )
-    return markdown(said, ["method", *(f"{tokens(n)}: {b}" for n in LENGTHS for b in (64, 256))], told)
+    return markdown(said, ["method", *(f"{tokens(n)}, {b}" for n in LENGTHS for b in (64, 256))], told)
 
 
 @table("journal", "quality/journal.json")
@@ -689,8 +697,8 @@ def journal(means: Means) -> str:
                           ("journal_tokens", ["streaming", "random"])):  # fmt: skip
         told += _scores(means, source, names, (64,))
     said = (
-        "The recall model is asked 16 questions about 4K tokens that it wrote itself, budget 64; two journals, "
-        "`icecache` eight. `clusterkv` and `louiskv` have clusters of 16 tokens."
+        "The recall model writes a journal of 4K tokens, then answers 16 questions about it. Budget 64; two journals, "
+        "for `icecache` eight. `clusterkv` and `louiskv` have clusters of 16 tokens."
     )
     return markdown(said, ["method", "share of right answers"], told)
 
@@ -701,21 +709,22 @@ def needles(means: Means) -> str:
     said = (
         "SmolLM2-135M in float32, two of RULER's needle tasks at 2K, four samples each, sink 32, window 64: mean score."
     )
-    return markdown(said, ["method", "64 tokens", "256"], _scores(means, source, _methods(means, source), (64, 256)))
+    told = _scores(means, source, _methods(means, source), (64, 256))
+    return markdown(said, ["method", "budget 64", "budget 256"], told)
 
 
 @table("reuse-answers", "quality/needles.json")
 def reuse_answers(means: Means) -> str:
     told = _scores(means, "needles_2048_h200_reuse1", ["dense"], (64, 256))
     for source, name in (
-        ("reuse1", "every layer chooses"),
+        ("reuse1", "every layer selects"),
         ("reuse3", "`reuse_every=3`"),
-        ("choosers", "`selecting_layers` of a file"),
+        ("choosers", "`selecting_layers` from a file"),
     ):
         (row,) = _scores(means, f"needles_2048_h200_{source}", ["icecache"], (64, 256))
         told.append([f"`icecache`, {name}", *row[1:]])
     said = "SmolLM2-135M in float32, six of RULER's needle tasks at 2K, 24 samples each: mean score."
-    return markdown(said, ["method", "64 tokens", "256"], told)
+    return markdown(said, ["method", "budget 64", "budget 256"], told)
 
 
 # ---------------------------------------------------------------- both sides

@@ -73,10 +73,10 @@ def first_call(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, {shape(*results)}, `generate()` of {o['tokens']} tokens after a prompt of "
-        f"{tokens(o['context'])}, prompt included, steps captured, kernels compiled in the call; random weights, so "
-        "hits say nothing."
+        f"{tokens(o['context'])}. A call includes the prompt; the first call also compiles Triton kernels, or loads "
+        "them from a cache of an earlier process. Steps are one CUDA graph, without `torch.compile`."
     )
-    names = {"empty": "empty", "kept": "of an earlier process"}
+    names = {"empty": "empty", "kept": "filled by an earlier process"}
     rows = [
         [
             f"`{x['method']}`",
@@ -102,9 +102,9 @@ def prefill(*results: Result) -> str:
     dense = [[x for r in results for x in r.rows if x["method"] == "dense" and x["context"] == c] for c in contexts]
     seconds = [span(x["ttft_ms"] / 1e3 for x in of) for of in dense]
     said = (
-        f"{gpu(*results)}, {shape(*results)}, bf16: time to the first token over that of the unpatched model, which "
-        f"takes {seconds[0]} s at 32K and {seconds[1]} s at 64K. Prompts are attended to exactly, so queries and hits "
-        "play no part."
+        f"{gpu(*results)}, {shape(*results)}, bf16: time to the first token, divided by that of the unpatched model "
+        f"(dense), which takes {seconds[0]} s at 32K and {seconds[1]} s at 64K. Peak: of GPU memory, weights included; "
+        "methods have the pool in host memory."
     )
     rows = [["dense", "1.000", "1.000", *(number(of[0]["peak_GiB"], 1) for of in dense)]]
     for r, (_, methods) in zip(results, PREFILL):
@@ -127,9 +127,9 @@ STAGES = {  # by column, the kernels of a layer as the files name them
     "append": "append",
     "index update": "index update (nothing leaves)",
     "select": "select, all of it (beside)",
-    "fetch, all hit": "fetch, all hits",
+    "fetch, hits": "fetch, all hits",
     "attention": "attention",
-    "fetch, nearly none hits": "fetch, nearly all misses",
+    "fetch, misses": "fetch, nearly all misses",
 }
 
 
@@ -137,9 +137,10 @@ STAGES = {  # by column, the kernels of a layer as the files name them
 def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
-        f"{gpu(*results)}, one layer of {o['q_heads']} query and {o['kv_heads']} kv heads of {o['head_dim']}, batch 1, "
-        f"budget {o['budget']}, but {o['tokens']} for `pariskv` as in its paper: us of a kernel with inputs that no "
-        "GPU cache holds. A step fetches once, in a time between those of all hits and of nearly no hits."
+        f"{gpu(*results)}, microseconds of each stage of one layer: {o['q_heads']} query heads, {o['kv_heads']} kv "
+        f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']}, {o['tokens']} for `pariskv` as in its "
+        "paper. The caches of the GPU do not hold the inputs. Each step fetches once, in a time between fetch, hits "
+        "(all blocks hit) and fetch, misses (nearly all blocks miss)."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]
     us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}
@@ -161,9 +162,11 @@ def serve(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, host of 128 GiB, {shape(*results)} with random weights, decode steps of the whole engine, "
-        f"`quest` with budget {o['budget']} and its pool on the GPU or on the host; dense: vLLM's Triton backend, "
-        "without native code. Texts of random weights move to another topic at every step; the last column is per kv "
-        "head, layer and step."
+        f"`quest` with budget {o['budget']} and its pool on the GPU or on the host. Dense: vLLM's Triton backend. vLLM "
+        "ran without its compiled C++ and CUDA kernels in all columns. Most: as many requests as fit. Blocks fetched: "
+        "for all requests together, per kv head, layer and step. A request selects "
+        f"{o['budget'] // 16} blocks. The tokens are sampled from random weights, so the selected blocks change from "
+        "step to step. One hot buffer serves all requests, so few requests find most of their blocks in it."
     )
     rows = []
     for r in results:
@@ -171,7 +174,8 @@ def serve(*results: Result) -> str:
         usual = sorted(set.intersection(*(set(by) for by in of.values())) - {max(by) for by in of.values()})
         for batches in [*([b] * len(PLACES) for b in usual), [max(of[p]) for p in PLACES]]:
             found = [of[p][b] for p, b in zip(PLACES, batches)]
-            told = str(batches[0]) if batches[0] in usual else f"most: {', '.join(map(str, batches))}"
+            most = ", ".join(f"{place} {b}" for place, b in zip(("dense", "GPU", "host"), batches))
+            told = str(batches[0]) if batches[0] in usual else f"most: {most}"
             rows.append([tokens(found[0]["context"]), told, *(number(x["tpot_ms"], 1) for x in found)])
             rows[-1] += [*(number(x["tokens_per_s"], 0) for x in found), number(found[-1]["fetched_blocks"], 0)]
     head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in ("dense", "GPU", "host")]
