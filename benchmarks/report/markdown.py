@@ -144,7 +144,7 @@ def shape(*results: Result) -> str:
     return {"llama-3.1-8b": "shape of Llama-3.1-8B", "qwen2.5-7b-1m": "shape of Qwen2.5-7B-1M"}[name]
 
 
-ONCE = ("snapkv", "h2o")  # fetch after a prompt alone, so nearly all their blocks are on the GPU
+ONCE = ("snapkv", "h2o", "raas")  # fetch little or nothing after a prompt, so nearly all their blocks are hits
 
 
 def queries(given: Iterable[dict[str, Any]], *results: Result) -> str:
@@ -155,5 +155,5 @@ def queries(given: Iterable[dict[str, Any]], *results: Result) -> str:
     fetching = [x for x in rows if x.get("hit_rate") is not None and x["method"] not in ONCE]
     told = [f"hits {hits(fetching)}"] if fetching else []
     if once := [f"`{m}`" for m in ONCE if any(x["method"] == m for x in rows)]:
-        told.append(f"fetched once a prompt: {' and '.join(once)}")
+        told.append(f"little or nothing to fetch after a prompt: {', '.join(once)}")
     return f"synthetic queries of locality {localities}, {'; '.join(told)}"

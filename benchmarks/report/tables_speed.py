@@ -32,6 +32,7 @@ RUNS = {  # the files of each method; no two hold the same context of it
     "louiskv": ("h200_decode_clusters.json",),
     "snapkv": ("h200_decode_snapkv.json",),
     "h2o": ("h200_decode_h2o.json",),
+    "raas": ("h200_decode_raas.json",),
 }
 FILES = tuple(dict.fromkeys(f for files in RUNS.values() for f in files))
 COLUMNS = ("ms a token", "99th percentile", "of the floor", "speed-up", "hits", "GiB on the GPU", "GiB on the host")
@@ -112,9 +113,8 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for r in results:
         for x in (x for x in r.rows if x.get("trace")):
-            buffer, rest, _ = (x.get("hyper") or "").partition(f", {WITH_REST}")
-            name = f"`{x['method']}`" + (" + rest" if rest else "")
-            rows.setdefault((name, str(r.options["budget"]), BUFFERS[buffer]), x)
+            name = f"`{x['method']}`"
+            rows.setdefault((name, str(r.options["budget"]), BUFFERS[x.get("hyper") or ""]), x)
     found = sorted(rows.items(), key=lambda x: (-int(x[0][1]), x[0][2] != "auto", x[1]["tpot_ms"]))
     return [([*names], x) for names, x in found]
 
@@ -132,7 +132,7 @@ def speed_trace(*results: Result) -> str:
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)
 
 
-@table("speed-rest", REPLAYED[0])
+@table("speed-rest", "h200_decode_trace_rest.json")
 def speed_rest(r: Result) -> str:
     """What the rest costs: the same steps without and with it."""
     sparse, told = (r.options["layers"] or LAYERS[r.options["shape"]]) - r.options["skip_layers"], []
@@ -146,8 +146,8 @@ def speed_rest(r: Result) -> str:
                 f"{100 * more / was['tpot_ms']:.1f} %", number(x["device_GiB"] - was["device_GiB"]),
             ])  # fmt: skip
     said = (
-        f"The runs of the table above with a budget of {r.options['budget']} and a hot buffer of 5 %. Rest: "
-        "`estimate_rest=True`, which makes groups of 64 tokens here."
+        f"{gpu(r)}, replay as in the table above, budget {r.options['budget']}, hot buffer of 5 %. Both steps of a "
+        "row are of one run. Rest: `estimate_rest=True`, which makes groups of 64 tokens here."
     )
     head = ["method", "ms a token", "with the rest", "us more a sparse layer", "more", "GiB more on the GPU"]
     return markdown(said, head, told)
