@@ -36,7 +36,7 @@ results: $(READY)
 	@$(BIN)/torchsparsekv again $(foreach name,$(ONLY),'$(name)'); status=$$?; \
 	if [ $$status -le 1 ]; then $(MAKE) docs || status=$$?; fi; exit $$status
 
-# The tests that are not in tests/tools/slow.txt; less than twelve minutes on two cores.
+# The tests that are not in tests/tools/slow.txt; 4 to 8 minutes on two cores, twelve at most.
 test: $(TESTS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 

@@ -62,7 +62,7 @@ def said(hyper: dict[str, Any]) -> dict[str, str]:
 
 
 def pool_told(pool_dtype: str) -> dict[str, str]:
-    """What `patch` is told of the pool's type."""
+    """The argument of `patch` for the pool's type."""
     return {} if pool_dtype == "auto" else {"pool_dtype": pool_dtype}
 
 
@@ -111,8 +111,8 @@ class Setup:
         return make_method(name, **self._method(name))
 
     def patch(self, name: str) -> dict[str, Any]:
-        """What `patch` is told for this method; the dense baseline is dense in all layers, its pool on the device in
-        the model's type."""
+        """The arguments of `patch` for this method. The dense baseline is dense in all layers, with its pool on
+        the device in the model's type."""
         where = {"skip_layers": self.skip_layers, "offload": self.offload, **pool_told(self.pool_dtype)}
         return self._method(name) | ({"skip_layers": 0, "offload": "device"} if name == "full" else where)
 

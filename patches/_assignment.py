@@ -81,13 +81,13 @@ def _placed(methods: list[Method | None]) -> tuple[Method | None, ...]:
 
 
 def _whole_rows(method: Method, max_length: int | None) -> bool:
-    """True if a retrieving method attends to all tokens of every row that fits a cache of `max_length`."""
+    """True if a retrieving method attends to all tokens of every sequence that fits a cache of `max_length`."""
     return max_length is not None and method.traits.attends == "selected" and max_length <= method.dense_threshold
 
 
 def _saves_nothing(method: Method, max_length: int | None) -> str:
     return (
-        f"nothing will be saved: {method.name} attends to every token of a row of up to {method.dense_threshold} "
+        f"nothing will be saved: {method.name} attends to every token of a sequence of up to {method.dense_threshold} "
         f"tokens (sink {method.sink}, window {method.window}, budget {method.budget}), and max_length is {max_length}"
     )
 

@@ -126,8 +126,8 @@ class SparseCache(Cache):
         Args:
             model: a transformers model.
             method: a name in `torchsparsekv.methods()`; of a patched model, that of the patch.
-            batch_size: rows of the cache.
-            max_length: tokens of a row. None: all positions of the model.
+            batch_size: sequences of the cache.
+            max_length: tokens of a sequence. None: all positions of the model.
             options: keywords of patch(); refused for a patched model.
         """
         found = getattr(unwrapped(model), "_torchsparsekv", None)

@@ -158,7 +158,7 @@ class Family:
             raise NotImplementedError(
                 f"{type(model).__name__} has {len(found)} attention modules that torchsparsekv can reach, for "
                 f"{len(expected)} layers ({said}); it reaches modules with a layer_idx whose forward takes "
-                f"{' or '.join(NAMES)} and asks ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise "
+                f"{' or '.join(NAMES)} and uses ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise "
                 f"(is_attention){blamed()}"
             )
         return sorted(found, key=lambda m: m.layer_idx)

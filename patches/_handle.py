@@ -45,9 +45,9 @@ class Handle:
         """Make a cache for a loop of your own: `model(ids, past_key_values=cache)`.
 
         Args:
-            batch_size: rows of the cache.
-            max_length: tokens of a row. None: `max_length` of patch(), or else all positions of the model. The latter
-                warns with the memory that plan() gives.
+            batch_size: sequences of the cache.
+            max_length: tokens of a sequence. None: `max_length` of patch(), or else all positions of the model. The
+                latter warns with the memory that plan() gives.
             into: only `SparseCache(model)` passes it.
         """
         self._require_active()
@@ -87,8 +87,8 @@ class Handle:
         """The memory of a cache by buffer, before it exists. Allocates nothing.
 
         Args:
-            batch_size: rows of the cache.
-            max_length: tokens of a row. None: as make_cache() chooses it.
+            batch_size: sequences of the cache.
+            max_length: tokens of a sequence. None: as make_cache() chooses it.
         """
         batch, length = self._sizes(batch_size, max_length)
         place = placed(self.planned, self.offload, batch, length, self.hot_gib)
@@ -104,13 +104,16 @@ class Handle:
 
         Args:
             cache: a cache of this patch.
-            batch_size: rows of the copy; a cache of one row can fill many. None: as many as `cache` has.
+            batch_size: sequences of the copy; a cache of one sequence can fill many. None: as many as `cache` has.
         """
         if not isinstance(cache, SparseCache) or cache.owner is not self._owner:
             raise ValueError(f"fork takes a SparseCache of this patch, got {type(cache).__name__}")
         batch, length = self._sizes(cache.batch if batch_size is None else batch_size, cache.max_length)
         if cache.batch not in (1, batch):
-            raise ValueError(f"a cache of {cache.batch} rows cannot be forked into {batch}; one row can, into any")
+            raise ValueError(
+                f"a cache of {cache.batch} sequences cannot be forked into {batch}; a cache of one sequence can, into "
+                "any number"
+            )
         cache.check_copied()
         twin = self.make_cache(batch, length)
         twin.copy_from(cache)
@@ -177,8 +180,8 @@ class Handle:
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
         methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
         return [
-            f"density 1.000: {m.name} attended to every token, so nothing was saved here; rows of up to "
-            f"{m.dense_threshold} tokens are always attended to whole"
+            f"density 1.000: {m.name} attended to every token, so nothing was saved here; sequences of up to "
+            f"{m.dense_threshold} tokens are always attended to in full"
             for m in dict.fromkeys(methods)
         ]
 

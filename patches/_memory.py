@@ -78,7 +78,7 @@ def prompt_bytes(plan: Plan, batch: int, length: int) -> int:
 
 
 def _most_budgets(plan: Plan, batch: int, length: int) -> int:
-    """The budgets in a row; 0 if the size of the hot buffers does not depend on a number of budgets."""
+    """The budgets in a sequence; 0 if the size of the hot buffers does not depend on a number of budgets."""
     most = plan.most_budgets(length)
     one, all_of_them = (plan.hot_bytes(batch, length, pool_on_host=True, hot_budgets=n) for n in (1, max(most, 2)))
     return most if one < all_of_them else 0
@@ -99,9 +99,9 @@ def hot_note(plan: Plan, place: Placement, batch: int, length: int, hot_gib: flo
     if not most or (hot_gib is None and plan.device.type != "cuda"):
         return ()
     if not place.pool_on_host and hot_gib is None:
-        return ("the pool is on the device: every block is resident",)
+        return ("the pool is on the device: nothing crosses the link",)
     nbytes = plan.hot_bytes(batch, length, pool_on_host=place.pool_on_host, hot_budgets=place.hot_budgets)
-    room = "every block" if place.hot_budgets >= most else f"{place.hot_budgets} of the {most} budgets of a row"
+    room = "every block" if place.hot_budgets >= most else f"{place.hot_budgets} of the {most} budgets of a sequence"
     why = f"hot_gib {hot_gib}" if hot_gib is not None else f'hot_budgets "auto" ({DEVICE_SHARE:.0%} of free memory)'
     return (f"{why}: the hot buffers have room for {room} and take {nbytes / 2**30:.2f} GiB",)
 

@@ -1,7 +1,7 @@
 """Models that would be accepted by their modules, or nearly, and would be wrong; by name, with the reason."""
 
 BY_REASON = {
-    "its cache holds latents from which keys and values are expanded (MLA), and this store holds keys and values": (
+    "its cache holds latents (MLA), and torchsparsekv's cache holds keys and values": (
         "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu",
     ),
     "it chooses what it attends to by an indexer of its own": (
@@ -10,7 +10,7 @@ BY_REASON = {
     "some of its layers use the keys and values of other layers": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
-    "its state spaces or linear layers have not been shown to work beside this store": (
+    "its state spaces or linear layers have not been shown to work beside torchsparsekv's cache": (
         "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "minimax",
         "nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
     ),

@@ -18,9 +18,10 @@ def delta_rule(config) -> Kept:
 
 
 Family(
-    model_types=("lfm2", "lfm2_moe"), about="convolutions and full attention in turn", since="5.13", kept=convolution
-)
+    model_types=("lfm2", "lfm2_moe"), since="5.13", about="alternating convolutions and full attention",
+    kept=convolution,
+)  # fmt: skip
 Family(
     model_types=("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), since="5.13",
-    about="linear and full attention in turn", kept=delta_rule,
+    about="alternating linear and full attention", kept=delta_rule,
 )  # fmt: skip

@@ -9,6 +9,6 @@ def with_sinks(config, layer: int) -> Layer | None:
     return said and dataclasses.replace(said, sink_logits=True)
 
 
-IN_TURN = "sliding windows and full attention in turn"
-Family(model_types=("cohere2", "exaone4", "gemma2", "gemma3_text", "olmo3"), about=IN_TURN)
-Family(model_types=("gpt_oss",), about=f"{IN_TURN}; sink logits", layer=with_sinks)
+ALTERNATING = "alternating sliding windows and full attention"
+Family(model_types=("cohere2", "exaone4", "gemma2", "gemma3_text", "olmo3"), about=ALTERNATING)
+Family(model_types=("gpt_oss",), about=f"{ALTERNATING}; sink logits", layer=with_sinks)

@@ -19,7 +19,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Handle and SparseCache come with transformers, which is imported when one of them is asked for."""
+    """Handle and SparseCache need transformers, which is imported when one of the two names is first read."""
     if name == "Handle":
         from torchsparsekv.patches._handle import Handle
 

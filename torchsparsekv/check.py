@@ -20,7 +20,7 @@ def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
     """Check a method of your own on random keys, on the CPU in float32.
 
     1. Selected blocks are distinct and lie between the sinks and the ring.
-    2. A row of a ragged batch has the same outputs as the row alone.
+    2. A sequence of a ragged batch has the same outputs as the sequence alone.
     3. With a full budget, each decode step equals dense attention.
     4. With a full budget, a second turn and the steps after it equal one long prompt.
 
@@ -43,15 +43,16 @@ def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
     for row in range(len(run.padding)):
         alone = [one[0] for one in run.outputs(small, row)]
         same = [out[row, :, -one.shape[1] :] for one, out in zip(alone, together)]
-        _check_equal(small, f"row {row} of a ragged batch differs from the row alone", alone, same)
+        _check_equal(small, f"sequence {row} of a ragged batch differs from the sequence alone", alone, same)
     exact, dense = [*run.outputs(dataclasses.replace(small, budget=run.rows))], [*run.outputs(make_method("full"))]
     turn = 1 + run.steps
-    _check_equal(small, "a budget of everything differs from dense attention", exact[1:turn], dense[1:turn])
+    said = "with a budget for all tokens, outputs differ from dense attention"
+    _check_equal(small, said, exact[1:turn], dense[1:turn])
     _check_equal(small, "a second turn differs from dense attention", exact[turn:], dense[turn:])
     return [
         f"{small.name}: selected blocks are distinct and lie between sinks and ring",
-        f"{small.name}: rows of a ragged batch equal rows alone",
-        f"{small.name}: a budget of everything equals dense attention",
+        f"{small.name}: sequences of a ragged batch equal sequences alone",
+        f"{small.name}: with a budget for all tokens, outputs equal dense attention",
         f"{small.name}: a second turn equals one long prompt",
     ]
 

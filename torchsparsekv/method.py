@@ -73,7 +73,7 @@ class HyperParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a method that the engine needs beyond its hooks.
+    """Facts about a method that decode, prefill and patch need beyond its hooks.
 
     Attributes:
         attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects. "recent":
@@ -211,7 +211,7 @@ class Method:
             raise ValueError(f"{self.name}: {field} must be {bounds}, got {value}")
 
     def check_one_of(self, field: str, known: Iterable[str]) -> None:
-        """Refuse a hyper-parameter that is none of these words."""
+        """Refuse a hyper-parameter that is not one of the words `known`."""
         value = getattr(self, field)
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{self.name}: {field} must be one of {', '.join(known)}, got {value!r}")
@@ -233,7 +233,7 @@ class Method:
 
     @cached_property
     def traits(self) -> Traits:
-        """What the engine must know beyond the hooks."""
+        """What the library must know beyond the hooks."""
         return Traits()
 
     @cached_property
@@ -246,7 +246,7 @@ class Method:
         return self.traits.moves_leaving
 
     def rest_group(self, rows: int) -> int:
-        """Tokens of a group whose mean stands for what is not retrieved, in a cache of so many pool rows."""
+        """Tokens of a group whose mean stands for the tokens that are not retrieved, in a cache of `rows` pool rows."""
         if self.estimate_rest is not True:
             return self.estimate_rest
         group = max(LEAST_REST, self.block_size)
@@ -291,7 +291,7 @@ class Method:
 
     @final
     def hot_buffers(self, g: Geometry, slots: int, chosen: int) -> Buffers:
-        """Room for so many blocks on the device, of which `chosen` at most are attended to."""
+        """A hot buffer of `slots` blocks on the device. A step attends to at most `chosen` of them."""
         late = {} if self.prefetch_async is None else {"prefetch": prefetch_buffers(g, chosen)}
         return {"hot": hot_buffer(g, self.block_size, slots, chosen)} | late
 
@@ -450,7 +450,7 @@ class Method:
 def all_methods() -> dict[str, type[Method]]:
     """Every method that users can choose, by name. A file in torchsparsekv/_methods adds one.
 
-    A class whose name starts with an underscore is left out: the engine alone uses it.
+    A class whose name starts with an underscore is left out: the library alone uses it.
     """
     from torchsparsekv import _methods
 

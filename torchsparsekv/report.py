@@ -10,7 +10,7 @@ from torchsparsekv.state import LayerState
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The counts of one layer. Fields that end in `_per_step` are means over steps, rows and kv heads.
+    """The counts of one layer. Fields that end in `_per_step` are means over steps, sequences and kv heads.
 
     Attributes:
         layer: index of the layer.
@@ -20,14 +20,14 @@ class LayerReport:
         attended_per_step: tokens that a step did attend to.
         blocks_selected: blocks that all steps selected.
         blocks_fetched: selected blocks that were not in the hot buffer.
-        fetched_late: fetched blocks that arrived after their step, while later layers computed.
+        fetched_late: fetched blocks that arrived after the attention of their step, while later layers computed.
         pool_bytes_read: bytes that steps read from the pool.
         host_bytes_read: the same if the pool is in host memory, else 0.
         retrieval_rate: share of the steps that selected anew.
         static_share: share of the budget that is attended to whatever the query. None: the method has no static set.
         lost: tokens that the method should keep and its window did not hold, in the worst head. None: does not apply.
         at_most: whether partly empty pages count as full in `attended_per_step`.
-        waited: share of the selections that their step waited for. None: without `prefetch_async`.
+        waited: share of the steps at which a kv head waited for its selection. None: without `prefetch_async`.
         prompted: whether a prompt ran through the layer.
     """
 
@@ -89,7 +89,7 @@ class Report:
             prompted = any(r.prompted for r in self.layers)
             why = "only a prompt did" if prompted else "the model was not called, or with another cache"
             return [f"NO DECODE STEP RAN THROUGH THE PATCH: {why}"]
-        return [f"LAYERS NEVER HIT: {idle}"] if idle else []
+        return [f"LAYERS NEVER REACHED: {idle}"] if idle else []
 
     def as_dict(self) -> dict:
         """All fields as plain Python values; None where a share is undefined."""
@@ -119,8 +119,8 @@ class Report:
         if waited:
             fetched, late = (sum(getattr(r, x) for r in self.layers) for x in ("blocks_fetched", "fetched_late"))
             lines.append(
-                f"steps waited for what {sum(waited) / len(waited):.1%} of their heads chose; of the blocks fetched, "
-                f"{late / max(1, fetched):.1%} came behind a step"
+                f"kv heads waited for their selection at {sum(waited) / len(waited):.1%} of the steps; of the fetched "
+                f"blocks, {late / max(1, fetched):.1%} arrived after the attention of their step"
             )
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
         if static:
@@ -139,17 +139,17 @@ def size_of(n: float) -> str:
 
 
 class Counts(NamedTuple):
-    """The device counters of one layer, each summed over rows and kv heads."""
+    """The device counters of one layer, each summed over sequences and kv heads."""
 
     steps: int
-    context: int  # tokens that rows held
+    context: int  # tokens that sequences held
     in_ring: int  # tokens of the ring that steps attended to
     selected: int  # blocks
-    fetched: int  # blocks, behind a step or not
+    fetched: int  # blocks, those fetched late too
     row_bytes: int  # of one token in the pool
 
     def per_step(self, total: float) -> float:
-        """The mean over steps, rows and kv heads."""
+        """The mean over steps, sequences and kv heads."""
         return total / max(self.steps, 1)
 
 

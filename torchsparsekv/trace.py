@@ -39,7 +39,8 @@ MARKED = re.compile(r"(<!-- (trace|marks): (\w+) -->\n```\n).*?(```\n<!-- end --
 HEAD = (
     "{method}: one decode step of a tiny llama, {layers} layers, {heads} query heads, {kv_heads} kv heads, "
     "head_dim {dim}.\n"
-    "Shapes are in brackets. `*` marks a tensor that this step really changed. `lengths` bound a sequence's ring."
+    "Shapes are in brackets. `*` marks a tensor that really changed. "
+    "`lengths` say which tokens are in the ring."
 )
 
 

@@ -20,7 +20,7 @@ METHODS: tuple[str, ...] = tuple(n for n in all_methods() if make_method(n).trai
 
 @dataclass(frozen=True)
 class OnModel:
-    """What all that is measured on a model's answers is told."""
+    """The options of every measurement of a model's answers."""
 
     model: str = option(
         RECALL,
@@ -37,7 +37,7 @@ class OnModel:
 
 @dataclass(frozen=True)
 class Compared(OnModel):
-    """What every comparison of methods on a model is told."""
+    """The options of every comparison of methods on a model."""
 
     lengths: tuple[int, ...] = option((4096, 16384, 32768), "Tokens of prompt and answer together, comma-separated.")
     methods: tuple[str, ...] = option(METHODS, "Methods beside the dense model, comma-separated.")
@@ -99,7 +99,7 @@ def check_compared(o: Compared) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the comparison: a method at a budget, what `patch` is told, and which hyper-parameters that means.
+    """One row of the comparison: a method at a budget, the arguments of `patch`, and the hyper-parameters that follow.
 
     All but the method are None for the dense model.
     """

@@ -50,8 +50,8 @@ def steps_through(
     model, ids: Tensor, teacher: Tensor, cache, before: Callable[[int], None] | None = None,
     step: Callable | None = None,
 ) -> Forced:  # fmt: skip
-    """The scored steps, one by one; `before` is told the number of each before it is taken. `step` stands in for the
-    model, as replay.stepper() makes it."""
+    """The scored steps, one by one. `before` gets the number of each step before the step is taken. `step` stands in
+    for the model, as replay.stepper() makes it."""
     steps, out = teacher.shape[1], []
     for t in range(steps):
         at = ids.shape[1] - 1 - steps + t

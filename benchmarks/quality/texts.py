@@ -39,7 +39,7 @@ def read(o: Options, tokenizer: Any) -> list[Text]:
 
 
 def check_room(text: Text, length: int, samples: int) -> None:
-    """Refuse a text that is too short for so many samples."""
+    """Refuse a text that is too short for `samples` samples."""
     if text.room(length) < samples:
         raise ValueError(
             f"{text.name} has {len(text.ids)} tokens, {samples} samples of {length} and a target each need "

@@ -40,7 +40,7 @@ class File:
     path: Path
     commands: tuple[str, ...]
     environment: dict[str, Any]
-    means: int = 0  # of so many raw files; 0: the file is what its command wrote
+    means: int = 0  # number of raw files that the means are of; 0: the file is what its command wrote
 
     @property
     def script(self) -> bool:

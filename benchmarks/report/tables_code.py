@@ -9,8 +9,8 @@ from torchsparsekv_benchmarks.report.style import tokens
 
 CONTEXT, KV_HEADS, DIM, GROUP = 131072, 8, 128, 4
 ABOUT = (
-    f"One layer of {KV_HEADS} kv heads of head_dim {DIM}, bf16, batch 1, {tokens(CONTEXT)} tokens, defaults of the "
-    f"method but hot buffers of {HOT_BUDGETS} budgets"
+    f"One layer of {KV_HEADS} kv heads of head_dim {DIM}, bf16, batch 1, {tokens(CONTEXT)} tokens. Defaults of each "
+    f"method, except hot buffers of {HOT_BUDGETS} budgets."
 )
 
 
@@ -27,7 +27,7 @@ def memory_layer() -> str:
     found = sorted((mib(m)[::-1], m) for m in all_methods())
     rows = [[f"`{m}`", number(host, 1), number(device, 1)] for (device, host), m in found]
     said = (
-        f"{ABOUT}; the pool is in host memory (that of dense layers of a model stays on the GPU), ring, index and hot "
+        f"{ABOUT} The pool is in host memory (that of dense layers of a model stays on the GPU). Ring, index and hot "
         "buffer are on the GPU."
     )
     return markdown(said, ["method", "pool, MiB", "GPU, MiB"], rows)
@@ -41,7 +41,7 @@ def _of_method(method: str) -> None:
             ["pool, on the GPU or in host memory", number(host, 1)],
             ["ring, index and hot buffer, on the GPU", number(device, 1)],
         ]
-        return markdown(f"{ABOUT}.", ["buffers", "MiB"], told)
+        return markdown(ABOUT, ["buffers", "MiB"], told)
 
 
 for _method in all_methods():

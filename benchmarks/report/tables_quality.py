@@ -129,7 +129,7 @@ def int8_answers(packed: Means) -> str:
     return markdown(said, ["method", "tasks", "16 bits", "8 bits", "change"], told)
 
 
-OF_ALL = ("sink", "window", "budget", "skip_layers", "full_threshold")  # what every method of the run is told
+OF_ALL = ("sink", "window", "budget", "skip_layers", "full_threshold")  # arguments that every method of the run gets
 
 
 @table("kl-defaults", NATURAL, "quality/kl_defaults.json")
@@ -740,8 +740,8 @@ def _of_method(method: str) -> None:
             cells = [with_error(kl, "kl", 4), number(same), number(found)]
             told.append([budget, *cells, *(number(s[0]) if s else "-" for s in scores)])
         said = (
-            "KL in nats a token, same likeliest token and hits: SmolLM2-135M, 2K tokens of a novel. Recall: five "
-            "tasks of a model of 7.2M parameters. Sink 32, window 64."
+            "KL (nats a token), share of equal likeliest tokens, and hits were measured with SmolLM2-135M on 2K tokens "
+            "of a novel. Recall was measured on five tasks with a model of 7.2M parameters. Sink 32, window 64."
         )
         return markdown(said, ["budget", "KL", "same token", "hits", *(f"recall, {tokens(n)}" for n in LENGTHS)], told)
 

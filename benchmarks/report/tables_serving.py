@@ -48,9 +48,9 @@ def memory(*results: Result) -> str:
     *usual, packed = results
     files = keyed(tuple(usual))
     said = (
-        f"S{shape(*results)[1:]} in bf16, one row, two dense layers, {SMALL_BUDGET}: GiB of the cache, index "
-        "and hot buffers of two budgets included, without weights; pool in host memory, that of dense on the GPU. The "
-        "int8 column has a budget of 1024 for all."
+        f"S{shape(*results)[1:]} in bf16, one row, two dense layers. Sizes in GiB of the cache with index and "
+        "hot buffers of two budgets, without weights. Pool in host memory, that of dense on the GPU. Budget 1024. "
+        "`pariskv` has 100, as in its paper, except in the int8 column."
     )
     small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
     rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"
@@ -154,7 +154,7 @@ def kernels(*results: Result) -> str:
     return markdown(said, ["context", "method", *STAGES], rows)
 
 
-PLACES = ("triton", "device", "host")
+PLACES = {"triton": "dense", "device": "`kv=device`", "host": "`kv=host`"}
 
 
 @table("serve", "h200_serve_32k.json", "h200_serve_128k.json")
@@ -162,11 +162,11 @@ def serve(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, host of 128 GiB, {shape(*results)} with random weights, decode steps of the whole engine, "
-        f"`quest` with budget {o['budget']} and its pool on the GPU or on the host. Dense: vLLM's Triton backend. vLLM "
-        "ran without its compiled C++ and CUDA kernels in all columns. Most: as many requests as fit. Blocks fetched: "
-        "for all requests together, per kv head, layer and step. A request selects "
-        f"{o['budget'] // 16} blocks. The tokens are sampled from random weights, so the selected blocks change from "
-        "step to step. One hot buffer serves all requests, so few requests find most of their blocks in it."
+        f"`quest` with budget {o['budget']}, keys and values on the GPU (`kv=device`) or on the host (`kv=host`). "
+        "Dense: vLLM's Triton backend. vLLM ran without its compiled C++ and CUDA kernels in all columns. Most: as "
+        "many requests as fit. Blocks fetched: for all requests together. A request selects "
+        f"{o['budget'] // 16} blocks a step. The tokens are sampled from random weights, so the selected blocks change "
+        "from step to step. One hot buffer serves all requests: with few requests, most selected blocks are in it."
     )
     rows = []
     for r in results:
@@ -174,9 +174,10 @@ def serve(*results: Result) -> str:
         usual = sorted(set.intersection(*(set(by) for by in of.values())) - {max(by) for by in of.values()})
         for batches in [*([b] * len(PLACES) for b in usual), [max(of[p]) for p in PLACES]]:
             found = [of[p][b] for p, b in zip(PLACES, batches)]
-            most = ", ".join(f"{place} {b}" for place, b in zip(("dense", "GPU", "host"), batches))
+            most = ", ".join(f"{place} {b}" for place, b in zip(PLACES.values(), batches))
             told = str(batches[0]) if batches[0] in usual else f"most: {most}"
             rows.append([tokens(found[0]["context"]), told, *(number(x["tpot_ms"], 1) for x in found)])
             rows[-1] += [*(number(x["tokens_per_s"], 0) for x in found), number(found[-1]["fetched_blocks"], 0)]
-    head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in ("dense", "GPU", "host")]
-    return markdown(said, ["context", "requests", *head, "host, blocks fetched"], rows)
+    head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in PLACES.values()]
+    fetched = "`kv=host`: blocks fetched per kv head, layer and step"
+    return markdown(said, ["context", "requests", *head, fetched], rows)

@@ -26,7 +26,7 @@ def parser(about: str | None, tokens: int | None = None) -> argparse.ArgumentPar
 def recorded(
     o: argparse.Namespace, tokens: int, methods: Iterable[str] = ()
 ) -> Iterator[tuple[str, Any, dict[int, replay.Prompted]]]:
-    """(text, model, its layers after one forward of so many tokens) for each text, in fp32 on the CPU."""
+    """(text, model, its layers after one forward of `tokens` tokens) for each text, in fp32 on the CPU."""
     tokenizer, model = pretrained(o.model, torch.device("cpu"), torch.float32)
     for text in o.texts.split(","):
         ids = texts.read_one(text, tokenizer).rows(tokens, range(1))[:, :tokens]

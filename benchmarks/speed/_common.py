@@ -87,7 +87,7 @@ def _check_shape(name: str, options: Any) -> None:
 
 
 def build(shape: str, device: torch.device, shapes: Mapping[str, dict] = SHAPES, layers: int = 0):
-    """A model of that shape with random weights, made on the device, or of only so many layers."""
+    """A model of a shape with random weights, made on the device. It has `layers` layers, if given."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(shapes[shape]) | ({"num_hidden_layers": layers} if layers else {})
@@ -113,7 +113,7 @@ def time_loop(step: Callable[[int], object], steps: int, repeats: int = 3) -> fl
 
 
 def time_each(step: Callable[[int], object], steps: int) -> list[float]:
-    """Milliseconds of each of so many calls in a row, by device events between them."""
+    """Milliseconds of each of `steps` calls in a row, by device events between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     for i in range(AHEAD):  # so that the device does not wait for the first ones that count

@@ -39,7 +39,7 @@ def told(name: str) -> dict[str, str]:
 
 
 def try_out(names: Sequence[str], device: torch.device) -> None:
-    """Raises where torch has not got one of these, before a model is built for it."""
+    """Raise if torch lacks one of the kernels `names`, before a model is built for it."""
     q, k = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((1, 32, 1, 128), (1, 8, 256, 128)))
     for name in (n for n in names if n in SDPA):
         try:
@@ -51,7 +51,7 @@ def try_out(names: Sequence[str], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def attending_by(name: str, model, batch: int, length: int) -> Iterator[None]:
-    """The model attends in here by that kernel, one query to a static cache of so many rows and slots."""
+    """Within this context the model attends by the kernel `name`: one query to a static cache of [batch, length]."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _paged(model, batch, length) if name == FLASHINFER else _sdpa)

@@ -39,7 +39,8 @@ def as_pages(x: Tensor) -> Tensor:
 def planned(
     q_heads: int, kv_heads: int, head_dim: int, tokens: int, table: Sequence[int], device, tensor_cores: bool
 ) -> Any:
-    """Its wrapper, planned for rows of so many tokens each, whose pages `table` lists one row after the other."""
+    """FlashInfer's wrapper, planned for rows of `tokens` tokens each. `table` lists their pages, one row after the
+    other."""
     import flashinfer
 
     pages = pages_of(tokens)
@@ -59,7 +60,7 @@ def planned(
 def paged_decode(
     q_heads: int, kv_heads: int, head_dim: int, tokens: int, device, tensor_cores: bool, copies: int
 ) -> list[Callable[[], Tensor]]:
-    """Calls of one step at batch 1 over so many tokens, each with a query and a cache of its own; planned beforehand,
+    """Calls of one step at batch 1 over `tokens` tokens, each with a query and a cache of its own; planned beforehand,
     as in a CUDA graph."""
     pages = pages_of(tokens)
     wrapper = planned(q_heads, kv_heads, head_dim, tokens, torch.randperm(pages).tolist(), device, tensor_cores)

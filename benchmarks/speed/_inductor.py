@@ -1,4 +1,4 @@
-"""Settings of the compiler that a benchmark is asked for: NAME=VALUE of torch._inductor.config."""
+"""Settings of the compiler that a benchmark can set: NAME=VALUE of torch._inductor.config."""
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -51,7 +51,7 @@ class Chain:
 
 @torch.no_grad()
 def plant(model, length: int, answers: int) -> Chain:
-    """Write a chain into a fresh model, to be found over so many positions; which tokens are in it."""
+    """Write a chain into a fresh model, to be found over `length` positions. Returns its tokens."""
     config, text = model.config, model.model
     asking = range(FIRST_TOKEN, FIRST_TOKEN + answers + 1)
     needles = range(asking.stop, asking.stop + answers)
@@ -91,7 +91,7 @@ def _embed(model, known: Tensor) -> float:
 
 
 def still_channels(rotary: nn.Module, head_dim: int, length: int, device) -> tuple[Tensor, float]:
-    """Channels of a head that no rotation turns far over so many positions, and by how much it scales all it turns."""
+    """Channels of a head that no rotation turns far over `length` positions, and by how much it scales all it turns."""
     kind = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
     turns = getattr(rotary, f"{kind}inv_freq").float() * length
     far = torch.zeros(head_dim, device=device)

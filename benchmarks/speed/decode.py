@@ -218,7 +218,7 @@ class Step:
 
     @torch.no_grad()
     def warm_up(self, context: int) -> None:
-        """The first steps after so many tokens: compile, or only settle the hot buffer."""
+        """The first steps after `context` tokens: compile, or only settle the hot buffer."""
         self.position.fill_(context)
         for _ in range(WARM):
             self()
@@ -231,7 +231,7 @@ class Step:
 
     @torch.no_grad()
     def each(self, steps: int) -> Tensor:
-        """Milliseconds of so many steps, one by one."""
+        """Milliseconds of `steps` steps, one by one."""
         with _no_host_sync():
             return torch.tensor(_common.time_each(self, steps))
 
@@ -347,8 +347,8 @@ def through_generate(model, cache, batch: int, o: Options) -> dict:
 
 
 def counts(report) -> Tensor:
-    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched, those of
-    them behind a step and bytes read from the host (sums)."""
+    """Of the retrieving layers: steps and those with a retrieval (means), blocks selected, blocks fetched, blocks
+    fetched late and bytes read from the host (sums)."""
     sparse = [r for r in report.layers if r.method != "full"]
     rows = [(r.steps, r.retrieval_rate * r.steps) for r in sparse]
     total = [(r.blocks_selected, r.blocks_fetched, r.fetched_late, r.host_bytes_read) for r in sparse]

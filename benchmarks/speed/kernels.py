@@ -292,7 +292,7 @@ def dense_rows(o: Options, context: int, device) -> list[dict]:
 
 
 def flashinfer_rows(o: Options, tokens: int, copies: int, device) -> list[dict]:
-    """Its attention over so many tokens, by its two kernels; nothing where it is not installed."""
+    """FlashInfer's attention over `tokens` tokens, by its two kernels; nothing where FlashInfer is not installed."""
     rows = []
     for name, tensor_cores in (("", False), (" on tensor cores", True)) if _flashinfer.installed() else ():
         calls = _flashinfer.paged_decode(o.q_heads, o.kv_heads, o.head_dim, tokens, device, tensor_cores, copies)

@@ -56,7 +56,7 @@ def ranks() -> Iterator[tuple[int, int]]:
 
 
 def share_of(shape: str, count: int) -> dict:
-    """The config of what one of so many ranks has of a model of that shape."""
+    """The config of the part of a model that each of `count` ranks has."""
     from transformers import AutoConfig
 
     fields = dict(_common.SHAPES[shape])

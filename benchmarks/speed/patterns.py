@@ -148,7 +148,7 @@ class Bench:
 
 
 def time_prompts(model, handle, cell: Cell, lengths: Sequence[int], o: Options, known: dict) -> None:
-    """Into `known`, by (method, length, rows): seconds of one forward of so many prompts."""
+    """Into `known`, by (method, length, rows): seconds of one forward of `rows` prompts."""
     rows = min(cell.batch, o.prompt_rows)
     missing = [n for n in dict.fromkeys(lengths) if (cell.method, n, rows) not in known]
     if not missing:

@@ -81,7 +81,7 @@ def fill_empty_clusters(cluster: Tensor, distance2: Tensor, count: Tensor, clust
 
 
 def _in_range(positions: int, before: Tensor, count: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of so many positions are in [before, before + count), and their number from `before` on."""
+    """Which of `positions` positions are in [before, before + count), and their number from `before` on."""
     number = torch.arange(positions, device=device) - before
     return (number >= 0) & (number < count), number.clamp(min=0)
 

@@ -1,7 +1,8 @@
 """Which tokens of a request every step attends to.
 
-The first tokens of a request are its sinks. Tokens behind them can be selected, `interval` at a time, once all of these
-are older than the window. The position `ring_begin` is where they end; every step attends to all tokens from there on:
+The first tokens of a request are its sinks. Later tokens can be selected, `interval` at a time, once all `interval`
+tokens are older than the window. Tokens that can be selected end at `ring_begin`. Every step attends to all tokens
+from `ring_begin` on:
 
     ring_begin = sink + max(length - sink - window, 0) rounded down to whole intervals
 
@@ -15,7 +16,7 @@ from torchsparsekv.ops.store.views import Lengths
 
 
 def lengths_of(length: Tensor, sink: int, window: int, interval: int) -> Lengths:
-    """The lengths of requests with so many tokens each, as ops of a decode step read them."""
+    """The lengths of requests with `length` tokens each, as ops of a decode step read them."""
     groups = torch.div((length - sink - window).clamp(min=0), interval, rounding_mode="floor")
     begin = (groups * interval + sink).to(torch.int32)
     return Lengths(length, length, begin, begin, sink, interval)

@@ -71,8 +71,8 @@ def reference(
         q, k: queries and keys of the new tokens; the pool may not have them yet.
         heavy: `received` changes; `chosen_at` becomes NOT_YET for rows with new tokens.
         pool: [batch, heads, rows, 2, dim], the tokens before this prompt.
-        lengths: the prompt of a row is its tokens from `start` up to `length`. Rows without a new token, and rows past
-            their capacity, stay as they are.
+        lengths: the prompt of a sequence is its tokens from `start` up to `length`. Rows without a new token, and
+            rows past their capacity, stay as they are.
         attention: scale, soft cap and extra logit of the model.
         spans: `start` and `length` of all rows as host integers, or None (ops/attend/prompt_attention.py).
         last: the number of last new queries that count; 0: all new queries.

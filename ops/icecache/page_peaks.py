@@ -223,7 +223,7 @@ def most_groups(group: int) -> int:
 
 
 def _shared_bytes(group: int, page: int, groups: int) -> int:
-    """Shared memory for the scores of the pages of so many groups, and for the list of their tiles."""
+    """Shared memory for the scores of the pages of `groups` groups, and for the list of their tiles."""
     return 4 * group * groups * GROUP + 2 * groups * GROUP * page // NATIVE_TILE
 
 

@@ -45,7 +45,7 @@ def check(leaving, codes, lengths, m, seed) -> None:
 
 
 def check_codes(codes: Codes, dim: int, m: int, seed: int) -> None:
-    """Refuse codes that do not fit keys of so many dimensions."""
+    """Refuse codes that do not fit keys of `dim` channels."""
     if m not in WORDS or not 0 <= seed < SEEDS:
         known = ", ".join(map(str, sorted(WORDS)))
         raise ValueError(f"m must be one of {known} and 0 <= seed < {SEEDS}, got {m}, {seed}")

@@ -1,13 +1,13 @@
 """Learn the codebook of a prompt by k-means, and give every key that has left the ring its codes.
 
-    keys       all keys of a row from `sink` up to `length`, the keys in the ring included; at most KEYS per centroid,
-               evenly spaced
+    keys       all keys of a sequence from `sink` up to `length`, the keys in the ring included; at most KEYS per
+               centroid, evenly spaced
     centroids  k-means of the parts of the keys in every space, by Euclidean distance (ops/clusters/_kmeans.py)
     codes      those of `assign_codes`, for all positions from `sink` up to `ring_begin`
 
-So a codebook depends on the tokens of a row, and not on how they were cut into prompts and chunks. A row with fewer
-keys than centroids learns none: it adopts its keys as they leave the ring (`assign_codes`). Rows without new tokens
-stay as they are.
+So a codebook depends on the tokens of a sequence, and not on how they were cut into prompts and chunks. A row with
+fewer keys than centroids learns none: it adopts its keys as they leave the ring (`assign_codes`). Rows without new
+tokens stay as they are.
 
 PQCache (arXiv 2407.12820), and its authors' code.
 """

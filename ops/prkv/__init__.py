@@ -1,7 +1,7 @@
 """PRKV: a static set of single tokens in front of the pool, beside pages that every step selects.
 
 What the family keeps per layer: the observation window (queries of the latest tokens, `Observed`), the static set
-(views.py), and where asked for an fp8 copy of all keys on the device (`Coarse`, ops/index/copy_keys.py).
+(views.py), and if the method has one, an fp8 copy of all keys on the device (`Coarse`, ops/index/copy_keys.py).
 
 A prompt:
     observe             the queries of its last tokens; the next step chooses anew

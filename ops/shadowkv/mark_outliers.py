@@ -3,7 +3,7 @@
     outlier = 1 for the `count` chunks of a head with the least cosines, among all chunks that have left the ring; of
     equal cosines the lower chunk
 
-So the marks depend on the tokens of a row, and not on how they were cut into prompts and chunks. Rows without new
+So the marks depend on the tokens of a sequence, and not on how they were cut into prompts and chunks. Rows without new
 tokens stay as they are.
 
 ShadowKV (arXiv 2410.21465), and its authors' code.

@@ -91,8 +91,8 @@ def reference(
         observed: the observation window, queries [batch, window, q_heads, dim].
         kept: gets the new `ids`, `count` and `frontier` (where the window begins); `lost` becomes 0.
         pool: [batch, heads, rows, 2, dim], the tokens before this prompt.
-        lengths: the prompt of a row are its tokens from `start` up to `length`. Rows without a new token, and rows past
-            their capacity, stay as they are.
+        lengths: the prompt of a sequence is its tokens from `start` up to `length`. Rows without a new token, and
+            rows past their capacity, stay as they are.
         attention: scale and soft cap of the model.
         pooling: width and kind.
         spans: `start` and `length` of all rows as host integers, or None (ops/attend/prompt_attention.py).

@@ -1,4 +1,4 @@
-"""Write the newest token of every row into the ring, and copy the tokens that leave the ring into the pool.
+"""Write the newest token of every sequence into the ring, and copy the tokens that leave the ring into the pool.
 
     ring[ring_row(length - 1)] = (k, v)
     pool[previous_ring_begin : ring_begin] = the ring rows of these positions

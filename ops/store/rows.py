@@ -125,7 +125,7 @@ def ring_positions(ring_rows: int, length: Tensor, begin: Tensor, sink: int) -> 
 
 
 def count(counts: Tensor, **amounts: Tensor | int) -> None:
-    """Add amounts to the counters of these names. `counts` is [..., len(STATS)]."""
+    """Add each amount to the counter of its name. `counts` is [..., len(STATS)]."""
     for name, amount in amounts.items():
         counts[..., STATS.index(name)] += amount
 

@@ -10,7 +10,7 @@ from torchsparsekv.ops.store.views import BlockTable
 
 
 def check_table(index: Tensor, batch: int, table: BlockTable) -> None:
-    """Refuse an index [pools, ...] that is not of the pools of these rows."""
+    """Refuse an index [pools, ...] that does not belong to the pools of the batch."""
     pools = index.shape[0]
     if table.ids is None and pools != batch:
         raise ValueError(f"{batch} rows have a pool each, or a table of their blocks, got {pools} pools and no table")

@@ -102,8 +102,8 @@ def one_block_less_after_a_second_prompt() -> dict:
         (dict(choose=shifted(1)), "choose selects blocks in the ring"),
         (dict(choose=twice), "choose selects a block twice"),
         (dict(choose=the_sinks), "choose selects blocks in the 4 sinks"),
-        (dict(choose=fewer_in_a_batch), "row 0 of a ragged batch differs from the row alone"),
-        (dict(choose=one_block_less), "a budget of everything differs from dense attention"),
+        (dict(choose=fewer_in_a_batch), "sequence 0 of a ragged batch differs from the sequence alone"),
+        (dict(choose=one_block_less), "with a budget for all tokens, outputs differ from dense attention"),
         (one_block_less_after_a_second_prompt(), "a second turn differs from dense attention"),
     ],
     ids=[

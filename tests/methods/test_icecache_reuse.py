@@ -232,4 +232,4 @@ def test_short_prompt_is_dense_and_reported():
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), want)
         report = handle.report()
     assert all(r.density == 1 and r.blocks_selected == 0 for r in report.layers)
-    assert "rows of up to 17 tokens are always attended to whole" in str(report)
+    assert "sequences of up to 17 tokens are always attended to in full" in str(report)

@@ -35,8 +35,8 @@ def test_default_budget_above_the_capacity_is_lowered_and_reported():
         assert said in repr(handle)
         assert said in str(handle.report())
         saves = (
-            "nothing will be saved: quest attends to every token of a row of up to 416 tokens (sink 64, window 256, "
-            "budget 96), and max_length is 100"
+            "nothing will be saved: quest attends to every token of a sequence of up to 416 tokens (sink 64, "
+            "window 256, budget 96), and max_length is 100"
         )
         assert handle.report().as_dict()["notes"] == (said, saves)
     with torchsparsekv.patch(tiny(), "louiskv", max_length=24) as handle:

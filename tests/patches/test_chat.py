@@ -248,7 +248,7 @@ def test_config_that_the_user_changed_while_patched_stays_changed():
 
 
 def test_short_cache_says_that_nothing_will_be_saved():
-    said = "nothing will be saved: quest attends to every token of a row of up to 78 tokens .*and max_length is 64"
+    said = "nothing will be saved: quest attends to every token of a sequence of up to 78 tokens .*and max_length is 64"
     with pytest.warns(UserWarning, match=said), patch(tiny(), budget=64, max_length=64) as handle:
         assert any(re.search(said, note) for note in handle.report().notes)
     with pytest.warns(UserWarning, match="nothing will be saved"), patch(tiny(), budget=64, max_length=78):

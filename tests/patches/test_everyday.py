@@ -130,8 +130,8 @@ def test_report_warns_when_nothing_was_retrieved(method, limit):
     with torchsparsekv.patch(model, method, **hyper) as handle:
         model.generate(IDS, **GREEDY)
         said = (
-            f"density 1.000: {method} attended to every token, so nothing was saved here; rows of up to {limit} tokens "
-            "are always attended to whole"
+            f"density 1.000: {method} attended to every token, so nothing was saved here; sequences of up to {limit} "
+            "tokens are always attended to in full"
         )
         assert said in str(handle.report())
     with patch(model, "quest") as handle:

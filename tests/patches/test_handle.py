@@ -279,7 +279,7 @@ def test_report_names_layers_that_never_ran():
         cache = handle.make_cache(2)
         run(model, cache, IDS, MASK, 1)
         cache.layers[2].state.stats.counts.zero_()
-        assert "!! LAYERS NEVER HIT: [2]" in str(handle.report())
+        assert "!! LAYERS NEVER REACHED: [2]" in str(handle.report())
 
 
 @pytest.mark.parametrize("steps", [0, 3])

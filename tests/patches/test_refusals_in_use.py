@@ -211,7 +211,7 @@ ROWS = [
     # forwards that broke off, forks
     Row("forward after an interrupted forward", used(retried), RuntimeError, r"did not come to its end.*Call reset\(\) on it"),
     Row("fork of an interrupted cache", fork(broken_off), RuntimeError, r"did not come to its end"),
-    Row("fork into fewer rows", fork(lambda m, h: h.make_cache(2), 1), ValueError, r"a cache of 2 rows cannot be forked into 1; one row can"),
+    Row("fork into fewer rows", fork(lambda m, h: h.make_cache(2), 1), ValueError, r"a cache of 2 sequences cannot be forked into 1; a cache of one sequence can"),
     Row("fork into no rows", fork(lambda m, h: h.make_cache(1), 0), ValueError, r"batch_size must be at least 1, got 0"),
     Row("fork of a cache of another patch", fork(of_elsewhere), ValueError, r"fork takes a SparseCache of this patch, got SparseCache"),
     Row("fork of None", fork(lambda m, h: None), ValueError, r"fork takes a SparseCache of this patch, got NoneType"),
@@ -238,7 +238,7 @@ ROWS = [
     Row("another conversation on a used cache", used(another_conversation), ValueError, r"token 3 of row 1 is 7, and \d+ in the cache. cache.crop\(3\) keeps the tokens before it, cache.reset\(\) begins"),
     # warnings, which a filter turns into errors
     Row("answer beyond the positions", warned(generate(max_new_tokens=50)), UserWarning, r"max_new_tokens is 45 instead of 50, because 20 tokens are there and max_position_embeddings of the model is 64", lambda: tiny(max_position_embeddings=64)),
-    Row("max_length that saves nothing", warned(patch(budget=56)), UserWarning, r"nothing will be saved: quest attends to every token of a row of up to 66 tokens \(sink 4, window 6, budget 56\), and max_length is 64"),
+    Row("max_length that saves nothing", warned(patch(budget=56)), UserWarning, r"nothing will be saved: quest attends to every token of a sequence of up to 66 tokens \(sink 4, window 6, budget 56\), and max_length is 64"),
     Row("dynamic cache", warned(generate(cache_implementation="dynamic")), UserWarning, r"this decode step is dense, its cache is not one of this patch"),
     Row("cache of all positions", warned(used(lambda m, h: h.make_cache(2), max_length=None)), UserWarning, r"a cache without max_length has room for 512 tokens, all that the model's positions allow"),
     # versions and wrappers

@@ -18,7 +18,7 @@ def small(name: str, **hyper):
 
 
 class Layer:
-    """One layer of one method, driven as the seam drives it."""
+    """One layer of one method, called as patches/_attention.py calls it."""
 
     def __init__(
         self, method, *, batch=1, heads=2, group=1, dim=16, rows=256, left_pad=None, device=DEVICE,

@@ -20,8 +20,8 @@ from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
-# That a budget should hold: the query heads of a group each want others. Of multikey and multiquery, 64 tokens of 16K,
-# three samples each, 0.79 is right with 8, all with 16.
+# Clusters that a budget should hold, because the query heads of a group want different clusters. Of the answers to
+# multikey and multiquery (64 of 16K tokens, three samples each) 0.79 are right with 8 clusters, all with 16.
 CLUSTERS = 16
 CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # refuses crop and engines
 

@@ -29,7 +29,10 @@ class ClusterKV(RingClusters):
     name = "clusterkv"
 
     sink: int = 16
-    cluster_size: int | None = option(80, "Mean tokens of a cluster, the paper's C0 = L / 80. None: as louiskv.")
+    cluster_size: int | None = option(
+        80, "Mean tokens of a cluster, the paper's C0 = L / 80. None: 16, or fewer where the budget would not hold 16 "
+        "clusters."
+    )
     stretch: int | None = None
     rounds: int = 20
     run: int | None = option(None, "Generated tokens of a unit, instead of `every` and `new_clusters`. None: clusters.")

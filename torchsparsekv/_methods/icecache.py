@@ -24,11 +24,13 @@ from torchsparsekv.ops.icecache.visit_nodes import MILLION, MOST_NODES, visit_no
 from torchsparsekv.ops.store.views import Attention, Leaving, Scored, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
-EVERY, SURE_NODES = 16, 64_000  # by default a node of so many tokens; nodes that there is room for, drawn or counted
+# By default there is one node for every EVERY tokens, and no more than SURE_NODES nodes: also if nodes are drawn, their
+# number then stays below MOST_NODES.
+EVERY, SURE_NODES = 16, 64_000
 PAGES, FEWER = 32, 16  # that a budget should hold; the authors' benchmarks have 256 tokens in 16 pages
 LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
-# What a query expands by default: a share of the nodes; where that is many, those with so many times the budget as
-# children.
+# A query by default expands the share VIEWED of the nodes, but at most MANY_NODES, or the parents of BUDGETS * budget
+# tokens if there are more of these parents.
 VIEWED, MANY_NODES, BUDGETS = 0.1, 640, 8
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
@@ -68,7 +70,9 @@ class IceCache(Method):
     field_of_view: float | None = option(
         None, "Share of the nodes of each level that a query expands. None: a tenth, within bounds."
     )
-    least_view: int = option(32, "Least nodes of a level that a query expands.")
+    least_view: int = option(
+        32, "Number of first nodes that every query expands, the root included; also the lower bound of field_of_view."
+    )
     growth: float = option(0.25, "Extra pages for generated tokens, as a share of the pages of a full cache.")
     rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
     reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")

@@ -1,4 +1,4 @@
-"""LouisKV: clusters of the prompt and segments of the output, retrieved only where the query turns."""
+"""LouisKV: clusters of the prompt and segments of the output, retrieved only where the query drifts."""
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -27,7 +27,9 @@ class RetroInfer(RingClusters):
 
     sink: int = 4
     window: int = 64
-    cluster_size: int | None = option(16, "Mean tokens of a cluster. None: as louiskv.")
+    cluster_size: int | None = option(
+        16, "Mean tokens of a cluster. None: 16, or fewer where the budget would not hold 16 clusters."
+    )
     rounds: int = 10
     every: int = 1024
     new_clusters: int = 64

@@ -54,7 +54,7 @@ class ShadowKV(Method):
         return self.sink + self.window + self.budget + self.outlier_chunks * self.block_size
 
     def chosen(self, blocks: int) -> int:
-        """Chunks that a step attends to, of so many."""
+        """The number of chunks that a step attends to, in a pool of `blocks` chunks."""
         return min(self.budget // self.block_size + self.outlier_chunks, blocks)
 
     def buffers(self, g: Geometry) -> Buffers:

@@ -180,7 +180,7 @@ class BlockStore:
     # ---- what an engine calls in a step
 
     def lengths(self, length: Tensor) -> Lengths:
-        """What a step knows of requests with so many tokens each; all layers of one method can share it."""
+        """The lengths of requests with `length` tokens each, for a step; all layers of one method can share them."""
         return lengths_of(length, self.plan.sink, self.plan.window, self.plan.interval)
 
     def write(self, k: Tensor, v: Tensor, to: Tensor) -> None:

@@ -220,8 +220,8 @@ def test_report_counts_prefetched_blocks():
         assert r.waited == pytest.approx(1 / r.steps)  # the first step of all
         assert r.pool_bytes_read == r.blocks_fetched * 4 * 2 * 16 * 4  # blocks of keys and values in fp32
     fetched, late = (sum(getattr(r, x) for r in rows) for x in ("blocks_fetched", "fetched_late"))
-    assert f"steps waited for what {1 / rows[0].steps:.1%} of their heads chose" in str(report)
-    assert f"{late / fetched:.1%} came behind a step" in str(report)
+    assert f"kv heads waited for their selection at {1 / rows[0].steps:.1%} of the steps" in str(report)
+    assert f"{late / fetched:.1%} arrived after the attention of their step" in str(report)
 
 
 def test_last_prefetching_layer_joins_the_side_stream():
