@@ -18,7 +18,7 @@ __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.a
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Add x to a number in the shared memory of the program of that rank, at the address that `to` has in this program. With
-// PROGRAMS 1 there is no cluster, and neither is there one below.
+// PROGRAMS 1 there is no cluster, here and below.
 template <int PROGRAMS> __device__ inline void add(int rank, int* to, int x) {
   if (PROGRAMS == 1)
     atomicAdd(to, x);
@@ -26,17 +26,12 @@ template <int PROGRAMS> __device__ inline void add(int rank, int* to, int x) {
     asm volatile("red.relaxed.cluster.shared::cluster.add.s32 [%0], %1;" ::"r"(there(rank, to)), "r"(x) : "memory");
 }
 
-// Read 4 or 8 bytes in the shared memory of the program of that rank. Only the barrier makes writes visible.
-template <int PROGRAMS, class T> __device__ inline T read(int rank, const T* from) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+// Read a number in the shared memory of the program of that rank. Only the barrier makes writes visible.
+template <int PROGRAMS> __device__ inline int read(int rank, const int* from) {
   if (PROGRAMS == 1) return *from;
-  unsigned words[sizeof(T) / 4];
-  if constexpr (sizeof(T) == 4)
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(words[0]) : "r"(there(rank, from)) : "memory");
-  else
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(words[0]), "=r"(words[1]) : "r"(there(rank, from)) : "memory");
-  return *reinterpret_cast<T*>(words);
+  int x;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(there(rank, from)) : "memory");
+  return x;
 }
 
 // A bell in the shared memory of a program rings when all 32-bit words that it expects have arrived. That is faster

@@ -58,9 +58,9 @@ __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 template <class T> __device__ inline void hold(T*& x) { asm("" : "+l"(x)); }
 __device__ inline void hold(unsigned& x) { asm("" : "+r"(x)); }
 
-// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start. Ahead of
-// this call a kernel may read only data for which an earlier kernel of the same op has already waited. The kernel
-// directly before it may still write all other data.
+// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start. So a kernel
+// starts when the kernel directly before it is past this call. Ahead of this call a kernel may read only what kernels before
+// that one wrote, and not through the L1. The kernel directly before it may still write all other data.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -19,7 +19,8 @@
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
 // be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
-// a GROUP of the rest (0: no rest); whether sums, lengths and query are SETTLED.
+// a GROUP of the rest (0: no rest); whether sums, lengths, frontier, `fill` and query are SETTLED, so that they may be
+// read ahead of `wait_for_previous`.
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -32,7 +33,7 @@ constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // 8-channel loads of a threa
 constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up, for two query heads
 constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
 constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
-static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && G * D % CLUSTER == 0 && GROUP % P == 0);
+static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
 
 // The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
 // its channels for heads 2 t and 2 t + 1.
@@ -115,7 +116,8 @@ __device__ void products(float (&z)[2][4], Query query, const Words (&key)[2][OF
 }
 
 __device__ float capped(float logit, float softcap) {
-  if (softcap > 0) logit = softcap - __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * logit, softcap)));  // tanh
+  if (softcap > 0)  // tanh; rounded alike wherever it is inlined
+    logit = __fsub_rn(softcap, __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * logit, softcap))));
   return logit;
 }
 
@@ -166,20 +168,25 @@ struct Tokens {
 // How many of `tiles`, dealt out to the programs of the cluster in turn, a program gets.
 __device__ int dealt(int tiles, int rank) { return (tiles - rank + CLUSTER - 1) / CLUSTER; }
 
-// A warp prefetches 16 rows into the L2.
-__device__ void ask_for(Row row) {
+// A warp prefetches 16 rows into the L2, from byte `from` on.
+__device__ void ask_for(Row row, int from = 0) {
   if (row)
-    for (int at = lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row + at);
+    for (int at = from + lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row + at);
 }
 
 #if GROUP
 constexpr int BLOCKS = GROUP / P;  // blocks of a group
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 // Products are added up as integers, so that the order of the additions does not matter. These integers count steps of
-// 1 / STEPS, which are finer than the rounding of sums in fp16. Logits of up to MOST_LOGIT do not overflow.
-constexpr float MOST_LOGIT = 8191, STEPS = float(1 << 18) / GROUP;
+// 1 / STEPS. GROUP products of up to MOST_PRODUCT do not overflow. A step for each token of a group adds less to the mean
+// than the rounding of sums in fp16, if products are near 1 or larger.
+constexpr float MOST_PRODUCT = 32767, STEPS = float(1 << 16) / GROUP;
 
-__device__ int steps(float product, float of) { return __float2int_rn(fmaxf(fminf(product, MOST_LOGIT), -MOST_LOGIT) * of); }
+// The product in steps of 1 / `of`. A larger product, or none, makes the output NaN.
+__device__ int steps(State& s, float product, float of) {
+  if (!(fabsf(product) <= MOST_PRODUCT)) s.total = __int_as_float(0x7FC00000), product = 0;
+  return __float2int_rn(product * of);
+}
 
 // 2^n; 0 if that is below the normal numbers.
 __device__ float power(int n) { return n < -126 ? 0 : __int_as_float((n + 127) << 23); }
@@ -207,7 +214,7 @@ struct Rest {
     if (g >= groups) return 0;
     if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
     int tokens = 0;
-    for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += fill[i];
+    for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += __ldcg(fill + i);
     return tokens;
   }
 
@@ -233,16 +240,16 @@ struct Rest {
   __device__ static int program(int g) { return g / TILE % CLUSTER; }
   __device__ static int place(int g) { return g / TILE / CLUSTER * TILE + g % TILE; }
 
-  // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. The roundings are explicit, as
-  // the compiler may not fuse them differently where this function is inlined.
+  // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. Roundings are explicit, so
+  // that the compiler does not fuse them differently where this function is inlined.
   __device__ static float logit(int product, int left, float softcap) {
     const float mean = __fdividef(__fmul_rn(product, 1 / STEPS), left);
     return left > 0 ? __fmul_rn(capped(mean, softcap), LOG2_E) : none();
   }
 };
 
-// The weight of a token with that logit, to base 2, times 2^-peak. It is rounded to the type of the query, and a change of
-// `peak` does not change the rounding: what a group adds and what its exact tokens give back cancels.
+// The weight of a token with that logit, to base 2, times 2^-peak. It is rounded to the type of the query before it is
+// multiplied by 2^-peak, so the rounding is the same in every warp: what a group adds and its exact tokens give back cancels.
 __device__ float weight(float logit, float peak) {
   const float below = floorf(logit);
   return logit == none() ? 0 : number<BF16>(halves<BF16>(exp2f(logit - below), 0)) * power(below - peak);
@@ -256,7 +263,7 @@ struct Queries {
   __device__ void load(const unsigned short* query, int stride) {
     for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
       const int head = i / (D / 4), c = i % (D / 4);
-      uint2 x = *reinterpret_cast<const uint2*>(query + (long long)head * stride + c * 4);
+      uint2 x = __ldcg(reinterpret_cast<const uint2*>(query + (long long)head * stride + c * 4));
       at[0][head][c] = {{x.x, 0, x.y, 0}};
       if (BF16)
         for (unsigned* two : {&x.x, &x.y}) *two = halves(number<true>(*two & 0xFFFF), number<true>(*two >> 16));
@@ -275,22 +282,22 @@ struct Queries {
 };
 
 // Make the products with a tile of sums. They begin the tables.
-__device__ void multiply_sums(const Rest& rest, const Queries& queries, int tile, float scale) {
+__device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries, int tile, float scale) {
   const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
   const Tile x = rest.tile(tile);
   Words key[2][OF_KEY];
   float z[2][4];
   load_keys(key, x.row);
-  ask_for(x.row);
+  ask_for(x.row, 2 * D);
   queries.multiply<true>(z, key);
   for (int r = 0; r < 4; r++)
-    if (g < G) rest.product[(base + column(r)) * G + g] = steps(z[r / 2][r % 2] * scale, STEPS * GROUP);
+    if (g < G) rest.product[(base + column(r)) * G + g] = steps(s, z[r / 2][r % 2] * scale, STEPS * GROUP);
   if (lane() < TILE) rest.left[base + lane()] = x.group < 0 ? 0 : rest.held(x.group);
 }
 
 // Make the products with a tile of tokens, keep them in `kept`, and take them from those of the groups.
-__device__ void multiply_tokens(const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY], const Tile& tile,
-                                float* kept, float scale) {
+__device__ void multiply_tokens(State& s, const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY],
+                                const Tile& tile, float* kept, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float z[2][4];
   queries.multiply<false>(z, key);
@@ -299,7 +306,7 @@ __device__ void multiply_tokens(const Rest& rest, const Queries& queries, const 
     const float x = z[r / 2][r % 2] * scale;
     if (g < G) kept[(r * G + g) * 4 + t] = x;
     if (g < G && group >= 0)
-      add<CLUSTER>(Rest::program(group), rest.product + Rest::place(group) * G + g, steps(x, -STEPS));
+      add<CLUSTER>(Rest::program(group), rest.product + Rest::place(group) * G + g, steps(s, x, -STEPS));
   }
   if (lane() < TILE && tile.group >= 0) add<CLUSTER>(Rest::program(tile.group), rest.left + Rest::place(tile.group), -1);
 }
@@ -386,13 +393,11 @@ __device__ void add_warps(Found& found, int rank, State& s, float* parts) {
     for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
     found.bell.send(i / SLICE, &found.sum[rank][i % SLICE], __float_as_uint(sum));
   }
-  if (t == 0 && g < G) {
+  if (warp < CLUSTER && t == 0 && g < G) {
     float total = 0;
     for (int w = 0; w < WARPS; w++) total += totals[w][g];
-    for (int to = warp; to < CLUSTER; to += WARPS) {
-      found.bell.send(to, &found.end[rank][g].top, __float_as_uint(top));
-      found.bell.send(to, &found.end[rank][g].total, __float_as_uint(total));
-    }
+    found.bell.send(warp, &found.end[rank][g].top, __float_as_uint(top));
+    found.bell.send(warp, &found.end[rank][g].total, __float_as_uint(total));
   }
 }
 
@@ -442,12 +447,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int own = (groups + TILE * CLUSTER - 1) / (TILE * CLUSTER) * TILE;  // groups of a program, at most
   int* const product = reinterpret_cast<int*>(parts);
   float* const kept = reinterpret_cast<float*>(product + own * (G + 1));
-  const int all = groups * GROUP, end = FILLED ? all : min(ring_begin[b], all), begin = FILLED ? all : begins[bh / per];
+  const int all = groups * GROUP, end = FILLED ? all : min(__ldcg(ring_begin + b), all);
+  const int begin = FILLED ? all : __ldcg(begins + bh / per);
   const Rest rest = {head_of<D>(sums, bh, groups), fill, groups, blocks, sink, begin, end, product, product + own * G};
   queries.load(q, q_h);
   __syncthreads();
   for (int tile = rank + CLUSTER * warp; tile < rest.tiles(); tile += CLUSTER * WARPS)
-    multiply_sums(rest, queries, tile, scale);
+    multiply_sums(s, rest, queries, tile, scale);
   arrive();
   if (SETTLED) wait_for_previous();
   const Tokens tokens = {ring, hot, slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
@@ -459,13 +465,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   load_values(value, first.row);
   load_values(mean, rest.tile(group).row);
   wait();  // until the products with sums are in all tables
-  if (tile < tokens.tiles()) multiply_tokens(rest, queries, key, first, kept + warp * TILE * G, scale);
+  if (tile < tokens.tiles()) multiply_tokens(s, rest, queries, key, first, kept + warp * TILE * G, scale);
 #pragma unroll 1
   for (int i = warp + WARPS; rank + CLUSTER * i < tokens.tiles(); i += WARPS) {
     const Tile x = rest.tile(tokens, rank + CLUSTER * i);
     load_keys(key, x.row);
-    ask_for(x.row);
-    multiply_tokens(rest, queries, key, x, kept + i * TILE * G, scale);
+    ask_for(x.row, 2 * D);
+    multiply_tokens(s, rest, queries, key, x, kept + i * TILE * G, scale);
   }
   arrive(), wait();  // until what remains is in all tables
 #pragma unroll 1
@@ -482,8 +488,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     load_values(mean, rest.tile(group).row);
   }
   s.top *= LN_2;
+  // Other programs may still read the tables; alone, a program writes its sums over them.
   float* const sent = CLUSTER == 1 ? parts : kept + dealt(tokens.tiles(), rank) * TILE * G;
-  __syncthreads();
 #else
   arrive();
   wait_for_previous();

@@ -387,12 +387,13 @@ class Method:
                 if s.override_ids is not None:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
-                fetch(selection, s.store.pool, s.hot, s.stats)
+                settled = (q, s.rest.sums) if self.estimate_rest else ()
+                fetch(selection, s.store.pool, s.hot, s.stats, *settled)
                 if (bias := self.weigh(s, q, a)) is not None:
                     selection = selection._replace(bias=bias)
             rest = self.rest_of(s, q, selection, a)
             if rest.group and selection.ids is not None:
-                rest = rest._replace(settled=True)  # fetch has run since the sums and the query changed
+                rest = rest._replace(settled=True)  # fetch comes after the kernels that wrote the sums and the query
             out = sparse_attention(q, s.store.ring, s.hot, s.lengths, selection, a, rest)
             self.attended(s, q, a)
         if s.on_step is not None:

@@ -27,7 +27,15 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    shared_bytes,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.attend._split import (
     Parts,
     begun,
@@ -50,7 +58,8 @@ NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv h
 # With the rest a program has more to do, and 16 warps are faster.
 NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, MOST_REST_WARPS = 8, 8, 12, 16
 NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
-NATIVE_SHARED = 208 << 10  # bytes of dynamic shared memory that the programs on a multiprocessor may have
+RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
+MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
 
 
 def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
@@ -198,12 +207,16 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         return "tensors are not aligned to 16 bytes"
     cluster = _cluster(q, heads)
     warps, page = _warps(q, ring, hot, cluster, rest), hot.rows.shape[3]
-    odd = rest.sums is not None and (rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums))
-    if rest.sums is not None and (odd or rest.group % page):
-        return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
-    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled)
-    if (shared := _shared(q, ring, hot, warps, cluster, rest)) > NATIVE_SHARED // sizes["RESIDENT"]:
-        return f"the tables of {rest.sums.shape[2]} groups take {shared} bytes of shared memory"
+    if rest.sums is not None:
+        odd = rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums)
+        if odd or rest.group % page or rest.group > MOST_GROUP:
+            return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
+    shared, most = _shared(q, ring, hot, warps, cluster, rest), shared_bytes(q.device)
+    shared += _static(d, group, warps, cluster, rest)
+    if shared > most:
+        return f"a program takes {shared} bytes of shared memory, and {most} are there"
+    roomy = 2 * (shared + RESERVED) <= most + RESERVED
+    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled, roomy)
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
     return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
 
@@ -221,11 +234,20 @@ def _shared(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, res
     return tables + sent if cluster > 1 else max(tables, sent)
 
 
+def _static(d: int, group: int, warps: int, cluster: int, rest: Rest) -> int:
+    """Bytes of static shared memory of a program: the query as the rest needs it, the sums that arrive from the cluster
+    with their bell, and the peaks and totals of the warps."""
+    query = 0 if rest.sums is None else 2 * 16 * group * (d // 4 + 1)
+    return cdiv(query + 4 * group * d + 8 * cluster * group + 8 + 64 * warps, 16) * 16
+
+
 def native(
-    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False
-) -> dict[str, int]:
-    """The constants with which csrc/sparse_attention.cu is compiled, but for the type."""
-    resident = 2 if d <= 128 and warps == NATIVE_WARPS else 1
+    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False,
+    roomy: bool = True,
+) -> dict[str, int]:  # fmt: skip
+    """The constants with which csrc/sparse_attention.cu is compiled, but for the type. `roomy`: the shared memory of a
+    multiprocessor has room for two programs."""
+    resident = 2 if d <= 128 and warps == NATIVE_WARPS and roomy else 1
     return dict(
         D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
         SETTLED=int(settled),

@@ -17,12 +17,15 @@ Args:
     pool [batch, heads, rows, 2, dim], or packed rows, which are unpacked on the way.
     hot: changed. `hot.chosen` becomes the slots of `ids`, -1 where an id is -1.
     stats: adds to the counters selected and missed.
+    q, sums: not read. A compiler must compute both before this op, so that attention may read them early
+        (ops/rest/views.py, `Rest.settled`).
 
 Launches: one kernel, csrc/fetch.cu or Triton. Several programs share the misses of a head: each derives the same plan
 from the state, copies its part, and the last one to finish (`hot.done_count` counts them) writes the new state. Triton
 passes the plan through global memory, csrc/fetch.cu through shared memory. Without misses nothing is copied.
 """
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import (
     cdiv,
     launch_early,
@@ -42,6 +45,7 @@ from torchsparsekv.ops._machinery.triton import (
     wait_for_previous,
 )
 from torchsparsekv.ops.gather._hot_buffer import HIT, advance_hand, check_blocks, check_chosen, find_victims
+from torchsparsekv.ops.rest.views import Sums
 from torchsparsekv.ops.store.rows import (
     MISSED,
     PACKED,
@@ -60,10 +64,11 @@ WINDOW = 512  # slots that the Triton kernel looks at together
 # The shapes of csrc/fetch.cu; Triton takes the others. A program keeps its ids in registers (at most 8 per thread), and
 # the plan in shared memory: 8 bytes an id and a bit a slot. It moves 16 bytes at a time.
 NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 40 << 10, 16
+Unread = Annotated[Tensor, Of("batch queries 1 dim", "kv", strided=True)]
 HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows
 
 
-def check(selection, pool, hot, stats) -> None:
+def check(selection, pool, hot, stats, q=None, sums=None) -> None:
     ids = selection.ids
     if ids is None:
         raise ValueError("a selection without ids selects nothing to fetch")
@@ -73,7 +78,10 @@ def check(selection, pool, hot, stats) -> None:
     check_blocks(pool, hot.rows, hot.slot_of)
 
 
-def reference(selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats]) -> None:
+def reference(
+    selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats], q: Unread | None = None,
+    sums: Sums | None = None,
+) -> None:  # fmt: skip
     ids, retrieve_now = selection[:2]
     assert ids is not None
     pages = pool.unflatten(2, (-1, hot.rows.shape[3]))
@@ -203,7 +211,7 @@ def _fetch(
         add_count(counts, bh, SELECTED, tl.sum((held >= 0).to(tl.int32), 0))
 
 
-def fits(selection, pool, hot, stats) -> tuple[_cuda.Module, dict[str, int]] | str:
+def fits(selection, pool, hot, stats, q=None, sums=None) -> tuple[_cuda.Module, dict[str, int]] | str:
     ids = selection.ids
     shape = native(ids.shape[2], hot.rows, pool)
     if isinstance(shape, str):
@@ -242,7 +250,7 @@ def _grid(ids: Tensor, hot: HotBuffer, programs: int | None) -> tuple[int, int, 
     return batch * heads, max(1, min(tiles, (programs or sm_count(ids.device)) // (batch * heads))), 1
 
 
-def launch_cuda(fitting, selection, pool, hot, stats, programs=None) -> None:
+def launch_cuda(fitting, selection, pool, hot, stats, q=None, sums=None, programs=None) -> None:
     """csrc/fetch.cu"""
     (kernels, shape), (ids, retrieve_now) = fitting, selection[:2]
     kernels.launch(
@@ -251,7 +259,7 @@ def launch_cuda(fitting, selection, pool, hot, stats, programs=None) -> None:
     )  # fmt: skip
 
 
-def launch_triton(selection, pool, hot, stats, programs=None) -> None:
+def launch_triton(selection, pool, hot, stats, q=None, sums=None, programs=None) -> None:
     ids, retrieve_now = selection[:2]
     slots, p, _, d = hot.rows.shape[2:]
     n, grid = ids.shape[2], _grid(ids, hot, programs)

@@ -46,12 +46,12 @@ def _fits(out, prefetch, pool, hot, join):
 
 def _launch_cuda(fitting, out, prefetch, pool, hot, join) -> None:
     with on_side_stream(join, *prefetch, pool, *hot, of_step=True):
-        fetch.launch_cuda(fitting, *_as_fetch(prefetch, pool, hot), None if join else BESIDE)
+        fetch.launch_cuda(fitting, *_as_fetch(prefetch, pool, hot), programs=None if join else BESIDE)
 
 
 def _launch_triton(out, prefetch, pool, hot, join) -> None:
     with on_side_stream(join, *prefetch, pool, *hot, of_step=True):
-        fetch.launch_triton(*_as_fetch(prefetch, pool, hot), None if join else BESIDE)
+        fetch.launch_triton(*_as_fetch(prefetch, pool, hot), programs=None if join else BESIDE)
 
 
 prefetch_async = register(

@@ -1,11 +1,13 @@
 """What stands for the tokens that a step does not retrieve, as the ops take it."""
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops._machinery.triton import cdiv
+
+Sums: TypeAlias = Annotated[Tensor, Of("batch heads groups 2 dim", FLOATS)]
 
 
 class Rest(NamedTuple):
@@ -17,11 +19,11 @@ class Rest(NamedTuple):
     group: pool rows of a group; 0 without sums.
     tokens: for means that a method makes itself, how many tokens each row of `sums` stands for at this step. A row with
         0 is left out. Nothing is subtracted from such means, and `group` is 0.
-    settled: whether another kernel has run since the sums, the lengths, the frontier, `fill` and the query changed.
-        Attention may then read these tensors while the kernel before it still runs.
+    settled: whether the kernel directly before attention comes after all kernels that wrote the sums, the lengths, the
+        frontier, `fill` and the query. Attention may then read these tensors while that kernel still runs.
     """
 
-    sums: Annotated[Tensor, Of("batch heads groups 2 dim", FLOATS)] | None = None
+    sums: Sums | None = None
     group: int = 0
     tokens: Annotated[Tensor, Of("batch heads groups", torch.int32)] | None = None
     settled: bool = False

@@ -1,4 +1,5 @@
 """estimate_rest: each step equals its definition, computed from the raw keys and values in fp64."""
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer import Layer, small
 from models import dense_logits, greedy_logits, prompts, tiny
+from torch._inductor.utils import run_and_get_code
 
 import torchsparsekv
 from torchsparsekv.method import all_methods, make_method
@@ -208,6 +210,24 @@ def test_packed_pool_gives_nearly_the_same_estimate():
     one = logits(model, ids, mask, **QUEST, estimate_rest=8)
     packed = logits(model, ids, mask, **QUEST, estimate_rest=8, pool_dtype="int8")
     assert 0 < float((one - packed).norm()) < 0.02 * float(one.norm())
+
+
+@torch.no_grad()
+def test_compiled_step_computes_the_query_before_it_fetches():
+    """Attention reads the query while fetch still runs, also where the choice does not need the query."""
+    model, ids = tiny(), torch.randint(3, 97, (1, 100))
+    hyper = dict(max_length=256, budget=32, sink=16, window=16, estimate_rest=32)
+    with torchsparsekv.patch(model, "random", **hyper) as handle:
+        cache = handle.make_cache(1)
+        model(ids, past_key_values=cache)
+        step = torch.compile(model.forward, fullgraph=True)
+        _, code = run_and_get_code(lambda: step(ids[:, :1], past_key_values=cache))
+    made = code[0][code[0].index("def call(") :]
+    call = r"^ +(?:buf\d+ = )?(?:torch\.ops\.torchsparsekv\.)?((?:cpp_fused|extern|\w+\.default)[\w.]*)\("
+    called = re.findall(call, made, re.M)
+    fetches = [i for i, x in enumerate(called) if x == "fetch.default"]
+    assert fetches
+    assert all(called[i + 1] == "sparse_attention.default" for i in fetches)
 
 
 def test_fork_copies_the_sums():
