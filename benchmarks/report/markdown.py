@@ -155,5 +155,5 @@ def queries(given: Iterable[dict[str, Any]], *results: Result) -> str:
     fetching = [x for x in rows if x.get("hit_rate") is not None and x["method"] not in ONCE]
     told = [f"hits {hits(fetching)}"] if fetching else []
     if once := [f"`{m}`" for m in ONCE if any(x["method"] == m for x in rows)]:
-        told.append(f"little or nothing to fetch after a prompt: {', '.join(once)}")
+        told.append(f"hits near 1 with {', '.join(once)}: little or nothing to fetch after a prompt")
     return f"synthetic queries of locality {localities}, {'; '.join(told)}"

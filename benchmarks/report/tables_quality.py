@@ -73,9 +73,9 @@ def kl_32k(means: Means) -> str:
     said = (
         f"{REAL}: KL to the dense model in nats a token, source code / prose; {full['samples']} stretches of "
         f"{tokens(full['length'])} tokens of each text, {full['tokens'] // full['samples']} teacher-forced steps a "
-        f"stretch. Sink 64, window 256, two dense layers. `full` attends to all tokens; its KL of {min(noise):.4f} to "
-        f"{max(noise):.4f} is the noise of bfloat16. + rest: with `estimate_rest=32`. Hits: share of the selected "
-        "blocks that are in a hot buffer of two budgets."
+        f"stretch. Sink 64, window 256, two dense layers. `full`, which the table leaves out, attends to all tokens; "
+        f"its KL of {min(noise):.4f} to {max(noise):.4f} is the noise of bfloat16. + rest: with `estimate_rest=32`. "
+        "Hits: share of the selected blocks that are in a hot buffer of two budgets."
     )
     return markdown(said, ["method", *(f"budget {b}" for b in budgets), f"hits at {budgets[1]}"], told)
 
@@ -390,7 +390,7 @@ def board_pages(means: Means) -> str:
     lines.append(['`prkv`, `volume="mean", block_size=16`', "mean query", *scores, number(own["prkv", 1024].hits)])
     lines.sort(key=lambda x: -float(x[4]))
     said = (
-        f"{REAL}, 32K: mean score of {names_of(dense.tasks)} "
+        f"{REAL}, 32K: mean score of {names_of(dense.tasks)}"
         f", 12 samples of each. The dense model scores {dense.score:.2f}. A difference from the dense score has a "
         f"standard error of at most {max(worst_error(x) for x in found.values()):.2f}. Rule: how the query heads of a "
         "kv head select together."
@@ -509,10 +509,11 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard error of "
-        f"at most {worst_error(found):.2f}. Speed: of another model, with the shape of Llama-3.1-8B and random "
-        "weights; its layers fetch the blocks that the 1.5B model selected. Most of the cache is in host memory, that "
-        "of dense attention on the GPU. The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not "
-        "measured, or there is none."
+        f"at most {worst_error(found):.2f}. The last four columns: a second model, with the shape of "
+        "Llama-3.1-8B and random weights, whose layers fetch the blocks that Qwen2.5-Coder-1.5B selected, "
+        "step by step, for source code. Most of the cache is in host memory, that of dense attention on the GPU. "
+        "The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or the column "
+        "does not apply."
     )
     return markdown(said, head, told)
 
@@ -579,7 +580,7 @@ def hot_buffer(means: Means) -> str:
             told.append([f"`{r['method']}`", r["budget"], number(r["hit_rate"], 3), number(other["hit_rate"], 3)])
     said = (
         "SmolLM2-135M, two stretches of 8K tokens of a novel, 200 steps each: share of the chosen blocks that are in "
-        "the hot buffer. The KL is the same."
+        "the hot buffer. The size of the hot buffer does not change the KL."
     )
     return markdown(said, ["method", "budget", "hits with `hot_budgets=2`", "with 4"], told)
 

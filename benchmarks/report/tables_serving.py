@@ -25,8 +25,9 @@ def throughput(*results: Result) -> str:
     o = results[0].options
     of_methods = [x for r in results for x in r.rows if x["method"] not in DENSE]
     said = (
-        f"{gpu(*results)}, {shape(*results)}, the largest batch in {o['caps_gib'][0]:g} GiB of GPU memory and 0.85 of "
-        f"{o['host_gib']:g} GiB of host memory, {SMALL_BUDGET}; dense attention in 16 bits on the GPU; "
+        f"{gpu(*results)}, {shape(*results)}, the largest batch that fits {o['caps_gib'][0]:g} GiB of GPU memory and "
+        f"{0.85 * o['host_gib']:.0f} GiB of host memory (0.85 of {o['host_gib']:g} GiB), {SMALL_BUDGET}; dense "
+        "attention in 16 bits on the GPU; "
         f"synthetic queries of locality {span({r.options['locality'] for r in results})}, hits {hits(of_methods)}."
     )
     rows, seen = [], set()

@@ -171,8 +171,8 @@ def speed_text(r: Result) -> str:
     rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: x["tpot_ms"])
     said = (
         f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, budget {r.options['budget']}, pool in host memory; queries "
-        "that miss about as often as the method did on a real text at 256 tokens (table hit-rates). `louiskv` "
-        f"retrieves at every step. {RATIOS}"
+        "that miss about as often as the method did on a real text at a budget of 256 (below: hit rates on a text). "
+        f"`louiskv` retrieves at every step. {RATIOS}"
     )
     dense = [at(r, "full", LONG)]
     return markdown(
