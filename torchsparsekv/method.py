@@ -306,7 +306,7 @@ class Method:
 
     def prompt_values(self, s: LayerState, leaving: Leaving, v: Tensor, order: Tensor | None, *, join: bool) -> None:
         """A prompt, or a chunk of one, is in the index: take what the index needs of its values `v`. `order` is what
-        `prompt` returned."""
+        `prompt` returned. An override calls `super()`, which sums the rest, unless `Traits.no_rest` is set."""
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
 

@@ -27,8 +27,8 @@ def memory_layer() -> str:
     found = sorted((mib(m)[::-1], m) for m in all_methods())
     rows = [[f"`{m}`", number(host, 1), number(device, 1)] for (device, host), m in found]
     said = (
-        f"{ABOUT} The pool is in host memory (that of dense layers of a model stays on the GPU). Ring, index and hot "
-        "buffer are on the GPU."
+        f"{ABOUT} The pool is in host memory, that of `full` too. In a model with a sparse method the pools of dense "
+        "layers stay on the GPU. Ring, index and hot buffer are on the GPU."
     )
     return markdown(said, ["method", "pool, MiB", "GPU, MiB"], rows)
 

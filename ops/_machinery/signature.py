@@ -196,16 +196,23 @@ class _Lines:
         self.done: list[str] = [f"{size_of(word)} = {name}" for word, name in numbers.items()]
         self.names: dict[str, Any] = {"FLOATS": FLOATS}
         self.sizes: set[str] = set(map(size_of, numbers))
+        self.perhaps: set[str] = set()  # sizes that an optional tensor gives first: None if that tensor is None
         self.kinds: set[str] = set()
 
     def add(self, f: Flat) -> None:
         assert f.of is not None
-        before = len(self.done)
+        before, known = len(self.done), set(self.sizes)
         wrong = [*self._dtype(f), f"{f.name}.stride(-1) != 1" if f.of.strided else f"not {f.name}.is_contiguous()"]
         wrong += self._shape(f)
         self.done.append(f"if {' or '.join(wrong)}: return _explain(_ALL_)")
         if f.optional:
-            self.done[before:] = [f"if {f.name} is not None:", *(f"    {line}" for line in self.done[before:])]
+            new = sorted(self.sizes - known)
+            self.perhaps.update(new)
+            self.done[before:] = [
+                *(f"{size} = None" for size in new),
+                f"if {f.name} is not None:",
+                *(f"    {line}" for line in self.done[before:]),
+            ]
 
     def _dtype(self, f: Flat) -> list[str]:
         want = f.of.dtype  # type: ignore[union-attr]
@@ -243,12 +250,15 @@ class _Lines:
         ]
 
     def _known(self, word: str) -> bool:
-        return all(w.isdigit() or size_of(w) in self.sizes for w in re.split(r"[+-]", word))
+        sizes = self.sizes - self.perhaps
+        return all(w.isdigit() or size_of(w) in sizes for w in re.split(r"[+-]", word))
 
     def _bind(self, word: str, at: str, size: str) -> str:
         """A condition that is true if a size differs from the known size. A new name is bound on the way."""
         if self._known(word):
             return f"{at} != {size}"
+        if size in self.perhaps:
+            return f"({size} := {at} if {size} is None else {size}) != {at}"
         self.sizes.add(size_of(word))
         return f"({size_of(word)} := {at}) is None"
 

@@ -25,7 +25,6 @@ from the state, copies its part, and the last one to finish (`hot.done_count` co
 passes the plan through global memory, csrc/fetch.cu through shared memory. Without misses nothing is copied.
 """
 import math
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.signature import Changed, Of
+from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import (
     cdiv,
     launch_early,
@@ -57,14 +56,13 @@ from torchsparsekv.ops.store.rows import (
     row_at,
     row_width,
 )  # fmt: skip
-from torchsparsekv.ops.store.views import HotBuffer, Pool, Selection, Stats
+from torchsparsekv.ops.store.views import HotBuffer, Pool, Query, Selection, Stats
 
 ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
 WINDOW = 512  # slots that the Triton kernel looks at together
 # The shapes of csrc/fetch.cu; Triton takes the others. A program keeps its ids in registers (at most 8 per thread), and
 # the plan in shared memory: 8 bytes an id and a bit a slot. It moves 16 bytes at a time.
 NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 40 << 10, 16
-Unread = Annotated[Tensor, Of("batch queries 1 dim", "kv", strided=True)]
 HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows
 
 
@@ -79,7 +77,7 @@ def check(selection, pool, hot, stats, q=None, sums=None) -> None:
 
 
 def reference(
-    selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats], q: Unread | None = None,
+    selection: Selection, pool: Pool, hot: Changed[HotBuffer], stats: Changed[Stats], q: Query | None = None,
     sums: Sums | None = None,
 ) -> None:  # fmt: skip
     ids, retrieve_now = selection[:2]

@@ -158,6 +158,20 @@ def test_signature_with_a_default_of_none_is_equal_on_every_python(reference):
     assert Signature("own", reference).schema == "(Tensor(a!)? x) -> ()"
 
 
+def test_optional_tensors_share_a_size_that_no_other_tensor_has():
+    """The first optional tensor may be None, and the second one still has the size to itself."""
+    rows = Annotated[torch.Tensor, Of("rows", torch.float32)]
+    some = Annotated[torch.Tensor, Of("rows some", torch.float32)]
+
+    def plain(x: rows, a: some | None = None, b: some | None = None) -> None: ...
+
+    verify, x = Signature("plain", plain).verifier(), torch.zeros(2)
+    for a, b in ((None, None), (None, 3), (3, None), (3, 3), (0, 0)):
+        verify(x, *(None if n is None else torch.zeros(2, n) for n in (a, b)))
+    with pytest.raises(ValueError, match=r"b must have shape \(2, 3\), got \(2, 4\)"):
+        verify(x, torch.zeros(2, 3), torch.zeros(2, 4))
+
+
 def test_forcing_a_kernel_of_an_op_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "OPS", {})
     registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))

@@ -449,7 +449,7 @@ OPS = {
     "best_pages": cases_tree.best_pages,
     "random_scores": _random_scores,
     "query_drift_gate": cases_prefetch.query_drift_gate,
-    "fetch": _fetch,
+    "fetch": lambda w: (*_fetch(w), w.pick(None, w.q[:, :, :1]), _rest(w, w.begin).sums),
     "prefetch_async": lambda w: cases_prefetch.prefetch_async(w, _fetch(w)),
     "sparse_attention": _sparse_attention,
     "group_sums": _group_sums,

@@ -44,8 +44,8 @@ class IceCache(Method):
     Without `field_of_view` a query expands a tenth of the nodes, but no more than 640; where eight budgets of children
     have more parents than that, no more than those. A query expands the first `least_view` nodes in any case, because
     early tokens hang under them. Above 1024 nodes the share is met in the mean (ops/icecache/visit_nodes.py). At 1.0
-    the selection is exact, and so it is where the budget is all of the cache. The paper's k is as
-    many tokens as fill the budget with their pages, as in the authors' code.
+    and with `rank_from="keys"` the selection is exact. It is also exact where the budget is all of the cache. The
+    paper's k is as many tokens as fill the budget with their pages, as in the authors' code.
 
     A generated token goes to the page of its node, which need not become full. When no page is left, tokens fill pages
     in the order of generation. A page counts as `page_size` tokens of the budget, full or not.
@@ -74,7 +74,9 @@ class IceCache(Method):
         32, "Number of first nodes that every query expands, the root included; also the lower bound of field_of_view."
     )
     growth: float = option(0.25, "Extra pages for generated tokens, as a share of the pages of a full cache.")
-    rank_from: str = option("codes", "Rank tokens by codes of 4 bits a channel or by keys, of three times the memory.")
+    rank_from: str = option(
+        "codes", "Rank tokens by codes of 4 bits a channel, or by keys, which take three times the memory of the codes."
+    )
     reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")
     match_heads: bool = option(
         True, "A head of a sharing layer takes the pages of the head with most tokens in common. False: of its number."
@@ -82,7 +84,9 @@ class IceCache(Method):
     selecting_layers: tuple[int, ...] | str | None = option(
         None, "The selecting layers, each for the layers after it; or a file of `torchsparsekv selecting-layers`."
     )
-    seed: int = option(0, "Seed of promotion and projection.")
+    seed: int = option(
+        0, "Seed of promotion, and of the random projection by which the children of a node are sorted into pages."
+    )
 
     @cached_property
     def traits(self) -> Traits:
