@@ -548,9 +548,9 @@ def kl_text(means: Means) -> str:
     assert dense is not None
     said = (
         "SmolLM2-135M in float32, eight stretches of 2K tokens of a novel, 200 teacher-forced steps each (1,600 "
-        "tokens), sink 32, window 64 (`snapkv`: sink 0, window 232). Columns: by budget. KL: to the dense model in nats "
-        "a token, ± its standard "
-        "error over stretches. Same: share of the steps whose likeliest token is that of the dense model. Read: "
+        "tokens), sink 32, window 64 (`snapkv`: sink 0, window 232). Columns: by budget. KL: to the dense model in "
+        "nats a token, ± its standard error over stretches. Same: share of the steps whose likeliest token is that of "
+        "the dense model. Read: "
         f"tokens that a step attends to. The loss of the dense model is {dense['nats']:.2f} nats a token."
     )
     head = ["method", *(f"KL at {b}" for b in budgets), "same at 64", "same at 256", "read at 64", "read at 256"]
