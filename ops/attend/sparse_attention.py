@@ -14,6 +14,7 @@ Args:
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
         With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
         With `settled` the CUDA kernel makes the products with the sums while the kernel before it still runs.
+        The CUDA kernel takes logits of up to 32,767 in groups; a larger one makes the output NaN.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
