@@ -195,6 +195,13 @@ def test_unknown_volume_is_refused(volume):
         make_method("arkvale", volume=volume)
 
 
+def test_argument_of_patch_as_a_hyper_parameter_is_refused():
+    """As in `plan --set hot_gib=1`, which has an option --hot-gib of its own."""
+    says = r"hot_gib, step: an argument of patch\(\) and plan\(\), not a hyper-parameter of 'pariskv'"
+    with pytest.raises(TypeError, match=says):
+        make_method("pariskv", step="eager", hot_gib=1)
+
+
 @pytest.mark.parametrize("block", [1, BLOCK])
 @given(past=pasts(), n=st.integers(1, 12))
 def test_oracle_chooses_by_true_weights(block, past, n):
