@@ -494,7 +494,7 @@ def make_method(name: str, **hyper) -> Method:
     hyper, fields = renamed(hyper), hyper_parameters(known[name])
     unknown = sorted(set(hyper) - set(fields))
     if own := sorted(set(unknown) & set(OF_PATCH)):
-        raise TypeError(f"{', '.join(own)}: an argument of patch() and plan(), not a hyper-parameter of {name!r}")
+        raise TypeError(f"{' and '.join(own)} must be given to patch(), not to method {name!r}")
     if unknown:
         near = [x for n in unknown for x in difflib.get_close_matches(n, [*fields, *OF_PATCH], 1)]
         meant = f" (did you mean {', '.join(near)}?)" if near else ""

@@ -197,7 +197,7 @@ def test_unknown_volume_is_refused(volume):
 
 def test_argument_of_patch_as_a_hyper_parameter_is_refused():
     """As in `plan --set hot_gib=1`, which has an option --hot-gib of its own."""
-    says = r"hot_gib, step: an argument of patch\(\) and plan\(\), not a hyper-parameter of 'pariskv'"
+    says = r"hot_gib and step must be given to patch\(\), not to method 'pariskv'"
     with pytest.raises(TypeError, match=says):
         make_method("pariskv", step="eager", hot_gib=1)
 
