@@ -9,13 +9,14 @@ from torchsparsekv.ops.store.rows import as_numbers, ring_row
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import LayerState, RingPlan, RowLengths
 
-INSTEAD = "make a copy before the turn (Handle.fork) and go back to it, or reset() the cache and prompt again"
+AGAIN = "reset() the cache and prompt again"
+INSTEAD = f"make a copy before the turn (Handle.fork) and go back to it, or {AGAIN}"
 
 
 def check_cropped(cache) -> None:
     """Refuse a cache with a layer that cannot be built again from its keys, and name the reason."""
     if len(cache.stored) < len(cache.layers):
-        raise NotImplementedError(f"crop: the state of linear-attention layers cannot go back; {INSTEAD[5:]}")
+        raise NotImplementedError(f"crop: the state of linear-attention layers cannot go back; {AGAIN}")
     for i, layer in cache.stored.items():
         method, begin = layer.method, cache.row_lengths[layer.method.ring_plan].view.ring_begin
         if method.traits.attends == "window":

@@ -700,7 +700,7 @@ def journal(means: Means) -> str:
         told += _scores(means, source, names, (64,))
     said = (
         "The recall model writes a journal of 4K tokens, then answers 16 questions about it. Budget 64; two journals, "
-        "for `icecache` eight. `clusterkv` and `louiskv` have clusters of 16 tokens."
+        "for `icecache` eight. `clusterkv` and `louiskv` have clusters of 4 tokens, so that the budget holds 16."
     )
     return markdown(said, ["method", "share of right answers"], told)
 
