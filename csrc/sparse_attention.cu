@@ -168,10 +168,11 @@ struct Tokens {
 // How many of `tiles`, dealt out to the programs of the cluster in turn, a program gets.
 __device__ int dealt(int tiles, int rank) { return (tiles - rank + CLUSTER - 1) / CLUSTER; }
 
-// A warp prefetches 16 rows into the L2, from byte `from` on.
-__device__ void ask_for(Row row, int from = 0) {
+// A warp prefetches 16 rows into the L2, or only their VALUES.
+template <bool VALUES = false> __device__ void ask_for(Row row) {
   if (row)
-    for (int at = from + lane() / TILE * 128; at < row_bytes<D>; at += 256) ask(row + at);
+    for (int at = lane() / TILE * 128; at < row_bytes<D> / (1 + VALUES); at += 256)
+      ask((VALUES ? value_of<D>(row) : row) + at);
 }
 
 #if GROUP
@@ -288,7 +289,7 @@ __device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries
   Words key[2][OF_KEY];
   float z[2][4];
   load_keys(key, x.row);
-  ask_for(x.row, 2 * D);
+  ask_for<true>(x.row);
   queries.multiply<true>(z, key);
   for (int r = 0; r < 4; r++)
     if (g < G) rest.product[(base + column(r)) * G + g] = steps(s, z[r / 2][r % 2] * scale, STEPS * GROUP);
@@ -470,7 +471,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   for (int i = warp + WARPS; rank + CLUSTER * i < tokens.tiles(); i += WARPS) {
     const Tile x = rest.tile(tokens, rank + CLUSTER * i);
     load_keys(key, x.row);
-    ask_for(x.row, 2 * D);
+    ask_for<true>(x.row);
     multiply_tokens(s, rest, queries, key, x, kept + i * TILE * G, scale);
   }
   arrive(), wait();  // until what remains is in all tables

@@ -173,7 +173,7 @@ def test_a_packed_pool_of_another_width_is_refused(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fetch_kernel_for_packed_pools(dtype):
     """csrc/fetch.cu makes halves of them; fp32 is left to Triton, with the reason."""
-    asked, _, hot, _ = things = OPS["fetch"](World(dim=64, dtype=dtype))
+    asked, _, hot, *_ = things = OPS["fetch"](World(dim=64, dtype=dtype))
     pool = pack(torch.zeros(hot.rows.shape[-2:]))
     told = FETCH.native(asked.ids.shape[2], hot.rows, pool)
     if dtype == torch.float32:
