@@ -187,15 +187,19 @@ def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> i
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles = cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
-    most = MOST_WARPS
+    tiles, most = _tiles(ring, hot), MOST_WARPS
     if rest.sums is not None:
         tiles, most = max(tiles, cdiv(rest.sums.shape[2], NATIVE_TILE)), MOST_REST_WARPS
     rounds = cdiv(tiles, cluster * most)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
-def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Module, int, int] | str:
+def _tiles(ring: Ring, hot: HotBuffer) -> int:
+    """Tiles of tokens of a kv head."""
+    return cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
+
+
+def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Module, int, int, int] | str:
     d, heads, sinks = q.shape[3], ring.shape[1], attention.sink_logits
     group = q.shape[1] // heads
     if d not in NATIVE_DIMS or group > NATIVE_GROUP:
@@ -212,26 +216,26 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
         odd = rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums)
         if odd or rest.group % page or rest.group > MOST_GROUP:
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
-    shared, most = _shared(q, ring, hot, warps, cluster, rest), shared_bytes(q.device)
-    shared += _static(d, group, warps, cluster, rest)
-    if shared > most:
-        return f"a program takes {shared} bytes of shared memory, and {most} are there"
-    roomy = 2 * (shared + RESERVED) <= most + RESERVED
+    dynamic, most = _dynamic(q, ring, hot, warps, cluster, rest), shared_bytes(q.device)
+    taken = dynamic + _static(d, group, warps, cluster, rest)
+    if taken > most:
+        return f"a program takes {taken} bytes of shared memory, and {most} are there"
+    roomy = 2 * (taken + RESERVED) <= most + RESERVED
     sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled, roomy)
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
-    return kernels if isinstance(kernels, str) else (kernels, warps, cluster)
+    return kernels if isinstance(kernels, str) else (kernels, warps, cluster, dynamic)
 
 
-def _shared(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, rest: Rest) -> int:
+def _dynamic(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, rest: Rest) -> int:
     """Bytes of dynamic shared memory of a program: the sums that it sends, and before these the tables of the rest. The
     tables are the products and tokens of its groups, and the products of its tokens. The other programs of a cluster
     read them until the end."""
-    group, tile = q.shape[1] // ring.shape[1], NATIVE_TILE
+    group = q.shape[1] // ring.shape[1]
     sent = warps * group * (q.shape[3] + 4) * 4
     if rest.sums is None:
         return sent
-    tokens = cdiv(ring.shape[2], tile) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], tile)
-    tables = 4 * tile * (cdiv(cdiv(rest.sums.shape[2], tile), cluster) * (group + 1) + cdiv(tokens, cluster) * group)
+    groups, tokens = cdiv(cdiv(rest.sums.shape[2], NATIVE_TILE), cluster), cdiv(_tiles(ring, hot), cluster)
+    tables = 4 * NATIVE_TILE * (groups * (group + 1) + tokens * group)
     return tables + sent if cluster > 1 else max(tables, sent)
 
 
@@ -257,7 +261,7 @@ def native(
 
 def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> Tensor:
     """csrc/sparse_attention.cu"""
-    (kernels, warps, cluster), (batch, heads, ring_rows) = fitting, ring.shape[:3]
+    (kernels, warps, cluster, shared), (batch, heads, ring_rows) = fitting, ring.shape[:3]
     out, p = result_like(q), hot.rows.shape[3]
     begins, heads_per_begin = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
@@ -265,7 +269,7 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
         hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin, out,
         q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
         hot.chosen.shape[2] * p, 0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale),
-        float(attention.softcap), shared=_shared(q, ring, hot, warps, cluster, rest),
+        float(attention.softcap), shared=shared,
     )  # fmt: skip
     return out
 
