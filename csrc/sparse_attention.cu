@@ -13,9 +13,9 @@
 //   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
 //   out += w (sum of values) - sum of w v_i
 //
-// Every program of the cluster has the products with the sums of some groups in its shared memory, and the programs take
-// those with their exact tokens from them. After a barrier a warp attends to its tiles of tokens and of groups. It looks
-// up the w of the group of each exact token.
+// Each program of the cluster holds the products of the query with the sums of some groups in its shared memory. The programs
+// subtract the products with their exact tokens there. After a barrier a warp attends to its tiles of tokens and of groups,
+// and looks up the w of the group of each exact token.
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
 // be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
@@ -183,7 +183,7 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 // than the rounding of sums in fp16, if products are near 1 or larger.
 constexpr float MOST_PRODUCT = 32767, STEPS = float(1 << 16) / GROUP;
 
-// The product in steps of 1 / `of`. A larger product, or none, makes the output NaN.
+// The product in steps of 1 / `of`. A product above MOST_PRODUCT, or NaN, makes the output NaN.
 __device__ int steps(State& s, float product, float of) {
   if (!(fabsf(product) <= MOST_PRODUCT)) s.total = __int_as_float(0x7FC00000), product = 0;
   return __float2int_rn(product * of);
@@ -250,7 +250,7 @@ struct Rest {
 };
 
 // The weight of a token with that logit, to base 2, times 2^-peak. It is rounded to the type of the query before it is
-// multiplied by 2^-peak, so the rounding is the same in every warp: what a group adds and its exact tokens give back cancels.
+// multiplied by 2^-peak. So every warp rounds alike, and what exact tokens give back is what their group has added.
 __device__ float weight(float logit, float peak) {
   const float below = floorf(logit);
   return logit == none() ? 0 : number<BF16>(halves<BF16>(exp2f(logit - below), 0)) * power(below - peak);
@@ -282,7 +282,7 @@ struct Queries {
   }
 };
 
-// Make the products with a tile of sums. They begin the tables.
+// Write the products with a tile of sums, and the tokens of its groups, into the tables.
 __device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries, int tile, float scale) {
   const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
   const Tile x = rest.tile(tile);
@@ -296,7 +296,7 @@ __device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries
   if (lane() < TILE) rest.left[base + lane()] = x.group < 0 ? 0 : rest.held(x.group);
 }
 
-// Make the products with a tile of tokens, keep them in `kept`, and take them from those of the groups.
+// Write the products with a tile of tokens into `kept`, and subtract them from the products of their groups.
 __device__ void multiply_tokens(State& s, const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY],
                                 const Tile& tile, float* kept, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -312,7 +312,7 @@ __device__ void multiply_tokens(State& s, const Rest& rest, const Queries& queri
   if (lane() < TILE && tile.group >= 0) add<CLUSTER>(Rest::program(tile.group), rest.left + Rest::place(tile.group), -1);
 }
 
-// s.top is to base 2 and an integer, so that a change of s.top scales all weights exactly.
+// Raise s.top to the largest of these logits. s.top is to base 2 and an integer, so all weights are scaled exactly.
 __device__ void raise(State& s, const float (&logit)[4]) {
   const float peak = fmaxf(ceilf(over_columns(logit)), s.top);
   if (__any_sync(ALL, peak > s.top)) scale_by(s, s.top == none() ? 0 : power(s.top - peak));
