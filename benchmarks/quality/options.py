@@ -44,7 +44,9 @@ class Compared(OnModel):
     budgets: tuple[int, ...] = option((128, 256, 512), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
     probe: int = option(2, "Samples that also measure attention mass and output error. Their steps are eager.")
-    batch: int = option(1, "Samples in one generate(), if their prompts are equally long. Counts are then means.")
+    batch: int = option(
+        1, "Samples in one generate(), if their prompts are equally long. Counts of blocks and tokens are then means."
+    )
     window: int = option(64, "Latest tokens, always attended to. Methods that retrieve nothing get the budget on top.")
     hyper: tuple[str, ...] = option(
         ("pariskv.full_threshold=0",),

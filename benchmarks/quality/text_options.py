@@ -23,7 +23,7 @@ class Options(Compared):
     budgets: tuple[int, ...] = option((64, 256, 1024), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(8, "Stretches of each text, one after the other, the same for all methods.")
     probe: int = option(8, "Samples that also measure attention mass and output error.")
-    batch: int = option(8, "Samples that are decoded together. Counts are then means.")
+    batch: int = option(8, "Samples that are decoded together. Counts of blocks and tokens are means over them.")
 
 
 def check(o: Options) -> None:

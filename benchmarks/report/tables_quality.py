@@ -509,9 +509,9 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
         f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard error of "
-        f"at most {worst_error(found):.2f}. The last four columns: a second model, with the shape of "
-        "Llama-3.1-8B and random weights, whose layers fetch the blocks that Qwen2.5-Coder-1.5B selected, "
-        "step by step, for source code. Most of the cache is in host memory, that of dense attention on the GPU. "
+        f"at most {worst_error(found):.2f}. The last four columns: a second model with the shape of "
+        "Llama-3.1-8B and random weights. At each step its layers fetch the blocks that Qwen2.5-Coder-1.5B selected "
+        "at the same step, on source code. Most of the cache is in host memory, that of dense attention on the GPU. "
         "The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or the column "
         "does not apply."
     )

@@ -54,7 +54,9 @@ class Options(Setup):
         (), "More rows: the method with one hyper-parameter changed. Comma-separated METHOD.NAME=VALUE."
     )
     locality: float = 0.95
-    localities: tuple[float, ...] = option((), "More rows of each method, by the same compiled step, comma-separated.")
+    localities: tuple[float, ...] = option(
+        (), "More values of --locality, comma-separated: a row each, by the same compiled step."
+    )
     locality_of_text: bool = option(
         False, "Instead: queries with the hit rate that eval-text measured for the method, at the nearest budget."
     )
@@ -62,7 +64,8 @@ class Options(Setup):
         "", "Instead: replay the selections of a real model, from a file of `torchsparsekv record`."
     )
     turning: float | None = option(
-        None, "Share of the jumps at which the common part of the queries changes too; for prefetch_async."
+        None, "Gives synthetic queries a common part, which changes at this share of the jumps to another topic. "
+        "Default: no common part."
     )
     chunk: int = option(CHUNK, f"Prompt tokens of all rows in one forward, at least {LEAST} a row; 0: whole prompts.")
     steps: int = 100

@@ -14,7 +14,7 @@ Args:
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
         With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
         With `settled` the CUDA kernel makes the products with the sums while the kernel before it still runs.
-        The CUDA kernel takes logits of up to 32,767 in groups; a larger one makes the output NaN.
+        In the CUDA kernel a logit of a group or of its tokens above 32,767, or below -32,767, makes the output NaN.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
@@ -241,7 +241,7 @@ def _dynamic(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, re
 
 def _static(d: int, group: int, warps: int, cluster: int, rest: Rest) -> int:
     """Bytes of static shared memory of a program: the query as the rest needs it, the sums that arrive from the cluster
-    with their bell, and the peaks and totals of the warps."""
+    with the bell that announces them (csrc/cluster.cuh), and the peaks and totals of the warps."""
     query = 0 if rest.sums is None else 2 * 16 * group * (d // 4 + 1)
     return cdiv(query + 4 * group * d + 8 * cluster * group + 8 + 64 * warps, 16) * 16
 

@@ -221,7 +221,8 @@ def fits(selection, pool, hot, stats, q=None, sums=None) -> tuple[_cuda.Module, 
 
 
 def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
-    """The constants with which csrc/fetch.cu is compiled for `n` ids, these slots and this pool, or why it is not."""
+    """The constants with which csrc/fetch.cu is compiled for `n` ids, the slots of `rows` and this pool, or the reason
+    why it cannot take them."""
     packed = pool.dtype is PACKED
     if packed and (rows.dtype not in HALVES or rows.shape[5] % NATIVE_BYTES):
         return f"packed rows become halves of multiples of {NATIVE_BYTES} channels, not {rows.shape[5]} of {rows.dtype}"

@@ -1,9 +1,9 @@
 """The rest: an estimate of the tokens that a step does not retrieve.
 
 The pool is cut into groups of `Rest.group` rows. The store keeps the sum of the keys and the sum of the values of
-every group, divided by `Rest.group`. `group_sums` adds the tokens of a prompt. At a step `append` adds them, or
-`group_sums` if the step moves them (`Traits.moves_leaving`). Attention takes what remains of each group as one more
-token (`remaining` in _remaining.py):
+every group, divided by `Rest.group`. `group_sums` adds the tokens of a prompt. At a step `append` adds the tokens that
+leave the ring, or `group_sums` if the method chooses their pool rows (`Traits.moves_leaving`). Attention takes what
+remains of each group as one more token (`remaining` in _remaining.py):
 
     m_g = tokens of g in the sums - tokens of g that the step attends to exactly
     k_g = (sum of keys   - keys   of the exact tokens) / m_g

@@ -33,7 +33,7 @@ NO_REST = Rest()
 
 
 def check_groups(rest: Rest, rows: int) -> None:
-    """Refuse groups that do not cover exactly a pool of `rows` rows, and means of groups that have a size."""
+    """Refuse groups that do not cover exactly a pool of `rows` rows, and a `group` other than 0 beside `tokens`."""
     sums, group, tokens = rest[:3]
     if tokens is not None:
         if sums is None or group:

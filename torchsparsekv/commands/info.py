@@ -1,4 +1,4 @@
-"""`torchsparsekv info`: print versions, GPUs, the speed of the link, host memory, and what would be refused."""
+"""`torchsparsekv info`: print versions, GPUs, the speed of the link, host memory, and the methods refused here."""
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ SECONDS = 1.0
 
 @app.command()
 def info() -> None:
-    """Print hardware and versions, and which models or options would be refused and why."""
+    """Print hardware and versions, and which methods would be refused on this machine, and why."""
     typer.echo(f"torchsparsekv {torchsparsekv.__version__}, Python {platform.python_version()}")
     typer.echo(", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in PACKAGES)]))
     typer.echo(f"host memory: {host.available() / 2**30:.1f} GiB free; {host.memlock_said(host.memlock())}")
