@@ -13,26 +13,11 @@ __device__ inline unsigned there(int rank, const void* at) {
   return x;
 }
 
-// The barrier of all programs of the cluster, in two steps.
+// The barrier of all programs of the cluster, in two steps. After `wait`, what programs wrote ahead of `arrive` is visible.
+// `announce` is a faster `arrive` that makes only bells visible.
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// Add x to a number in the shared memory of the program of that rank, at the address that `to` has in this program. With
-// PROGRAMS 1 there is no cluster, here and below.
-template <int PROGRAMS> __device__ inline void add(int rank, int* to, int x) {
-  if (PROGRAMS == 1)
-    atomicAdd(to, x);
-  else
-    asm volatile("red.relaxed.cluster.shared::cluster.add.s32 [%0], %1;" ::"r"(there(rank, to)), "r"(x) : "memory");
-}
-
-// Read a number in the shared memory of the program of that rank. Only the barrier makes writes visible.
-template <int PROGRAMS> __device__ inline int read(int rank, const int* from) {
-  if (PROGRAMS == 1) return *from;
-  int x;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(there(rank, from)) : "memory");
-  return x;
-}
 
 // A bell in the shared memory of a program rings when all 32-bit words that it expects have arrived. That is faster
 // than the barrier, which waits until every write is visible to all programs. With PROGRAMS 1 there is no cluster. The

@@ -1,10 +1,10 @@
 // Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
 // up to 8 query heads of a kv head, in fp16 and bf16.
 //
-// Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here the
-// programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it. A
-// product may take the channels in any order, so a row goes straight into the registers that the tensor cores read. A warp
-// has loads of 16 tokens in flight, 8 KiB at head_dim 128.
+// Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here
+// the programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it.
+// A product may take the channels in any order, so a row goes straight into the registers that the tensor cores read. A
+// warp has loads of 16 tokens in flight, 8 KiB at head_dim 128.
 //
 // With the estimate of the rest (ops/rest/__init__.py) the sums of groups are further rows, in fp16. Exact tokens are
 // those that the step attends to exactly. A group g with exact tokens i and m remaining tokens is computed without a
@@ -13,14 +13,15 @@
 //   logit of g = (q.sum of keys - sum of q.k_i) / m + log m, and w = exp(logit) / m
 //   out += w (sum of values) - sum of w v_i
 //
-// Each program of the cluster holds the products of the query with the sums of some groups in its shared memory. The programs
-// subtract the products with their exact tokens there. After a barrier a warp attends to its tiles of tokens and of groups,
-// and looks up the w of the group of each exact token.
+// A program of the cluster attends to every CLUSTER-th group, and to all exact tokens of these groups. In its shared memory
+// it keeps the products of the query with the sums of its groups, and subtracts the products with the exact tokens from
+// them. Then a warp attends to its tiles of tokens and of groups, and looks up the w of the group of each exact token.
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
 // be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
 // a GROUP of the rest (0: no rest); whether sums, lengths, frontier, `fill` and query are SETTLED, so that they may be
-// read ahead of `wait_for_previous`.
+// read ahead of `wait_for_previous`; whether the blocks are NAMED: `ids` has the numbers of the blocks in `slots`, and may
+// be read ahead too.
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -144,29 +145,35 @@ __device__ void fold(State& s, Query query, Row row, float scale, float softcap)
   add_values<BF16>(s, value, p);
 }
 
-// The tokens: those of the ring, and those of the chosen blocks.
+// The tokens: those of the ring, and those of the chosen blocks. The first tokens, a whole number of tiles, are the rows
+// of the ring. Then come the tokens of the blocks.
 struct Tokens {
   const char *near, *hot;
-  const int *slots, *block_of, *fill;  // slots of the chosen blocks; the block in each slot; rows of a block that count
+  const int *slots, *block_of, *ids;  // slots of the chosen blocks; the block in each slot; with NAMED, the chosen blocks
+  const int* fill;                    // rows of a block that count
   Ring ring;
   int end, chosen;
 
-  __device__ int near_tiles() const { return (ring.rows + TILE - 1) / TILE; }
-  __device__ int tiles() const { return near_tiles() + (chosen + TILE - 1) / TILE; }
+  __device__ int first() const { return (ring.rows + TILE - 1) / TILE * TILE; }  // token of a block
+  __device__ int tiles() const { return first() / TILE + (chosen + TILE - 1) / TILE; }
 
-  // This thread's token of a tile.
-  __device__ Row row(int tile) const {
-    const int row = tile * TILE + threadIdx.x % TILE;
-    if (tile < near_tiles()) return row < ring.rows && ring.position(row) < end ? row_at<D>(near, row) : nullptr;
-    const int token = row - near_tiles() * TILE;
-    const int slot = token < chosen ? slots[token / P] : -1;
-    if (slot < 0 || FILLED && token % P >= fill[block_of[slot]]) return nullptr;
-    return row_at<D>(hot, slot * P + token % P);
+  __device__ bool in_ring(int n) const { return n < ring.rows && ring.position(n) < end; }
+
+  // The row of a token that is there.
+  __device__ Row row(int n) const {
+    if (n < first()) return row_at<D>(near, n);
+    n -= first();
+    return row_at<D>(hot, slots[n / P] * P + n % P);
+  }
+
+  // The row of token n; null if there is none.
+  __device__ Row find(int n) const {
+    if (n < first()) return in_ring(n) ? row(n) : nullptr;
+    const int slot = n - first() < chosen ? slots[(n - first()) / P] : -1;
+    if (slot < 0 || FILLED && (n - first()) % P >= fill[block_of[slot]]) return nullptr;
+    return row(n);
   }
 };
-
-// How many of `tiles`, dealt out to the programs of the cluster in turn, a program gets.
-__device__ int dealt(int tiles, int rank) { return (tiles - rank + CLUSTER - 1) / CLUSTER; }
 
 // A warp prefetches 16 rows into the L2, or only their VALUES.
 template <bool VALUES = false> __device__ void ask_for(Row row) {
@@ -192,23 +199,25 @@ __device__ int steps(State& s, float product, float of) {
 // 2^n; 0 if that is below the normal numbers.
 __device__ float power(int n) { return n < -126 ? 0 : __int_as_float((n + 127) << 23); }
 
-// 16 tokens, or 16 groups.
-struct Tile {
-  Row row;
-  int group;  // of this thread's token, or group; -1 for none
-};
+// Groups go to the programs of the cluster in turn. A program has its groups at these places of its tables.
+__device__ int program_of(int group) { return group % CLUSTER; }
+__device__ int place_of(int group) { return group / CLUSTER; }
 
 // The groups of the rest. Exact tokens are in chosen blocks, or have positions from `begin` up to `end`: the latter are
-// both in the ring and in the sums. Tiles of 16 groups go to the programs of the cluster in turn.
+// both in the ring and in the sums.
 struct Rest {
   const char* sums;
   const int* fill;
-  int groups, blocks, sink, begin, end;
-  // In the shared memory of the program of a group: what remains of the group.
-  int *product;  // [groups of the program, G], in steps: products of the query with the keys
-  int *left;     // [groups of the program]: tokens
+  int groups, blocks, sink, begin, end, rank;
+  // In shared memory: what remains of the groups of this program.
+  int *product;  // [groups, G], in steps: products of the query with the keys
+  int *left;     // [groups]: tokens
 
-  __device__ int tiles() const { return ((end + GROUP - 1) / GROUP + TILE - 1) / TILE; }
+  // Of the groups of this program.
+  __device__ int tiles() const {
+    const int groups = (end + GROUP - 1) / GROUP;
+    return ((groups - rank + CLUSTER - 1) / CLUSTER + TILE - 1) / TILE;
+  }
 
   // The number of tokens in the sums of a group.
   __device__ int held(int g) const {
@@ -219,27 +228,10 @@ struct Rest {
     return tokens;
   }
 
-  __device__ Tile tile(int tile) const {
-    const int group = tile * TILE + threadIdx.x % TILE;
-    return held(group) > 0 ? Tile{row_at<D>(sums, group), group} : Tile{nullptr, -1};
-  }
+  // This thread's group of a tile.
+  __device__ int group(int tile) const { return (tile * TILE + threadIdx.x % TILE) * CLUSTER + rank; }
 
-  // A tile of tokens with their groups.
-  __device__ Tile tile(const Tokens& tokens, int tile) const {
-    const int row = tile * TILE + threadIdx.x % TILE;
-    const Row token = tokens.row(tile);
-    if (!token) return {nullptr, -1};
-    if (tile < tokens.near_tiles()) {
-      const int position = tokens.ring.position(row);
-      return {token, position >= begin && position < end ? position / GROUP : -1};
-    }
-    const int n = row - tokens.near_tiles() * TILE, position = tokens.block_of[tokens.slots[n / P]] * P + n % P;
-    return {token, FILLED || position >= sink && position < begin ? position / GROUP : -1};
-  }
-
-  // The program of a group, and the place of the group in its tables.
-  __device__ static int program(int g) { return g / TILE % CLUSTER; }
-  __device__ static int place(int g) { return g / TILE / CLUSTER * TILE + g % TILE; }
+  __device__ Row row(int tile) const { return held(group(tile)) > 0 ? row_at<D>(sums, group(tile)) : nullptr; }
 
   // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. Roundings are explicit, so
   // that the compiler does not fuse them differently where this function is inlined.
@@ -248,6 +240,79 @@ struct Rest {
     return left > 0 ? __fmul_rn(capped(mean, softcap), LOG2_E) : none();
   }
 };
+
+constexpr int ALONE = -1, ABSENT = -2;  // instead of a group: the token is in no sum; there is no token
+
+// The group of token n, which is in this block if it is not in the ring.
+__device__ int group_of(const Tokens& tokens, const Rest& rest, int n, int block) {
+  if (n < tokens.first()) {
+    if (!tokens.in_ring(n)) return ABSENT;
+    const int position = tokens.ring.position(n);
+    return position >= rest.begin && position < rest.end ? position / GROUP : ALONE;
+  }
+  n -= tokens.first();
+  if (block < 0 || FILLED && n % P >= __ldcg(tokens.fill + block)) return ABSENT;
+  const int position = block * P + n % P;
+  return FILLED || position >= rest.sink && position < rest.begin ? position / GROUP : ALONE;
+}
+
+// The exact tokens of a program, in shared memory: the tokens of its groups, and every CLUSTER-th tile of the tokens that
+// have no group.
+struct List {
+  static constexpr int EACH = 4;  // tokens that a thread looks at together
+  int *token, *place;             // the tokens; the places of their groups in the tables, or ALONE
+  int size;
+
+  __device__ int tiles() const { return (size + TILE - 1) / TILE; }
+
+  // Fill the list in the order of the tokens, and count them off their groups (Rest::left). All threads call it.
+  __device__ void fill(const Tokens& tokens, const Rest& rest, int (&counts)[2][WARPS]) {
+    const int warp = threadIdx.x / 32;
+    for (int first = 0, parity = 0; first < tokens.tiles() * TILE; first += EACH * THREADS, parity ^= 1) {
+      int block[EACH], group[EACH], own = 0;
+      unsigned mine[EACH];
+      const auto token_of = [&](int e) { return first + (warp * EACH + e) * 32 + lane(); };
+      for (int e = 0; e < EACH; e++) {
+        const int i = token_of(e) - tokens.first();
+        block[e] = i < 0 || i >= tokens.chosen ? -1 : NAMED ? __ldcg(tokens.ids + i / P) : tokens.slots[i / P];
+      }
+      if (!NAMED)
+        for (int e = 0; e < EACH; e++) block[e] = block[e] < 0 ? -1 : tokens.block_of[block[e]];
+      for (int e = 0; e < EACH; e++) {
+        const int n = token_of(e);
+        group[e] = group_of(tokens, rest, n, block[e]);
+        const int program = group[e] < 0 ? n / TILE % CLUSTER : program_of(group[e]);
+        mine[e] = __ballot_sync(ALL, group[e] != ABSENT && program == rest.rank);
+        own += __popc(mine[e]);
+      }
+      if (lane() == 0) counts[parity][warp] = own;
+      __syncthreads();
+      const int count = lane() < WARPS ? counts[parity][lane()] : 0;
+      int at = size + __reduce_add_sync(ALL, lane() < warp ? count : 0);
+      size += __reduce_add_sync(ALL, count);
+      for (int e = 0; e < EACH; e++) {
+        if (mine[e] >> lane() & 1) {
+          const int to = at + __popc(mine[e] & (1u << lane()) - 1);
+          token[to] = token_of(e), place[to] = group[e] < 0 ? ALONE : place_of(group[e]);
+          if (group[e] >= 0) atomicAdd(rest.left + place_of(group[e]), -1);
+        }
+        at += __popc(mine[e]);
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// 16 tokens of a list.
+struct Tile {
+  Row row;
+  int place;  // of the group of this thread's token; ALONE for none, ABSENT without a token
+};
+
+__device__ Tile tile_of(const List& list, const Tokens& tokens, int tile) {
+  const int i = tile * TILE + threadIdx.x % TILE;
+  return i < list.size ? Tile{tokens.row(list.token[i]), list.place[i]} : Tile{nullptr, ABSENT};
+}
 
 // The weight of a token with that logit, to base 2, times 2^-peak. It is rounded to the type of the query before it is
 // multiplied by 2^-peak. So every warp rounds alike, and what exact tokens give back is what their group has added.
@@ -283,17 +348,14 @@ struct Queries {
 };
 
 // Write the products with a tile of sums, and the tokens of its groups, into the tables.
-__device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries, int tile, float scale) {
-  const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
-  const Tile x = rest.tile(tile);
-  Words key[2][OF_KEY];
+__device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY],
+                              int tile, float scale) {
+  const int g = threadIdx.x % 32 / 4;
   float z[2][4];
-  load_keys(key, x.row);
-  ask_for<true>(x.row);
   queries.multiply<true>(z, key);
   for (int r = 0; r < 4; r++)
-    if (g < G) rest.product[(base + column(r)) * G + g] = steps(s, z[r / 2][r % 2] * scale, STEPS * GROUP);
-  if (lane() < TILE) rest.left[base + lane()] = x.group < 0 ? 0 : rest.held(x.group);
+    if (g < G) rest.product[(tile * TILE + column(r)) * G + g] = steps(s, z[r / 2][r % 2] * scale, STEPS * GROUP);
+  if (lane() < TILE) rest.left[tile * TILE + lane()] = rest.held(rest.group(tile));
 }
 
 // Write the products with a tile of tokens into `kept`, and subtract them from the products of their groups.
@@ -303,13 +365,11 @@ __device__ void multiply_tokens(State& s, const Rest& rest, const Queries& queri
   float z[2][4];
   queries.multiply<false>(z, key);
   for (int r = 0; r < 4; r++) {
-    const int group = __shfl_sync(ALL, tile.group, column(r));
+    const int place = __shfl_sync(ALL, tile.place, column(r));
     const float x = z[r / 2][r % 2] * scale;
     if (g < G) kept[(r * G + g) * 4 + t] = x;
-    if (g < G && group >= 0)
-      add<CLUSTER>(Rest::program(group), rest.product + Rest::place(group) * G + g, steps(s, x, -STEPS));
+    if (g < G && place >= 0) atomicAdd(rest.product + place * G + g, steps(s, x, -STEPS));
   }
-  if (lane() < TILE && tile.group >= 0) add<CLUSTER>(Rest::program(tile.group), rest.left + Rest::place(tile.group), -1);
 }
 
 // Raise s.top to the largest of these logits. s.top is to base 2 and an integer, so all weights are scaled exactly.
@@ -325,15 +385,10 @@ __device__ void fold_tokens(State& s, const Rest& rest, const Words (&value)[4][
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float p[4], mean[4], most[4], back[4];
   for (int r = 0; r < 4; r++) {
-    const int group = __shfl_sync(ALL, tile.group, column(r));
-    const bool live = of_tile(tile.row, column(r)) && g < G;
+    const int place = __shfl_sync(ALL, tile.place, column(r));
+    const bool live = place != ABSENT && g < G;
     p[r] = live ? capped(kept[(r * G + g) * 4 + t], softcap) * LOG2_E : none();
-    mean[r] = none();
-    if (live && group >= 0) {
-      const int program = Rest::program(group), place = Rest::place(group);
-      mean[r] = Rest::logit(read<CLUSTER>(program, rest.product + place * G + g), read<CLUSTER>(program, rest.left + place),
-                            softcap);
-    }
+    mean[r] = live && place >= 0 ? Rest::logit(rest.product[place * G + g], rest.left[place], softcap) : none();
     most[r] = fmaxf(p[r], mean[r]);
   }
   raise(s, most);
@@ -342,15 +397,15 @@ __device__ void fold_tokens(State& s, const Rest& rest, const Words (&value)[4][
     back[r] = -weight(mean[r], s.top);
   }
   add_values<BF16>(s, value, p);
-  if (__any_sync(ALL, tile.group >= 0)) add_values<BF16>(s, value, back);
+  if (__any_sync(ALL, tile.place >= 0)) add_values<BF16>(s, value, back);
 }
 
 // Attend to a tile of groups.
 __device__ void fold_sums(State& s, const Rest& rest, const Words (&value)[4][OF_VALUE], int tile, float softcap) {
-  const int g = threadIdx.x % 32 / 4, base = tile / CLUSTER * TILE;
+  const int g = threadIdx.x % 32 / 4;
   float p[4], left[4], most[4];
   for (int r = 0; r < 4; r++) {
-    const int place = base + column(r);
+    const int place = tile * TILE + column(r);
     left[r] = g < G ? rest.left[place] : 0;
     p[r] = Rest::logit(g < G ? rest.product[place * G + g] : 0, left[r], softcap);
     most[r] = p[r] + __log2f(fmaxf(left[r], 1));
@@ -427,10 +482,10 @@ __device__ void add_programs(
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, RESIDENT) attend(
-    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* fill,
-    const int* length, const int* begins, const unsigned short* sink_logits, const char* sums, const int* ring_begin,
-    unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks, int chosen, int groups,
-    int sink, float scale, float softcap) {
+    const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* ids,
+    const int* fill, const int* length, const int* begins, const unsigned short* sink_logits, const char* sums,
+    const int* ring_begin, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks,
+    int chosen, int groups, int sink, float scale, float softcap) {
   extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; before that, the tables of the rest
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
@@ -441,60 +496,73 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   found.bell.expect(NUMBERS);
   const int near = (rank + CLUSTER * warp) * TILE + lane() % TILE;
   ask_for(near < ring_rows ? row_at<D>(ring, near) : nullptr);
+  announce();
   State s = {none()};
 #if GROUP
   if (!SETTLED) wait_for_previous();
   __shared__ Queries queries;
+  __shared__ int counts[2][WARPS];
+  const Ring positions = {ring_rows, sink, __ldcg(begins + bh / per)};
+  const Tokens tokens = {ring, hot, slots, block_of, ids + (long long)bh * (chosen / P), fill, positions,
+                         __ldcg(length + b), chosen};
   const int own = (groups + TILE * CLUSTER - 1) / (TILE * CLUSTER) * TILE;  // groups of a program, at most
+  const int most = tokens.tiles() * TILE;                                   // tokens of a program, at most
   int* const product = reinterpret_cast<int*>(parts);
   float* const kept = reinterpret_cast<float*>(product + own * (G + 1));
+  int* const token = reinterpret_cast<int*>(kept + most * G);
   const int all = groups * GROUP, end = FILLED ? all : min(__ldcg(ring_begin + b), all);
-  const int begin = FILLED ? all : __ldcg(begins + bh / per);
-  const Rest rest = {head_of<D>(sums, bh, groups), fill, groups, blocks, sink, begin, end, product, product + own * G};
+  const int begin = FILLED ? all : positions.begin;
+  const Rest rest = {head_of<D>(sums, bh, groups), fill, groups, blocks, sink, begin, end, rank, product,
+                     product + own * G};
+  // The first tiles of a warp stay in registers.
+  int tile = warp, group = warp;
+  Words key[2][OF_KEY], value[4][OF_VALUE], mean[4][OF_VALUE];
+  const Row sum = rest.row(group);
+  load_keys(key, sum);
+  load_values(mean, sum);
   queries.load(q, q_h);
   __syncthreads();
-  for (int tile = rank + CLUSTER * warp; tile < rest.tiles(); tile += CLUSTER * WARPS)
-    multiply_sums(s, rest, queries, tile, scale);
-  arrive();
-  if (SETTLED) wait_for_previous();
-  const Tokens tokens = {ring, hot, slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
-  // The first tiles of a warp stay in registers.
-  int tile = rank + CLUSTER * warp, group = tile;
-  Words key[2][OF_KEY], value[4][OF_VALUE], mean[4][OF_VALUE];
-  Tile first = tile < tokens.tiles() ? rest.tile(tokens, tile) : Tile{nullptr, -1};
+#pragma unroll 1
+  for (int i = group; i < rest.tiles();) {
+    multiply_sums(s, rest, queries, key, i, scale);
+    if ((i += WARPS) >= rest.tiles()) break;
+    const Row next = rest.row(i);
+    load_keys(key, next);
+    ask_for<true>(next);
+  }
+  if (SETTLED && !NAMED) wait_for_previous();
+  List list = {token, token + most};
+  list.fill(tokens, rest, counts);
+  if (SETTLED && NAMED) wait_for_previous();
+  Tile first = tile_of(list, tokens, tile);
   load_keys(key, first.row);
   load_values(value, first.row);
-  load_values(mean, rest.tile(group).row);
-  wait();  // until the products with sums are in all tables
-  if (tile < tokens.tiles()) multiply_tokens(s, rest, queries, key, first, kept + warp * TILE * G, scale);
+  if (tile < list.tiles()) multiply_tokens(s, rest, queries, key, first, kept + tile * TILE * G, scale);
 #pragma unroll 1
-  for (int i = warp + WARPS; rank + CLUSTER * i < tokens.tiles(); i += WARPS) {
-    const Tile x = rest.tile(tokens, rank + CLUSTER * i);
+  for (int i = tile + WARPS; i < list.tiles(); i += WARPS) {
+    const Tile x = tile_of(list, tokens, i);
     load_keys(key, x.row);
     ask_for<true>(x.row);
     multiply_tokens(s, rest, queries, key, x, kept + i * TILE * G, scale);
   }
-  arrive(), wait();  // until what remains is in all tables
+  __syncthreads();  // until what remains is in the tables
 #pragma unroll 1
-  for (int i = warp; tile < tokens.tiles(); i += WARPS) {
-    fold_tokens(s, rest, value, first, kept + i * TILE * G, softcap);
-    if ((tile += CLUSTER * WARPS) >= tokens.tiles()) break;
-    first = rest.tile(tokens, tile);
+  while (tile < list.tiles()) {
+    fold_tokens(s, rest, value, first, kept + tile * TILE * G, softcap);
+    if ((tile += WARPS) >= list.tiles()) break;
+    first = tile_of(list, tokens, tile);
     load_values(value, first.row);
   }
 #pragma unroll 1
   while (group < rest.tiles()) {
     fold_sums(s, rest, mean, group, softcap);
-    if ((group += CLUSTER * WARPS) >= rest.tiles()) break;
-    load_values(mean, rest.tile(group).row);
+    if ((group += WARPS) >= rest.tiles()) break;
+    load_values(mean, rest.row(group));
   }
   s.top *= LN_2;
-  // Other programs may still read the tables; alone, a program writes its sums over them.
-  float* const sent = CLUSTER == 1 ? parts : kept + dealt(tokens.tiles(), rank) * TILE * G;
 #else
-  arrive();
   wait_for_previous();
-  const Tokens tokens = {ring, hot, slots, block_of, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
+  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const auto query = [&](int i) -> Operands {
     Words x = {};
@@ -502,12 +570,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     return {{{{x.at[0], 0, x.at[1], 0}}, {{x.at[2], 0, x.at[3], 0}}}};
   };
   for (int tile = rank + CLUSTER * warp; tile < tokens.tiles(); tile += CLUSTER * WARPS) {
-    const Row row = tokens.row(tile);
+    const Row row = tokens.find(tile * TILE + threadIdx.x % TILE);
     if (__any_sync(ALL, row != nullptr)) fold(s, query, row, scale, softcap);
   }
-  float* const sent = parts;
-  wait();  // until all programs are ready to receive
 #endif
-  add_warps(found, rank, s, sent);
+  wait();  // until all programs are ready to receive
+  add_warps(found, rank, s, parts);
   add_programs(found, rank, sink_logits ? sink_logits + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
 }

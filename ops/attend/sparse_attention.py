@@ -3,18 +3,21 @@
     out = softmax(scale * q.k, with the soft cap and the sink logit) v
           over the sinks, the ring from `frontier` up to `length`, and the first `fill` rows of each selected block;
           with `rest` also over what remains of each group of the pool (ops/rest/__init__.py);
-          with `bias` the logits of the selected blocks have these numbers added, behind the soft cap
+          with `bias` the logits of the selected blocks have these numbers added, after the soft cap
 
 Args:
     q [batch, q_heads, 1, dim]
     ring [batch, heads, ring_rows, 2, dim]
     hot: rows [batch, heads, slots, block_size, 2, dim]; chosen [batch, heads, n], the slots to attend to, -1 for none.
     selection: frontier [batch, heads] (None: lengths.ring_begin), fill [batch, heads, blocks] (None: all rows) and
-        bias [batch, q_heads, n] (None: 0). `ids` is not read: fetch has turned it into hot.chosen.
+        bias [batch, q_heads, n] (None: 0). Fetch has turned `ids` into hot.chosen. The CUDA kernel reads `ids` too if
+        `rest` is `settled` and there is no `retrieve_now`.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
         With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
-        With `settled` the CUDA kernel makes the products with the sums while the kernel before it still runs.
-        In the CUDA kernel a logit of a group or of its tokens above 32,767, or below -32,767, makes the output NaN.
+        With `settled` the CUDA kernel makes the products with the sums, and looks up the groups of the selected
+        tokens, while the kernel before it still runs.
+        In the CUDA kernel a logit of a group or of its tokens above 32,767 or below -32,767, ahead of the soft cap,
+        makes the output NaN.
 
 Returns: out [batch, q_heads, 1, dim]; zeros for a row without tokens, NaN for a row with length -1.
 Launches: csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head. Else Triton: about two
@@ -55,9 +58,10 @@ from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
 # Programs per kv head (a cluster), and warps per program: as many as have a tile each, up to MOST_WARPS. A program of
-# 16 warps fills a multiprocessor, so it cannot start before fetch ends: both take 10.6 us, not 10.4, at 1360 tokens.
-# With the rest a program has more to do, and 16 warps are faster.
-NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, MOST_REST_WARPS = 8, 8, 12, 16
+# 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
+# not 10.4, at 1360 tokens.
+# With the rest a program has more to do, and some programs have more tokens than others.
+NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, REST_WARPS = 8, 8, 12, 16
 NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
 MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
@@ -71,7 +75,8 @@ def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
     block_size = hot.rows.shape[3]
     if rest.group and selection.fill is not None and (selection.frontier is not None or rest.group % block_size):
         raise ValueError(
-            f"rest with fill: whole blocks of {block_size} in groups of {rest.group}, and no selection.frontier"
+            "rest with selection.fill: selection.frontier must be None, and a group must be whole blocks of "
+            f"{block_size} tokens, got groups of {rest.group}"
         )
 
 
@@ -154,7 +159,7 @@ def _attend(
             top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP, bias)
         else:
             top, total, acc = step(x, rows, live, top, total, acc, scale, softcap, D, DP)
-    first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and on, where the blocks ended
+    first = (first - tl.cdiv(n * P, TILE) % splits + splits) % splits  # and again where the blocks ended
     if MEANS:
         for tile in range(first, tl.cdiv(groups, GROUPS), splits):
             key, value, count = mean_tile(sums, counts, bh, tile, groups, GROUPS, D, DP)
@@ -187,10 +192,10 @@ def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> i
     runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
-    tiles, most = _tiles(ring, hot), MOST_WARPS
     if rest.sums is not None:
-        tiles, most = max(tiles, cdiv(rest.sums.shape[2], NATIVE_TILE)), MOST_REST_WARPS
-    rounds = cdiv(tiles, cluster * most)
+        return REST_WARPS
+    tiles = _tiles(ring, hot)
+    rounds = cdiv(tiles, cluster * MOST_WARPS)
     return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
 
 
@@ -221,41 +226,43 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Modu
     if taken > most:
         return f"a program takes {taken} bytes of shared memory, and {most} are there"
     roomy = 2 * (taken + RESERVED) <= most + RESERVED
-    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled, roomy)
+    named = rest.settled and selection.ids is not None and selection.retrieve_now is None
+    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled, named, roomy)
     kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
     return kernels if isinstance(kernels, str) else (kernels, warps, cluster, dynamic)
 
 
 def _dynamic(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: the sums that it sends, and before these the tables of the rest. The
-    tables are the products and tokens of its groups, and the products of its tokens. The other programs of a cluster
-    read them until the end."""
+    """Bytes of dynamic shared memory of a program: the sums that it sends, or before these the tables of the rest. The
+    tables are the products and tokens of its groups, and its list of tokens with their products. A program may have all
+    tokens."""
     group = q.shape[1] // ring.shape[1]
     sent = warps * group * (q.shape[3] + 4) * 4
     if rest.sums is None:
         return sent
-    groups, tokens = cdiv(cdiv(rest.sums.shape[2], NATIVE_TILE), cluster), cdiv(_tiles(ring, hot), cluster)
-    tables = 4 * NATIVE_TILE * (groups * (group + 1) + tokens * group)
-    return tables + sent if cluster > 1 else max(tables, sent)
+    groups, tokens = cdiv(cdiv(rest.sums.shape[2], NATIVE_TILE), cluster), _tiles(ring, hot)
+    tables = 4 * NATIVE_TILE * (groups * (group + 1) + tokens * (group + 2))
+    return max(tables, sent)
 
 
 def _static(d: int, group: int, warps: int, cluster: int, rest: Rest) -> int:
-    """Bytes of static shared memory of a program: the query as the rest needs it, the sums that arrive from the cluster
-    with the bell that announces them (csrc/cluster.cuh), and the peaks and totals of the warps."""
-    query = 0 if rest.sums is None else 2 * 16 * group * (d // 4 + 1)
+    """Bytes of static shared memory of a program: the query and the counts of the list that the rest needs, the sums
+    that arrive from the cluster with the bell that announces them (csrc/cluster.cuh), and the peaks and totals of the
+    warps."""
+    query = 0 if rest.sums is None else 2 * 16 * group * (d // 4 + 1) + 2 * 4 * warps
     return cdiv(query + 4 * group * d + 8 * cluster * group + 8 + 64 * warps, 16) * 16
 
 
 def native(
     d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False,
-    roomy: bool = True,
+    named: bool = False, roomy: bool = True,
 ) -> dict[str, int]:  # fmt: skip
-    """The constants with which csrc/sparse_attention.cu is compiled, but for the type. `roomy`: the shared memory of a
+    """The constants with which csrc/sparse_attention.cu is compiled, except for BF16. `roomy`: the shared memory of a
     multiprocessor has room for two programs."""
     resident = 2 if d <= 128 and warps == NATIVE_WARPS and roomy else 1
     return dict(
         D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
-        SETTLED=int(settled),
+        SETTLED=int(settled), NAMED=int(named),
     )  # fmt: skip
 
 
@@ -265,9 +272,9 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
     out, p = result_like(q), hot.rows.shape[3]
     begins, heads_per_begin = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
-        "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen,
-        hot.block_of, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin, out,
-        q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
+        "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen, hot.block_of,
+        selection.ids, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin,
+        out, q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
         hot.chosen.shape[2] * p, 0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale),
         float(attention.softcap), shared=shared,
     )  # fmt: skip

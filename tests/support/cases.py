@@ -330,7 +330,8 @@ def _sparse_attention(w: World):
     if w.pick(False, True):
         bias = torch.randn(w.batch, w.heads * w.group, chosen.shape[2], generator=w.g) * 3
         bias[torch.rand(bias.shape, generator=w.g) < 0.2] = -math.inf
-    selection = Selection(frontier=frontier, fill=fill, bias=bias)
+    selection = Selection(ids=w.pick(chosen, None), frontier=frontier, fill=fill, bias=bias)
+    rest = rest._replace(settled=w.pick(False, True))
     return (w.q[:, :, :1], ring, hot, w.lengths_view, selection, _attention(w), rest)
 
 

@@ -47,7 +47,8 @@ VARIANTS = {
         for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
     ],
     "sparse_attention": [
-        ATTENTION.native(d, g, p, p > 1, warps, c, rest, settled=rest > 0 and p > 1) | {"BF16": bf16}
+        ATTENTION.native(d, g, p, d == 256, warps, c, rest, rest > 0 and p > 1, rest > 0 and warps == 16)
+        | {"BF16": bf16}
         for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 16),
                                         (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
         for rest in (64, 0)
@@ -205,8 +206,8 @@ def test_prompt_attention_uses_kernels_of_torch(name, monkeypatch):
 
 REFUSED = {  # what is forced, for which op on the CPU, where Triton does not interpret
     ("cuda", "append"): "these tensors are on the CPU",
-    ("triton", "fetch"): "these tensors are on the CPU, where Triton only interprets, if TRITON_INTERPRET=1 is set "
-    "before the import",
+    ("triton", "fetch"): "these tensors are on the CPU, where Triton only runs in its interpreter: set "
+    "TRITON_INTERPRET=1 before the import",
 }
 
 

@@ -66,20 +66,26 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("tokens", [1000, 16000])
 @pytest.mark.parametrize("order", ["ascending", "any", "runs"])
-def test_cuda_kernel_equals_reference_with_many_groups(order, tokens, filled, group, block, cluster):
+@pytest.mark.parametrize("named", [False, True])
+def test_cuda_kernel_equals_reference_with_many_groups(named, order, tokens, filled, group, block, cluster):
     """More groups and chosen blocks than a cluster has warps, or few tokens that remain of each group. Blocks come in
-    ascending order with empty places, in any order, or as runs of neighbours."""
+    ascending order with empty places, in any order, or as runs of neighbours. The kernel knows their numbers from
+    `ids`, if they are named, or else from their slots."""
     rows = 1024 if tokens == 1000 else 16384
     w = Long(lengths=[tokens, tokens - 99], group=4, dim=128, block=block, dtype=torch.bfloat16, rows=rows)
     q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
     w.truth[..., 1, :] += 1  # so that the output tells the ring from the rest
-    chosen = w.chosen(600 // block)
+    ids = w.chosen((600 if tokens == 1000 else 5000) // block)  # the latter more than a program lists together
     if order == "any":
-        chosen = chosen[..., torch.randperm(chosen.shape[2], generator=w.g)]
+        ids = ids[..., torch.randperm(ids.shape[2], generator=w.g)].contiguous()
     if order == "runs":  # the first half are neighbours
-        chosen = torch.arange(chosen.shape[2]).expand_as(chosen).clone().int()
-        chosen[..., chosen.shape[2] // 2 :] += rows // block - chosen.shape[2]
-    hot = hot._replace(chosen=chosen, rows=w.truth.unflatten(2, (-1, block)))
+        ids = torch.arange(ids.shape[2]).expand_as(ids).clone().int()
+        ids[..., ids.shape[2] // 2 :] += rows // block - ids.shape[2]
+    block_of = torch.randperm(rows // block, generator=w.g)
+    hot = hot._replace(rows=w.truth.unflatten(2, (-1, block))[:, :, block_of])
+    hot.block_of.copy_(block_of), hot.slot_of.copy_(block_of.argsort())
+    hot = hot._replace(chosen=hot.slot_of.gather(2, ids.clamp(min=0).long()).masked_fill(ids < 0, -1))
+    selection = selection._replace(ids=ids if named else None)
     fill = torch.randint(0, block + 1, hot.slot_of.shape, generator=w.g, dtype=torch.int32)
     fill = fill.minimum((w.begin[:, None, None] - torch.arange(0, w.rows, block)).clamp(min=0).int())
     full = (torch.arange(block) < fill[..., None]).flatten(2)
@@ -87,12 +93,12 @@ def test_cuda_kernel_equals_reference_with_many_groups(order, tokens, filled, gr
     there = full if filled else (position >= w.sink) & (position < w.begin[:, None, None])
     sums = w.truth.float().masked_fill(~there[..., None, None], 0).unflatten(2, (-1, group)).mean(3).half()
     things = (q, ring, hot, lengths, selection._replace(fill=fill if filled else None), attention)
-    things = (*things, Rest(sums, group, settled=block == 16))
+    things = (*things, Rest(sums, group, settled=named or block == 16))
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
-    torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=5e-3)  # from 1 on, bf16 rounds by more than the latter
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -166,13 +172,13 @@ def test_nan_in_the_sums_of_a_group_reaches_the_output(kind):
     [
         (64, 256, 128, 1, 0, 8), (336, 1024, 128, 1, 0, 11), (336, 2048, 128, 1, 0, 10), (336, 1024, 256, 1, 0, 8),
         (336, 1024, 128, 2, 0, 11), (336, 1024, 128, 4, 0, 11), (336, 1024, 128, 40, 0, 8),
-        (64, 256, 128, 1, 64, 8), (336, 1024, 128, 1, 1024, 11), (336, 1024, 128, 1, 2048, 16),
-        (336, 1024, 128, 1, 3072, 12), (336, 1024, 256, 1, 2048, 8),
+        (64, 256, 128, 1, 64, 16), (336, 1024, 128, 1, 2048, 16), (336, 1024, 256, 1, 2048, 8),
+        (336, 1024, 128, 40, 2048, 8),
     ],
 )  # fmt: skip
 def test_number_of_warps_follows_the_tiles(rows, tokens, dim, batch, groups, warps, monkeypatch):
     """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10.
-    With 2048 groups of the rest, 128 tiles of groups are one each for 16, and 192 for 3072 groups are two for 12."""
+    With the rest it is 16 warps, unless a multiprocessor has several programs or heads are wide."""
     monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
     w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
     q, ring, hot, *_ = OPS["sparse_attention"](w)
@@ -215,7 +221,7 @@ REFUSED = {
     "type": "sums in torch.float32 of groups of 32 with blocks of 16",
     "group": "sums in torch.float16 of groups of 8 with blocks of 16",
     "large": "sums in torch.float16 of groups of 65536 with blocks of 16",
-    "many": "a program takes 312336 bytes of shared memory, and 232448 are there",
+    "many": "a program takes 315280 bytes of shared memory, and 232448 are there",
 }
 
 
