@@ -59,8 +59,8 @@ def test_every_file_defines_the_command_of_its_name():
     from torchsparsekv.commands import bench, load
 
     names = (
-        "again", "bench", "board", "calibrate", "demo", "eval", "eval-text", "info", "methods", "models", "plan",
-        "record", "report", "selecting-layers",
+        "again", "bench", "board", "calibrate", "demo", "eval", "eval-server", "eval-text", "info", "methods", "models",
+        "plan", "record", "report", "selecting-layers",
     )  # fmt: skip
     speed = (
         "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
