@@ -1,19 +1,22 @@
 """Time per token and tokens per second of vLLM: its own backends, and ours with keys and values on device or host.
 
 `flash` is vLLM's FlashAttention over 16-bit keys and values, `flash-fp8` over fp8 keys and values. Both need vLLM's
-native code; `--native` says that it is installed. Then norms and activations of all places are native kernels too.
+native code: with `--native`, norms and activations of all places are native kernels too.
+With `--compiled`, torch.compile makes these kernels, which is vLLM's default.
 
 Prompts are stored, not computed: their layers skip attention and MLP. Decode steps of the whole engine are timed,
-scheduler and sampler included.
+scheduler and sampler included. An engine that fails gets a row that says so, and the next one is measured.
 """
 import contextlib
 import dataclasses
 import importlib
 import itertools
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +24,17 @@ from typing import Any
 
 import torch
 
+from torchsparsekv.engines import _blocks
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._vllm_seams import seam
 from torchsparsekv_benchmarks import _results
 from torchsparsekv_benchmarks._options import at_least, different, option
 from torchsparsekv_benchmarks.speed import _common, decode
 
-BACKENDS = {"triton": "TRITON_ATTN", "flash": "FLASH_ATTN", "flash-fp8": "FLASH_ATTN", "device": None, "host": None}
+BACKENDS = {
+    "triton": "TRITON_ATTN", "flash": "FLASH_ATTN", "flash-fp8": "FLASH_ATTN", "device": None, "host": None,
+    "auto": None,
+}  # fmt: skip
 OURS = tuple(place for place, backend in BACKENDS.items() if backend is None)
 NATIVE = tuple(place for place, backend in BACKENDS.items() if backend == "FLASH_ATTN")
 BLOCK, CHUNK, WARM = 16, 8192, 8  # tokens of a block, of a step with prompts; steps before those that are timed
@@ -39,31 +46,67 @@ class Options:
     contexts: tuple[int, ...] = (32768, 131072)
     batches: tuple[int, ...] = option((1, 8, 0), "Requests, comma-separated; 0: the most admitted, up to --most.")
     places: tuple[str, ...] = option(
-        ("triton", "device", "host"), "comma-separated: triton, flash and flash-fp8 are vLLM's own backends"
+        ("triton", "device", "host"),
+        "Backends to compare, comma-separated: triton, flash and flash-fp8 are vLLM's own; device, host and auto are "
+        "ours, with keys and values there.",
     )
     native: bool = option(False, "vLLM has its native code, and uses it in all places.")
-    method: str = "quest"
+    compiled: bool = option(False, "torch.compile as vLLM uses it by default; needs native.")
+    methods: tuple[str, ...] = option(("quest",), "Comma-separated; device, host and auto are measured with each.")
     budget: int = 1024
     steps: int = 64
     most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for that many requests.")
     gpu_gib: float = option(0.0, "GiB of GPU memory that vLLM may use; 0: vLLM decides.")
+    host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: as many as --most requests need.")
+    device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: half of the free GPU memory.")
     grows: int = option(512, "Tokens that a request may generate.")
+    shared: bool = option(False, "One engine for all contexts of a place, made for the longest; else one for each.")
+    isolated: bool = option(False, "Every engine in a process of its own.")
+    limit: int = option(300, "With isolated: seconds after which an engine is given up.")
 
     def check(self) -> None:
-        different(self, "contexts", "batches", "places")
-        at_least(self, contexts=1, batches=0, budget=BLOCK, steps=1, most=1, grows=self.steps + WARM + 2)
+        different(self, "contexts", "batches", "places", "methods")
+        at_least(self, contexts=1, batches=0, budget=BLOCK, steps=1, most=1, limit=1, grows=self.steps + WARM + 2)
         if unknown := sorted(set(self.places) - set(BACKENDS)):
             raise ValueError(f"places must be of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
         if not self.native and (these := [place for place in self.places if place in NATIVE]):
             raise ValueError(f"places {', '.join(these)} need native: vLLM with its native code")
+        if self.compiled and not self.native:
+            raise ValueError("compiled needs native: vLLM with its native code")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One vLLM. method: of the places of this library, else empty. contexts: of its requests."""
+
+    place: str
+    method: str
+    contexts: tuple[int, ...]
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What begins its rows."""
+        return {"place": self.place} | ({"method": self.method} if self.method else {})
+
+
+def engines(o: Options) -> list[Engine]:
+    together = [o.contexts] if o.shared else [(context,) for context in o.contexts]
+    return [
+        Engine(place, method, contexts)
+        for contexts, place in itertools.product(together, o.places)
+        for method in (o.methods if place in OURS else ("",))
+    ]
 
 
 @contextlib.contextmanager
 def stored_prompts(most: int) -> Iterator[None]:
-    """Steps of more tokens than there are requests leave attention and MLP out."""
-    from vllm.model_executor.models.llama import LlamaMLP
+    """Steps of more tokens than there are requests leave attention and MLP out.
 
-    mlp, prompt = LlamaMLP.forward, BlockStore.prompt
+    For an engine that has started: what vLLM has compiled and captured is the whole model. Those steps run without it.
+    """
+    from vllm.model_executor.models.llama import LlamaMLP, LlamaModel
+
+    mlp, model, prompt = LlamaMLP.forward, LlamaModel.__call__, _blocks.table_prompt
     theirs = {impl: impl.forward for impl in _implementations()}
 
     def leaving_prompts_out(attend):
@@ -74,14 +117,23 @@ def stored_prompts(most: int) -> Iterator[None]:
 
         return forward
 
-    LlamaMLP.forward = lambda self, x: x if x.shape[0] > most else mlp(self, x)
+    def leaving_mlp_out(self, ids, positions, *others, **more):
+        if len(positions) <= most:
+            return model(self, ids, positions, *others, **more)
+        LlamaMLP.forward = lambda self, x: x
+        try:
+            return self.forward(ids, positions, *others, **more)
+        finally:
+            LlamaMLP.forward = mlp
+
+    LlamaModel.__call__ = leaving_mlp_out
     for impl, attend in theirs.items():
         impl.forward = leaving_prompts_out(attend)
-    BlockStore.prompt = lambda self, q, *others: torch.zeros_like(q)  # type: ignore[method-assign]
+    _blocks.table_prompt = lambda q, *others: torch.zeros_like(q)
     try:
         yield
     finally:
-        LlamaMLP.forward, BlockStore.prompt = mlp, prompt  # type: ignore[method-assign]
+        LlamaModel.__call__, _blocks.table_prompt = model, prompt
         for impl, attend in theirs.items():
             impl.forward = attend
 
@@ -95,42 +147,52 @@ def _implementations() -> list[Any]:
     return found
 
 
-def engine_options(o: Options, place: str, context: int) -> dict[str, Any]:
-    sizes = [n for n in sorted({1, *range(8, o.most + 8, 8)}) if n <= max(o.most, 1)]
-    ours = {"method": o.method, "kv": place, "budget": o.budget}
+def graph_sizes(most: int) -> list[int]:
+    """The numbers of requests whose steps are captured. A step of fewer requests runs in the next larger graph, and one
+    of more than the largest would run eagerly."""
+    return sorted({1, *range(8, most, 8), most})
+
+
+def engine_options(o: Options, of: Engine) -> dict[str, Any]:
+    gib = {"host_gib": o.host_gib if of.place != "device" else 0, "device_gib": o.device_gib * (of.place == "auto")}
+    ours = {"method": of.method, "kv": of.place, "budget": o.budget} | {name: x for name, x in gib.items() if x}
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     share: dict[str, Any] = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
-    share |= {"kv_cache_dtype": "fp8"} if place == "flash-fp8" else {}
+    share |= {"kv_cache_dtype": "fp8"} if of.place == "flash-fp8" else {}
     return dict(
-        graphs=sizes if total else (), native=o.native, load_format="dummy", dtype="bfloat16",
-        max_model_len=context + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK, block_size=BLOCK,
-        enable_prefix_caching=False, disable_log_stats=True, ours=ours if place in OURS else None, **share,
+        graphs=graph_sizes(o.most) if total else (), native=o.native, compiled=o.compiled, load_format="dummy",
+        dtype="bfloat16", max_model_len=max(of.contexts) + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK,
+        block_size=BLOCK, enable_prefix_caching=False, disable_log_stats=True, ours=ours if of.method else None,
+        **share,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def engine(
     path: str, backend: str, *, graphs: Sequence[int] = (), ours: dict[str, Any] | None = None, native: bool = False,
-    **options: Any,
+    compiled: bool = False, captured: str = "", **options: Any,
 ) -> Iterator[Any]:  # fmt: skip
     """A vLLM that is gone afterwards, with graphs for decode steps of so many requests each; without any it is eager.
 
-    ours: what the library is told. native: with vLLM's native kernels for all but attention.
+    ours: what the library is told. native: with vLLM's native kernels for all but attention. compiled: torch.compile
+    makes those kernels. captured: the mode of graphs. Without it decode steps are captured, and with a backend of vLLM
+    also the pieces of compiled steps with prompts.
     """
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
-    compiled: dict[str, Any] = {"mode": 0}
+    how: dict[str, Any] = {"mode": 3 if compiled and graphs else 0}
     if graphs:
-        compiled |= {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*graphs]}
+        captured = captured or ("FULL_AND_PIECEWISE" if compiled and ours is None else "FULL_DECODE_ONLY")
+        how |= {"cudagraph_mode": captured, "cudagraph_capture_sizes": [*graphs]}
     told: dict[str, Any] = {"additional_config": {"torchsparsekv": ours}} if ours is not None else {}
     if not native:
-        compiled |= {"custom_ops": ["none"]}
+        how |= {"custom_ops": ["none"]}
         told |= {"kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}}
     llm = vllm.LLM(
         path, attention_backend=backend, skip_tokenizer_init=True, generation_config="vllm", seed=0,
-        enforce_eager=not graphs, compilation_config=compiled, **told, **options,
+        enforce_eager=not graphs, compilation_config=how, **told, **options,
     )  # fmt: skip
     try:
         yield llm
@@ -142,7 +204,7 @@ def engine(
 
 
 @contextlib.contextmanager
-def serving(o: Options, place: str, context: int) -> Iterator[Any]:
+def serving(o: Options, of: Engine) -> Iterator[Any]:
     """An engine with random weights."""
     from transformers import AutoConfig
 
@@ -151,9 +213,10 @@ def serving(o: Options, place: str, context: int) -> Iterator[Any]:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
-        with engine(folder, BACKENDS[place] or seam().NAME, **engine_options(o, place, context)) as llm:
+        with engine(folder, BACKENDS[of.place] or seam().NAME, **engine_options(o, of)) as llm:
             llm.apply_model(_randomise)
-            yield llm
+            with stored_prompts(o.most):
+                yield llm
 
 
 def _randomise(model: torch.nn.Module) -> None:
@@ -200,20 +263,22 @@ def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
     for i in ids:
         prompt = torch.randint(3, 900, (context,), generator=g).tolist()
         engine.add_request(i, {"prompt_token_ids": prompt}, sampling)
-    begun: set[str] = set()
-    while len(begun) < batch:
-        begun |= {x.request_id for x in engine.step() if x.outputs[0].token_ids}
-    for _ in range(WARM):
-        engine.step()
-    times = []
-    for _ in range(o.steps):
-        before = time.perf_counter()
-        done = engine.step()
-        times.append(time.perf_counter() - before)
-        if len(done) != batch or any(x.finished for x in done):
-            raise RuntimeError(f"{batch} requests were to decode together, {len(done)} did: raise grows")
-    brought = fetched(stores_of(llm), engine.step)
-    engine.abort_request(ids)
+    try:
+        begun: set[str] = set()
+        while len(begun) < batch:
+            begun |= {x.request_id for x in engine.step() if x.outputs[0].token_ids}
+        for _ in range(WARM):
+            engine.step()
+        times = []
+        for _ in range(o.steps):
+            before = time.perf_counter()
+            done = engine.step()
+            times.append(time.perf_counter() - before)
+            if len(done) != batch or any(x.finished for x in done):
+                raise RuntimeError(f"{batch} requests were to decode together, {len(done)} did: raise grows")
+        brought = fetched(stores_of(llm), engine.step)
+    finally:
+        engine.abort_request(ids)
     ms = statistics.median(times) * 1e3
     return {"tpot_ms": ms, "tokens_per_s": batch / ms * 1e3, "fetched_blocks": brought}
 
@@ -221,22 +286,107 @@ def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
 def run(o: Options, out: Path | None = None) -> dict:
     o.check()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # steps are called from here
-    _common.prepare((o.method,), o)
+    _common.prepare(o.methods, o)
     rows: list[dict] = []
-    for context, place in itertools.product(o.contexts, o.places):
-        for row in rows_of(o, place, context):
-            print(row, flush=True)
-            rows.append(row)
-            _results.save("serve", rows, dataclasses.asdict(o), out)
+    for row in rows_in_processes(o) if o.isolated else rows_here(o):
+        print(row, flush=True)
+        rows.append(row)
+        _results.save("serve", rows, dataclasses.asdict(o), out)
+    result = _results.finish("serve", rows, dataclasses.asdict(o), out)
+    if all("failed" in row for row in rows):
+        raise RuntimeError(f"nothing was measured: {rows[0]['failed']}")
+    return result
+
+
+def rows_here(o: Options) -> Iterator[dict]:
+    for of in engines(o):
+        yield from rows_of(o, of)
         decode.collect()  # nothing holds the engine any more, and the next one asks for most of the GPU
-    return _results.finish("serve", rows, dataclasses.asdict(o), out)
 
 
-def rows_of(o: Options, place: str, context: int) -> Iterator[dict]:
-    """Of one engine, by batch."""
-    with stored_prompts(o.most), serving(o, place, context) as llm:
-        held = admitted(llm, o, context)
-        room = min(held, o.most)
-        for batch in dict.fromkeys(b or room for b in o.batches):
-            row = {"place": place, "context": context, "batch": batch, "admitted": held}
-            yield row | (measure(llm, o, batch, context) if batch <= room else {})
+def rows_of(o: Options, of: Engine) -> Iterator[dict]:
+    """Of one engine, by context and batch."""
+    begun = time.perf_counter()
+    try:
+        with serving(o, of) as llm:
+            print(f"{of}: started in {time.perf_counter() - begun:.1f} s", flush=True)
+            for context in of.contexts:
+                held = admitted(llm, o, context)
+                room = min(held, o.most)
+                for batch in dict.fromkeys(b or room for b in o.batches):
+                    row = of.named | {"context": context, "batch": batch, "admitted": held}
+                    yield row | (_measured(llm, o, batch, context) if 0 < batch <= room else {})
+    except Exception as e:
+        yield from failures(of, _said(e))
+
+
+def _measured(llm, o: Options, batch: int, context: int) -> dict[str, Any]:
+    try:
+        return measure(llm, o, batch, context)
+    except Exception as e:
+        return {"failed": _said(e)}
+
+
+def _said(e: Exception) -> str:
+    traceback.print_exception(e)
+    return f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
+
+
+def failures(of: Engine, why: str) -> list[dict]:
+    """The rows of an engine that did not start, or broke."""
+    return [of.named | {"context": context, "failed": why} for context in of.contexts]
+
+
+# ---------------------------------------------------------------- engines in processes of their own
+
+
+def rows_in_processes(o: Options) -> Iterator[dict]:
+    """The next process imports vLLM while the one before it measures, and touches the GPU when that one has ended."""
+    all_of_them = engines(o)
+    begun = [_begun(o, all_of_them[0])]
+    try:
+        for i, of in enumerate(all_of_them):
+            process, pipe = begun.pop()
+            begun += [_begun(o, x) for x in all_of_them[i + 1 : i + 2]]
+            yield from _rows_of_process(process, pipe, of, o.limit)
+    finally:
+        for process, _ in begun:
+            process.kill()
+
+
+def _begun(o: Options, of: Engine) -> tuple[Any, Any]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_in_process, args=(theirs, o, of))
+    process.start()
+    theirs.close()
+    return process, pipe
+
+
+def _rows_of_process(process, pipe, of: Engine, limit: float) -> Iterator[dict]:
+    until = time.monotonic() + limit
+    why = f"was given up after {limit} s"
+    try:
+        pipe.send("begin")
+        while pipe.poll(max(until - time.monotonic(), 0)):
+            if (row := pipe.recv()) is None:
+                why = ""
+                break
+            yield row
+    except (EOFError, OSError):
+        process.join(10)
+        why = f"its process ended with {process.exitcode}"
+    finally:
+        process.join(0 if why else 20)
+        process.kill()
+        process.join()
+    if why:
+        yield from failures(of, why)
+
+
+def _in_process(pipe, o: Options, of: Engine) -> None:
+    importlib.import_module("vllm.entrypoints.llm")
+    pipe.recv()
+    for row in rows_of(o, of):
+        pipe.send(row)
+    pipe.send(None)

@@ -1,6 +1,9 @@
 """What `bench serve` does around vLLM; what it measures in it: test_vllm.py."""
+import contextlib
+import dataclasses
 import gc
 import itertools
+import json
 import sys
 import weakref
 from types import SimpleNamespace
@@ -29,10 +32,10 @@ def test_an_engine_is_gone_before_the_next_is_made(monkeypatch, tmp_path):
         def __init__(self):
             self.itself = self
 
-    def rows_of(o, place, context):
+    def rows_of(o, of):
         assert [x() for x in made] == [None] * len(made)
         made.append(weakref.ref(Engine()))
-        yield {"place": place}
+        yield of.named
 
     monkeypatch.setattr(serve, "rows_of", rows_of)
     monkeypatch.setattr(serve._common, "prepare", lambda *_: None)
@@ -70,8 +73,10 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(places=("triton", "disk")), "places must be of triton, flash, flash-fp8, device, host, got disk"),
+        (dict(places=("triton", "disk")), "places must be of triton, flash, flash-fp8, device, host, auto, got disk"),
         (dict(places=("flash-fp8", "device", "flash")), "places flash-fp8, flash need native"),
+        (dict(compiled=True), "compiled needs native"),
+        (dict(methods=()), "methods"),
         (dict(batches=(-1,)), "batches"),
         (dict(grows=70), "grows"),
         (dict(contexts=(64, 64)), "contexts"),
@@ -84,10 +89,117 @@ def test_options_that_cannot_be_are_refused(options, said):
 
 def test_every_place_is_the_same_engine_with_another_attention():
     """Same sizes, same kernels around; fp8 keys and values where the name says so."""
-    o = serve.Options(places=tuple(serve.BACKENDS), native=True)
+    o = serve.Options(places=tuple(serve.BACKENDS), contexts=(4096,), native=True, host_gib=2.0, device_gib=1.0)
     o.check()
-    found = {place: serve.engine_options(o, place, 4096) for place in o.places}
-    assert {place for place in found if found[place].pop("ours")} == {"device", "host"}
+    found = {of.place: serve.engine_options(o, of) for of in serve.engines(o)}
+    told = {place: options.pop("ours") for place, options in found.items()}
+    ours = {"method": "quest", "budget": 1024}
+    assert {place: x for place, x in told.items() if x} == {
+        "device": {**ours, "kv": "device"},
+        "host": {**ours, "kv": "host", "host_gib": 2.0},
+        "auto": {**ours, "kv": "auto", "host_gib": 2.0, "device_gib": 1.0},
+    }
     assert {place for place in found if found[place].pop("kv_cache_dtype", None)} == {"flash-fp8"}
     assert all(x == found["triton"] for x in found.values())
     assert found["triton"]["native"] is True
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (6, [1, 6]), (8, [1, 8]), (27, [1, 8, 16, 24, 27])])
+def test_steps_of_all_requests_are_captured(most, sizes):
+    assert serve.graph_sizes(most) == sizes
+
+
+def test_engines_are_made_for_each_method_of_ours_and_each_context():
+    o = serve.Options(places=("triton", "auto"), contexts=(64, 32), methods=("quest", "pariskv"))
+    kinds = [("triton", ""), ("auto", "quest"), ("auto", "pariskv")]
+    assert serve.engines(o) == [serve.Engine(*kind, (context,)) for context in (64, 32) for kind in kinds]
+    o = dataclasses.replace(o, shared=True)
+    assert serve.engines(o) == [serve.Engine(*kind, (64, 32)) for kind in kinds]
+    assert {serve.engine_options(o, of)["max_model_len"] for of in serve.engines(o)} == {64 + o.grows}
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Engines that admit four requests, without a GPU."""
+    monkeypatch.setattr(serve, "serving", lambda o, of: contextlib.nullcontext())
+    monkeypatch.setattr(serve, "admitted", lambda *_: 4)
+    monkeypatch.setattr(serve._common, "prepare", lambda *_: None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run sets it, for good
+
+
+def test_failed_measurements_and_engines_get_rows_that_say_so(pretended, monkeypatch, tmp_path):
+    """The other rows are measured."""
+    def measure(llm, o, batch, context):
+        if batch == 4:
+            raise RuntimeError("no memory\nand more")
+        return {"tpot_ms": 1.0}
+
+    def serving(o, of):
+        if of.place == "triton":
+            raise ValueError("no such backend")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(serve, "measure", measure)
+    monkeypatch.setattr(serve, "serving", serving)
+    o = serve.Options(contexts=(64,), places=("triton", "device"), batches=(1, 0, 8))
+    rows = serve.run(o, tmp_path / "serve.json")["rows"]
+    device = {"place": "device", "method": "quest", "context": 64, "admitted": 4}
+    assert rows == [
+        {"place": "triton", "context": 64, "failed": "ValueError: no such backend"},
+        {**device, "batch": 1, "tpot_ms": 1.0},
+        {**device, "batch": 4, "failed": "RuntimeError: no memory"},
+        {**device, "batch": 8},
+    ]
+    assert json.loads((tmp_path / "serve.json").read_text())["rows"] == rows
+    with pytest.raises(RuntimeError, match="nothing was measured: ValueError: no such backend"):
+        serve.run(dataclasses.replace(o, places=("triton",)))
+
+
+class Pipe:
+    """A process that sends these: a row, the end (None), an exception as the pipe has it, or nothing for a while."""
+
+    def __init__(self, *sent):
+        self.sent = [*sent]
+
+    def send(self, _):
+        pass
+
+    def poll(self, _):
+        return bool(self.sent)
+
+    def recv(self):
+        if isinstance(x := self.sent.pop(0), Exception):
+            raise x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (({"batch": 1}, None), ""),
+        (({"batch": 1}, EOFError()), "its process ended with -9"),
+        (({"batch": 1},), "was given up after 5 s"),
+    ],
+)
+def test_rows_of_a_process_come_as_they_are_measured(sent, why):
+    """If the process dies or takes too long, it is gone before the next begins, and a row says so."""
+    calls: list[str] = []
+    process = SimpleNamespace(kill=lambda: calls.append("kill"), join=lambda *_: calls.append("join"), exitcode=-9)
+    rows = serve._rows_of_process(process, Pipe(*sent), serve.Engine("host", "quest", (64,)), 5)
+    failed = [{"place": "host", "method": "quest", "context": 64, "failed": why}] if why else []
+    assert list(rows) == [{"batch": 1}, *failed]
+    assert calls[-2:] == ["kill", "join"]
+
+
+def test_isolated_engines_are_begun_one_ahead(pretended, monkeypatch):
+    begun: list[str] = []
+
+    def begin(o, of):
+        begun.append(of.place)
+        process = SimpleNamespace(kill=lambda: None, join=lambda *_: None)
+        return process, Pipe({"of": of.place, "begun": len(begun)}, None)
+
+    monkeypatch.setattr(serve, "_begun", begin)
+    rows = serve.run(serve.Options(contexts=(64,), places=("device", "host", "auto"), isolated=True))["rows"]
+    assert rows == [{"of": "device", "begun": 1}, {"of": "host", "begun": 2}, {"of": "auto", "begun": 3}]
+    assert begun == ["device", "host", "auto"]

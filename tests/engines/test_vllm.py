@@ -1,6 +1,7 @@
 """In vLLM itself, where a version of it is installed: tokens equal those of full attention, and what is refused.
 
-On a GPU the other side is also vLLM's Triton backend; transformers' greedy tokens are it everywhere.
+On a GPU the other side is also vLLM's Triton backend, and its FlashAttention if vLLM has its native code. Transformers'
+greedy tokens are it everywhere.
 """
 import importlib
 import importlib.metadata
@@ -13,7 +14,7 @@ import ranks
 import torch
 import vllm_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_serving import GPU, NEW, counter, ragged, serving, tokens_of
+from vllm_serving import GPU, NATIVE, NEW, counter, ragged, serving, tokens_of
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
 engine = pytest.importorskip("torchsparsekv.engines.vllm", exc_type=ImportError)
@@ -52,16 +53,21 @@ def expected(llama):
     return out
 
 
-PLACED = [*itertools.product(("quest", "arkvale", "pariskv"), ("device", "host"))]
+PLACED = [*itertools.product(("quest", "arkvale", "pagemean", "pariskv"), ("device", "host", "auto"))]
 WAYS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs", marks=pytest.mark.gpu)]
+native = [pytest.mark.gpu, pytest.mark.skipif(not NATIVE, reason="needs vLLM's native code")]
+
+
+def full(method: str, kv: str) -> dict:
+    """Options that select all tokens."""
+    return {"method": method, "kv": kv, "budget": 256, **SMALL} | ({"device_gib": 0.125} if kv == "auto" else {})
 
 
 @pytest.mark.parametrize("graphs", WAYS)
 @pytest.mark.parametrize(("method", "kv"), PLACED)
 def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method, kv, graphs):
     """In few blocks: requests are preempted and their blocks given to others. In chunks; prefixes are computed once."""
-    ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
-    with serving(llama[0], graphs=graphs, ours=ours, num_gpu_blocks_override=24) as llm:
+    with serving(llama[0], graphs=graphs, ours=full(method, kv), num_gpu_blocks_override=24) as llm:
         alike, _ = tokens_of(llm, ragged()[-1:])
         got, done = tokens_of(llm, ragged())
         assert got == expected
@@ -75,10 +81,9 @@ def test_full_budget_gives_the_tokens_of_full_attention(llama, expected, method,
 def test_two_ranks_give_the_tokens_of_full_attention(llama, expected, graphs, pytestconfig):
     """Each has half of the heads. With host memory that they see differently, they plan as many blocks."""
     told = {}
-    for method, kv in PLACED:
-        ours = {"method": method, "kv": kv, "budget": 256, **SMALL}
+    for method, kv in itertools.product(("quest", "pariskv"), ("device", "host", "auto")):
         blocks = {"num_gpu_blocks_override": vllm_ranks.PLANNED} if kv == "device" else {}
-        told[f"{method} {kv}"] = {"graphs": graphs, "ours": ours, **blocks}
+        told[f"{method} {kv}"] = {"graphs": graphs, "ours": full(method, kv), **blocks}
     loaded = pytestconfig.option.plugins
     found = ranks.torchrun("vllm_ranks.py", llama[0], json.dumps(told), *loaded, gpus=True)
     assert set(found) == set(told)
@@ -96,6 +101,33 @@ def test_triton_backend_gives_the_same_tokens(llama, expected, graphs, monkeypat
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     with serving(llama[0], "TRITON_ATTN", graphs) as llm:
         assert tokens_of(llm, ragged())[0] == expected
+
+
+@pytest.mark.parametrize("captured", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("kv", [pytest.param(x, marks=native) for x in ("device", "host", "auto")])
+def test_compiled_model_gives_the_same_tokens(llama, expected, kv, captured):
+    """With the graphs of decode steps alone, and with those that vLLM captures by default."""
+    with serving(llama[0], graphs=True, compiled=True, captured=captured, ours=full("quest", kv)) as llm:
+        assert tokens_of(llm, ragged())[0] == expected
+
+
+@pytest.mark.parametrize("kv", [pytest.param(x, marks=native) for x in ("device", "host", "auto")])
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_flash_attention_gives_the_same_tokens_or_the_next_best(llama, method, kv):
+    """In bfloat16. Tokens are compared until two are as good as each other; the requests differ after that."""
+    with serving(llama[0], "FLASH_ATTN", graphs=True, dtype="bfloat16") as llm:
+        dense, done = tokens_of(llm, ragged(), logprobs=5)
+    with serving(llama[0], graphs=True, dtype="bfloat16", ours=full(method, kv)) as llm:
+        got, _ = tokens_of(llm, ragged())
+    same = 0
+    for theirs, ours, request in zip(dense, got, done):
+        for a, b, known in zip(theirs, ours, request.outputs[0].logprobs):
+            if a != b:
+                assert b in known
+                assert known[a].logprob - known[b].logprob < 1.0
+                break
+            same += 1
+    assert same > len(dense) * NEW / 4
 
 
 # ---------------------------------------------------------------- a needle
@@ -344,13 +376,18 @@ def test_memory_with_gaps_between_the_blocks_of_a_layer_is_refused(llama):
         store.bind(pages[:, 0])
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_benchmark_measures_what_its_rows_say(place, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "compiled"),
+    [*((place, False) for place in serve.OURS), *(pytest.param(place, False, marks=native) for place in serve.NATIVE),
+     pytest.param("flash", True, marks=native), pytest.param("device", True, marks=native)],
+)  # fmt: skip
+def test_benchmark_measures_what_its_rows_say(place, compiled, monkeypatch, tmp_path):
     """Every request decodes in every timed step; one that is not admitted is said and not timed."""
     monkeypatch.setattr(serve._common, "prepare", lambda *_: torch.device("cpu"))
     theirs = serve.engine_options  # which take all the memory there is
     monkeypatch.setattr(serve, "engine_options", lambda *x: {**theirs(*x), "kv_cache_memory_bytes": 64 << 20})
     options: dict = dict(gpu_gib=4.0) if GPU else {}
+    options |= dict(native=NATIVE, compiled=compiled, device_gib=0.125 if place == "auto" else 0.0)
     options |= dict(contexts=(1500,), batches=(1, 3, 0, 9), places=(place,), budget=64, steps=3, most=4, grows=40)
     rows = serve.run(serve.Options(shape="tiny", **options), tmp_path / "serve.json")["rows"]
     assert [r["batch"] for r in rows] == [1, 3, 4, 9]
@@ -359,16 +396,19 @@ def test_benchmark_measures_what_its_rows_say(place, monkeypatch, tmp_path):
     assert (rows[2]["fetched_blocks"] > 0) == (place == "host")
 
 
-def test_benchmark_stores_prompts_without_computing_them():
+def test_benchmark_stores_prompts_without_computing_them(monkeypatch):
     """In the benchmark: steps of more tokens than there are requests; all is as before afterwards."""
-    mlp = importlib.import_module("vllm.model_executor.models.llama").LlamaMLP
-    before, x = (mlp.forward, serve.BlockStore.prompt), torch.ones(5, 8)
+    llama = importlib.import_module("vllm.model_executor.models.llama")
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: x + 1)
+    monkeypatch.setattr(llama.LlamaModel, "__call__", lambda self, ids, positions: self.forward(ids, positions) + 10)
+    monkeypatch.setattr(llama.LlamaModel, "forward", lambda self, ids, positions: llama.LlamaMLP.forward(None, ids))
+    model, x = object.__new__(llama.LlamaModel), torch.zeros(5)
+    before = llama.LlamaMLP.forward, llama.LlamaModel.__call__, serve._blocks.table_prompt
     with serve.stored_prompts(4):
-        assert mlp.forward(None, x) is x
-        assert not serve.BlockStore.prompt(None, x, x, x).any()
-        with pytest.raises(AttributeError):  # computed
-            mlp.forward(None, x[:4])
-    assert (mlp.forward, serve.BlockStore.prompt) == before
+        assert (model(x, x) == 0).all()
+        assert (model(x[:4], x[:4]) == 11).all()  # computed, by what vLLM compiled
+        assert not serve._blocks.table_prompt(x + 1, x, x).any()
+    assert (llama.LlamaMLP.forward, llama.LlamaModel.__call__, serve._blocks.table_prompt) == before
 
 
 def test_engine_releases_its_graph_pool(llama, monkeypatch):

@@ -1,7 +1,19 @@
 """An engine of vLLM with this package as its attention backend, and prompts of many lengths."""
+import importlib.util
+
 import torch
 
+
+def _native() -> bool:
+    """Whether this vLLM has its native code, which needs a GPU; a stand-in for it is a Python file."""
+    if not (GPU and importlib.util.find_spec("vllm")):
+        return False
+    found = importlib.util.find_spec("vllm._C_stable_libtorch")
+    return bool(found and found.origin and found.origin.endswith(".so"))
+
+
 GPU = torch.cuda.is_available()
+NATIVE = _native()
 NEW = 24
 GRAPHS = (1, 2, 4, 8, 16)  # requests
 
@@ -14,15 +26,17 @@ def serving(path: str, backend: str = "", graphs: bool = False, **options):
     usual = dict(
         graphs=GRAPHS if graphs else (), dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
         block_size=16, disable_log_stats=False, disable_custom_all_reduce=True, kv_cache_memory_bytes=64 << 20,
-        enable_prefix_caching=True, **({"gpu_memory_utilization": 0.05} if GPU else {}),
+        enable_prefix_caching=True, native=NATIVE, **({"gpu_memory_utilization": 0.05} if GPU else {}),
     )  # fmt: skip
     return serve.engine(path, backend or seam().NAME, **(usual | options))
 
 
-def tokens_of(llm, prompts: list[list[int]], new: int = NEW):
+def tokens_of(llm, prompts: list[list[int]], new: int = NEW, logprobs: int | None = None):
     import vllm
 
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     done = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     return [list(x.outputs[0].token_ids) for x in done], done
 

@@ -77,13 +77,13 @@ class BlockStore:
         self.plan = self.method.ring_plan
         plan, chosen = self.plan, self._declared(places)["hot"].chosen.shape[2]
         units = listed(chosen, plan.sink, plan.window, plan.interval, self.unit)
-        # With room for the listed units alone, it would thrash.
+        # With room for the listed units alone, each step would drop what the next one needs.
         self.slots = self._least_slots = requests * (units + chosen)
         self.page: Tensor | None = None
         self.pool: Tensor | None = None
         self.layer: SharedLayer | None = None
         self.hot: SharedHot | None = None
-        # What of the index is of no block, such as the origin of digests, which is not a number until it is found.
+        # The parts of the index that belong to no block, such as the origin of digests, which is NaN until it is found.
         self._of_all = {
             name: self._zeros(b.shape, b.dtype).fill_(torch.nan if b.dtype.is_floating_point else 0)
             for name, b in named(self._index(1)).items() if name not in self._of_blocks(1)

@@ -51,8 +51,9 @@ def read_options(given: object, block_size: int) -> Options:
     for field, value in gib.items():
         where = ("host", "auto") if field == "host_gib" else ("auto",)
         if value is not None and (kv not in where or not isinstance(value, int | float) or not value > 0):
+            places = " or ".join(f'kv="{place}"' for place in where)
             raise ValueError(
-                f'torchsparsekv: {field} is a positive number of GiB, with kv="{where[0]}", got {value!r}'
+                f'torchsparsekv: {field} is a positive number of GiB, with {places}, got {value!r} and kv="{kv}"'
             )
     if (
         "block_size" in hyper_parameters(all_methods()[name])

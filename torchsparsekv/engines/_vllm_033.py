@@ -26,7 +26,7 @@ class Backend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         config = cls.config() if cls.config else None
         if Backend.describe is None or config is None:
-            raise RuntimeError("torchsparsekv: vLLM asks for the cache of a layer before it has made one")
+            raise RuntimeError("torchsparsekv: vLLM asks for the cache of a layer before it has made any layer")
         return dataclasses.replace(spec, **Backend.describe(config, spec))
 
     @classmethod

@@ -266,8 +266,8 @@ def plans_elsewhere(parallel: ParallelConfig) -> bool:
 
 
 def plan_host(config: VllmConfig) -> None:
-    """Plan the number of blocks: the most that requests can have, that host memory holds, and whose digests fit half of
-    the free device memory.
+    """Plan the number of blocks. It is the least of three: as many as requests can have, as host memory holds, and as
+    have an index that fits half of the free device memory.
 
     vLLM asks every layer, and some layers again; the first plan holds for all of them.
     """
