@@ -1,13 +1,13 @@
-"""The committed files of results, made again by the commands in their heads: one after the other, into place.
+"""Run the commands in the heads of the committed result files again, one after the other, and replace the files.
 
-A command runs in a folder of its own under `.again`, beside the files. Its `--out` is relative, so it leads into that
-folder and the new head says what the old one said. The new file takes the place of the old one when all its commands
-have ended well. What is finished or begun waits there until the whole selection is done: called again after it was
-stopped, or after a run failed, it goes on with the rest (`eval`, `bench patterns` and `bench shapes` within a file).
+A command runs in a folder of its own under `.again`, beside the files. Its `--out` is relative, so the new file lies in
+that folder, and its head has the same command. It replaces the old file when all commands of the file have succeeded.
+Finished and begun files wait in `.again` until the whole selection is done. After a stop or a failed run, the same call
+goes on with the rest. `eval`, `bench patterns` and `bench shapes` also go on within a file.
 
-A file that was measured on a GPU needs one of the same name. The others do not say how long something takes, so any
-CPU will do: they get the threads they had, and do not see a GPU. A file of means (condense.py) is left alone: its
-sources name the commands of the raw files.
+A file that was measured on a GPU needs a GPU of the same name. The other files contain no times, so any CPU will do.
+Their commands get the number of threads in the head, and do not see a GPU. A file of means (condense.py) is left alone:
+its sources name the commands of the raw files.
 """
 import contextlib
 import fnmatch
@@ -43,9 +43,11 @@ class File:
     means: int = 0  # number of raw files that the means are of; 0: the file is what its command wrote
 
     @property
-    def script(self) -> bool:
-        """Whether a script of benchmarks/research made it, which this does not run."""
-        return self.commands[0].startswith("python benchmarks/research/")
+    def by_hand(self) -> str | None:
+        """Why its command is left to a person, if it is."""
+        if self.commands[0].startswith("python benchmarks/research/"):
+            return "made by a script"
+        return "needs a running server" if self.commands[0].startswith("torchsparsekv eval-server ") else None
 
     @property
     def out(self) -> Path:
@@ -56,8 +58,8 @@ class File:
         """Why it cannot be made where that is the GPU."""
         if self.means:
             return f"means of {self.means} raw files, whose commands it holds"
-        if self.script:
-            return f"made by a script: {self.commands[0]}"
+        if self.by_hand:
+            return f"{self.by_hand}: {self.commands[0]}"
         wanted = self.environment.get("gpu")
         return f"needs {wanted}, this machine has {gpu or 'no GPU'}" if wanted not in (None, gpu) else None
 
@@ -80,13 +82,13 @@ def argv(command: str) -> list[str]:
         return [sys.executable, "-m", "torchsparsekv.cli", *words[1:]]
     if len(words) > 5 and (words[0], words[1], *words[3:5]) == TORCHRUN and words[5] in COMMANDS:
         return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    raise ValueError(f"runs only {', '.join(f'torchsparsekv {c}' for c in COMMANDS)}, got {command!r}")
+    raise ValueError(f"only {', '.join(f'torchsparsekv {c}' for c in COMMANDS)} can run again, got {command!r}")
 
 
 def out_of(command: str) -> Path:
     words = shlex.split(command)
     if "--out" not in words[:-1]:
-        raise ValueError(f"a command must say --out FILE, got {command!r}")
+        raise ValueError(f"a command must have --out FILE, got {command!r}")
     return Path(words[words.index("--out") + 1])
 
 
@@ -95,7 +97,7 @@ def read(path: Path, results: Path) -> File:
         return File(path.relative_to(results).as_posix(), path, (), {}, len(sources))
     (result,) = load([path])
     file = File(path.relative_to(results).as_posix(), path, result.commands, result.environment)
-    if file.script:
+    if file.by_hand:
         return file
     try:
         for command in file.commands:
@@ -104,7 +106,7 @@ def read(path: Path, results: Path) -> File:
             if out.name != path.name or out.is_absolute() or ".." in out.parts or out != file.out:
                 raise ValueError(f"--out must be one relative path to {path.name}, got {out} in {command!r}")
         if not {"gpu", "threads"} & set(file.environment):
-            raise ValueError("the environment in the head names neither a gpu nor threads of a cpu")
+            raise ValueError("its environment names neither a GPU nor the threads of a CPU")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
     return file
@@ -113,12 +115,12 @@ def read(path: Path, results: Path) -> File:
 def find(results: Path, patterns: Sequence[str] = ()) -> list[File]:
     """The files of a folder and those below it whose names match a pattern, `*` also across folders."""
     if not results.is_dir():
-        raise ValueError(f"there is no folder {results} of results; say with --results where it is")
+        raise ValueError(f"there is no folder {results} of results; --results sets the folder")
     every = {p.relative_to(results): p for kind in ("json", "jsonl") for p in results.rglob(f"*.{kind}")}
     found = {name.as_posix(): p for name, p in every.items() if WORK not in name.parts}
     unknown = [x for x in patterns if not fnmatch.filter(found, x)]
     if not found or unknown:
-        what = f" is {' or '.join(unknown)}; --dry-run lists them" if found else "; say with --results where there are"
+        what = f" matches {' or '.join(unknown)}; --dry-run lists them" if found else "; --results sets the folder"
         raise ValueError(f"no file of results in {results}{what}")
     wanted = {n for x in patterns for n in fnmatch.filter(found, x)} if patterns else set(found)
     return [read(found[n], results) for n in sorted(wanted)]
@@ -135,7 +137,7 @@ class Work:
     @property
     def state(self) -> str:
         """What is to be done, in a word or two."""
-        return "run" if self.ended is None else "go on" if self.ended < len(self.file.commands) else "put"
+        return "run" if self.ended is None else "go on" if self.ended < len(self.file.commands) else "place"
 
     @property
     def ended(self) -> int | None:
@@ -172,7 +174,7 @@ class Work:
         """A copy, so that a call that goes on finds it, whatever has become of the file since."""
         (made,) = load([self.folder / self.file.out])
         if made.commands != self.file.commands:
-            raise ValueError(f"the new file says it was made by {made.commands}, the old one by {self.file.commands}")
+            raise ValueError(f"the new file names the commands {made.commands}, the old file {self.file.commands}")
         part = self.file.path.with_name(f"{self.file.path.name}.part")
         shutil.copyfile(made.path, part)
         part.replace(self.file.path)
@@ -194,7 +196,7 @@ def make(works: Sequence[Work]) -> dict[str, str]:
         try:
             w.run()
         except (RuntimeError, ValueError, OSError) as e:
-            failed[w.file.name] = f"{e}; the next call goes on there, --fresh begins anew"
+            failed[w.file.name] = f"{e}; the next call goes on there, --fresh starts afresh"
     if not failed:
         for w in works:
             w.clear()

@@ -1,11 +1,12 @@
-"""Means of samples: many files of `eval`, `board` or `eval-text` in one small file, which tables are made of.
+"""Condense many files of `eval`, `board` or `eval-text` into one small file of means, from which tables are made.
 
     python -m torchsparsekv_benchmarks.report.condense --commit COMMIT --out FILE.json RAW.jsonl [RAW.jsonl ...]
 
-A cell is a task, length, method and budget with its settings, of one raw file. Of each cell the file has the number of
-samples, the mean and the standard error of what was measured, and what the method read. With `--against FILES` it also
-has how much higher the cell scores than there: same method, budget and samples, but another setting. The commands,
-hardware, options and versions of each raw file stand in `sources`. COMMIT is the commit that holds the raw files.
+A cell is a task, length, method and budget with its settings, in one raw file. For each cell the new file has the
+number of samples, the mean and the standard error of the measurements, and what the method read. `--against FILES`
+names files with the same methods, budgets and samples in another setting. Then each cell also has the difference of its
+score to the score there. `sources` has the commands, hardware, options and versions of each raw file. COMMIT is the
+commit that holds the raw files.
 """
 
 import argparse

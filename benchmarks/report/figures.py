@@ -1,4 +1,4 @@
-"""What a figure is: a file in this folder that draws one from the results, or finds nothing to draw."""
+"""The types of figures. Files in this folder draw figures from results, if the results have what a figure needs."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

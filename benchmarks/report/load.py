@@ -1,4 +1,4 @@
-"""Files of results, whatever made them, in one shape."""
+"""Load result files of all commands into one type."""
 import contextlib
 import json
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefi
 TEXT, CLUSTERS, MEANS, BOARD, SERVE, HOT_BUFFER = "eval-text", "clusters", "means", "board", "serve", "hot_buffer"
 NO_FIGURE = (
     CLUSTERS, "patterns", "parallel", "shapes", "first_call", "host_loop", "selecting_layers", "page_summaries",
-    "token_choices", "kept_weight", "drift_rules",
+    "token_choices", "kept_weight", "drift_rules", "eval-server",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT, BOARD)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, BOARD, SERVE, HOT_BUFFER, *NO_FIGURE)
@@ -81,18 +81,18 @@ def _means(path: Path, sources: list[dict]) -> Result:
 
 def _load(path: Path) -> Result:
     if not path.is_file():
-        raise ValueError(f"{path} is no file, but a folder" if path.exists() else f"there is no file {path}")
+        raise ValueError(f"{path} is a folder, not a file" if path.exists() else f"there is no file {path}")
     if sources := means_of(path):
         return _means(path, sources)
     lines = [_object(path)] if path.suffix == ".json" else store.read(path)[0]
     head = lines[0] if lines else {}
     benchmark = head.get("benchmark")
     if benchmark not in KNOWN:
-        raise ValueError(f"{path} holds {benchmark or 'nothing'} of {', '.join(KNOWN)}: not a file of results")
+        raise ValueError(f"{path} is not a file of results: benchmark is {benchmark!r}, not one of {', '.join(KNOWN)}")
     wanted = ("command", "environment", "options", *(("model",) if benchmark in SAMPLED else ("rows",)))
     absent = [k for k in wanted if k not in head]
     if absent:
-        raise ValueError(f"{path} has no {', '.join(absent)}: not a whole file of `{benchmark}`")
+        raise ValueError(f"{path} is not a whole file of `{benchmark}`: it has no {', '.join(absent)}")
     rows = [x for x in lines if "benchmark" not in x] if benchmark in SAMPLED else head["rows"]
     if not rows:
         raise ValueError(f"{path} has no rows")

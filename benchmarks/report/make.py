@@ -1,4 +1,4 @@
-"""From files of results to a page."""
+"""Make a page from result files."""
 import re
 from pathlib import Path
 
@@ -16,7 +16,7 @@ FIGURES: tuple[Figure, ...] = (
 
 def check_name(out: Path) -> None:
     if out.suffix != ".html":
-        raise ValueError(f"the report is a page: its name must end in .html, got {out}")
+        raise ValueError(f"the report is an HTML page: its name must end in .html, got {out}")
 
 
 def make(paths: list[Path], out: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What tables of the docs share: the register, the files they are made of, and how cells are written."""
+"""Code that tables of the docs share: the register, the result files, and the format of cells."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -76,7 +76,7 @@ def opened(path: Path, what: str, since: tuple[int, ...]) -> Result | Means:
         has = tuple(int(n) for n in s["environment"]["torchsparsekv"].split(".")[:2])
         if has < since:
             older, least = (".".join(map(str, v)) for v in (has, since))
-            raise ValueError(f"{what} needs results of {least} or later, {path.name} is of {older}")
+            raise ValueError(f"{what} needs results of torchsparsekv {least} or later, {path.name} is of {older}")
     if head.get("benchmark") == MEANS:
         return Means(head["sources"], head["settings"], head["rows"])
     return load([path])[0]

@@ -1,4 +1,4 @@
-"""The page: one file with everything in it."""
+"""The page of a report: one HTML file that contains everything."""
 import base64
 import html
 from pathlib import Path

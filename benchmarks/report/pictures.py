@@ -1,7 +1,7 @@
 """The pictures of the README, of docs/ and of the head of a report, made from files of results alone.
 
 `make docs` draws them. A picture keeps its points in the PNG, so a test compares them with the files without drawing.
-Axes of numbers begin at 0; names stand beside the lines. A picture is narrow: its letters are read on a phone.
+Axes of numbers begin at 0, and names stand beside the lines. Pictures are narrow, so that they can be read on a phone.
 """
 
 import json
@@ -181,17 +181,20 @@ def draw_times(plt, points: Points):
 # ---------------------------------------------------------------- tokens a second against batch
 
 
-SERVED = "h200_serve_32k.json"
-PLACES = {"triton": ("dense", "full"), "device": ("quest, pool on GPU", "quest"),
-          "host": ("quest, on host", "pagemean")}  # fmt: skip
+SERVED = ("h200_serve_native_32k.json", "h200_serve_native_32k_most.json")
+PLACES = {"triton": ("dense, Triton", "full"), "flash": ("FlashAttention", "full"),
+          "flash-fp8": ("FlashAttention, fp8", "streaming"), "device": ("{}, on GPU", "quest"),
+          "host": ("{}, on host", "pagemean")}  # fmt: skip
 
 
-def batch_points(result: Result) -> Points:
-    """A line for each place of the pool: requests at a time, tokens a second."""
-    lines = []
+def batch_points(*results: Result) -> Points:
+    """A line for each place of keys and values: requests at a time, tokens a second. Of our methods only the first."""
+    method, lines = results[0].options["methods"][0], []
+    of = [r for x in results for r in x.rows if "tokens_per_s" in r and r.get("method", method) == method]
     for place, (name, shade) in PLACES.items():
-        rows = [r for r in result.rows if r["place"] == place and "tokens_per_s" in r]
-        lines.append((name, shade, sorted((r["batch"], round(r["tokens_per_s"])) for r in rows)))
+        at = sorted((r["batch"], round(r["tokens_per_s"])) for r in of if r["place"] == place)
+        if at:
+            lines.append((name.format(method), shade, at))
     return lines
 
 
@@ -307,7 +310,7 @@ def batches(plt, results: list[Result]) -> list[Drawn]:
         o = r.options
         note = (
             f"vLLM, {style.tokens(r.rows[0]['context'])} tokens a request, the last point with as many requests as are "
-            f"admitted; {o['method']} beside vLLM's dense attention. Random weights move to another topic at every "
+            f"admitted; {o['methods'][0]} beside vLLM's dense attention. Random weights move to another topic at every "
             f"step. Budget: {o['budget']} tokens per kv head and step."
         )
         out.append(Drawn(draw_batches(plt, batch_points(r)), note, (r,), style.tokens(r.rows[0]["context"])))
@@ -324,7 +327,7 @@ PICTURES = (
     Picture("board", (BOARD_LONG,), answer_points, draw_answers),
     Picture("hits", ("quality/hot_buffer.json",), hit_points, draw_hits),
     Picture("tpot", (*SPEED, SPEED_TOKENS, SPEED_WORST), time_points, draw_times),
-    Picture("batch", (SERVED,), batch_points, draw_batches),
+    Picture("batch", SERVED, batch_points, draw_batches),
     Picture("stages", (KERNELS, KERNELS_TREE), stage_points, draw_stages),
 )
 

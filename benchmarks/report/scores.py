@@ -1,4 +1,4 @@
-"""Scores of `eval` by task, method, budget and length: which are whole, which are missing, and their means."""
+"""Scores of `eval` by task, method, budget and length: which are complete, which are missing, and their means."""
 import html
 import statistics
 from collections.abc import Iterable, Sequence

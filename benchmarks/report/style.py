@@ -1,4 +1,4 @@
-"""How figures look: one colour per method wherever it appears, names beside the lines, a light grid."""
+"""The look of figures: one colour per method in all figures, names beside the lines, a light grid."""
 import contextlib
 import io
 import math

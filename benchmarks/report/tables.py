@@ -4,8 +4,8 @@
     python -m torchsparsekv_benchmarks.report.tables --list       # the names of all tables
     python -m torchsparsekv_benchmarks.report.tables --show NAME
 
-A page says `<!-- table: NAME -->` and `<!-- end -->`, each on a line of its own; the text between them is made from
-files of results. A file that is missing, or older than a table or picture allows, is named, and nothing is written.
+A page has the lines `<!-- table: NAME -->` and `<!-- end -->`. The text between them is made from result files. If a
+result file is missing, or older than a table or picture allows, the command names the file and writes nothing.
 """
 
 import argparse

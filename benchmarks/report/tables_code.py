@@ -1,4 +1,4 @@
-"""Tables made from the code and not from results: what the cache of a method takes."""
+"""Tables from the code instead of results: the memory that the cache of a method takes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tables of what methods answer and how far they are from the dense model. A function a table."""
+"""Tables of answers and of the distance from the dense model. One function per table."""
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -507,13 +507,13 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
         ])  # fmt: skip
     head = ["method", "score", "tokens read a step", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
     said = (
-        f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks, "
-        f"{samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard error of "
-        f"at most {worst_error(found):.2f}. The last four columns: a second model with the shape of "
-        "Llama-3.1-8B and random weights. At each step its layers fetch the blocks that Qwen2.5-Coder-1.5B selected "
-        "at the same step, on source code. Most of the cache is in host memory, that of dense attention on the GPU. "
-        "The hot buffer holds six budgets, which is 5 % of the tokens. A dash: not measured, or the column "
-        "does not apply."
+        f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks (1: all "
+        f"right), {samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard "
+        f"error of at most {worst_error(found):.2f}. The last four columns: a model with the shape of Llama-3.1-8B and "
+        "random weights. Each of its steps replays a step of Qwen2.5-Coder-1.5B on source code: it fetches and attends "
+        "to the same blocks (tokens or pages). Most of the cache is in host memory (`offload=\"host\"`), but all of it "
+        "is on the GPU for dense attention. The hot buffer holds 6 x 1024 tokens, 5 % of all. A dash: not measured, or "
+        "the column does not apply."
     )
     return markdown(said, head, told)
 

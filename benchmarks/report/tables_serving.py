@@ -1,8 +1,9 @@
-"""Tables of throughput, memory, prompts, first calls, kernels and servers. A function a table."""
+"""Tables of throughput, memory, prompts, first calls, kernels and servers. One function per table."""
 
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
+    Means,
     at,
     gpu,
     hits,
@@ -155,30 +156,53 @@ def kernels(*results: Result) -> str:
     return markdown(said, ["context", "method", *STAGES], rows)
 
 
-PLACES = {"triton": "dense", "device": "`kv=device`", "host": "`kv=host`"}
+PLACES = {"flash": "FlashAttention", "flash-fp8": "FlashAttention, fp8", "device": "`kv=device`", "auto": "`kv=auto`",
+          "host": "`kv=host`"}  # fmt: skip
 
 
-@table("serve", "h200_serve_32k.json", "h200_serve_128k.json")
+@table("serve", "h200_serve_native_32k.json", "h200_serve_native_32k_most.json", "h200_serve_native_128k.json")
 def serve(*results: Result) -> str:
+    """One row per context, method and place; a run of its own may have the largest batch."""
     o = results[0].options
     said = (
-        f"{gpu(*results)}, host of 128 GiB, {shape(*results)} with random weights, decode steps of the whole engine, "
-        f"`quest` with budget {o['budget']}, keys and values on the GPU (`kv=device`) or on the host (`kv=host`). "
-        "Dense: vLLM's Triton backend. vLLM ran without its compiled C++ and CUDA kernels in all columns. Most: as "
-        "many requests as fit. Blocks fetched: for all requests together. A request selects "
-        f"{o['budget'] // 16} blocks a step. The tokens are sampled from random weights, so the selected blocks change "
-        "from step to step. One hot buffer serves all requests: with few requests, most selected blocks are in it."
+        f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
+        f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
+        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests that was "
+        f"timed. It is as many as fit; with `kv=host` and `kv=auto`, as fit {o['host_gib']:g} GiB of host memory. "
+        "Tokens/s and ratio: with that many requests; the ratio is to FlashAttention in 16 bits. The tokens are "
+        "sampled from random weights, so the selected blocks change from step to step."
     )
-    rows = []
+    found: dict[tuple, dict[int, dict]] = {}
     for r in results:
-        of = {p: {x["batch"]: x for x in r.rows if x["place"] == p and "tpot_ms" in x} for p in PLACES}
-        usual = sorted(set.intersection(*(set(by) for by in of.values())) - {max(by) for by in of.values()})
-        for batches in [*([b] * len(PLACES) for b in usual), [max(of[p]) for p in PLACES]]:
-            found = [of[p][b] for p, b in zip(PLACES, batches)]
-            most = ", ".join(f"{place} {b}" for place, b in zip(PLACES.values(), batches))
-            told = str(batches[0]) if batches[0] in usual else f"most: {most}"
-            rows.append([tokens(found[0]["context"]), told, *(number(x["tpot_ms"], 1) for x in found)])
-            rows[-1] += [*(number(x["tokens_per_s"], 0) for x in found), number(found[-1]["fetched_blocks"], 0)]
-    head = [f"{place}, {unit}" for unit in ("ms a step", "tokens/s") for place in PLACES.values()]
-    fetched = "`kv=host`: blocks fetched per kv head, layer and step"
-    return markdown(said, ["context", "requests", *head, fetched], rows)
+        for x in r.rows:
+            found.setdefault((x["context"], x.get("method", ""), x["place"]), {})[x["batch"]] = x
+    order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in ("", *o["methods"]) for p in PLACES]
+    best = {c: max(by[max(by)]["tokens_per_s"] for (of, _, p), by in found.items() if (of, p) == (c, "flash"))
+            for c in dict.fromkeys(k[0] for k in found)}  # fmt: skip
+    rows = []
+    for context, method, place in (k for k in order if k in found):
+        by = found[context, method, place]
+        most = by[max(by)]
+        told = [number(by.get(b, {}).get("tpot_ms"), 1) for b in (1, 8)]
+        several = [str(most["batch"]), number(most["tokens_per_s"], 0), times(most["tokens_per_s"] / best[context])]
+        name = f"`{method}`, {PLACES[place]}" if method else PLACES[place]
+        rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])
+    head = ["context", "attention", "ms a step, 1 request", "ms a step, 8 requests", "most", "tokens/s", "ratio"]
+    return markdown(said, head, rows)
+
+
+@table("served", "quality/served_32k.json", "quality/patched_32k.json")
+def served(r: Result, patched: Means) -> str:
+    o = r.options
+    said = (
+        f"{gpu(r)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, `pariskv` with budget 1024, all layers "
+        f"sparse. Served: by `vllm serve` (0.26, native code, `kv=device`), {o['requests']} requests at a time, mean "
+        f"score of {o['samples']} samples. With `patch`: the mean of as many of these samples as stand in brackets."
+    )
+    by = {(x["task"], x["method"]): x for x in patched.rows}
+    rows = []
+    for task in o["tasks"]:
+        scores = [x["score"] for x in r.rows if x["task"] == task]
+        told = [f"{x['score']:.2f} ({x['samples']})" if (x := by.get((task, m))) else "-" for m in ("dense", "pariskv")]
+        rows.append([task, *told, f"{sum(scores) / len(scores):.2f} ({len(scores)})"])
+    return markdown(said, ["task", "dense", "`pariskv`, with `patch`", "`pariskv`, served"], rows)

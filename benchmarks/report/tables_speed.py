@@ -1,4 +1,4 @@
-"""Tables of time and memory. A function a table; its arguments are the files named above it, in their order."""
+"""Tables of time and memory. One function per table; its arguments are the files named above it, in their order."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The figure of `eval-text`: how far from the dense model every method's next words are, on real text."""
+"""The figure of `eval-text`: how far next-token distributions are from those of the dense model, on real text."""
 from collections.abc import Callable
 from typing import Any
 

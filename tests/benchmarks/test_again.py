@@ -96,7 +96,7 @@ def test_patterns_choose(tmp_path, runs):
     assert runs.names == ["a_1.json", "a_2.json"]
     assert [f.name for f in again.find(tmp_path, ["b*", "quality/*"])] == ["b.json", "quality/tau/a.json"]
     assert len(again.find(tmp_path)) == 4
-    with pytest.raises(ValueError, match=r"is c\* or other/\*; --dry-run lists them"):
+    with pytest.raises(ValueError, match=r"matches c\* or other/\*; --dry-run lists them"):
         again.find(tmp_path, ["c*", "b*", "other/*"])
 
 
@@ -160,7 +160,7 @@ def test_a_call_that_was_stopped_goes_on_unless_told_not_to(tmp_path, runs, how,
     assert [(tmp_path / f"{name}.json").read_text() == x for name, x in zip("abc", old)] == [False, True, True]
     assert again.run(tmp_path, dry_run=True, **how)
     told = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert told == (["run", "run", "run"] if how else ["put", "go", "run"])
+    assert told == (["run", "run", "run"] if how else ["place", "go", "run"])
     runs.stop_at = None
     assert again.run(tmp_path, **how)
     assert runs.names[2:] == (["a.json", "b.json", "c.json"] if how else ["b.json", "c.json"])
@@ -181,7 +181,7 @@ def test_a_file_that_says_it_was_made_otherwise_is_not_taken(tmp_path, runs, cap
     old, runs.code = put(tmp_path, "a.json"), BOAST
     assert not again.run(tmp_path)
     assert (tmp_path / "a.json").read_text() == old
-    assert "the new file says it was made by ('torchsparsekv bench decode --steps 9',)" in capsys.readouterr().out
+    assert "the new file names the commands ('torchsparsekv bench decode --steps 9',)" in capsys.readouterr().out
 
 
 def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
@@ -201,17 +201,17 @@ def test_the_run_ends_with_the_call(tmp_path, runs, capsys):
     threading.Thread(target=terminate, daemon=True).start()
     done = CliRunner().invoke(load(), ["again", "--results", str(tmp_path)])
     assert done.exit_code == 130
-    assert "stopped; the same command goes on here" in done.output
+    assert "stopped; call the same command to go on" in done.output
     with contextlib.suppress(ChildProcessError):  # its end was taken note of already
         assert os.waitpid(int(pid.read_text()), 0)[1] == signal.SIGKILL
     assert signal.getsignal(signal.SIGTERM) == had
     assert (tmp_path / "a.json").read_text() == old
 
 
-ONLY = "runs only torchsparsekv eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting-layers, got"
+ONLY = "eval, torchsparsekv eval-text, torchsparsekv bench, torchsparsekv selecting-layers can run again"
 FOREIGN = {
     "rm -rf --out a.json": ONLY, "torchsparsekv again --out a.json": ONLY, "python other.py --out a.json": ONLY,
-    "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must say --out FILE",
+    "--out a.json": ONLY, "torchsparsekv --out a.json": ONLY, "torchsparsekv eval --out": "must have --out FILE",
     "torchsparsekv eval --out ../a.json": "--out must be one relative path to a.json, got ../a.json",
     "torchsparsekv eval --out /a.json": "must be one", "torchsparsekv bench decode --out b.json": "must be one",
 }  # fmt: skip
@@ -232,9 +232,9 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     assert "not a file of results" in refused("again", "--results", str(tmp_path))
     put(tmp_path, "a.json", environment={"python": "3"})
-    assert "neither a gpu nor threads of a cpu" in refused("again", "--results", str(tmp_path))
+    assert "neither a GPU nor the threads of a CPU" in refused("again", "--results", str(tmp_path))
     (tmp_path / "a.json").unlink()
-    assert f"no file of results in {tmp_path}; say" in refused("again", "--results", str(tmp_path))
+    assert f"no file of results in {tmp_path}; --results sets" in refused("again", "--results", str(tmp_path))
     shutil.rmtree(tmp_path)
     assert f"there is no folder {tmp_path}" in refused("again", "--results", str(tmp_path))
 

@@ -49,7 +49,8 @@ def test_a_picture_says_which_file_is_missing_or_too_old(picture, tmp_path):
     for part in head.get("sources", [head]):
         part["environment"]["torchsparsekv"] = "0.0.9"
     last.write_text(json.dumps(head))
-    with pytest.raises(ValueError, match=rf"{picture.name} needs results of 0\.1 or later, {last.name} is of 0\.0"):
+    said = rf"{picture.name} needs results of torchsparsekv 0\.1 or later, {last.name} is of 0\.0"
+    with pytest.raises(ValueError, match=said):
         picture.held(tmp_path)
     last.unlink()
     with pytest.raises(ValueError, match=rf"picture {picture.name} needs {last.name}, which is missing in "):
@@ -100,7 +101,7 @@ def test_pictures_hold_what_the_tables_hold():
         for context, ms in at:
             assert re.search(rf"^\| {style.tokens(context)} \| {name}.* \| {ms:.2f} \|", by_context, re.M), (name, ms)
     for _, _, at in points["batch"]:
-        assert all(f" {tokens} |" in tables.made("serve") for _, tokens in at)
+        assert f" {at[-1][1]} |" in tables.made("serve")  # that of most requests; the table has milliseconds of fewer
     for name, parts, _ in points["stages"][0]:
         row = next(x for x in tables.made("kernels").splitlines() if f"128K | `{name.split()[0]}`" in x)
         assert f" {parts[1]} |" in row
@@ -130,7 +131,7 @@ def copied(to, name: str, change=lambda head: None):
     ("text", "says"),
     [
         ("<!-- table: speed-two-gpus -->\n<!-- end -->\n", "needs h200_parallel.json, which is missing"),
-        ("<!-- table: dense-kernels -->\n<!-- end -->\n", "results of 0.1 or later, h200_decode_dense.json is of 0.0"),
+        ("<!-- table: dense-kernels -->\n<!-- end -->\n", "0.1 or later, h200_decode_dense.json is of 0.0"),
         ("<!-- table: weather -->\n<!-- end -->\n", "there is no table weather; there are: board-128k, "),
         ("<!-- table: kernels -->\n", "lacks its `<!-- end -->`"),
     ],

@@ -13,7 +13,7 @@ def test_short_run_generates_all_tokens():
 
 def test_growth_is_measured_over_the_last_call(monkeypatch):
     seen = iter([{"graphs": 0}, {"graphs": 5}, {"graphs": 7}])
-    monkeypatch.setattr(long_run, "seen", lambda _: next(seen))
+    monkeypatch.setattr(long_run, "seen", lambda *_: next(seen))
     assert long_run.run("streaming", 60, DEVICE)["graphs"] == 2
 
 
