@@ -1,1 +1,1 @@
-"""Benchmarks: speed (`torchsparsekv bench`), quality (`eval`, `eval-text`), a small model to run them on, tables."""
+"""Benchmarks of speed (`bench`) and of quality (`eval`, `eval-text`, `board`), the recall model, and tables."""

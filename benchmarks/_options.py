@@ -1,4 +1,4 @@
-"""Options that several benchmarks have: how methods are patched in, and hyper-parameters as METHOD.NAME=VALUE."""
+"""Options that several benchmarks have: arguments of patch(), and hyper-parameters as METHOD.NAME=VALUE."""
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def parse(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         if not (equals and dot and method in all_methods() and name in hyper_parameters(all_methods()[method])):
             raise ValueError(f"hyper must be METHOD.NAME=VALUE with a method's own hyper-parameter, got {text!r}")
         if name in EQUAL:
-            raise ValueError(f"{name} is the same for all methods, an option of its own; got {text!r}")
+            raise ValueError(f"{name} is the same for all methods: set it by its own option and not by {text!r}")
         if name in out.get(method, {}):
             raise ValueError(f"hyper sets {method}.{name} twice")
         try:

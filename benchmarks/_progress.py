@@ -1,4 +1,4 @@
-"""How far something is that takes long, on stderr: a bar on a terminal, and in a log a line every few seconds."""
+"""The progress of long runs, on stderr: a bar on a terminal, or a line every few seconds in a log."""
 import os
 import sys
 import time

@@ -1,4 +1,4 @@
-"""A file of results: the environment it was made in and the command that makes it, its rows, its table."""
+"""Files of results: the environment and the command that made the file, its rows, and its table."""
 import contextlib
 import importlib
 import json
@@ -82,7 +82,7 @@ def begun(name: str, options: dict, out: Path | None) -> list[dict]:
         raise ValueError(f"{out} is not a file of results: {e!r}; choose another file") from e
     if other:
         was, now = ({k: x[k] for k in other} for x in (had, has))
-        raise ValueError(f"{out} was made with {was}, this is {now}: choose another file")
+        raise ValueError(f"{out} was made with {was}, this run has {now}: choose another file")
     return had["rows"]
 
 

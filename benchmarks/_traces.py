@@ -1,4 +1,4 @@
-"""Files of what methods chose on a real model, step by step: `torchsparsekv record` writes them."""
+"""Files of the blocks that methods selected on a real model, step by step. `torchsparsekv record` writes them."""
 import itertools
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""This folder is the package torchsparsekv_benchmarks, a distribution of its own: the library's wheel is without it."""
+"""This folder is the package torchsparsekv_benchmarks, a distribution of its own. The library's wheel lacks it."""
 from setuptools import find_packages, setup
 
 NAME = "torchsparsekv_benchmarks"

@@ -1,5 +1,5 @@
-// The rotated query and the votes of every centroid, as ops/pariskv/centroid_votes.py specifies them, for subspaces of 8
-// dimensions (256 centroids). A program handles one subspace of up to four queries.
+// The rotated query and the votes of every centroid, as ops/pariskv/centroid_votes.py specifies them, for subspaces of
+// 8 dimensions (256 centroids). A program handles one subspace of up to four queries.
 //
 // Compile-time constants: B subspaces (8, 16 or 32); F queries of a kv head, each the sum of G query heads; D channels;
 // KIND, the type of the query (0 float, 1 half, 2 bfloat16).
@@ -82,8 +82,8 @@ __device__ int above(const float (&scores)[HALF], float s) {
   return count;
 }
 
-// Opposite patterns have opposite scores, so it suffices to rank the absolute scores of the pairs. The rank of a pair is
-// the number of pairs above it. Pairs of equal score share a rank, and `keys[rank]` sums their numbers of keys.
+// Opposite patterns have opposite scores, so it suffices to rank the absolute scores of the pairs. The rank of a pair
+// is the number of pairs above it. Pairs of equal score share a rank, and `keys[rank]` sums their numbers of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) votes(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
     int sink, float scale, ShareByLength rho, const __grid_constant__ Flips flips) {

@@ -58,9 +58,9 @@ __device__ inline void now(int x) { asm volatile("" ::"r"(x)); }
 template <class T> __device__ inline void hold(T*& x) { asm("" : "+l"(x)); }
 __device__ inline void hold(unsigned& x) { asm("" : "+r"(x)); }
 
-// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start. So a kernel
-// starts when the kernel directly before it is past this call. Ahead of this call a kernel may read only what kernels before
-// that one wrote, and not through the L1. The kernel directly before it may still write all other data.
+// Programmatic dependent launch: wait until the kernels before this one are done, then let the next one start. So a
+// kernel starts when the kernel directly before it is past this call. Ahead of this call a kernel may read only what
+// kernels before that one wrote, and not through the L1. The kernel directly before it may still write all other data.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -68,8 +68,8 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Prefetch the 128 bytes at `x` into the L2. It may be called ahead of `wait_for_previous`, while kernels before this one still
-// write these bytes: a prefetch reads no value.
+// Prefetch the 128 bytes at `x` into the L2. It may be called ahead of `wait_for_previous`, while kernels before this
+// one still write these bytes: a prefetch reads no value.
 __device__ inline void ask(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
 // A share of a row, in millionths, by the row's number of keys n: share[i] for the first i with n < below[i], else

@@ -1,8 +1,8 @@
 // The fetch of the hot buffer; ops/gather/fetch.py is the specification. Usually few blocks are missing or none, so the
 // time depends on the number of operations that wait for one another.
 //
-// Why not Triton: there threads exchange data (hit slots, slots of misses) through global memory. Here the data stays in
-// shared memory, and the kernel loads the slots at the hand while it looks up the ids.
+// Why not Triton: there threads exchange data (hit slots, slots of misses) through global memory. Here the data stays
+// in shared memory, and the kernel loads the slots at the hand while it looks up the ids.
 //
 // Compile-time constants: THREADS; IDS per thread; BITS, the 32-bit words with one bit per slot; QUADS, the 16-byte
 // parts of a block in the hot buffer. UNPACK is 0, or for a packed pool the channels of a row, which is unpacked to
@@ -19,7 +19,7 @@ constexpr int STEPS = 8;  // 16-byte loads of a thread in flight; they may come 
 static_assert(WARPS <= 32);
 
 using Row = Packed<UNPACK ? UNPACK : 16>;
-constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // rows of a block; rows of a run
+constexpr int ROWS = UNPACK ? QUADS / (2 * Row::NUMBERS) : 8, RUN = ROWS < 8 ? ROWS : 8;  // of a block; of a run
 
 struct __align__(16) Shared {
   uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
@@ -80,7 +80,7 @@ __device__ Window look(const int* used, int hand, int first, int slots) {
 __device__ Counts look_up(Ids& x, const int* slot_of, Shared& s) {
   bool miss[IDS];
   int asked = 0;
-  for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // without a condition, so that all loads overlap
+  for (int i = 0; i < IDS; i++) x.slot[i] = slot_of[max(x.want[i], 0)];  // no condition, so that all loads overlap
   for (int i = 0; i < IDS; i++) x.slot[i] = x.want[i] >= 0 ? x.slot[i] : -1;
   for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
   for (int i = 0; i < IDS; i++) {
@@ -104,8 +104,8 @@ __device__ void list(Ids& x, Shared& s) {
   __syncthreads();
 }
 
-// Choose slots for the misses, in the order of the hand, from window `y` on. In the first round the hand takes slots with
-// `used` 0, in the second round the slots that it spared. Returns the number of slots that the hand passes.
+// Choose slots for the misses, in the order of the hand, from window `y` on. In the first round the hand takes slots
+// with `used` 0, in the second round the slots that it spared. Returns the number of slots that the hand passes.
 __device__ int choose(Window y, const int* used, int hand, int slots, int misses, Shared& s) {
   for (int first = 0, found = 0, parity = 0;; first += WINDOW, parity ^= 1) {
     bool taken[EACH];

@@ -73,8 +73,8 @@ __device__ void load_query(Query& query, const unsigned short* q, int q_h) {
   }
 }
 
-// A thread's part of a tile: the codes of tokens lane / 4 and lane / 4 + 8, and the products of query heads 2 t and 2 t + 1
-// with the base nodes of these tokens (t = lane % 4).
+// A thread's part of a tile: the codes of tokens lane / 4 and lane / 4 + 8, and the products of query heads 2 t and
+// 2 t + 1 with the base nodes of these tokens (t = lane % 4).
 struct Tile {
   Run<WORDS> word[2];
   Scales scale[2];
@@ -90,8 +90,8 @@ struct Leaves {
   int rows, pages;
 };
 
-// Shared memory of a program, for the groups of a round: the scores of their pages, and a list of tiles. Tiles that some
-// query head may see are listed from the first place on, tiles with nodes only from the last place back.
+// Shared memory of a program, for the groups of a round: the scores of their pages, and a list of tiles. Tiles that
+// some query head may see are listed from the first place on, tiles with nodes only from the last place back.
 extern __shared__ __align__(16) float pool[];
 struct Pool {
   Query& query;
@@ -168,8 +168,8 @@ __device__ void multiply(float (&sum)[4], const Tile& x, const Query& query) {
   }
 }
 
-// The best tokens of a tile's pages for query heads 2 t and 2 t + 1: best[0] of the pages in the first 8 tokens, best[1] of
-// those in the others; with pages of 16 tokens best[0] of all.
+// The largest score of each page of a tile, for query heads 2 t and 2 t + 1: best[0] for pages in the first 8 tokens,
+// best[1] for pages in the other 8 tokens; with pages of 16 tokens best[0] alone.
 __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) {
   float sum[4] = {};
   multiply(sum, x, query);
@@ -337,7 +337,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   for (int first = blockIdx.y; first < all; first += most_groups * step) {
     const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
     const Spans spans(leaves, groups);
-    if (first == blockIdx.y) {  // only queries and spans are read before `wait_for_previous`: they are older than products
+    // Before `wait_for_previous` only queries and spans are read, which are older than the products.
+    if (first == blockIdx.y) {
       wait_for_previous();
       source.load_threshold(threshold + bh * G);
     }

@@ -1,4 +1,4 @@
-// Stage I of ParisKV, as ops/pariskv/rank_by_votes.py specifies it, for subspaces of 8 dimensions (ids of 256 centroids).
+// Stage I of ParisKV, as ops/pariskv/rank_by_votes.py specifies it, for subspaces of 8 dimensions (256 centroids).
 //
 // Why not Triton: it has no atomics on shared memory, so a histogram costs as much as the lookups. In Triton a kernel
 // also cannot choose which thread reads which bank. Here lookups have no bank conflicts. Row c of `lookup` holds the
@@ -170,7 +170,7 @@ __device__ Threshold find_threshold(
   return {reached - 1, count - totals[reached], above, before[reached - 1] - above};
 }
 
-// Write the candidates of a span behind those of the spans before it.
+// Write the candidates of a span after those of the spans before it.
 extern "C" __global__ void __launch_bounds__(THREADS) compact(
     const unsigned char* scores, const int* at_least, int* out, const int* ring_begin, int heads, int stride, int sink,
     int least, int dense, int capacity, ShareByLength beta) {

@@ -1,8 +1,8 @@
 // Stage II of ParisKV, as ops/pariskv/rerank.py specifies it, for subspaces of 8 dimensions and up to 8 query heads.
 //
-// Why not Triton: a dot product may take the channels in any order. So four threads each take a quarter of the codes of a
-// candidate, 16 of 64 bytes at dim 128, and unpack them in the registers that the tensor cores read. Triton moves them
-// through shared memory, and its programs are too large to hide the latency of scattered rows.
+// Why not Triton: a dot product may take the channels in any order. So four threads each take a quarter of the codes of
+// a candidate, 16 of 64 bytes at dim 128, and unpack them in the registers that the tensor cores read. Triton moves
+// them through shared memory, and its programs are too large to hide the latency of scattered rows.
 //
 // Compile-time constants: B subspaces (8, 16 or 32); F query heads; WARPS of a program; programs RESIDENT on a
 // multiprocessor; GROUP scores that share a peak; the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high

@@ -34,7 +34,7 @@ __device__ bool is_first(RoundRobin& s, int page, int position) {
   return page >= 0 && s.position[place] == position;
 }
 
-// Write the first n pages to `out`, in the order of the threads, and EMPTY behind them. A thread has one page, or
+// Write the first n pages to `out`, in the order of the threads, and EMPTY after them. A thread has one page, or
 // EMPTY.
 __device__ void compact(RoundRobin& s, int* out, int page, int n) {
   const unsigned taken = __ballot_sync(ALL, page >= 0);

@@ -17,7 +17,7 @@ constexpr int FEW = 64;  // up to this many keys are compared with one another
 struct Pair { unsigned key, place; };
 struct Last : Pair { bool shared; };  // shared: whether other keys are equal to it
 
-using Bins = int[BINS + 32];  // the last 32, one per lane, take the keys outside the range; nobody reads them
+using Bins = int[BINS + 32];  // the last 32, one per lane, take the keys outside the range; no thread reads them
 
 struct __align__(16) Search {
   Bins bins[ROUNDS];
@@ -99,7 +99,7 @@ template <int N> __device__ Range narrow(const unsigned (&key)[N], Range r, int 
 }
 
 // The last key that is taken of the few keys in the range. A warp compares one key with all of them. `s.few` is 0
-// behind them.
+// after them.
 template <int N> __device__ Last last_of(const unsigned (&key)[N], const Span& span, const Range& r, Search& s) {
   for (int i = 0; i < N; i++)
     if (r.to - key[i] <= r.to - r.from) s.few[atomicAdd(&s.listed, 1)] = {key[i], (unsigned)span.place(i)};

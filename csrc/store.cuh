@@ -27,7 +27,7 @@ template <int CHANNELS> __device__ inline const char* value_of(const char* row) 
 template <int CHANNELS> struct Packed {
   static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
 
-  // The scale of the 16 numbers in word `at` of a row; `scales` points behind its numbers.
+  // The scale of the 16 numbers in word `at` of a row; `scales` points to the word after its numbers.
   __device__ static float scale(const uint4* scales, int at) {
     const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;
     return reinterpret_cast<const float*>(scales)[half * GROUPS + group];
@@ -38,7 +38,7 @@ template <int CHANNELS> struct Packed {
 };
 
 struct Ring {
-  int rows, sink, begin;  // begin: the position of the oldest token behind the sinks
+  int rows, sink, begin;  // begin: the position of the oldest token after the sinks
 
   // The position of the token in a ring row. The caller compares the position with the length of the sequence.
   __device__ int position(int row) const {

@@ -14,7 +14,7 @@ struct Shared : RoundRobin {
 };
 
 // A larger key is a better page. Of two pages with equal scores the lower page is better. Entries without a page keep
-// their order behind all pages.
+// their order after all pages.
 __device__ unsigned long long key_of(float score, int page) {
   return page < 0 ? THREADS - threadIdx.x : (unsigned long long)ordered(score) << 32 | ~(unsigned)page;
 }

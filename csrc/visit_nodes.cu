@@ -17,7 +17,7 @@
 
 constexpr int TILE = 16, HEADS = 8;  // nodes and query heads of a product
 constexpr int RUNS = D / 64;  // runs of 16 channels of a code that a thread loads
-constexpr int SHARE = (SAMPLE + TILE * WARPS * G - 1) / (TILE * WARPS * G);  // tiles of the sample that a warp multiplies
+constexpr int SHARE = (SAMPLE + TILE * WARPS * G - 1) / (TILE * WARPS * G);  // tiles of the sample for a warp
 constexpr int KEYS = (SAMPLE + THREADS - 1) / THREADS;  // nodes of the sample that a thread searches
 static_assert(D % 64 == 0 && G <= HEADS && SAMPLE % TILE == 0);
 

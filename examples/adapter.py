@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter of PEFT: the patch holds with the adapter, without it, and after another one is set.
+"""A model with a LoRA adapter of PEFT: one patch works with the adapter and without it.
 
     pip install "torchsparsekv[peft]"
     python examples/adapter.py --model MODEL --adapter FOLDER --document FILE

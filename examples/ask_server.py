@@ -1,9 +1,10 @@
-"""Ask a server with OpenAI's address many questions at once, and print each answer as it comes.
+"""Ask a server with the API of OpenAI many questions at once, and print each answer as it comes.
 
     bash examples/serve.sh MODEL &
     python examples/ask_server.py --requests 8 --max-tokens 64
 
-It needs the package `openai`. All requests begin alike, so a server with prefix caching reads the long part once.
+The script needs the package `openai`. All requests begin with the same long text, so a server with prefix caching
+reads this text once.
 """
 import argparse
 import asyncio
@@ -20,7 +21,7 @@ o = parser.parse_args()
 
 
 async def ask(client: AsyncOpenAI, model: str, number: int) -> int:
-    """One answer, a piece at a time. Returns how many tokens it has."""
+    """Stream one answer, print it, and return its number of tokens."""
     text = " ".join(f"word{i}" for i in range(o.words))
     question = {"role": "user", "content": f"{text}\nQuestion {number}: what is word{number}?"}
     began, first, said, tokens = time.perf_counter(), 0.0, "", 0

@@ -1,9 +1,9 @@
-"""How likely are these continuations of these texts? A padded batch, each continuation decoded token by token.
+"""Score how likely continuations of texts are: a padded batch, in which each continuation is decoded token by token.
 
     python examples/batch_scoring.py --model MODEL --pairs "a text|goes on;another text|and ends"
 
-A forward over text and continuation together would be exact, and slow for long continuations over long texts; what a
-method leaves out shows in decode steps only, so that is where it is to be scored.
+One forward over text and continuation together would be exact whatever the method, because prompts are exact. The loss
+of a method shows in decode steps alone, so this script scores decode steps.
 """
 import torch
 from common import METHOD, load, options
@@ -15,7 +15,7 @@ o = options(
 )  # fmt: skip
 model, tokenizer = load(o.model)
 pairs = [pair.split("|") for pair in o.pairs.split(";")]
-tokenizer.padding_side = "left"  # what comes next stands at the end
+tokenizer.padding_side = "left"  # the texts end in the same column, and tokens are added after it
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 texts = tokenizer([text for text, _ in pairs], return_tensors="pt", padding=True).to(model.device)
 tails = [tokenizer(tail, add_special_tokens=False).input_ids for _, tail in pairs]

@@ -1,9 +1,9 @@
-"""A long document, read once, and questions about it that do not see one another.
+"""Read a long document once, and ask independent questions about it.
 
     python examples/chat.py --model MODEL --document FILE --questions "Who wrote it?|When?"
 
-The document is a prompt like any other: it is attended to exactly, and its keys and values stay in one cache. Each
-question goes on from a fork of that, so the document is never read again.
+The document is a prompt: it is attended to exactly, and its keys and values stay in one cache. Each question uses a
+fork of this cache, so the document is not read again, and no question sees another question.
 """
 import time
 

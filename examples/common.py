@@ -1,4 +1,4 @@
-"""What the examples share: a model to try them on, and a text that is long enough."""
+"""Code that the examples share: options, a model to try them on, and a text that is long enough."""
 import argparse
 import random
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 METHOD = "pariskv"
-RECALL = "recall"  # the model of 7.2M parameters that comes with this package; it knows no language, but recalls
+RECALL = "recall"  # the recall model of 7.2M parameters: it knows no language, but recalls words of its prompt
 
 
 def options(about: str, **defaults) -> argparse.Namespace:
-    """`--model`, and an option for each of `defaults`."""
+    """The values of the command line: `--model`, and an option for each of `defaults`."""
     parser = argparse.ArgumentParser(description=about)
     for name, default in {"model": RECALL, **defaults}.items():
         kind = int if isinstance(default, bool) else type(default)
@@ -33,7 +33,7 @@ def load(name: str):
 
 
 def document(path: str, words: int) -> str:
-    """The text of a file; without one, made-up words, which the recall model knows."""
+    """The text of a file. Without a path: random words that the recall model knows."""
     if path:
         return Path(path).read_text()
     if words < 1:

@@ -1,10 +1,15 @@
-"""Which method keeps most of what your model attends to, on your text, at your budget?
+"""Compare methods on your model, your text and your budget: how much of the attention does each method keep?
 
     python examples/compare_methods.py --model MODEL --document FILE --methods quest,pariskv,clusterkv --budget 256
 
-Every method decodes the same tokens, those that the dense model says. `same` is how many of them it would have said
-itself, `read` how many tokens it attended to, which at the same budget is not the same for all, `kept` the share of the
-attention weight that these have (`worst` of any head), `error` how far the outputs of its heads are off.
+Every method decodes the tokens that the dense model generated. The columns:
+
+same:  how many of these tokens the method would have generated too.
+read:  tokens that a step attended to. Methods differ in this at the same budget.
+kept:  the share of the attention weight that the attended tokens have.
+worst: `kept` of the worst head.
+error: the relative error of the attention outputs of heads.
+
 `--define FILE` runs a file that defines a method of your own.
 """
 import runpy

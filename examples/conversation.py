@@ -1,9 +1,9 @@
-"""A conversation: chat template, streamer, a second turn, an answer again, and a message that was edited.
+"""A conversation: chat template, streamer, a second turn, a regenerated answer, and an edited message.
 
     python examples/conversation.py --model MODEL --messages "What is a cache?|And a page?" --edited "Who wrote it?"
 
-The cache keeps the conversation, and each turn reads only its new tokens. A template may write the same messages with
-other tokens than those that were generated. So each turn crops the cache to the tokens that both begin with.
+The cache keeps the conversation, and each turn reads only its new tokens. A template may turn the same messages into
+other tokens than the generated ones. So each turn crops the cache to the tokens that cache and new prompt share.
 """
 import torch
 from common import document, load, options
@@ -11,7 +11,7 @@ from transformers import TextStreamer
 
 import torchsparsekv
 
-PLAIN = "{% for m in messages %}{{ m['content'] }} {% endfor %}"  # for a tokenizer that brings no chat template
+PLAIN = "{% for m in messages %}{{ m['content'] }} {% endfor %}"  # for a tokenizer without a chat template
 
 o = options(
     __doc__.splitlines()[0], messages="w001 w002|w003 w004", edited="w005 w006", words=600, new_tokens=8, budget=128,
@@ -24,7 +24,7 @@ messages = [{"role": "user", "content": document("", o.words)}]
 
 
 def answer(messages: list[dict], cached: torch.Tensor) -> torch.Tensor:
-    """Stream the answer and add it to the messages; `cached` and the result are the token ids of the conversation."""
+    """Stream the answer and add it to the messages. `cached`: the token ids in the cache. Returns the new token ids."""
     given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids, held = given.input_ids.to(model.device), int(cache.get_seq_length())
     common = min(held, ids.shape[1] - 2)  # one new token alone would count as a decode step

@@ -1,8 +1,8 @@
-"""A loop of one's own: the prompt in chunks, then a compiled step, sampled.
+"""A loop of your own: the prompt in chunks, then compiled decode steps with sampling.
 
     python examples/own_loop.py --model MODEL --document FILE --chunk 8192
 
-No chunk may be of one token: that would be taken for a decode step.
+No chunk may have one token, because a forward of one token is a decode step.
 """
 import torch
 from common import METHOD, document, load, options

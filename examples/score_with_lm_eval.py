@@ -1,4 +1,4 @@
-"""lm-eval scores a patched model beside the unpatched model. The task is made here, so nothing is downloaded.
+"""Score a patched and an unpatched model with lm-eval. The script makes the task, so nothing is downloaded.
 
     pip install "torchsparsekv[eval]"
     python examples/score_with_lm_eval.py --model MODEL --methods quest,streaming

@@ -1,9 +1,9 @@
-"""A chat server with the address and the answers of OpenAI's: POST /v1/chat/completions, one request at a time.
+"""A chat server with the API of OpenAI: POST /v1/chat/completions, one request at a time.
 
     python examples/server.py --model MODEL --port 8000 &
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is a cache?"}]}'
 
-`--requests N` ends it after N. For many users at a time: examples/serve.sh, vLLM with our plugin.
+`--requests N` ends the server after N requests. For many users at a time use examples/serve.sh: vLLM with our plugin.
 """
 import itertools
 import json
@@ -14,7 +14,7 @@ from common import load, options
 
 import torchsparsekv
 
-PLAIN = "{% for m in messages %}{{ m['content'] }} {% endfor %}"  # for a tokenizer that brings no chat template
+PLAIN = "{% for m in messages %}{{ m['content'] }} {% endfor %}"  # for a tokenizer without a chat template
 
 o = options(__doc__.splitlines()[0], port=8000, requests=0, method="pariskv", budget=128, max_length=4096)
 model, tokenizer = load(o.model)
@@ -22,7 +22,7 @@ tokenizer.chat_template = tokenizer.chat_template or PLAIN
 
 
 def answer(asked: dict) -> dict:
-    """The answer to a request, as OpenAI's servers say it."""
+    """The answer to a request, in the format of OpenAI."""
     given = tokenizer.apply_chat_template(
         asked["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -1,4 +1,4 @@
-"""From the arguments of patch() to one method per layer. All errors come before a model is touched."""
+"""Choose a method for each layer from the arguments of patch(). All errors come before a model is touched."""
 import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,13 +32,14 @@ def choose(
     method: Method, given: dict, shapes: tuple[Layer | None, ...], entries: Mapping | None, skip_layers: int | None,
     max_length: int | None, limit: int,
 ) -> Assignment:  # fmt: skip
-    """`given`: the hyper-parameters of `method` that the user named. `limit`: the most tokens of a cache."""
+    """The method of each layer. `given`: the hyper-parameters of `method` that the user named. `limit`: the most tokens
+    of a cache."""
     notes: list[str] = []
     layers = len(shapes)
     if skip_layers is None:
         skip_layers = min(SKIP_LAYERS, layers - 1)
         if skip_layers < SKIP_LAYERS and method.traits.attends != "everything":
-            notes.append(f"skip_layers {skip_layers}: the default of {SKIP_LAYERS} leaves none of {layers} layers")
+            notes.append(f"skip_layers {skip_layers}: the default of {SKIP_LAYERS} would skip all {layers} layers")
     else:
         skip_layers = as_int(skip_layers)
         check_skip_layers(skip_layers, layers)
@@ -49,7 +50,7 @@ def choose(
     chosen = [dense if i < skip_layers else method for i in range(layers)]
     for i, entry in wanted.items():
         if fixed[i]:
-            raise ValueError(f"layers[{i}]: this layer {fixed[i]}, which no method changes")
+            raise ValueError(f"layers[{i}]: this layer {fixed[i]}, so no method can run there")
         try:
             own, hyper = _entry(entry, method, given)
             chosen[i] = _fitted(own, hyper, max_length, limit, notes)
@@ -72,7 +73,7 @@ def choose(
 
 
 def _placed(methods: list[Method | None]) -> tuple[Method | None, ...]:
-    """What every layer runs, where that depends on its number."""
+    """The method of every layer, after `Method.in_layers`."""
     runs = [*methods]
     for cls in dict.fromkeys(type(m) for m in methods if m is not None):
         for i, m in cls.in_layers({i: m for i, m in enumerate(methods) if type(m) is cls}, len(methods)).items():
@@ -93,7 +94,7 @@ def _saves_nothing(method: Method, max_length: int | None) -> str:
 
 
 def _fixed(shape: Layer | None, limit: int) -> str:
-    """What a layer always does; empty if the layer attends to all tokens of a cache."""
+    """What a layer does whatever the method; empty if the layer attends to all tokens of a cache."""
     if shape is None:
         return "has no keys and values"
     if shape.window is not None and shape.window < limit:
@@ -106,7 +107,7 @@ def _own(shape: Layer | None) -> Method | None:
 
 
 def _checked(entries: Mapping | None, layers: int) -> dict[int, object]:
-    """The entries by plain index."""
+    """The entries of `layers`, with Python integers as keys."""
     if entries is None:
         return {}
     if not isinstance(entries, Mapping):
@@ -140,7 +141,7 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
 
 
 def _handed_on(name: str, given: dict) -> dict:
-    """The arguments of patch() that another method than the one of the call uses too."""
+    """The budget, sink and window of patch() that an entry with another method inherits."""
     if name not in all_methods():
         return {}
     attends = make_method(name).traits.attends
@@ -152,7 +153,7 @@ def _whose(entry: object, said: str) -> str:
     """A hint for an error in budget, sink or window that the entry inherited from patch()."""
     for name in COMMON:
         if f"{name} must" in said and not (isinstance(entry, Mapping) and name in entry):
-            return f"; that is the {name} of patch(), give this layer one of its own"
+            return f"; the {name} is from patch(): give this layer its own {name}"
     return ""
 
 
@@ -169,9 +170,10 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     try:
         fitted = dataclasses.replace(method, budget=budget)
     except ValueError:  # the method refuses so low a budget
-        notes.append(f"{method.name} keeps its default budget of {method.budget}: all that a cache holds is within it")
+        notes.append(f"{method.name} keeps its default budget of {method.budget}, which holds all tokens of a cache")
         return method
-    notes.append(f"{method.name} has budget {budget}: the default of {method.budget} is above the {limit} of a cache")
+    more = f"its default of {method.budget} is above the {limit} tokens of a cache"
+    notes.append(f"{method.name} has budget {budget}: {more}")
     return fitted
 
 

@@ -15,7 +15,7 @@ from torchsparsekv.patches._warn import warn
 
 PREFIX = "torchsparsekv_over_"
 NOTHING_BUT_PADDING = "torchsparsekv: a row of the batch is nothing but padding"
-NO_ATTENTIONS = "output_attentions=True: a sparse step has no attention weights to return; unpatch, or leave it out"
+NO_ATTENTIONS = "output_attentions=True: a sparse step has no attention weights to return; leave it out, or unpatch"
 
 
 def register_over(base: str) -> str:
@@ -37,8 +37,8 @@ def check_implementation(config) -> None:
 
 
 class _Stored:
-    """The cache that an attention module of a patched model gets. It stores nothing, because the attention function
-    stores."""
+    """The cache that an attention module of a patched model gets. It stores nothing: the attention function stores the
+    keys and values."""
 
     def update(self, key, value, *args, **kwargs):
         return key, value
@@ -66,7 +66,7 @@ def enter_layers(layer, args, kwargs):
         owner = layer._torchsparsekv_owner
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if cache.owner is not owner:
-            raise ValueError("this SparseCache was made by another patch (another model, or before unpatch)")
+            raise ValueError("this SparseCache is from another patch (of another model, or before unpatch())")
         _refuse_training(layer, hidden)
         cache.use.check()
         cache.check_room(hidden.shape[1])
@@ -124,7 +124,7 @@ def attention(
     _refuse(module, query, key, value, attention_mask, sparse_layer)
     _refuse_shape(module, query, key, a, sparse_layer.shape)
     layer, tokens = sparse_layer, query.shape[2]
-    if layer.first and not layer.use.open:  # else an earlier layer has begun the forward
+    if layer.first and not layer.use.open:  # otherwise `enter_layers` has begun the forward
         layer.use.begin()
     if layer.advances:
         layer.state.row_lengths.advance(tokens, None if attention_mask is None else attention_mask.view(-1))
@@ -141,8 +141,8 @@ def _warn_dense(module) -> None:
     if owner is None or module.layer_idx != owner.first:
         return
     warn(
-        "this decode step is dense, its cache is not one of this patch: use generate(), or pass "
-        f"{NAME}=handle.make_cache(...) (what guidance_scale compares with is dense in any case)"
+        "this decode step is dense, because its cache is not from this patch: call generate(), or pass "
+        f"{NAME}=handle.make_cache(...). With guidance_scale expect this warning: the second forward is always dense"
     )
 
 
@@ -162,8 +162,8 @@ def _refuse(module, query, key, value, attention_mask, layer) -> None:
     if other:
         raise TypeError(
             f"this cache is in {ring.dtype} on {ring.device}, the model computes in {other[0].dtype} on "
-            f"{other[0].device} (model.to() after patch, or autocast?): unpatch, bring the model to what it is to "
-            "compute in, patch again"
+            f"{other[0].device} (model.to() after patch, or autocast?): unpatch, move the model to its final type and "
+            "device, and patch again"
         )
     counts = attention_mask is None or (attention_mask.dtype == torch.int32 and attention_mask.numel() == key.shape[0])
     if not counts:  # a 4-D mask of the user does not come from our mask function, and has no integers
@@ -176,8 +176,8 @@ def _refuse_shape(module, query, key, a: Attention, shape: Layer) -> None:
     said = (shape.heads, shape.kv_heads, shape.head_dim, shape.softcap, shape.sink_logits)
     if got != said:
         names = ("heads", "kv_heads", "head_dim", "softcap", "sink_logits")
-        wrong = ", ".join(f"{n} {x} and not {y}" for n, x, y in zip(names, got, said) if x != y)
-        raise ValueError(f"layer {module.layer_idx} of this model is not what its family says of it: {wrong}")
+        wrong = ", ".join(f"{n} is {x}, not {y}" for n, x, y in zip(names, got, said) if x != y)
+        raise ValueError(f"layer {module.layer_idx} of this model is not as its Family describes it: {wrong}")
 
 
 WINDOWED: tuple[str, ...] = ("sliding_window_overlay.<locals>.inner_mask",)
@@ -188,10 +188,9 @@ BOTH_WAYS: tuple[str, ...] = (
 
 
 def _causal(mask_function) -> bool:
-    """True for a causal mask, with or without a sliding window (the layer knows its window), and with nothing laid over
-    it.
+    """True for a causal mask, with or without a sliding window (the layer knows its window), without other conditions.
 
-    The masks for tokens of images may lie over a text alone, where they change nothing.
+    A mask for tokens of images is allowed if the prompt is text alone, where the mask changes nothing.
     """
     if mask_function is causal_mask_function:
         return True
@@ -232,7 +231,7 @@ def _check_mask(attention_mask, tokens: int, layer) -> None:
         )
     if past == 0:
         return
-    begun = lengths.view.length > 0  # the other rows have only padding so far
+    begun = lengths.view.length > 0  # other rows have had only padding
     first = past if width == tokens else 0
     live = torch.arange(first, first + width, device=attention_mask.device) >= lengths.left_pad[:, None]
     if bool((attention_mask.bool() != live)[begun].any()):
@@ -245,7 +244,7 @@ def _check_mask(attention_mask, tokens: int, layer) -> None:
 def mask(
     *args, base, q_length=None, kv_offset=0, attention_mask=None, allow_is_causal_skip=True, config=None, **kwargs
 ):
-    """The mask of our caches is the number of left-padding tokens per row, [batch, 1, 1, 1]; in decode it is None."""
+    """The mask of our caches: the number of left-padding tokens of each row, [batch, 1, 1, 1]. In decode it is None."""
     if kv_offset != SENTINEL:
         if base not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             return None
@@ -258,13 +257,13 @@ def mask(
         _check_mask(attention_mask, q_length, layer)
     if q_length == 1 and (attention_mask is None or attention_mask.shape[-1] > 1):
         return None  # the row lengths hold the padding, and a growing mask must not enter the graph
-    # transformers sets this flag for every static cache at one token, and before 5.14 also at prompts. Then the mask
-    # function itself decides.
+    # transformers clears this flag for every static cache at one token, and before 5.14 also at prompts. Then the mask
+    # function decides.
     plain = allow_is_causal_skip or _causal(kwargs.get("mask_function"))
     if q_length > 1 and not plain:
         raise NotImplementedError(
-            "torchsparsekv: only causal masks with left padding; no packed or overlaid sequences, and no images whose "
-            "tokens see one another in both directions (gemma3)"
+            "torchsparsekv takes only causal masks with left padding: no packed sequences, no other mask functions, "
+            "and no images whose tokens attend to each other in both directions (gemma3)"
         )
     if attention_mask is None:
         return None
@@ -277,5 +276,5 @@ def mask(
             raise ValueError("torchsparsekv: rows may be padded on the left only (tokenizer.padding_side = 'left')")
         chunked = layer is not None and layer.use.chunked
         if not chunked and bool((pad == attention_mask.shape[-1]).any()):
-            raise ValueError(f"{NOTHING_BUT_PADDING} (or its first chunk is: only generate() can cut prompts so)")
+            raise ValueError(f"{NOTHING_BUT_PADDING}, or its first chunk is, which only generate() can handle")
     return pad.view(-1, 1, 1, 1)

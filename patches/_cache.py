@@ -33,7 +33,7 @@ class Offset(int):
 
 def check_active(owner) -> None:
     if not owner.active:
-        raise RuntimeError("the patch that made this SparseCache was taken off the model")
+        raise RuntimeError("the patch that made this SparseCache is off the model: patch it, and make a new cache")
 
 
 def handle_for(model, method: str, max_length: int | None, options: dict):
@@ -47,14 +47,14 @@ def handle_for(model, method: str, max_length: int | None, options: dict):
         return install(model, chosen, given, max_length=max_length, **{n: options[n] for n in keywords})
     if options or method != handle.planned.method.name:
         raise ValueError(
-            f"this model is patched already with {handle.planned.method}: give SparseCache(model, "
-            f"{handle.planned.method.name!r}) no other method and no options, or call unpatch() first"
+            f"this model is patched already with {handle.planned.method}: call SparseCache(model, "
+            f"{handle.planned.method.name!r}) without options, or call unpatch() first"
         )
     return handle
 
 
 class SparseLayer(CacheLayerMixin):
-    """One layer of a SparseCache. It holds the tensors; its method computes."""
+    """One layer of a SparseCache: the tensors, and the method that computes with them."""
 
     is_compileable = True
     is_sliding = False
@@ -68,7 +68,7 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.use = use
         self.owner, self.method, self.shape, self.state, self.capacity = owner, method, shape, state, capacity
-        self.advances = advances  # of the layers that share row lengths, the first moves the lengths
+        self.advances = advances  # the first of the layers that share row lengths advances them
         self.first, self.last = first, last
         self.is_initialized, self.batch_size = True, state.store.pool.shape[0]
 
@@ -77,7 +77,7 @@ class SparseLayer(CacheLayerMixin):
     def update(self, *args, **kwargs):
         """Refuse a call: in a patched model the attention function stores keys and values, because it has the queries
         too."""
-        raise RuntimeError("this SparseCache was given to a model that is not patched, where nothing would fill it")
+        raise RuntimeError("this SparseCache was given to a model that is not patched, which cannot fill it")
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         check_active(self.owner)
@@ -101,8 +101,8 @@ class SparseLayer(CacheLayerMixin):
 
     def _refuse(self, *args, **kwargs):
         raise NotImplementedError(
-            "layers of a SparseCache cannot be reordered, forked or cropped (beam search, assisted decoding); a whole "
-            "cache has crop(length), and Handle.fork(cache) copies it"
+            "layers of a SparseCache cannot be reordered, forked or cropped (beam search, assisted decoding); for the "
+            "whole cache there are cache.crop(length) and Handle.fork(cache)"
         )
 
     reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
@@ -111,8 +111,8 @@ class SparseLayer(CacheLayerMixin):
 class SparseCache(Cache):
     """The keys, values and indexes of a batch, as a cache of transformers. Its batch size and length are fixed."""
 
-    # One LayerState per layer, over row lengths that layers with the same ring plan share. A layer whose state is not
-    # keys and values is transformers' own.
+    # Each layer with keys and values has a LayerState. Layers with equal ring plans share row lengths. Other layers
+    # (linear attention, convolutions) are transformers' own.
 
     patched_by: weakref.ref
 
@@ -121,13 +121,13 @@ class SparseCache(Cache):
     ):  # fmt: skip
         """Make a cache for a model: `model.generate(ids, cache=SparseCache(model, "quest"))`.
 
-        A model that is not patched gets a patch. It stays until `cache.handle.unpatch()`.
+        A model that is not patched gets a patch. The patch stays until `cache.handle.unpatch()`.
 
         Args:
             model: a transformers model.
             method: a name in `torchsparsekv.methods()`; of a patched model, that of the patch.
             batch_size: sequences of the cache.
-            max_length: tokens of a sequence. None: all positions of the model.
+            max_length: tokens of a sequence. None: that of the patch; if it has none, all positions of the model.
             options: keywords of patch(); refused for a patched model.
         """
         found = getattr(unwrapped(model), "_torchsparsekv", None)
@@ -152,7 +152,7 @@ class SparseCache(Cache):
         self.use = Use()
         self.graphs: list = []  # decode steps of patches/_captured.py; `fixed` is what they assume
         self.fixed: list | None = None
-        self.ids: torch.Tensor | None = None  # of the first tokens, with padding; generate() keeps them
+        self.ids: torch.Tensor | None = None  # ids of the first tokens, with padding, as far as generate() saw them
         self.row_lengths: dict[RingPlan, RowLengths] = {}
         own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
         last = max(plan.attending)
@@ -177,7 +177,7 @@ class SparseCache(Cache):
         Cache.__init__(self, layers=layers)
 
     def __repr__(self) -> str:
-        """It reads the tokens of the longest row, so it waits for the device."""
+        """The text tells how many tokens the longest row has, so the call waits for the device."""
         names = dict.fromkeys(layer.method.name for layer in self.stored.values())
         tokens = max(int(x.view.length.max()) for x in self.row_lengths.values())
         host, device = self.nbytes()
@@ -254,19 +254,19 @@ class SparseCache(Cache):
         if int(seq_len) + tokens > self.max_length:
             raise ValueError(
                 f"{tokens} tokens after {int(seq_len)} overrun this cache of max_length {self.max_length}; "
-                "patch or make_cache with a larger one"
+                "pass a larger max_length to patch() or make_cache()"
             )
 
     def check_copied(self) -> None:
-        """Refuse a cache that cannot be copied, or not now."""
+        """Refuse a cache that cannot be copied, or that is in use."""
         if len(self.stored) < len(self.layers):
-            raise NotImplementedError("the state of linear-attention layers is transformers' own and is not copied")
+            raise NotImplementedError("fork cannot copy the state of linear-attention layers, which transformers keeps")
         self.use.check()
         if self.use.generating:
-            raise RuntimeError("a generate() is running on the cache that is to be copied: wait for its end")
+            raise RuntimeError("fork: a generate() is running on this SparseCache: wait for its end")
 
     def copy_from(self, other: "SparseCache") -> None:
-        """Copy the tokens of a cache of the same sizes. One row of that cache may fill several rows of this one."""
+        """Copy the tokens of a cache of the same plan and max_length. One row of `other` may fill several rows."""
         other.check_copied()
         rows = 0
         for ring, lengths in self.row_lengths.items():

@@ -21,7 +21,7 @@ from torchsparsekv.state import EAGER_ONLY
 aten = torch.ops.aten
 # The first steps of an answer run eagerly, so that what they compile and allocate is not in the graph.
 WARM_UP_STEPS = 3
-KINDS = 4  # kinds of inputs for which a cache keeps graphs; a generate() with more kinds changes inputs at every step
+KINDS = 4  # kinds of inputs for which a cache keeps graphs; more kinds mean that inputs change at every step
 SYNC_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 OURS = ("torchsparsekv.", "transformers.")  # a replay may skip the hooks of these modules
@@ -37,7 +37,7 @@ class Refused(RuntimeError):
         self.why = why
         super().__init__(
             f"step={model._torchsparsekv.step!r}: a decode step of {type(model).__name__} cannot be captured as a CUDA "
-            f"graph, {why}; patch it with step='compiled', or pass disable_compile=True to generate()"
+            f"graph: {why}; patch with step='compiled', or pass disable_compile=True to generate()"
         )
 
 
@@ -46,8 +46,9 @@ class Steps:
 
     def __init__(self, model, compile_config):
         self.model, self.compile_config, self.handle = model, compile_config, model._torchsparsekv
-        self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # kinds in this call
-        self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()  # at the last check
+        # For each cache: the kinds of inputs in this call, and `use.begun` at the last step.
+        self.kinds: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()
+        self.begun: weakref.WeakKeyDictionary[SparseCache, int] = weakref.WeakKeyDictionary()
 
     @property
     def auto(self) -> bool:
@@ -56,7 +57,7 @@ class Steps:
     def __call__(self, *args, **kwargs):
         cache = cache_in(kwargs)
         if cache is None and not self.auto:
-            raise ValueError(f"step='captured' needs its cache by name: {NAME}=handle.make_cache(...)")
+            raise ValueError(f"step='captured' needs the cache by keyword: {NAME}=handle.make_cache(...)")
         if not isinstance(cache, SparseCache):  # the user chose another cache, and transformers' step for it
             return self._compiled(*args, **kwargs)
         check_active(cache.owner)
@@ -125,8 +126,8 @@ class Steps:
 
 
 class Step:
-    """A step with inputs of one kind: first eager, then captured, then replayed. The step belongs to a cache whose
-    addresses never change. It keeps no reference to the cache or the model."""
+    """A step with inputs of one kind: first eager, then captured, then replayed. The step belongs to one cache, whose
+    addresses never change. The step keeps no reference to the cache or the model."""
 
     def __init__(self, kind: tuple):
         self.kind, self.eager = kind, WARM_UP_STEPS
@@ -161,7 +162,7 @@ class Step:
         graph, side, broken = torch.cuda.CUDAGraph(), _stream(model.device), None
         # The outer `with` sets the stream too: after a failed capture torch's own `with` does not restore the stream.
         with _one_at_a_time, torch.cuda.stream(side):
-            torch._C._cuda_clearCublasWorkspaces()  # the graph needs its own workspace: inductor frees all others
+            torch._C._cuda_clearCublasWorkspaces()  # the graph gets a workspace of its own: inductor frees all others
             try:
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     try:
@@ -213,15 +214,15 @@ class SyncOps(TorchDispatchMode):
 def user_hooks(model) -> str:
     """The first sign of user code that must run at every step, which a replay would skip; "" if there is none."""
     if model._compiled_call_impl is not None:
-        return "model.compile() was called, and may have graphs of its own"
+        return "model.compile() was called, whose graphs a replay would skip"
     if GLOBAL._global_forward_hooks or GLOBAL._global_forward_pre_hooks:
-        return "there are hooks on all modules, which a replay would leave out"
+        return "there are hooks on all modules, which a replay would skip"
     for name, m in model.named_modules():
         if "forward" in vars(m):
-            return f"module {name!r} has a forward of its own, which a replay would leave out"
+            return f"module {name!r} has a forward of its own, which a replay would skip"
         hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
         if any(not (getattr(hook, "__module__", None) or "").startswith(OURS) for hook in hooks):
-            return f"module {name!r} has a hook, which a replay would leave out"
+            return f"module {name!r} has a hook, which a replay would skip"
     return ""
 
 

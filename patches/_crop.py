@@ -14,9 +14,9 @@ INSTEAD = f"make a copy before the turn (Handle.fork) and go back to it, or {AGA
 
 
 def check_cropped(cache) -> None:
-    """Refuse a cache with a layer that cannot be built again from its keys, and name the reason."""
+    """Refuse a cache if a layer cannot be built again from its keys, and name the reason."""
     if len(cache.stored) < len(cache.layers):
-        raise NotImplementedError(f"crop: the state of linear-attention layers cannot go back; {AGAIN}")
+        raise NotImplementedError(f"crop: the state of linear-attention layers cannot be taken back; {AGAIN}")
     for i, layer in cache.stored.items():
         method, begin = layer.method, cache.row_lengths[layer.method.ring_plan].view.ring_begin
         if method.traits.attends == "window":

@@ -1,4 +1,4 @@
-"""What patches must know about a group of models."""
+"""Facts about groups of models that patches need."""
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -18,14 +18,14 @@ MULTIMODAL = (
 )  # fmt: skip
 
 Shard = Literal["heads", "replicated", "unknown"]
-# The kinds of the key projection in transformers' tensor parallel plans. The second kind gathers all keys on every
-# rank, because a norm or a slice needs all of them.
+# The kinds of the key projection in transformers' tensor parallel plans. The kinds with "replicated" gather all keys on
+# every rank, because a norm or a slice needs all of them.
 SHARDS: dict[str, Shard] = {
     "colwise": "heads", "colwise_gather_output": "replicated", "colwise_rep": "replicated",
 }  # fmt: skip
 KINDS = ("full_attention", "sliding_attention")
 Kept: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
-OWN_KINDS = ("linear_attention", "conv")  # whose state is not keys and values: transformers keeps it
+OWN_KINDS = ("linear_attention", "conv")  # layers without keys and values; transformers keeps their state
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def layer_of(config, layer: int) -> Layer | None:
 def is_self_attention(module: nn.Module) -> bool:
     """Whether a module is self-attention with a cache that calls transformers' attention dispatch.
 
-    A `layer_idx` is not enough: decoder layers, linear attention and indexers have one. Names of projections differ.
+    A `layer_idx` is not enough, because decoder layers, linear attention and indexers have one too. The names of
+    projections differ from model to model.
     """
     if not isinstance(getattr(module, "layer_idx", None), int):
         return False
@@ -121,10 +122,12 @@ class Family:
 
     about: the kinds of layers, for the table of models.
     since: the first transformers version in which the models work; "" for any supported version.
-    layer: the shape of the layer with this index, from the text config; None for a layer without keys and values.
-    is_attention: whether a module is the attention of such a layer. The module has the index as `layer_idx`.
-    kept: the state of a row that transformers keeps in every other layer, by name: shape and type, None for the
-        model's type.
+    layer: the shape of a layer, from the text config and the index of the layer; None for a layer without keys and
+        values.
+    is_attention: whether a module is the attention of a layer with keys and values. The module has the index of the
+        layer as `layer_idx`.
+    kept: the tensors that transformers keeps for a row in each layer without keys and values, by name: shape and type.
+        Type None is the model's type.
     """
 
     model_types: tuple[str, ...]
@@ -144,7 +147,7 @@ class Family:
         return tuple(self.layer(config, i) for i in range(config.num_hidden_layers))
 
     def modules(self, model: nn.Module, config) -> list[nn.Module]:
-        """The attention modules by index of their layer. Refuses a model without exactly one for each layer."""
+        """The attention modules in the order of layers. A model must have one for each layer with keys and values."""
         found = [m for m in model.modules() if self.is_attention(m)]
         indices = [m.layer_idx for m in found]
         expected = [i for i, layer in enumerate(self.layers(config)) if layer is not None]
@@ -157,8 +160,7 @@ class Family:
             said = "; ".join(f"{what}: {', '.join(map(str, which))}" for what, which in wrong.items() if which)
             raise NotImplementedError(
                 f"{type(model).__name__} has {len(found)} attention modules that torchsparsekv can reach, for "
-                f"{len(expected)} layers ({said}); it reaches modules with a layer_idx whose forward takes "
-                f"{' or '.join(NAMES)} and uses ALL_ATTENTION_FUNCTIONS, unless its Family says otherwise "
-                f"(is_attention){blamed()}"
+                f"{len(expected)} layers ({said}). By default such a module has a layer_idx, and its forward takes "
+                f"{' or '.join(NAMES)} and uses ALL_ATTENTION_FUNCTIONS; Family.is_attention can change this{blamed()}"
             )
         return sorted(found, key=lambda m: m.layer_idx)

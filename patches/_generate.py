@@ -27,7 +27,7 @@ def forget_compiled(model) -> None:
 
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
-    """Call generate() of the class. Caches that the call holds are free again at its end, also after an error."""
+    """Call generate() of the class. At the end, also after an error, the caches that the call held are free again."""
     cache = cache_in(kwargs)
     ids = ids_in(args, kwargs) if isinstance(cache, SparseCache) else None
     with _use.generating():
@@ -70,7 +70,7 @@ def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_
     if given.batch != batch:
         raise ValueError(f"the SparseCache was made for batch size {given.batch}, this call has {batch}")
     if given.max_length < max_cache_length:
-        raise ValueError(f"the SparseCache holds {given.max_length} tokens, this call needs {max_cache_length}")
+        raise ValueError(f"the SparseCache has room for {given.max_length} tokens, this call needs {max_cache_length}")
     _check_padding(given, mask)
     handle.hold(given, chunked=chunked)  # before check(), which would advise reset() while another call runs
     given.use.check()
@@ -85,14 +85,17 @@ def _refuse(model, generation_config, generation_mode) -> None:
             f"generation mode {generation_mode.value!r} reorders or forks the cache, which torchsparsekv does not "
             f"support; supported: {', '.join(m.value for m in MODES)}"
         )
-    if generation_config.is_assistant:  # first: by some versions of transformers it has a cache_implementation too
-        raise ValueError("a patched model cannot assist another: that takes tokens back out of the cache; unpatch it")
+    if generation_config.is_assistant:  # before the check below: assistants may have a cache_implementation
+        raise ValueError(
+            "a patched model cannot assist another model, because assisted decoding removes tokens from the cache: "
+            "unpatch it"
+        )
     if generation_config.use_cache is False:
         raise ValueError("use_cache=False would bypass torchsparsekv: leave it out")
     if generation_config.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation={generation_config.cache_implementation!r} would bypass torchsparsekv: leave it out "
-            "for a sparse cache, 'dynamic' is dense"
+            "for a sparse cache, or pass 'dynamic' for dense attention"
         )
     check_implementation(model.config.get_text_config(decoder=True))
     if generation_config.output_attentions:
@@ -112,7 +115,7 @@ def _check_padding(given: SparseCache, mask) -> None:
 
 
 def _columns(generation_config, mask, max_cache_length: int) -> int | None:
-    """The tokens of the longest row at the begin of the call, with those in the cache. None if they are unknown."""
+    """The tokens of the longest row at the begin of the call, those in the cache included. None: unknown."""
     if mask is not None:
         return mask.shape[-1]
     new = generation_config.max_new_tokens
@@ -145,15 +148,15 @@ def _cap(generation_config, over: int, columns: int | None, limit: int) -> int:
     name, why = "max_length", ""
     if generation_config.max_new_tokens is not None:
         generation_config.max_new_tokens -= over
-        name, why = "max_new_tokens", f"{columns} tokens are there and "
+        name, why = "max_new_tokens", f"the prompt has {columns} tokens and "
     now = getattr(generation_config, name)
     warn(f"{name} is {now} instead of {now + over}, because {why}max_position_embeddings of the model is {limit}")
     return over
 
 
 def _fit_chunks(generation_config, mask, columns: int | None, given: SparseCache | None) -> None:
-    """Change prefill_chunk_size to the nearest size that leaves no chunk of one token; smaller sizes come first. Such a
-    chunk would count as a decode step, which is not exact."""
+    """Lower prefill_chunk_size until no chunk has one token; if no size down to 2 does that, raise it. A chunk of one
+    token would count as a decode step, which is not exact."""
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     if chunk is None:
         return

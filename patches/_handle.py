@@ -1,4 +1,4 @@
-"""What patch() returns: makes caches, reports what they did, and restores the model."""
+"""The handle that patch() returns. It makes caches, reports what they did, and restores the model."""
 import copy
 import threading
 import weakref
@@ -46,8 +46,8 @@ class Handle:
 
         Args:
             batch_size: sequences of the cache.
-            max_length: tokens of a sequence. None: `max_length` of patch(), or else all positions of the model. The
-                latter warns with the memory that plan() gives.
+            max_length: tokens of a sequence. None: `max_length` of patch(). If patch() has none, the cache has room for
+                all positions of the model, and a warning says how much memory that takes.
             into: only `SparseCache(model)` passes it.
         """
         self._require_active()
@@ -66,7 +66,7 @@ class Handle:
         memory = self.plan(batch, length)
         host_mib, device_mib = memory.host_bytes / 2**20, memory.device_bytes / 2**20
         warn(
-            f"a cache without max_length has room for {length} tokens, all that the model's positions allow: "
+            f"a cache without max_length has room for {length} tokens, all positions of the model: "
             f"{host_mib:.1f} MiB of host memory and {device_mib:.1f} MiB on the device"
         )
 
@@ -111,8 +111,8 @@ class Handle:
         batch, length = self._sizes(cache.batch if batch_size is None else batch_size, cache.max_length)
         if cache.batch not in (1, batch):
             raise ValueError(
-                f"a cache of {cache.batch} sequences cannot be forked into {batch}; a cache of one sequence can, into "
-                "any number"
+                f"a cache of {cache.batch} sequences cannot be forked into {batch} sequences; a cache of one sequence "
+                "can be forked into any number"
             )
         cache.check_copied()
         twin = self.make_cache(batch, length)
@@ -175,7 +175,7 @@ class Handle:
         return (*exceptions, *self.planned.pool_said(), *self.planned.notes, *self.planned.reused(), *compiled)
 
     def _whole(self, rows: tuple[LayerReport, ...]) -> list[str]:
-        """A line for each method that attended to every token, since such a run saves nothing."""
+        """A line for each method that attended to every token, because such a run saves nothing."""
         found = [(self.planned.methods[r.layer], r.context_per_step) for r in rows if r.density == 1]
         saving = [(m, n) for m, n in found if m is not None and m.traits.attends != "everything"]
         methods = [m for m, n in saving if n <= m.dense_threshold or not m.traits.partial_blocks]
@@ -209,11 +209,11 @@ class Handle:
         self.not_captured = why
         warn(
             f"decode steps of this {type(self.model).__name__} are compiled from now on, which takes a "
-            f"minute the first time, since they cannot be captured as a CUDA graph: {why}"
+            f"minute the first time, because they cannot be captured as a CUDA graph: {why}"
         )
 
     def hold(self, cache: SparseCache, *, chunked: bool) -> bool:
-        """Reserve a cache for the running generate(). False if no hook will see the end of the call."""
+        """Reserve a cache for the running generate(). False if no generate() wrapper will see the end of the call."""
         held = _use.hold(cache.use, chunked=chunked)
         self._latest = weakref.ref(cache)
         return held
@@ -223,7 +223,7 @@ class Handle:
         whose call still runs is not used either."""
         if needed > (self.max_length or self.limit):
             raise ValueError(
-                f"prompt and new tokens need a cache of {needed} tokens, this patch allows max_length="
+                f"prompt and new tokens need a cache of {needed} tokens, and max_length of this patch is "
                 f"{self.max_length or self.limit}"
             )
         length = self.max_length or min(self.limit, max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()))
@@ -232,7 +232,7 @@ class Handle:
             busy = c is not None and c.use.generating
             if c is not None and not keep and not busy and (c.batch, c.max_length) == (batch, length):
                 held = self.hold(c, chunked=chunked)
-                if held:  # else no hook sees the end, and the next call would take this cache
+                if held:  # otherwise nothing marks the end of the call, and the next call would take this cache
                     c.reset()
                     return c
             if not busy:
@@ -244,7 +244,7 @@ class Handle:
 
     def _require_active(self) -> None:
         if not self.active:
-            raise RuntimeError("this handle is unpatched")
+            raise RuntimeError("this handle is unpatched: call patch() again")
 
     def __reduce__(self):
         raise TypeError("a patched model cannot be pickled: call unpatch() first, and patch again where it is loaded")

@@ -1,4 +1,4 @@
-"""The token ids of a cache, to notice a prompt that does not continue what the cache holds."""
+"""Remember the token ids of a cache, to refuse a prompt that does not continue them."""
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +26,9 @@ def check_continues(cache: "SparseCache", ids: Tensor) -> None:
         return
     at, row = differs[0].tolist()
     raise ValueError(
-        f"this call does not continue what the SparseCache holds: token {at} of row {row} is {int(given[row, at])}, "
-        f"and {int(known[row, at])} in the cache. cache.crop({at}) keeps the tokens before it, cache.reset() begins "
-        "another conversation"
+        f"this call does not continue the tokens of the SparseCache: token {at} of row {row} has id "
+        f"{int(given[row, at])} here and {int(known[row, at])} in the cache. cache.crop({at}) keeps the tokens before "
+        "it, cache.reset() begins another conversation"
     )
 
 

@@ -1,4 +1,4 @@
-"""patch(): check everything, then switch it on. Nothing is touched before the last check has passed."""
+"""patch(): check everything, then switch the patch on. The model is not touched before the last check has passed."""
 from collections.abc import Mapping
 from typing import get_args
 
@@ -29,7 +29,7 @@ def install(
     skip_layers: int | None = None, layers: Mapping | None = None, pool_dtype: str | None = None, step: str = "auto",
     hot_gib: float | None = None,
 ) -> Handle:  # fmt: skip
-    """`given`: the hyper-parameters of `method` that the user named."""
+    """Patch a model. `given`: the hyper-parameters of `method` that the user named."""
     model = unwrapped(model)
     check_model(model)
     captures = captures_steps(model, step)
@@ -53,8 +53,7 @@ def planned(
     model, method: Method, given: dict, device: torch.device, *, max_length: int | None, offload: str,
     skip_layers: int | None, layers: Mapping | None, pool_dtype: str | None = None,
 ) -> tuple[Plan, int | None, int]:  # fmt: skip
-    """The plan for a model on `device`, where its weights may still be missing; max_length; and the most tokens of a
-    cache."""
+    """(plan, max_length, the most tokens of a cache) for a model on `device`. The model may lack its weights."""
     config = check_model(model)
     family = all_families()[decoder_type(model.config)]
     if offload not in OFFLOAD:
@@ -66,7 +65,7 @@ def planned(
     check_layers(shapes)
     assignment = choose(method, given, shapes, layers, skip_layers, max_length, limit)
     family.modules(model, config)
-    for m in dict.fromkeys(reversed(assignment.methods)):  # the last layers run the method of the call
+    for m in dict.fromkeys(reversed(assignment.methods)):  # so errors name the method of the call, not `full`
         if m is not None:
             check_device(device, m)
     ranks, kept = getattr(model, "_tp_size", None) or 1, family.kept(config)
@@ -80,18 +79,18 @@ def check_model(model):
         raise TypeError(f"patch takes a transformers PreTrainedModel, got {type(model).__name__}")
     check_unpatched(model)
     if getattr(model, "_compiled_call_impl", None) is not None:
-        raise RuntimeError("this model is compiled already, and would not see the patch: patch first, compile() then")
+        raise RuntimeError("this model is compiled already, so a patch has no effect: patch first, then compile()")
     if model.config.is_encoder_decoder:
         raise NotImplementedError("encoder-decoder models are not supported")
     if not model.can_generate():
-        raise NotImplementedError(f"{type(model).__name__} has no generate(): patch the model that has it, not a part")
+        raise NotImplementedError(f"{type(model).__name__} has no generate(): patch the whole model, not a part of it")
     model_type, families = decoder_type(model.config), all_families()
     if model_type in REFUSED:
         raise NotImplementedError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in families:
         raise NotImplementedError(
-            f"no family for model_type {model_type!r}; available: {', '.join(families)}; with images: "
-            f"{', '.join(MULTIMODAL)}; docs/develop/family.md says how to add one"
+            f"model_type {model_type!r} is not supported; available: {', '.join(families)}; with images: "
+            f"{', '.join(MULTIMODAL)}; docs/develop/family.md says how to add a family of models"
         )
     since = families[model_type].since
     if since and Version(transformers.__version__) < Version(since):
@@ -101,14 +100,14 @@ def check_model(model):
     if model.training:
         raise RuntimeError("torchsparsekv is for inference: call model.eval() first")
     if not model._can_set_attn_implementation():
-        raise NotImplementedError(f"{type(model).__name__} bypasses transformers' attention dispatch")
+        raise NotImplementedError(f"{type(model).__name__} does not use transformers' attention dispatch")
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the model must compute in float32, float16 or bfloat16, got {model.dtype}")
     devices = {str(d) for d in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         raise NotImplementedError(
             f"the model is spread over several devices ({', '.join(sorted(devices))}): load it onto one "
-            "(device_map={'': 0}), or run one rank for each under torchrun (tp_plan='auto')"
+            "(device_map={'': 0}), or run one rank per device with torchrun (tp_plan='auto')"
         )
     return model.config.get_text_config(decoder=True)
 
@@ -118,11 +117,11 @@ def check_unpatched(model) -> None:
     if hasattr(model, "_torchsparsekv"):
         raise RuntimeError(f"this model is patched already: {model._torchsparsekv!r}; call unpatch() on it first")
     if any(hasattr(m, "_torchsparsekv_owner") for m in model.modules()):
-        raise RuntimeError("this model is patched already, through a model that it is part of or that is part of it")
+        raise RuntimeError("a model that has this model as a part, or is a part of it, is patched already: unpatch it")
     if (name := model.config.get_text_config(decoder=True)._attn_implementation or "").startswith(PREFIX):
         raise RuntimeError(
-            f"the config of this model has the attention implementation {name!r}, of a patched model whose config it "
-            "is or was copied from: make the model from a config of its own, with another attn_implementation"
+            f"the config of this model is from a patched model, or is a copy of its config (attention implementation "
+            f"{name!r}): make the model again, from a config of its own, with another attn_implementation"
         )
 
 
@@ -160,19 +159,19 @@ def captures_steps(model, step: str) -> bool:
 
 
 def why_not_captured(model) -> Exception | None:
-    """The reason why generate() cannot capture steps, or None. Without this check it would run all steps eagerly and
-    not say so."""
+    """The reason why generate() cannot capture steps, or None. Without this check generate() would run all steps
+    eagerly and not say so."""
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1 or not devices[0].startswith("cuda"):
         return ValueError(f"step='captured' needs a model on one CUDA device, this one is on {', '.join(devices)}")
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return NotImplementedError("step='captured' is for a model on one device, this one is split over several ranks")
     if "get_compiled_call" in vars(model):
-        return RuntimeError("step='captured' takes the place of get_compiled_call, and this model has one of its own")
+        return RuntimeError("step='captured' replaces get_compiled_call, and this model has one of its own")
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return NotImplementedError(
-            f"step='captured': a model quantised by {type(quantizer).__name__} is run eagerly by generate() in any case"
+            f"step='captured': generate() always runs a model quantised by {type(quantizer).__name__} eagerly"
         )
     return None
 

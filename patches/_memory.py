@@ -26,7 +26,7 @@ def pool_on_host(plan: Plan, offload: str, batch: int, length: int) -> bool:
 class Placement(NamedTuple):
     """Where the pool of a cache lives, and the size of its hot buffers.
 
-    hot_budgets: the size, in budgets, of layers with hot_budgets="auto".
+    hot_budgets: the size of a hot buffer, in budgets, in layers with hot_budgets="auto".
     """
 
     pool_on_host: bool
@@ -41,14 +41,14 @@ def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
     if not 0 < given < math.inf:
         raise ValueError(f"hot_gib must be above 0 GiB, got {given!r}")
     if method.hot_budgets != "auto":
-        raise ValueError(f"give hot_budgets or hot_gib, got {method.hot_budgets!r} and {given!r}")
+        raise ValueError(f"give hot_budgets or hot_gib, not both: got {method.hot_budgets!r} and {given!r}")
     if device.type == "cuda" and given * 2**30 > (free := free_device_bytes(device)):
-        raise MemoryError(f"hot_gib {given} is above the {free / 2**30:.2f} GiB of device memory that are free")
+        raise MemoryError(f"hot_gib {given} is above the {free / 2**30:.2f} GiB of free device memory")
     return float(given)
 
 
 def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | None = None) -> Placement:
-    """The placement of a new cache by the memory that is free now."""
+    """The placement of a new cache, by the memory that is free."""
     on_host = pool_on_host(plan, offload, batch, length)
     if hot_gib is not None and (most := plan.most_budgets(length)):
         hot = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=on_host, hot_budgets=budgets)  # noqa: E731
@@ -65,7 +65,7 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
     usual = min(HOT_BUDGETS, most)
     least = usual if size(usual) <= free else 1
     room, beside = DEVICE_SHARE * free, free - prompt_bytes(plan, batch, length)
-    if size(least) <= beside:  # otherwise a prompt must come in chunks
+    if size(least) <= beside:  # keep room for a prompt that fills the cache; otherwise it must come in chunks
         room = min(room, beside)
     return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= room)))
 
@@ -94,7 +94,7 @@ def _largest(most: int, fits) -> int:
 
 
 def hot_note(plan: Plan, place: Placement, batch: int, length: int, hot_gib: float | None) -> tuple[str, ...]:
-    """A line on the size of the hot buffers, if free memory decided the size."""
+    """A line on the size of the hot buffers, if free memory or `hot_gib` decided the size."""
     most = _most_budgets(plan, batch, length)
     if not most or (hot_gib is None and plan.device.type != "cuda"):
         return ()
@@ -107,7 +107,7 @@ def hot_note(plan: Plan, place: Placement, batch: int, length: int, hot_gib: flo
 
 
 def check_memory(plan: Plan, batch: int, length: int, place: Placement) -> None:
-    """Refuse, with numbers, before anything is allocated."""
+    """Refuse a cache for which memory is short, before anything is allocated."""
     need_host, need_device = plan.bytes(batch, length, **place._asdict())
     if plan.device.type == "cuda":
         have_device = free_device_bytes(plan.device)
@@ -122,5 +122,5 @@ def check_memory(plan: Plan, batch: int, length: int, place: Placement) -> None:
     if plan.device.type == "cuda" and (limit := host.pinnable(need_host, plan.device)) < need_host:
         raise MemoryError(
             f"a cache of {length} tokens x batch {batch} needs {need_host / 2**30:.2f} GiB of pinned host memory, but "
-            f"{host.memlock_said(limit)} and this driver heeds it; raise it, or keep the pool with offload='device'"
+            f"{host.memlock_said(limit)} and this driver obeys it: raise the limit, or pass offload='device'"
         )

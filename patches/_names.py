@@ -5,7 +5,7 @@ import transformers
 from packaging.version import Version
 from transformers.masking_utils import create_causal_mask
 
-NAMES = ("cache", "past_key_values")  # the second up to 5.23, and as an old name of the first after that
+NAMES = ("cache", "past_key_values")  # up to 5.23 the second; later versions take it as an old name of the first
 NAME = next(name for name in NAMES if name in (*inspect.signature(create_causal_mask).parameters, NAMES[-1]))
 TESTED = "5.24"  # the newest minor version that the tests run with; newer versions are accepted if they fit
 

@@ -11,7 +11,7 @@ from torchsparsekv.state import HOT_BUDGETS, Buffers, Geometry, RowLengths, chec
 
 
 class MemoryRow(NamedTuple):
-    """One kind of buffer, in all the layers that have it."""
+    """The bytes of one kind of buffer, over all layers that have it."""
 
     name: str
     on_host: bool
@@ -57,7 +57,7 @@ OWN = "linear (transformers)"
 
 
 class Plan:
-    """The layers of a model and the methods chosen for them. It knows every buffer before a cache exists."""
+    """The layers of a model and the methods chosen for them. A plan knows every buffer before a cache exists."""
 
     def __init__(
         self, layers: tuple[Layer | None, ...], assignment: Assignment, dtype: torch.dtype, device: torch.device,
@@ -68,8 +68,8 @@ class Plan:
             if here and whole and method and here.kv_heads < whole.kv_heads and method.traits.couples_heads:
                 hint = ": pass per_head=True" if hasattr(method, "per_head") else ""
                 raise NotImplementedError(
-                    f"{method.name} decides by all heads of a layer together, and each of {ranks} ranks has only its "
-                    f"own{hint}"
+                    f"{method.name} decides by all heads of a layer together, and each of {ranks} ranks has only some "
+                    f"heads{hint}"
                 )
         self.method, self.methods, self.notes = assignment.method, assignment.methods, assignment.notes
         self.warned = assignment.warned
@@ -101,14 +101,15 @@ class Plan:
         if self.pool_dtype is None:
             return ()
         own, pool = (str(d).removeprefix("torch.") for d in (self.dtype, self.pool_dtype))
-        return (f"pool_dtype {pool}: the pool holds keys and values in {pool} with scales, the model has {own}",)
+        said = f"the pool holds keys and values in {pool} with scales, the model computes in {own}"
+        return (f"pool_dtype {pool}: {said}",)
 
     def reused(self) -> list[str]:
         """A line for each layer whose selection other layers share."""
         of: dict[int, list[int]] = {}
         for i, anchor in self.anchors.items():
             of.setdefault(anchor, []).append(i)
-        return [f"layer {', '.join(map(str, others))}: attends to what layer {a} chose" for a, others in of.items()]
+        return [f"layer {', '.join(map(str, others))}: shares the selection of layer {a}" for a, others in of.items()]
 
     def may_offload(self, i: int) -> bool:
         traits = self.traits[i]
@@ -122,7 +123,7 @@ class Plan:
         return not all(t.attends in ("everything", "window") for t in self.traits if t)
 
     def most_budgets(self, length: int) -> int:
-        """The budgets in a row of the pool, in the layer with the most; 0 if no layer has hot_budgets="auto"."""
+        """How many budgets make up `length` tokens, at the smallest budget; 0 if no layer has hot_budgets="auto"."""
         sized = (m for m, t in zip(self.methods, self.traits) if m and t and t.attends == "selected")
         return max((-(-length // m.budget) for m in sized if m.hot_budgets == "auto"), default=0)
 
@@ -147,7 +148,7 @@ class Plan:
         return total_bytes(self.buffers(i, batch, max_length, hot_budgets), pool_on_host=on_host)
 
     def _kept_bytes(self) -> dict[str, int]:
-        """Bytes per row in one layer of transformers, which allocates them when a prompt comes."""
+        """Bytes per row of the tensors of one layer that transformers keeps. It allocates them when a prompt comes."""
         return {name: math.prod(shape) * (dtype or self.dtype).itemsize for name, (shape, dtype) in self.kept.items()}
 
     def bytes(
@@ -186,8 +187,8 @@ class Plan:
         return Memory(batch, max_length, tuple(sorted(rows, key=lambda r: -r.nbytes)), notes)
 
     def exceptions(self) -> list[str]:
-        """`layer: method` for each layer that runs neither the model's method nor is skipped. Equal neighbours are one
-        entry."""
+        """`layer: method` for each exception: a skipped layer that does not run `full`, or another layer that does not
+        run the model's method. Equal neighbours are one entry."""
         runs: list[tuple[int, int, Method | None]] = []
         for i, m in enumerate(self.methods):
             if m == self.method if i >= self.skip_layers else m and m.name == "full":

@@ -1,4 +1,4 @@
-"""While a prompt runs, a thread compiles the CUDA C++ of the decode steps. This takes about two seconds, once."""
+"""A thread compiles the CUDA C++ of the decode steps while a prompt runs. This takes about two seconds, once."""
 import contextlib
 import functools
 import threading
@@ -16,7 +16,7 @@ from torchsparsekv.state import LayerState
 
 Kind = tuple[Method, Layer, bool, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 NAME = "torchsparsekv: compile ahead"
-_begun: set[Kind] = set()  # in this process
+_begun: set[Kind] = set()  # kinds of layers whose compilation began in this process
 
 
 def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
@@ -27,7 +27,7 @@ def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
         return None
     _begun.update(kinds)
     mode = FakeTensorMode()
-    # The thread gets no tensor of the store: it must not keep the memory of a cache that is gone.
+    # The thread gets no tensor of the cache. Otherwise it would keep the memory of a cache that is gone.
     steps = [(layer.method, layer.shape, layer.state.mapped(mode.from_tensor)) for layer in new]
     thread = threading.Thread(target=_compile, args=(mode, steps), name=NAME)
     thread.start()
@@ -35,7 +35,7 @@ def precompile(layers: Iterable[SparseLayer]) -> threading.Thread | None:
 
 
 def by_kind(layers: Iterable[SparseLayer]) -> dict[Kind, SparseLayer]:
-    """One of all that take the same kernels."""
+    """One layer of each kind. Layers of a kind take the same kernels."""
     return {_kind(layer): layer for layer in layers}
 
 

@@ -1,4 +1,4 @@
-"""A patched model has configs of its own, so that other models with the same config object see nothing of the patch."""
+"""Give a patched model its own configs, so that other models with the same config object do not see the patch."""
 import copy
 from typing import Any
 
@@ -6,12 +6,13 @@ IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class Private:
-    """The configs of a model and the copies that stand in for them. A deep copy of the model takes it along."""
+    """The configs of a model, and the copies that replace them while the model is patched. A deep copy of the model
+    copies this object too."""
 
     def __init__(self, model):
         whole = model.config
         self.pairs = [(whole, copy.copy(whole))]
-        for name in whole.sub_configs:  # one level is enough: the text config is there, or `whole` itself
+        for name in whole.sub_configs:  # one level is enough: the text config is one of these, or `whole` itself
             if (part := getattr(whole, name, None)) is not None:
                 self.pairs.append((part, copy.copy(part)))
                 vars(self.pairs[0][1])[name] = self.pairs[-1][1]
@@ -21,7 +22,7 @@ class Private:
         _swap(model, self.pairs)
 
     def take_off(self, model) -> None:
-        """What the user changed in a config while the model was patched stays changed."""
+        """Restore the configs. A change that the user made to a config of the patched model stays."""
         parts = {id(mine): own for own, mine in self.pairs}
         for (own, mine), before in zip(self.pairs, self.before):
             for name, value in vars(mine).items():

@@ -20,11 +20,11 @@ from torchsparsekv.patches._family import decoder_type
 from torchsparsekv.patches._generate import forget_compiled, generate, prepare_cache
 from torchsparsekv.patches._private import Private
 
-RECOMPILE_LIMIT = 64  # at least: torch's is per code object, and every cache length or batch size may need a graph
+RECOMPILE_LIMIT = 64  # at least; it is per code object, and every cache length or batch size may need a graph
 
 
 class Owner:
-    """Ties caches to their patch. A deep copy of the model copies it, so a clone has an owner of its own."""
+    """Ties caches to their patch. A deep copy of the model copies the owner, and so has an owner of its own."""
 
     active = False
     first = 0  # the first layer with keys and values
@@ -121,7 +121,7 @@ class _RecompileLimit:
 
     def __init__(self) -> None:
         self.owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-        self.found: int | None = None  # what it was before we raised it
+        self.found: int | None = None  # the limit before the first patch raised it
 
     def hold(self, owner: Owner) -> None:
         self.owners.add(owner)

@@ -13,14 +13,15 @@ class Use:
         self.begun = 0  # number of forwards that did not run as a graph
         self.generating = False  # a generate() runs on this cache
         self.chunked = False  # with prefill_chunk_size: the first chunks of a row may be padding only
-        self.called = False  # the current forward is of the whole model, whose end a hook will see
-        self.open = ""  # "model" or "layers": a forward is changing the cache, and its end will be seen there
+        self.called = False  # the current forward is of the whole model, so `leave_model` will see its end
+        # While a forward changes the cache: which hook will see its end, that of the "model" or of the "layers".
+        self.open = ""
 
     def check(self) -> None:
         if self.open:
             raise RuntimeError(
-                "a forward on this SparseCache did not come to its end, or one runs in another thread: what it holds "
-                "is not whole. Call reset() on it and begin again with the prompt, or make a new one"
+                "the last forward on this SparseCache did not finish, or runs in another thread, so the cache is not "
+                "complete: call cache.reset() and pass the whole prompt again, or make a new cache"
             )
 
     # ---- begin and end of a forward. A forward that runs as a graph changes nothing here, except after an eager
@@ -37,7 +38,7 @@ class Use:
             self.open = ""
 
     def end_of_model(self, whole: bool = True) -> None:
-        if self.called:  # the forward was refused before it began
+        if self.called:  # a check refused the forward before `begin`
             self.called = False
         if self.open and whole:
             self.open = ""
@@ -69,7 +70,7 @@ def hold(use: Use, *, chunked: bool) -> bool:
     if use.generating:
         raise RuntimeError(
             "another generate() is running on this SparseCache: give each call a cache of its own "
-            "(handle.make_cache), or pass none"
+            "(handle.make_cache), or pass no cache"
         )
     if not _running():
         return False

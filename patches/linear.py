@@ -1,4 +1,4 @@
-"""Models with linear attention or convolutions between attention layers. transformers keeps the state of these."""
+"""Models with linear attention or convolutions in some layers. transformers keeps the state of these layers."""
 import torch
 
 from torchsparsekv.patches._family import Family, Kept

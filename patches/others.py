@@ -9,4 +9,4 @@ Family(
         "seed_oss", "smollm3", "stablelm", "starcoder2",
     )
 )  # fmt: skip
-Family(model_types=("nemotron",), since="5.13")  # its attention goes through the dispatch since then
+Family(model_types=("nemotron",), since="5.13")  # earlier versions bypass transformers' attention dispatch

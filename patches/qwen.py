@@ -1,4 +1,4 @@
-"""Qwen: biases (2), normalised queries and keys (3) and experts make no difference to a patch."""
+"""Qwen: the biases of Qwen2, the normalised queries and keys of Qwen3, and experts make no difference to a patch."""
 from torchsparsekv.patches._family import Family
 
 Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))

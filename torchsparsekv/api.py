@@ -1,4 +1,4 @@
-"""What users call."""
+"""The functions that users call."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ def patch(
             shrink to a bit over half. Sinks, window and fetched blocks keep the model's type. None: the model's type.
         hot_gib: GiB of GPU memory for the hot buffers of a cache, all layers together. It replaces `hot_budgets`, the
             size in budgets. None: `hot_budgets`, "auto" by default (docs/guide/memory.md).
-        skip_layers: the first layers, which are dense, and whose pool stays on the GPU. None: 2, but at least one layer
+        skip_layers: number of first layers that are dense. Their pool stays on the GPU. None: 2, but at least one layer
             runs the method.
         layers: exceptions for single layers, such as `{0: "full", 5: dict(budget=512)}`. A value is the name of a
             method, or a dict of hyper-parameters, where "method" names another method. An entry wins over
@@ -97,7 +97,8 @@ def _misfit(e: ImportError, needs: str) -> ImportError:
     """The error for a transformers that lacks a name which patch() imports."""
     from importlib.metadata import version
 
-    return ImportError(f"patch does not fit transformers {version('transformers')}: {e}; {needs} has one that fits")
+    fits = f"{needs} installs one that fits"
+    return ImportError(f"patch does not fit transformers {version('transformers')}: {e}; {fits}")
 
 
 def methods() -> dict[str, dict[str, HyperParameter]]:

@@ -12,22 +12,23 @@ from torchsparsekv.state import Geometry, LayerState, RowLengths
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 32
 TURN = 9  # tokens of a second turn
-MOST_STEPS = 40  # behind a prompt; as many as it takes for tokens to leave the ring, but no more
+MOST_STEPS = 40  # most decode steps after a prompt; fewer if tokens leave the ring earlier
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 
 
 def check_method(method: str | type[Method] | Method, **hyper) -> list[str]:
     """Check a method of your own on random keys, on the CPU in float32.
 
-    1. Selected blocks are distinct and lie between the sinks and the ring.
+    1. Selected blocks are distinct and lie between the sinks and the ring. If the method reorders the pool, the check
+       cannot compare blocks with the begin of the ring.
     2. A sequence of a ragged batch has the same outputs as the sequence alone.
     3. With a full budget, each decode step equals dense attention.
-    4. With a full budget, a second turn and the steps after it equal one long prompt.
+    4. With a full budget, a second turn and the steps after it equal dense attention, as one long prompt would.
 
     Args:
         method: a class, its name, or an instance.
-        hyper: hyper-parameters. Without a `budget` the check takes four blocks. Small `sink`, `window` and blocks make
-            the check fast.
+        hyper: hyper-parameters. Without a `budget`, an instance keeps its own, and a class or a name gets a budget of
+            four blocks. Small `sink`, `window` and blocks make the check fast.
 
     Returns:
         One line for each property.
@@ -70,7 +71,7 @@ def _made(method: str | type[Method] | Method, hyper: dict) -> Method:
 
 
 class _Run:
-    """Random tokens of three rows of different lengths, and layers that they are fed to."""
+    """Random tokens of three rows of different lengths. `outputs` feeds them to a layer of a method."""
 
     def __init__(self, method: Method):
         plan = method.ring_plan
@@ -81,12 +82,13 @@ class _Run:
         self.rows = -(-tokens // method.block_size) * method.block_size
         g = torch.Generator().manual_seed(0)
         draw = lambda heads: torch.randn(3, heads, tokens, HEAD_DIM, generator=g)  # noqa: E731
-        # Whole numbers: products are exact, so that no order of summation decides between two blocks.
+        # Keys are whole numbers, and queries multiples of 1/4. So products are exact, and the order of a summation
+        # does not decide between two blocks.
         self.q, self.k = (draw(GROUP * KV_HEADS) * 2).round() / 4, (draw(KV_HEADS) * 2).round()
         self.v, self.attention = draw(KV_HEADS), Attention(HEAD_DIM**-0.5)
 
     def outputs(self, method: Method, row: int | None = None, watch: Callable | None = None) -> Iterator[Tensor]:
-        """The outputs of a prompt, of steps, of a second turn and of steps behind it; of all rows, or of one alone."""
+        """The outputs of a prompt, of steps, of a second turn and of steps after it. `row` None: of all rows."""
         here, padding = (slice(None), self.padding) if row is None else (slice(row, row + 1), [0])
         cut = 0 if row is None else self.padding[row]
         q, k, v = (t[here, :, cut:] for t in (self.q, self.k, self.v))
@@ -106,7 +108,7 @@ class _Run:
 
 
 def _check_places(method: Method, s: LayerState, q: Tensor, a: Attention, selection: Selection, out: Tensor) -> None:
-    """Called with every decode step."""
+    """Check the selection of one decode step: the `on_step` function of the layer."""
     if selection.ids is None:
         return
     ids, ordered = selection.ids.long(), selection.ids.long().sort(-1).values

@@ -1,4 +1,4 @@
-"""What authors of methods and ops import. docs/develop has a page for each: a method, an op, a family, an engine."""
+"""The names that authors of methods and ops import. docs/develop explains methods, ops, families and engines."""
 from torchsparsekv.check import check_method
 from torchsparsekv.method import Method, Traits, option
 from torchsparsekv.ops._machinery.chain import cuda, torch_kernels, triton

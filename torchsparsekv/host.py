@@ -1,7 +1,7 @@
 """Host memory that the GPU reads and writes in place.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. Here an exact anonymous mapping gets
-huge pages, is touched by all cores, registered with the driver, and shown to torch as an ordinary CUDA tensor.
+`torch.empty(pin_memory=True)` rounds up to a power of two and pins at 2 GiB/s. This module maps the exact size with
+huge pages, touches the pages on all cores, registers them with the driver, and shows them to torch as a CUDA tensor.
 """
 import contextlib
 import functools
@@ -22,10 +22,10 @@ class _Pinned:
             region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise MemoryError(f"cannot map {size / 2**30:.2f} GiB of host memory: {e}") from e
-        with contextlib.suppress(AttributeError, OSError):  # a hint: kernels without it work with small pages
+        with contextlib.suppress(AttributeError, OSError):  # a hint: a Linux kernel without it uses small pages
             region.madvise(mmap.MADV_HUGEPAGE)
         touched = torch.frombuffer(region, dtype=torch.uint8)
-        touched.zero_()  # first touch, on all threads: registering untouched pages is several times slower
+        touched.zero_()  # touches the pages on all threads: to register untouched pages is several times slower
         pointer = touched.data_ptr()
         error = _register(pointer, size, device)
         if error:
@@ -99,7 +99,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """A zeroed tensor in pinned host memory that presents itself as a tensor of `device`."""
     nbytes = int(torch.Size(shape).numel()) * dtype.itemsize
     if nbytes > (free := available()):  # the system grants more memory than it has, and kills the process that uses it
-        raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are to be pinned, only {free / 2**30:.2f} are free")
+        raise MemoryError(f"cannot pin {nbytes / 2**30:.2f} GiB of host memory: {free / 2**30:.2f} GiB are free")
     owner = _Pinned(max(nbytes, 1), device)
     flat = torch.as_tensor(owner, device=device)
     if flat.data_ptr() != owner.pointer:
@@ -107,8 +107,8 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return flat[:nbytes].view(dtype).view(shape)
 
 
-# Control groups, versions 2 and 1: the folder, the marker in the process's line, the files of a group's limit and use,
-# and the field of the file cache, which the system can free.
+# Control groups, versions 2 and 1: the root folder, the controller's name in /proc/self/cgroup, the files with the
+# limit and the use of a group, and the field of memory.stat with the file cache, which the system can free.
 _ROOT = Path("/sys/fs/cgroup")
 CGROUPS = (
     (_ROOT, "", ("memory.max", "memory.current", "inactive_file")),
@@ -131,8 +131,8 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def available() -> int:
-    """Bytes of host memory that can be had without swapping (limits of control groups count)."""
-    free = 1 << 62  # without the file, the allocation itself fails if memory is short
+    """Bytes of host memory that are free without swapping, within the limits of control groups."""
+    free = 1 << 62  # without /proc/meminfo, the allocation itself fails if memory is short
     with contextlib.suppress(OSError, KeyError, ValueError):
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024

@@ -43,10 +43,11 @@ from torchsparsekv.state import (
 
 Step: TypeAlias = Literal["auto", "captured", "compiled"]  # how generate() makes a graph of a decode step on a GPU
 Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to live
-DEVICE_SHARE = 0.5  # what a cache may take of the free memory with offload="auto" and hot_budgets="auto"
-PoolType: TypeAlias = Literal["int8"]  # what it may hold other than the model's type
+DEVICE_SHARE = 0.5  # of the free device memory, what a cache may take with offload="auto" or hot_budgets="auto"
+PoolType: TypeAlias = Literal["int8"]  # types of the pool other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
-# Tokens of a group with estimate_rest=True: as many as make at most REST_GROUPS groups of a row, if MOST_REST allows.
+# With estimate_rest=True a group has LEAST_REST tokens. In long caches it has more, up to MOST_REST, so that a row has
+# at most REST_GROUPS groups.
 LEAST_REST, MOST_REST, REST_GROUPS = 32, 128, 3072
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
 
@@ -76,27 +77,29 @@ class Traits:
     """Facts about a method that decode, prefill and patch need beyond its hooks.
 
     Attributes:
-        attends: what a decode step attends to. "selected": sinks, ring, and the blocks that `choose` selects. "recent":
-            sinks and ring. "window": the ring alone, and the layer keeps no pool. "everything": the whole pool.
-        reorders_pool: the method stores tokens at pool rows of its own choice, also beyond the length of a row.
+        attends: what a decode step attends to. "selected": the ring, and the blocks that `choose` selects. "recent":
+            the ring. "window": the ring, and the layer keeps no pool. "everything": the whole pool.
+        reorders_pool: a token may lie in any pool row, also beyond the length of its sequence. A method that only
+            permutes tokens within the rows of their positions does not set this.
         moves_leaving: `step` stores the tokens that leave the ring at pool rows of its own choice (`leaving_rows`), or
             in another order at the rows of their positions.
         partial_blocks: a retrieved block may hold fewer than `block_size` tokens.
         couples_heads: all heads of a layer decide together, so one device must hold all of them.
         selects_every_step: each step selects for all heads, and the selection is `ids` and `fill` alone. Then a prompt
             fills the hot buffer.
-        moves_selected: tokens of a selected block may move before the next step. Without it, a method that selects at
-            every step may set `prefetch_async`.
+        moves_selected: tokens of a selected block may move before the next step. `prefetch_async` needs
+            `selects_every_step` without `moves_selected`.
         all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
-        no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes it retrieves at its
-            steps, and leaves a token at the pool row that took it when it left the ring (`leaving_rows`).
-        least_capability: the oldest CUDA compute capability that the kernels compile for.
+        no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes `estimate_rest`
+            must retrieve at decode steps, and must leave a token at the pool row that the token got when it left the
+            ring (`leaving_rows`).
+        least_capability: the lowest CUDA compute capability that the kernels compile for.
         older_devices: the hyper-parameter that lowers `least_capability`, as users write it.
         cannot_crop: why tokens cannot be taken back out of a cache. Empty if `prompt` builds the whole index from keys
-            alone, without their queries, and returns None: then `SparseCache.crop` runs `prompt` again.
-        no_engine: why the method cannot serve an engine (torchsparsekv/engines). Empty if what its index says of a
-            token depends on the keys of that token's block alone, so that requests can share blocks: then it has
-            `written`.
+            alone, without queries, and returns None. Then `SparseCache.crop` runs `prompt` again.
+        no_engine: why the method cannot serve an engine (torchsparsekv/engines). It may be empty if the index entry of
+            a token depends on the keys of the token's block alone, so that requests can share blocks. Then the method
+            defines `written`.
     """
 
     attends: Literal["selected", "everything", "window", "recent"] = "selected"
@@ -118,29 +121,29 @@ class Traits:
 class Method:
     """Base of every method: a frozen dataclass of hyper-parameters. State lives in `LayerState`, maths in `ops`.
 
-    A method declares its `traits` and its `buffers`, and it answers three questions: what to do when many tokens come
-    (`prompt`, and `prompted` behind it), when one token comes (`step`), and which blocks a query attends to (`choose`).
-    Every method runs the same `decode`.
+    A method declares its `traits` and its `buffers`, and defines three hooks. `prompt` takes many tokens into the index
+    (`prompted` runs after it), `step` takes one token, and `choose` selects the blocks that a query attends to. Every
+    method runs the same `decode` and `prefill`.
     """
 
     budget: int = option(1024, "Tokens retrieved per kv head and decode step, beside the sink and the window.")
-    sink: int = option(64, "First tokens of a row; every step attends to them.")
-    window: int = option(256, "Latest tokens of a row; every step attends to them.")
+    sink: int = option(64, "First tokens of a sequence; every step attends to them.")
+    window: int = option(256, "Latest tokens of a sequence; every step attends to them.")
     hot_budgets: int | str = option(
-        "auto", 'Size of the hot buffer on the device, in budgets. "auto": by the device memory that is free.'
+        "auto", 'Size of the hot buffer on the device, in budgets. "auto": by the free memory of the device.'
     )
     prefetch_async: float | None = option(
         None,
-        "Heads whose query has at least this cosine to the last step's reuse the last selection, and fetch the new one "
-        "after attention. None: every step waits for its selection.",
+        "If the query of a head has at least this cosine with its query of the last step, the head attends to its last "
+        "selection, and fetches the new one after attention. None: every step waits for its new selection.",
     )
     estimate_rest: bool | int = option(
         False,
-        "Estimate what a step does not retrieve by the means of groups of tokens. A number: tokens of a group, a power "
-        f"of two. True: {LEAST_REST} up to {MOST_REST} by the length of the cache. False: it is left out.",
+        "Estimate the tokens that a step does not retrieve, by means over groups of tokens. A number: tokens of a "
+        f"group, a power of two. True: {LEAST_REST} to {MOST_REST}, by the length of the cache. False: leave them out.",
     )
 
-    if TYPE_CHECKING:  # a field where users can choose it
+    if TYPE_CHECKING:  # methods whose block size users choose have it as a field
 
         @property
         def block_size(self) -> int:
@@ -153,7 +156,7 @@ class Method:
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:  # a shared base, not a method
             return
-        # The cell of a notebook may be run again: a class of the same place and name replaces the one before.
+        # The cell of a notebook may run again: a class replaces an earlier class of the same module and name.
         had = _METHODS.get(cls.name)
         if had is not None and (had.__module__, had.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"method {cls.name!r} is defined twice: {_METHODS[cls.name]} and {cls}")
@@ -190,14 +193,14 @@ class Method:
             )
         if self.traits.no_rest:
             raise ValueError(
-                f"{self.name}: estimate_rest must be False, got {value!r}: this method {self.traits.no_rest}"
+                f"{self.name}: estimate_rest cannot be {value!r}: this method {self.traits.no_rest}"
             )
 
     def check_int(
         self, field: str, least: int = 1, most: int | None = None, *, power: bool = False, word: str | None = None
     ) -> None:
-        """Refuse a hyper-parameter that is no int, beyond these bounds, or with `power` no power of two. A `word` is
-        allowed beside ints."""
+        """Refuse a hyper-parameter that is no int or outside these bounds; with `power`, also one that is no power of
+        two. A `word` is allowed beside ints."""
         value = getattr(self, field)
         if word is not None and value == word:
             return
@@ -217,7 +220,7 @@ class Method:
             raise ValueError(f"{self.name}: {field} must be one of {', '.join(known)}, got {value!r}")
 
     def effective(self) -> dict[str, object]:
-        """The hyper-parameters as they act, which a default alone may not say."""
+        """The hyper-parameters with the values that act, where a default such as None stands for another value."""
         return dataclasses.asdict(self)
 
     @property
@@ -233,12 +236,12 @@ class Method:
 
     @cached_property
     def traits(self) -> Traits:
-        """What the library must know beyond the hooks."""
+        """Facts that the library needs beyond the hooks."""
         return Traits()
 
     @cached_property
     def _attends(self) -> str:
-        """What steps read of `traits`: of a frozen dataclass torch.compile guards every field, at every step."""
+        """`traits.attends`, for steps. torch.compile would guard every field of `traits` at every step."""
         return self.traits.attends
 
     @cached_property
@@ -246,7 +249,7 @@ class Method:
         return self.traits.moves_leaving
 
     def rest_group(self, rows: int) -> int:
-        """Tokens of a group whose mean stands for the tokens that are not retrieved, in a cache of `rows` pool rows."""
+        """Tokens of a group of `estimate_rest`, in a cache of `rows` pool rows."""
         if self.estimate_rest is not True:
             return self.estimate_rest
         group = max(LEAST_REST, self.block_size)
@@ -256,7 +259,7 @@ class Method:
 
     @classmethod
     def in_layers(cls, layers: Mapping[int, "Method"], count: int) -> Mapping[int, "Method"]:
-        """What each layer runs, for methods whose layers differ by their number.
+        """The method of each layer, for methods that differ from layer to layer.
 
         layers: the layers that run this class of method, in order. count: all layers of the model.
         """
@@ -266,8 +269,9 @@ class Method:
     def shares_selection(cls, layers: Mapping[int, tuple["Method", int, int]]) -> dict[int, int]:
         """The earlier layer whose selection each layer shares; a layer that selects for itself is absent.
 
-        layers: the layers that run this class of method or a class made from it, in order, each as (method, kv heads,
-        query heads). A dense layer that others share with has `choose` called, and keeps there what it selects.
+        layers: the layers that run this class of method or a subclass, in order, each as (method, kv heads, query
+        heads). A dense layer may select for others: a step calls its `choose` too, which keeps the selection in the
+        state of the layer.
         """
         return {}
 
@@ -279,7 +283,7 @@ class Method:
         return self.hot_budgets if isinstance(self.hot_budgets, int) else g.hot_budgets
 
     def buffers(self, g: Geometry) -> Buffers:
-        """Everything one layer keeps. Extend what this returns with the index."""
+        """The buffers of one layer. A method extends the returned buffers with those of its index."""
         slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
         found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
@@ -305,22 +309,25 @@ class Method:
         """
 
     def prompt_values(self, s: LayerState, leaving: Leaving, v: Tensor, order: Tensor | None, *, join: bool) -> None:
-        """A prompt, or a chunk of one, is in the index: take what the index needs of its values `v`. `order` is what
-        `prompt` returned. An override calls `super()`, which sums the rest, unless `Traits.no_rest` is set."""
+        """The keys of a prompt, or of a chunk of one, are in the index: take the values `v`, if the index needs them.
+
+        `order` is what `prompt` returned. Unless `Traits.no_rest` is set, an override calls `super()`, which sums the
+        groups of `estimate_rest`.
+        """
         if self.estimate_rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
 
     def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
-        """What stands for the tokens that a step does not retrieve."""
+        """The groups of tokens that stand for the tokens which a step does not retrieve."""
         return s.rest if self.estimate_rest else NO_REST
 
     def observed_queries(self, s: LayerState) -> Tensor | None:
-        """Where the queries of the latest tokens are kept, if they are (ops/index/observe.py)."""
+        """The tensor with the queries of the latest tokens (ops/index/observe.py). None: the method keeps none."""
         return None
 
     def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
-        """A prompt, or a chunk of one, with queries `q` and keys `k` is in the index: select what later steps attend
-        to, if the method selects once a prompt. The pool may not have these tokens yet."""
+        """A prompt, or a chunk of one, is in the index; `q` and `k` are its queries and keys. A method that selects
+        once per prompt selects here what later steps attend to. The pool may not have these tokens yet."""
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
@@ -336,12 +343,15 @@ class Method:
         return None
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
-        """The blocks to attend to beside the ring; `Selection()` where there are never any. Blocks are numbered in the
-        order of the text; `s.block_table` says where they are if rows share one pool, as those of an engine do."""
+        """The blocks to attend to beside the ring; `Selection()` if the method selects none.
+
+        Block `i` begins at pool row `i * block_size`. The rows of an engine share one pool: there, blocks are numbered
+        in the order of the text, and `s.block_table` says where they are.
+        """
         raise NotImplementedError(f"method {self.name!r} ({type(self).__qualname__}) does not define choose")
 
     def attended(self, s: LayerState, q: Tensor, a: Attention) -> None:
-        """A step has attended to the ring and to the slots `s.hot.chosen`: learn from it, for later steps."""
+        """A step has attended to the ring and to the slots `s.hot.chosen`: update the index for later steps."""
 
     def weigh(self, s: LayerState, q: Tensor, a: Attention) -> Tensor | None:
         """Numbers that the query heads add to the logits of the blocks in `s.hot.chosen`, [batch, query heads, blocks].
@@ -349,7 +359,7 @@ class Method:
         return None
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """The fields of this layer's `LayerReport` that the method decides. Extend or replace what this returns."""
+        """The fields of this layer's `LayerReport` that the method decides. A method may extend or replace them."""
         attended = counts.in_ring + counts.selected * self.block_size
         if self.traits.partial_blocks:
             attended = min(attended, counts.context)
@@ -362,10 +372,10 @@ class Method:
     # ---- what it inherits
 
     def best(self, s: LayerState, scores: Tensor, peaks: Tensor | None = None) -> Selection:
-        """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of the pool]."""
+        """As many of the best blocks as the budget allows; scores [batch, kv_heads, blocks of a row]."""
         want = (s.lengths.length.shape[0], s.store.pool.shape[1], s.row_capacity // self.block_size)
         if scores.shape != want:
-            raise ValueError(f"{self.name}: scores are one number for each block, {want}, got {tuple(scores.shape)}")
+            raise ValueError(f"{self.name}: scores must have one number per block, {want}, got {tuple(scores.shape)}")
         return Selection(top_blocks((scores, peaks), min(self.budget // self.block_size, scores.shape[-1])))
 
     @final
@@ -404,7 +414,8 @@ class Method:
 
     @final
     def in_time(self, s: LayerState, q: Tensor, selection: Selection) -> Selection:
-        """What of a selection is fetched before this step attends: all of it, unless heads may be late."""
+        """The selection, with the heads whose blocks are fetched before attention (`retrieve_now`). Without
+        `prefetch_async` these are all heads."""
         if self.prefetch_async is None:
             return selection
         partial = self.traits.partial_blocks
@@ -413,18 +424,18 @@ class Method:
 
     @final
     def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """One new token into the store and the index."""
+        """Take one new token into the store and the index."""
         observed, later = self.observed_queries(s), self._moves_leaving
         rest = s.rest if self.estimate_rest and not later else NO_REST
         append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed, rest)
         leaving = Leaving(k, s.store.pool)
         self.step(s, q, leaving)
-        if self.estimate_rest and later:  # only now do the tokens have their rows
+        if self.estimate_rest and later:  # the tokens got their pool rows in `step`
             group_sums(leaving, v, s.rest, s.lengths, rows=self.leaving_rows(s))
 
     @final
     def ingest(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, join: bool) -> None:
-        """Many new tokens into the store and the index."""
+        """Take many new tokens into the store and the index."""
         flush_ring(s.store, s.lengths)
         leaving = Leaving(k, s.store.pool)
         order = self.prompt(s, q, leaving, join=join)
@@ -436,11 +447,11 @@ class Method:
 
     @final
     def prefill(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor, a: Attention, *, last: bool) -> Tensor:
-        """Many new tokens: exact attention over all that the layer may see, whatever the method."""
+        """One layer of a prompt, or of a chunk of one: exact attention to all tokens that the layer may see."""
         join = last or torch.compiler.is_compiling()
         if s.on_prompt is not None:
             s.on_prompt(s, q, k, v, a)
-        if self._attends == "window":  # all of its past is in the ring, where the new tokens will be
+        if self._attends == "window":  # the past is in the ring alone, and `ingest` overwrites it
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)
             return out
@@ -449,7 +460,7 @@ class Method:
 
 
 def all_methods() -> dict[str, type[Method]]:
-    """Every method that users can choose, by name. A file in torchsparsekv/_methods adds one.
+    """Every method that users can choose, by name. A file in torchsparsekv/_methods or a class of the user adds one.
 
     A class whose name starts with an underscore is left out: the library alone uses it.
     """
@@ -461,7 +472,7 @@ def all_methods() -> dict[str, type[Method]]:
 
 
 def hyper_parameters(cls: type[Method]) -> dict[str, HyperParameter]:
-    """A field that overrides a default alone has the meaning of the field that it overrides."""
+    """The hyper-parameters of a method. A field that only changes a default keeps the meaning of the base class."""
     found = {}
     for f in dataclasses.fields(cls):
         declared = (vars(c).get("__dataclass_fields__", {}).get(f.name) for c in cls.__mro__)
@@ -471,7 +482,7 @@ def hyper_parameters(cls: type[Method]) -> dict[str, HyperParameter]:
 
 
 def renamed(hyper: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
-    """The same hyper-parameters by today's names; each old name costs one warning."""
+    """The same hyper-parameters under their present names. Each old name gives one warning."""
     found = dict(hyper)
     for old, new in RENAMED.items():
         if old not in found:
@@ -517,7 +528,7 @@ def named_method(name: str, hyper: Mapping[str, Any]) -> tuple[Method, dict[str,
 
 
 def layer_method(name: str, **hyper) -> Method:
-    """What layers of a certain kind need, whatever users choose."""
+    """The method of layers that users cannot choose for, such as layers with a sliding window."""
     all_methods()
     return _METHODS[name](**hyper)
 
@@ -532,7 +543,7 @@ def traits_of(method: Method) -> Traits:
 
 
 def as_int(value):
-    """Integers of numpy and torch as Python's; whatever is no integer stays as it is, to be refused by name."""
+    """Integers of numpy and torch as Python integers. Other values stay as they are, so that a check can name them."""
     if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
         return value
     try:
@@ -556,7 +567,7 @@ def check_device(device: torch.device, method: Method) -> None:
     have, need = torch.cuda.get_device_capability(device), method.traits.least_capability
     if have < need:
         lower = method.traits.older_devices
-        hint = f"; {lower} needs 8.0" if lower else ""
+        hint = f"; with {lower} 8.0 is enough" if lower else ""
         raise NotImplementedError(
             f"{method.name} needs compute capability {need[0]}.{need[1]}, {torch.cuda.get_device_name(device)} has "
             f"{have[0]}.{have[1]}{hint}"

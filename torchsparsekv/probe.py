@@ -1,4 +1,4 @@
-"""How much of the true attention a method keeps, for every layer and head, while a patched model decodes.
+"""Measure how much of the exact attention weight a method keeps, for every layer and head, while a model decodes.
 
     cache = handle.make_cache(1, 4096)
     with probe(cache) as seen:
@@ -22,7 +22,7 @@ from torchsparsekv.state import EAGER_ONLY, LayerState
 
 
 class LayerProbe:
-    """One layer: both measures of each decode step, [rows, query heads]."""
+    """The measures of one layer: `mass` and `error` of each decode step, [rows, query heads]."""
 
     def __init__(self, method: Method):
         self.method = method
@@ -94,7 +94,7 @@ def probe(cache) -> Iterator[Probe]:
 
 @contextlib.contextmanager
 def tapped(cache, taps) -> Iterator[None]:
-    """Call a function of (state, query, attention, selection, output) at every decode step of a layer."""
+    """Call each of `taps`, one per layer, at every decode step, with (state, query, attention, selection, output)."""
     layers = [*cache.stored.values()]
     before = [layer.state.on_step for layer in layers]
     for layer, tap in zip(layers, taps):
@@ -111,7 +111,7 @@ def exact_attention(
 ) -> tuple[Tensor, Tensor]:
     """Weights of all rows of pool and ring, [batch, kv heads, group, pool rows + ring rows], and the dense output.
 
-    Per (row, kv head), the ring counts from `frontier` on. With `fill`, a block of the pool counts with its first rows.
+    Per (row, kv head), the ring counts from `frontier` on. With `fill`, only the filled rows of a block count.
     """
     pool, ring = s.store.pool, s.store.ring
     x = q[:, :, 0].unflatten(1, (pool.shape[1], -1)).float()
@@ -154,6 +154,6 @@ def attended(s: LayerState, method: Method) -> Tensor:
     if method.traits.attends == "everything":
         return torch.cat([near.new_ones(pool.shape[:3]), near], -1)
     ids, blocks = attended_blocks(s), pool.shape[2] // method.block_size
-    chosen = near.new_zeros(*pool.shape[:2], blocks + 1)  # the last one takes the slots that are empty
+    chosen = near.new_zeros(*pool.shape[:2], blocks + 1)  # the last place takes the empty slots
     chosen.scatter_(-1, torch.where(ids < 0, blocks, ids).long(), True)
     return torch.cat([chosen[..., :blocks].repeat_interleave(method.block_size, -1), near], -1)

@@ -18,7 +18,7 @@ class LayerReport:
         steps: decode steps that ran through the layer.
         context_per_step: tokens that a step could attend to.
         attended_per_step: tokens that a step did attend to.
-        blocks_selected: blocks that all steps selected.
+        blocks_selected: blocks that the steps selected, summed over steps, sequences and kv heads.
         blocks_fetched: selected blocks that were not in the hot buffer.
         fetched_late: fetched blocks that arrived after the attention of their step, while later layers computed.
         pool_bytes_read: bytes that steps read from the pool.
@@ -27,7 +27,8 @@ class LayerReport:
         static_share: share of the budget that is attended to whatever the query. None: the method has no static set.
         lost: tokens that the method should keep and its window did not hold, in the worst head. None: does not apply.
         at_most: whether partly empty pages count as full in `attended_per_step`.
-        waited: share of the steps at which a kv head waited for its selection. None: without `prefetch_async`.
+        waited: share of the steps at which a kv head waited for its selection, as a mean over sequences and kv heads.
+            None: without `prefetch_async`.
         prompted: whether a prompt ran through the layer.
     """
 
@@ -81,9 +82,9 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """Layers that no decode step reached. `print` shows them behind `!!`."""
+        """Signs that the method did not run, such as layers that no step reached. `print` shows them after `!!`."""
         if not self.layers:
-            return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before dropping it)"]
+            return ["NOTHING TO REPORT ON: no cache was made, or the latest one is gone (report before you drop it)"]
         idle = [r.layer for r in self.layers if r.steps == 0]
         if len(idle) == len(self.layers):
             prompted = any(r.prompted for r in self.layers)
@@ -111,7 +112,7 @@ class Report:
                 f"{r.blocks_selected:>9} {r.blocks_fetched:>8} {hits:>6} {size_of(r.host_bytes_read):>10}"
             )
         if any(r.at_most for r in self.layers):
-            lines.append("<=: pages that are part empty count as if they were full")
+            lines.append("<=: partly empty pages count as full")
         seldom = [r.retrieval_rate for r in self.layers if 0 < r.retrieval_rate < 1]
         if seldom:
             lines.append(f"selected anew at {sum(seldom) / len(seldom):.1%} of the steps")
@@ -125,7 +126,7 @@ class Report:
         static = [f"{r.layer}: {r.static_share:.3f}" for r in self.layers if r.static_share is not None]
         if static:
             lines.append(f"static share of the budget by layer: {', '.join(static)}")
-        sums = f", of which {size_of(self.rest_bytes)} estimate the rest" if self.rest_bytes else ""
+        sums = f", of which {size_of(self.rest_bytes)} for estimate_rest" if self.rest_bytes else ""
         lines.append(f"cache memory: {size_of(self.host_bytes)} host, {size_of(self.device_bytes)} device{sums}")
         return "\n".join([*lines, *self.notes, *(f"!! {w}" for w in self.warnings)])
 
@@ -139,14 +140,14 @@ def size_of(n: float) -> str:
 
 
 class Counts(NamedTuple):
-    """The device counters of one layer, each summed over sequences and kv heads."""
+    """The device counters of one layer, each summed over steps, sequences and kv heads, and the size of a pool row."""
 
     steps: int
-    context: int  # tokens that sequences held
+    context: int  # tokens that sequences held at the steps
     in_ring: int  # tokens of the ring that steps attended to
     selected: int  # blocks
     fetched: int  # blocks, those fetched late too
-    row_bytes: int  # of one token in the pool
+    row_bytes: int  # bytes of one token in the pool
 
     def per_step(self, total: float) -> float:
         """The mean over steps, sequences and kv heads."""
@@ -154,7 +155,7 @@ class Counts(NamedTuple):
 
 
 def layer_report(layer: int, method, state: LayerState) -> LayerReport:
-    """Reads the device counters: waits for the device, so call it between steps, not in them."""
+    """The report of one layer. It reads device counters and waits for the device, so call it between steps."""
     total = dict(zip(STATS, state.stats.counts.sum((0, 1)).tolist()))
     steps = int(counted(state.stats.counts, "steps").max())
     selected, late, waits = total["selected"], 0, None
@@ -187,7 +188,7 @@ def rest_bytes(states: Iterable[LayerState]) -> int:
 
 
 def cache_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
-    """(host, device) bytes that these layers hold, read off the tensors themselves."""
+    """(host, device) bytes of the tensors that these layers hold."""
     host = device = 0
     for s in states:
         for b, t in s.tensors():

@@ -1,4 +1,4 @@
-"""The only module that allocates. Every tensor keeps its address for the life of the cache."""
+"""The only module that allocates tensors of a cache. Every tensor keeps its address for the life of the cache."""
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ class Geometry:
         rows: pool rows per (row of the batch, kv head): the most tokens of a row, in whole blocks.
         dtype: type of keys and values.
         group: query heads per kv head.
-        layer: the number of the layer, by which layers take turns with some work.
+        layer: the number of the layer. Layers do some periodic work at different steps, by their numbers.
         layers: the number of layers.
         follows: whether the layer shares the selection of an earlier layer (`LayerState.anchor`).
         pool_dtype: type of the pool. None: `dtype`.
@@ -52,7 +52,7 @@ class Geometry:
 
     @property
     def lead(self) -> tuple[int, int]:
-        """(batch, kv_heads), the first sizes of every buffer."""
+        """(batch, kv_heads), the first sizes of most buffers."""
         return self.batch, self.kv_heads
 
 
@@ -79,7 +79,7 @@ class Buffer:
         dtype: its type.
         home: "device", or "pool" for a tensor that lives where the pool lives (`offload`).
         fill: its value in a new cache and after `reset()`.
-        counts: whether the tensor counts events for the report. Nothing else depends on it; a fork starts with zeros.
+        counts: whether the tensor counts events for the report. Nothing else reads it. A fork starts with zeros.
     """
 
     shape: tuple[int, ...]
@@ -124,18 +124,17 @@ OF_STATE = {
 def checked(buffers: Buffers, late: bool) -> Buffers:
     """The buffers that `buffers()` of a method returned, if they are valid."""
     if missing := [name for name in ("store", "stats") if name not in buffers]:
-        raise TypeError(f"buffers() of a method extends what super().buffers(g) returns; missing: {', '.join(missing)}")
+        raise TypeError(f"buffers() of a method must extend super().buffers(g); missing: {', '.join(missing)}")
     if ("prefetch" in buffers) != late:
         raise TypeError(
-            "buffers() of a method: one with prefetch_async has `prefetch`, which hot_buffers() makes beside the hot "
-            "buffer, and no other has it"
+            "buffers() of a method must have `prefetch` if prefetch_async is set, and only then; hot_buffers() makes it"
         )
     if taken := sorted(buffers.keys() & (OF_STATE | set(dir(LayerState)))):
         raise TypeError(f"buffers() of a method: LayerState has {', '.join(taken)} itself; choose another name")
     for name, given in buffers.items():
         view = hasattr(given, "_asdict")
         if not all(isinstance(b, (Buffer, int, type(None)) if view else Buffer) for b in (given if view else (given,))):
-            raise TypeError(f"buffers() of a method: {name} must be a Buffer or a view of some, got {given!r}")
+            raise TypeError(f"buffers() of a method: {name} must be a Buffer or a view of Buffers, got {given!r}")
     return buffers
 
 
@@ -181,8 +180,8 @@ def prefetch_buffers(g: Geometry, chosen: int) -> Prefetch:
 def rest_buffers(g: Geometry, group: int) -> Rest:
     """The sums of groups of `group` tokens, for a layer with `estimate_rest`.
 
-    They are in fp16 for bf16 models too: with a mean of 100 in all channels of the keys, fp16 changes the output by
-    0.4 % at most, and bf16 by 4 %. With a mean of 600 fp16 changes it by up to 1.5 %.
+    The sums are in fp16 for bf16 models too. If the keys have a mean of 100 in all channels, fp16 changes the output by
+    0.4 % at most, and bf16 by 4 %. At a mean of 600, fp16 changes the output by up to 1.5 %.
     """
     return Rest(means_buffer(g, -(-g.rows // group)), group)
 
@@ -258,9 +257,9 @@ class RowLengths:
 class LayerState:
     """The named tensors of one attention layer, in views. Ops change them in place; they are never re-assigned.
 
-    anchor: the state of an earlier layer whose index this layer uses, or None. While a prompt is stored, the anchor
-    publishes data that its followers consume. joins: at the end of this layer, the current stream waits for the
-    asynchronous fetches of this layer and the layers before it.
+    anchor: the state of the selecting layer, if this layer shares the selection of an earlier layer; else None. While a
+    prompt is stored, the anchor publishes data that its followers consume. joins: whether the current stream waits, at
+    the end of this layer, for the asynchronous fetches of this layer and the layers before it.
     """
 
     block_table = OWN_POOLS
@@ -327,7 +326,7 @@ class LayerState:
         return what
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LayerState":
-        """A copy of the layer with `fn` applied to the tensors of its views, and of the views of its anchor."""
+        """A copy of the state with `fn` applied to its tensors, and to the tensors of its anchor."""
         new = copy.copy(self)
         for name in self.buffers:
             setattr(new, name, mapped(getattr(self, name), fn))
@@ -344,8 +343,8 @@ class LayerState:
             yield from ((b, x) for b, x in parts if isinstance(b, Buffer))
 
     def copy_from(self, other: "LayerState", rows: int | None) -> None:
-        """Copy another layer without its counters, and at most `rows` rows of the pool. One row of the other batch may
-        fill several rows of this one."""
+        """Copy the state of another layer, without its counters. Of the pool, copy the first `rows` rows; None: all.
+        One row of the other batch may fill several rows of this batch."""
         resized: tuple[Tensor, ...] = ()
         if "hot" in self.buffers and self.hot.rows.shape[2] != other.hot.rows.shape[2]:
             copy_chosen(self.hot, other.hot)
@@ -361,7 +360,7 @@ class LayerState:
             to.copy_(source)
 
     def reset(self) -> None:
-        """Clear the index and the hot buffer. The pool needs no clearing, because no length reaches its old rows."""
+        """Give every tensor but the pool its initial value. The pool keeps old rows, which no length reaches."""
         self._handed = None
         for b, t in self.tensors():
             if t is not self.store.pool:
@@ -369,7 +368,8 @@ class LayerState:
 
 
 def copy_chosen(to: HotBuffer, source: HotBuffer) -> None:
-    """Fill a hot buffer of another size with the blocks of the last selection. One row may fill several rows."""
+    """Fill a hot buffer of another size with the blocks of the last selection. One row of `source` may fill several
+    rows."""
     for t in (to.slot_of, to.block_of):
         t.fill_(-1)
     to.used.zero_()

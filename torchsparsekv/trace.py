@@ -1,7 +1,7 @@
 """Print the ops of one decode step of a tiny model, in order, with shapes and with what each op changes.
 
     python -m torchsparsekv.trace --method pariskv
-    python -m torchsparsekv.trace --method quest --marks    # where the tokens of a sequence are after it
+    python -m torchsparsekv.trace --method quest --marks    # where the tokens of a sequence are after the step
 
 The model is a llama of two layers with random weights, made from a config: nothing is downloaded, and a CPU suffices.
 The first layer is dense, as the first layers are by default. The printed step is the first step at which generated
@@ -28,13 +28,13 @@ from torchsparsekv.state import LayerState
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 16, 97
 PROMPT, STEPS, CAPACITY = 40, 200, 128
-# Hyper-parameters of the size of the tiny prompt. A method takes those that it has.
+# Hyper-parameters that fit the tiny prompt. A method gets those that it has.
 TINY = dict(
     budget=16, sink=4, window=8, block_size=4, page_size=4, cluster_size=4, every=16, segment_max=8, update_every=8,
     full_threshold=40, static_ratio=0.5,
 )  # fmt: skip
 MARKS, LABEL = ("previous_ring_begin", "ring_begin", "start", "length"), 24
-WIDTH, INDENT, GLUE = 112, 12, "\xa0"  # no line is broken inside brackets
+WIDTH, INDENT, GLUE = 112, 12, "\xa0"  # GLUE keeps a line from breaking inside brackets
 MARKED = re.compile(r"(<!-- (trace|marks): (\w+) -->\n```\n).*?(```\n<!-- end -->)", re.S)
 HEAD = (
     "{method}: one decode step of a tiny llama, {layers} layers, {heads} query heads, {kv_heads} kv heads, "
@@ -134,7 +134,7 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 
 def _tensors(signature: Signature, given: tuple[tuple[str, tuple[int, ...]], ...], changed: frozenset[str]) -> str:
-    """Names and shapes. The marks of a sequence stand for themselves, and fields of one shape share its brackets."""
+    """Names and shapes. `lengths` that an op only reads are one word. Neighbours of one shape share brackets."""
     shapes = dict(given)
     parts: list[str] = []
     for parameter in signature.parameters:
@@ -176,7 +176,7 @@ def text(method: str = "pariskv") -> str:
 
 
 def marks(method: str = "quest") -> str:
-    """The tokens of the first kv head after that step: what holds each, and the marks that say so."""
+    """A picture of the first kv head after the traced step: where each token is, and the lengths that say so."""
     _, state = trace(method)
     if "hot" not in state.buffers:
         raise ValueError(f"method {method!r} has no hot buffer, so there is nothing to show")
@@ -207,7 +207,7 @@ def _positions(blocks: list[int], size: int) -> set[int]:
 
 
 def renewed(page: str) -> str:
-    """A page with every trace and every picture of marks that it names between markers."""
+    """The page with new traces and pictures between its markers."""
     made = {"trace": text, "marks": marks}
     return MARKED.sub(lambda found: f"{found[1]}{made[found[2]](found[3])}\n{found[4]}", page)
 

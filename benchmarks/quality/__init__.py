@@ -1,1 +1,1 @@
-"""What a budget costs in answers: tasks x lengths x methods x budgets, the same samples for every method."""
+"""Benchmarks of answers: tasks x lengths x methods x budgets, with the same samples for every method."""

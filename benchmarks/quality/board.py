@@ -1,8 +1,8 @@
 """Compare the answers of a real model, with every method at every budget.
 
 For each group of prompts the model runs one exact forward. Each method takes the keys and values of this forward into
-its cache, and decodes the answers, in captured steps on a GPU. So a method costs its decode steps alone, and all
-methods answer from equal keys. `eval` gives the same answers through the stock generate(), with a forward for every
+its cache, and decodes the answers, in captured steps on a GPU. So a method only costs its decode steps, and all methods
+answer from the same keys. `eval` gives the same answers through the generate() of transformers, with a forward for each
 method.
 """
 import dataclasses
@@ -39,21 +39,21 @@ TASKS = (
 class Options(Compared):
     model: str = option("qwen-1.5b", "qwen-1.5b or qwen-0.5b (`make real-model`), or a Hugging Face path or name.")
     lengths: tuple[int, ...] = option((32768,), "Tokens of prompt and answer together, comma-separated.")
-    methods: tuple[str, ...] = option(METHODS, "Methods beside full, comma-separated.")
+    methods: tuple[str, ...] = option(METHODS, "Methods beside full (dense attention), comma-separated.")
     budgets: tuple[int, ...] = option((64, 256, 1024), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(12, "Samples per task and length, the same for all methods.")
     batch: int = option(12, "Prompts that are read and answered together, padded on the left.")
     offload: str = option("device", "Where the pool lives: auto, host or device.")
-    tasks: tuple[str, ...] = option(TASKS, "Tasks, comma-separated: RULER's, those of suite.py, and turns.")
-    seed: int = option(0, "Number that decides the samples.")
+    tasks: tuple[str, ...] = option(TASKS, "Tasks, comma-separated, of RULER or of benchmarks/quality/suite.py.")
+    seed: int = option(0, "Seed of the samples.")
 
 
 def check(o: Options, out: Path | None) -> None:
     if o.model == RECALL:
-        raise ValueError("the board is of language models, not of the recall model: name one, as --model qwen-1.5b")
+        raise ValueError("board needs a language model, not the recall model: name one, as with --model qwen-1.5b")
     check_compared(o)
     if out is None or out.suffix == ".csv":
-        raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
+        raise ValueError(f"out must be a file of JSON lines, and the table is written beside it as CSV; got {out}")
     if min(o.lengths) < max(o.budgets):
         raise ValueError(f"a length of {min(o.lengths)} tokens is below a budget of {max(o.budgets)}")
 
@@ -228,8 +228,8 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     for length in o.lengths:
         if length > positions:
             raise ValueError(
-                f"lengths may have {positions} tokens at most, the positions of {o.model}, got {length}: "
-                f"--yarn {-(-length // positions)} makes more of them"
+                f"lengths must be at most {positions}, the positions of {o.model}, got {length}: "
+                f"--yarn {-(-length // positions)} gives the model more positions"
             )
     check_settings(source.model, every, o, batch)
     source = source.loaded()

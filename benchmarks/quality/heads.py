@@ -1,6 +1,6 @@
 """Queries and keys of a real model's attention layers over a text, by one dense forward.
 
-Taken where transformers hands them to attention, so rotary positions and norms of heads are in them.
+They are those that transformers hands to attention, so rotary positions and norms of heads are applied.
 """
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What to evaluate, and which settings of `patch` that means."""
+"""The options of an evaluation, and the settings of `patch` that follow from them."""
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class OnModel:
         "recall is the project's own model. Or qwen-1.5b, qwen-0.5b, smollm2 (`make real-model`), a Hugging Face path "
         "or name, or a .gguf file.",
     )
-    yarn: float = option(1.0, "Widen the model's positions by YaRN; 4 makes 128K of 32K.")
+    yarn: float = option(1.0, "Multiply the model's positions by this, with YaRN: 4 makes 128K of 32K.")
     sink: int = option(32, "First tokens, always attended to.")
     window: int = option(64, "Latest tokens, always attended to.")
     skip_layers: int = option(2, "First layers, which are dense.")
@@ -43,14 +43,20 @@ class Compared(OnModel):
     methods: tuple[str, ...] = option(METHODS, "Methods beside the dense model, comma-separated.")
     budgets: tuple[int, ...] = option((128, 256, 512), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(50, "Samples per task and length, the same for all methods.")
-    probe: int = option(2, "Samples that also measure attention mass and output error. Their steps are eager.")
+    probe: int = option(
+        2, "Samples that also measure mass (the share of the attention weight that a step attends to) and error (of "
+        "the attention output). Their steps are eager."
+    )
     batch: int = option(
         1, "Samples in one generate(), if their prompts are equally long. Counts of blocks and tokens are then means."
     )
-    window: int = option(64, "Latest tokens, always attended to. Methods that retrieve nothing get the budget on top.")
+    window: int = option(
+        64, "Latest tokens, always attended to. Methods that only attend to first and latest tokens (streaming) get a "
+        "window that is larger by the budget."
+    )
     hyper: tuple[str, ...] = option(
         ("pariskv.full_threshold=0",),
-        "Hyper-parameters, comma-separated METHOD.NAME=VALUE. The default keeps short rows of pariskv sparse.",
+        "Hyper-parameters, comma-separated METHOD.NAME=VALUE. The default makes pariskv sparse on short sequences too.",
     )
     offload: str = "auto"
     pool_dtype: str = "auto"
@@ -62,7 +68,9 @@ class Options(Compared):
         (), "Tasks, comma-separated. Empty: all tasks for the model, except journal and readout, which take long."
     )
     compiled: bool = option(False, "Let generate() compile the decode step (CUDA), for each method and budget.")
-    quick: bool = option(False, "A small selection, minutes on a CPU. Options that you give keep their values.")
+    quick: bool = option(
+        False, "A small selection, minutes on a CPU. It only changes options that are left at their defaults."
+    )
 
 
 QUICK: dict[str, Any] = dict(lengths=(1024,), budgets=(64,), samples=6, probe=1, batch=6)

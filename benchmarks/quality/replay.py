@@ -1,7 +1,7 @@
 """Read a prompt once, and give its keys and values to the caches of many methods.
 
-A prompt is exact whatever the method, so its keys, values and queries are too: one forward of the model makes them, and
-every method takes them into its store and index as it would have done in a forward of its own.
+Prompts are exact, so their queries, keys and values are the same for every method. One forward of the model makes them.
+Every method then takes them into its store and index, as it does in a forward of its own.
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Compare answers to tasks, by length, method and budget, through stock generate(), on the same samples."""
+"""Compare the answers of every method with those of the dense model, by length and budget.
+
+All methods answer the same samples of the tasks, through the generate() of transformers.
+"""
 import contextlib
 import dataclasses
 import itertools
@@ -227,7 +230,7 @@ def run(o: Options, out: Path | None = None, source: Source | None = None) -> li
     if out is None:
         raise ValueError("out must name a file for the finished samples")
     if out.suffix == ".csv":
-        raise ValueError(f"out is the file of samples, JSON lines; the table goes beside it as CSV: {out}")
+        raise ValueError(f"out must be a file of JSON lines, and the table is written beside it as CSV; got {out}")
     if min(o.lengths) < max(o.budgets):
         what = f"a length of {min(o.lengths)} tokens is below a budget of {max(o.budgets)}"
         raise ValueError(f"{what}: longer --lengths, or smaller --budgets")

@@ -1,10 +1,10 @@
 """Find the selecting layers of a model, so that answers change least when the other layers share their selections.
 
-The model answers samples of the tasks. Every word of an answer is then predicted again, with one layer alone sharing
-the selection of another layer. Heads are matched as `icecache` matches them (ops/icecache/share_prompt.py). A head
-attends to the tokens of largest weight in the matched head, beside the first and the latest tokens. The loss of the
-layer is the KL to the dense model, in nats, less the KL with its own selection. Losses of layers are assumed to add up.
-The result has the selecting layers with the smallest sum.
+The model answers samples of the tasks. The first --steps tokens of an answer are then predicted again, while one layer
+shares the selection of another layer. Heads are matched as `icecache` matches them (ops/icecache/share_prompt.py). A
+head attends to the tokens with the largest weight in the matched head, and to the first and the latest tokens. The loss
+of the layer is its KL to the dense model, in nats, minus the KL with its own selection. Losses of layers are assumed to
+add up. The result has the selecting layers with the smallest sum.
 """
 import copy
 import dataclasses
@@ -34,11 +34,11 @@ HELD_OUT = 1000  # samples from this one on, which no evaluation asks for
 
 @dataclass(frozen=True)
 class Options(options.OnModel):
-    every: int = option(3, "As many selecting layers as `reuse_every` of this number has.")
+    every: int = option(3, "Layers for each selecting layer, on average; compare `reuse_every` of icecache.")
     tasks: tuple[str, ...] = option((), "Tasks, comma-separated. Empty: all tasks, except journal and readout.")
-    samples: int = option(2, "Samples of each task, other ones than those of `eval`.")
+    samples: int = option(2, "Samples of each task. `eval` has other samples.")
     length: int = option(2048, "Tokens of prompt and answer together.")
-    steps: int = option(64, "First tokens of an answer that are predicted again.")
+    steps: int = option(64, "Tokens at the start of an answer that are predicted again.")
     budget: int = option(64, "Tokens that a head retrieves.")
 
 
@@ -157,9 +157,9 @@ def retrieving(model: Any, o: Options) -> list[int]:
         layers = [i for i, m in enumerate(plan.methods) if m is not None and m.name == "icecache"]
         kinds = {(x.kv_heads, x.heads) for i in layers if (x := plan.layers[i])}
     if len(kinds) > 1:
-        raise NotImplementedError(f"layers have different numbers of heads, {sorted(kinds)}: no one can follow all")
+        raise NotImplementedError(f"layers with different (kv heads, query heads) cannot share: {sorted(kinds)}")
     if len(layers) < 2:
-        raise ValueError(f"{len(layers)} layers retrieve, of which none could follow another")
+        raise ValueError(f"sharing needs at least two layers that retrieve, this model has {len(layers)}")
     return layers
 
 
@@ -184,7 +184,7 @@ def check(o: Options, out: Path) -> None:
     at_least(o, every=2, samples=1, length=1, steps=1, budget=1, sink=0, window=1)
     options.check_dtype(o.dtype)
     if out.exists():
-        raise FileExistsError(f"{out} is there already: name another file with --out")
+        raise FileExistsError(f"{out} exists already: name another file with --out")
     make_method("icecache", budget=o.budget, sink=o.sink, window=o.window)
 
 

@@ -84,7 +84,7 @@ def placed(o: OnModel) -> tuple[torch.device, Any]:
     """Where a model is to be, and in which data type ("auto": as it is stored)."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("device cuda was asked for, and torch finds none")
+        raise RuntimeError("device is cuda, and torch finds no CUDA device")
     auto = "auto" if device.type == "cuda" else torch.float32
     return device, auto if o.dtype == "auto" else getattr(torch, o.dtype)
 

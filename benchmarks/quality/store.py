@@ -1,4 +1,4 @@
-"""Finished samples in a file of JSON lines: appended one by one, read again by a run that goes on where one stopped."""
+"""Finished samples in a file of JSON lines. A run appends them one by one; a restarted run reads them and goes on."""
 import json
 from pathlib import Path
 
@@ -58,13 +58,13 @@ def check_file(path: Path, header: dict) -> None:
         return
     lines, _ = read(path)
     if not lines or lines[0].get("benchmark") != header["benchmark"]:
-        raise ValueError(f"{path} is not a file of `torchsparsekv {header['benchmark']}`: choose another one")
+        raise ValueError(f"{path} is not a file of `torchsparsekv {header['benchmark']}`: choose another file")
     for name in {"environment", "model"} & header.keys():
         had, has = lines[0][name], header[name]
         other = [k for k in {**had, **has} if had.get(k) != has.get(k)]
         if other:
             was, now = ({k: x.get(k) for k in other} for x in (had, has))
-            raise ValueError(f"{path} was made with {was}, this is {now}: choose another file")
+            raise ValueError(f"{path} was made with {was}, this run has {now}: choose another file")
 
 
 def heads(lines: list[dict]) -> list[dict]:

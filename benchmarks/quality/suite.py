@@ -1,13 +1,13 @@
-"""Tasks beside RULER's, for prompts of which much is needed, and for real source code.
+"""Tasks beside RULER's: tasks whose answers need much of the prompt, and tasks on real source code.
 
     code_constant   source code of SymPy with constants planted in it: the value of one
     code_function   the same source code as it is: the first line of the docstring of one function
-    extraction      40 records in prose: the names of those that have a property; another name costs a point; too hard
-                   for Qwen2.5-Coder-1.5B, which scores 0.03, so `board` runs it only if asked
+    extraction      40 records in prose: the names of those that have a property; a wrong name costs a point. The task
+                    is too hard for Qwen2.5-Coder-1.5B, which scores 0.03, so `board` runs it only if `--tasks` names it
     form            20 facts in prose: a form that asks for all of them
     ledger          60 facts in prose: a form that asks for all of them, and then the filled form again from its end, in
-                    other words. So the second half of about 2,000 tokens is work over text that the model wrote itself.
-                    Qwen2.5-Coder-1.5B scores 0.55; the 0.5B model does not come to the second half
+                    other words. So the second half of about 2,000 tokens is work on text that the model wrote itself.
+                    Qwen2.5-Coder-1.5B scores 0.55; the 0.5B model does not reach the second half
     turns           one text with many orders, five questions one after the other over one cache; `board` alone has it
 """
 import dataclasses

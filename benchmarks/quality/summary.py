@@ -1,4 +1,4 @@
-"""From samples to rows of a table: means with intervals, and what the method read for them."""
+"""Rows of a table from samples: means with intervals, and what the method read."""
 import csv
 import functools
 import math
@@ -14,11 +14,13 @@ RESAMPLES = 2000
 CELL = ("task", "length", "method", "budget")
 COST = ("density", "attended", "bytes_per_token", "hit_rate", "retrieval_rate")
 ABOUT = (
-    "score: mean share of the answers found, with the Wilson 95 % interval (wider than need be where samples score in "
-    "parts). loss: dense minus this, over the same samples, with the bootstrap 95 % interval. density, attended "
-    "(tokens that a step attends to, per kv head), hits, retrieves (share of the steps that choose anew), mass, error, "
-    "and KB read from the pool per token: of the layers that are not dense. mass: attention weight kept; p5: mean over "
-    "samples of the 5th percentile over steps, layers and heads; worst: the smallest of the heads' means."
+    "score: mean share of the answers found, with the Wilson 95 % interval (too wide if samples have scores between 0 "
+    "and 1). loss: score of the dense model minus this score, over the same samples, with the bootstrap 95 % interval. "
+    "The other columns are of the layers that are not dense. density: attended tokens / all tokens. attended: tokens "
+    "that a step attends to, per kv head. hits: share of the selected blocks that are in the hot buffer. "
+    "retrieves: share of the steps that select anew. mass: share of the attention weight that a step attends to; p5: "
+    "mean over samples of its 5th percentile over steps, layers and heads; worst: the smallest mean of a head. error: "
+    "relative error of the attention output. KB: read from the pool per token."
 )
 
 

@@ -1,5 +1,5 @@
-"""Teacher-forced decoding: every method is given the true tokens, and what it expects next is held against what the
-dense model expects. Of the dense model only the logits of the scored positions are kept: batch x steps x vocabulary."""
+"""Teacher-forced decoding: every method gets the true tokens, and its next-token distribution is compared with that of
+the dense model. The logits of the dense model are kept at the scored positions alone: batch x steps x vocabulary."""
 from collections.abc import Callable
 from dataclasses import dataclass
 

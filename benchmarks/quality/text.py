@@ -1,7 +1,7 @@
 """Compare next-token distributions on real text with those of the dense model, and what each step reads.
 
-The run is teacher-forced. A sample is a stretch of a text. All but its last --steps tokens are an exact prompt. The
-method then decodes these steps, each after the true tokens.
+A sample is a stretch of a text. The prompt is all but its last --steps tokens, with dense attention. The method then
+decodes the last tokens one by one, each after the true tokens of the text (teacher forcing).
 """
 import contextlib
 import dataclasses
@@ -121,7 +121,7 @@ def check_model(model, o: Options, wanted: list[Setting]) -> None:
     positions = model.config.get_text_config(decoder=True).max_position_embeddings
     for length in o.lengths:
         if length > positions:
-            raise ValueError(f"lengths may have {positions} tokens at most, the positions of {o.model}; got {length}")
+            raise ValueError(f"lengths must be at most {positions}, the positions of {o.model}, got {length}")
     check_settings(model, wanted, o, min(o.batch, o.samples))
 
 
@@ -129,7 +129,7 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     """Evaluate, print the table, write samples to `out` and the table beside it as CSV."""
     check(o)
     if out is None or out.suffix == ".csv":
-        raise ValueError(f"out must name a file for the finished samples, JSON lines; the table goes beside it: {out}")
+        raise ValueError(f"out must be a file of JSON lines, and the table is written beside it as CSV; got {out}")
     wanted, header = settings(o), _results.header(BENCHMARK, dataclasses.asdict(o))
     check_file(out, header)
     device, dtype = placed(o)

@@ -22,7 +22,10 @@ class Options(Compared):
     )
     budgets: tuple[int, ...] = option((64, 256, 1024), "Tokens retrieved per kv head and step, comma-separated.")
     samples: int = option(8, "Stretches of each text, one after the other, the same for all methods.")
-    probe: int = option(8, "Samples that also measure attention mass and output error.")
+    probe: int = option(
+        8, "Samples that also measure mass (the share of the attention weight that a step attends to) and error (of "
+        "the attention output)."
+    )
     batch: int = option(8, "Samples that are decoded together. Counts of blocks and tokens are means over them.")
 
 

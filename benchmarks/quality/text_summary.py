@@ -1,4 +1,4 @@
-"""From samples of text to rows of a table."""
+"""Rows of a table from samples of text."""
 import math
 import statistics
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from torchsparsekv_benchmarks.quality import summary
 from torchsparsekv_benchmarks.quality.options import DENSE
 
 ABOUT = (
-    "perplexity: of the scored tokens, each after the true ones. KL: nats from the dense model's distribution of the "
-    "next token to this method's, mean over samples and steps with the bootstrap 95 % interval over samples; p95: the "
-    "95th percentile over all steps. top-1: share of the steps at which both expect the same token most. loss: nats a "
-    "token over the dense model, over the same samples, with its bootstrap interval. density, hits, retrieves, mass, "
-    "p5, error and KB read from the pool per token: of the layers that are not dense, as in `eval`."
+    "perplexity: of the scored tokens, each after the true tokens. KL: of the next-token distributions of the dense "
+    "model and the method, in nats, mean over samples and steps with the bootstrap 95 % interval over samples; p95: "
+    "the 95th percentile over all steps. top-1: share of the steps at which both find the same token most probable. "
+    "loss: nats a token more than the dense model, over the same samples, with its bootstrap interval. The other "
+    "columns are of the layers that are not dense, as in `eval`."
 )
 
 

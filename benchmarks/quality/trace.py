@@ -31,11 +31,11 @@ class Options(OnModel):
     sink: int = option(64, "First tokens, always attended to.")
     text: str = option("sympy", "sympy or moby-dick (`make real-model`), or a file of plain text.")
     length: int = option(32768, "Tokens of the prompt.")
-    steps: int = option(256, "Recorded steps.")
+    steps: int = option(256, "Decode steps to record.")
     methods: tuple[str, ...] = option(
         ("quest=1024", "pariskv=256", "icecache=256", "prkv=1024"), "Methods, comma-separated METHOD=BUDGET."
     )
-    layers: int = option(4, "Recorded layers, at equal distances.")
+    layers: int = option(4, "Number of layers to record, at equal distances.")
     window: int = option(256, "Latest tokens, always attended to.")
     hyper: tuple[str, ...] = ()
 
@@ -105,5 +105,5 @@ def run(o: Options, out: Path | None = None) -> dict[str, np.ndarray]:
         found[f"{name}={budget}"] = record(model, ids, name, budget, o, recording)
     write(out, found, {"model": o.model, "text": name_of(o.text), "length": o.length, "yarn": o.yarn})
     for key, ids_ in found.items():
-        print(f"{key}: {ids_.shape[0]} heads, {ids_.shape[1]} steps, {repeated(ids_):.1%} chosen at the step before")
+        print(f"{key}: {ids_.shape[0]} heads, {ids_.shape[1]} steps, {repeated(ids_):.1%} also selected a step before")
     return found

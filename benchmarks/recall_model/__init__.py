@@ -1,1 +1,1 @@
-"""A small model that really retrieves: its tasks, its training, and its weights."""
+"""The recall model, a small model that really retrieves: its tasks, its training, and its weights."""

@@ -1,4 +1,4 @@
-"""Dense accuracy of a recall model: greedy answers by task and length, and how far back each layer has to see."""
+"""Dense accuracy of a recall model: greedy answers by task and length, and which layers need distant tokens."""
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""Documents to learn from: pages full of questions, because how many answers a document has decides how fast retrieval
-forms, and now and then a page that is exactly a sample of a task."""
+"""Documents to learn from: pages full of questions, and sometimes a page that is exactly a sample of a task. The more
+answers a document has, the faster the model learns to retrieve."""
 import numpy as np
 
 from torchsparsekv_benchmarks.recall_model import pages

@@ -1,8 +1,8 @@
 """The training forward: all rows of a batch as one run of tokens.
 
-Everything but attention works token by token, and every step has as many tokens, so what is compiled here is compiled
-once for all lengths of the curriculum; a recompile would cost ten to twenty seconds of a nine-minute run. The modules
-are those of the Hugging Face model, and `tests/benchmarks/test_recall_model.py` holds the result to its forward.
+Everything but attention works token by token, and every training step has the same number of tokens. So the code is
+compiled once for all lengths of the curriculum. A recompile would cost ten to twenty seconds of a nine-minute run. The
+modules are those of the Hugging Face model; `tests/benchmarks/test_recall_model.py` compares the results.
 """
 import functools
 

@@ -1,8 +1,8 @@
 """The long-generation task: a journal that the model writes itself, and is then asked about.
 
-What is to be recalled never was in the prompt: its values are sampled by the model, so all that a method knows of them
-came through its decode path. A plan says for every step which tokens are allowed: the keys and marks are given, a value
-is any four value words, text is any text; for the answers at the end everything is allowed and the likeliest is taken.
+The values to recall never were in the prompt. The model samples them, so a method sees them in decode steps alone. A
+plan says which tokens each step may take. Keys and marks are given, a value is any four value words, and text is any
+text. In the answers at the end every token is allowed, and the likeliest token is taken.
 """
 import hashlib
 from dataclasses import dataclass, field

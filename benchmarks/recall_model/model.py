@@ -1,4 +1,4 @@
-"""The recall model as Hugging Face files: its architecture, its tokenizer, and how to load what is shipped."""
+"""The recall model as Hugging Face files: its architecture, its tokenizer, and how to load its weights."""
 from pathlib import Path
 
 import torch

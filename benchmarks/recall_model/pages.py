@@ -1,4 +1,4 @@
-"""Pages: runs of tokens laid out over running text, each at its time; what every task and document is made of."""
+"""Pages: runs of tokens, in a given order, with running text between them. All tasks and documents consist of pages."""
 import functools
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """One long text with many facts, and several questions about it, one after the other in one generate().
 
-The questions are given token by token, as the text of a journal is: every word of every answer comes through the decode
-path, and one prompt, which is what takes a CPU so long, serves them all.
+The questions are given token by token, as the text of a journal is. So every word of every answer comes from decode
+steps, and one prompt, the slow part on a CPU, serves all questions.
 """
 from dataclasses import dataclass, field
 
@@ -55,7 +55,7 @@ def passkeys(tokens: int, questions: int, seed: int = 0) -> Passkeys:
     rarest = np.array([np.bincount(words - KEYS.start, minlength=len(KEYS)).argmin() for words in keys.T]) + KEYS.start
     keys = np.concatenate([rarest[None], keys[(keys != rarest).all(1)]])
     if not 1 <= questions <= len(keys):
-        raise ValueError(f"{tokens} tokens hold {len(keys)} records: no room for {questions} questions")
+        raise ValueError(f"{tokens} tokens have room for {len(keys)} records, too few for {questions} questions")
     values = pages.values(rng, len(keys))
     ids, _, starts = pages.lay(rng, tokens, [pages.records(keys, values, rng.random(len(keys)))])
     asked = np.concatenate([[0], 1 + rng.permutation(len(keys) - 1)[: questions - 1]])

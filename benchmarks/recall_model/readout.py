@@ -1,10 +1,11 @@
-"""The context-intensive task: most of what the prompt says has to be read out, in one generate().
+"""The context-intensive task: the model has to read out 64 records of the prompt, in one generate().
 
-A needle needs one record, so no needle finds out a method that retrieves the wrong thing most of the time. Here 64
-records are asked for, one question after the other, four records in each: half of the questions give four keys, half
-give one key that four records share, so that all four compete at every word. These are questions the model was trained
-on. More records in one question are not: of 8 the dense model tells three or four, of 16 one or two to four.
-The questions are given token by token, the answers are the model's. See passkeys.py for the same with one record each.
+A needle needs one record, so needles do not expose a method that retrieves wrong blocks most of the time. Here 16
+questions follow one another, and each asks for four records. Half of the questions give four keys. The other half give
+one key that four records share, so that all four compete at every word. The model was trained on such questions. It was
+not trained on questions for more records: of 8 records the dense model tells three or four, of 16 one to four.
+
+The questions are given token by token, and the model writes the answers. passkeys.py has questions for one record each.
 """
 import hashlib
 from dataclasses import dataclass, field

@@ -1,14 +1,14 @@
 """The tasks of the recall model, and the documents it learns them from.
 
 After RULER (Hsieh et al., 2024): keys and their values are hidden in a long text, and the end asks for some of them. A
-key is two words and a value four, so a value stands for one key in 65,536, and a key that shares only one of its words
-with the asked one is a hard distractor. How the runs of tokens look, `.` ending each:
+key has two words, so there are 65,536 keys; a value has four words. A key that shares one word with the asked key is a
+hard distractor. The runs of tokens, each with `.` at its end:
 
     record     k1 k2 v1 v2 v3 v4 .
     ask        ask k1 k2 | v1 v2 v3 v4 .                              single, multikey, journal
     all        all k1 k2 | v1 v2 v3 v4 , v1 v2 v3 v4 ... .            multivalue; the order is free
     many       many k1 k2 k1 k2 ... : | k1 k2 v1 v2 v3 v4 ... .       multiquery
-    chain      link k1 k2 k1 k2 .  and  trace k1 k2 | k1 k2 ... .     chain: the names the asked one reaches
+    chain      link k1 k2 k1 k2 .  and  trace k1 k2 | k1 k2 ... .     chain: the names that the asked name reaches
     common     list w w w ... top | w w w .                           common: the most frequent words, the first first
 
 A bar stands where a prompt ends and its answer begins.

@@ -3,16 +3,17 @@
     python -m torchsparsekv_benchmarks.recall_model.train --out weights --minutes 8.5
     python -m torchsparsekv_benchmarks.recall_model.train --out tried --quick            (CPU, half a minute)
 
-The schedule goes by the clock: whatever the speed, lengths grow from 256 to 32K and the rate falls to zero when the
-time is up. --out receives the model, its tokenizer, config.json, train.jsonl (a line every few seconds) and
+The schedule goes by the clock. Whatever the speed, lengths grow from 256 to 32K, and the learning rate falls to zero
+when the time is up. --out receives the model, its tokenizer, config.json, train.jsonl (a line every few seconds) and
 accuracy.json.
 
-What was tried, on CPU in a small world (48 key words, length 128, 4096 tokens a step):
-- Muon for the matrices: retrieval forms after 350 steps; AdamW at 3e-3 alone has not begun at 400.
-- Layers 0 and 1 seeing 16 tokens at first: it forms after 220 steps, in the layers above, where it is wanted; by 330
-  steps 0.90 of the tokens of `ask` are right.
-- Then letting them see everything, at twice the length: back to 0.43, and 0.98 after another 90 steps.
-- Norms of q and k that begin at 1.6 instead of 1: no help.
+Small experiments on a CPU (48 key words, length 128, 4096 tokens a step):
+- With Muon for the matrices the model begins to retrieve after 350 steps. With AdamW at 3e-3 alone it has not begun
+  after 400.
+- If layers 0 and 1 see 16 tokens at first, retrieval begins after 220 steps, in the layers above, where it is wanted.
+  After 330 steps 0.90 of the answer tokens of `ask` are right.
+- If these layers then see everything, at twice the length, the share falls to 0.43. It is 0.98 after 90 more steps.
+- Norms of q and k that begin at 1.6 instead of 1 do not help.
 """
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What the scripts that record a model share: their options, a forward of each text, and the file of results."""
+"""Code that scripts on a recorded model share: options, a forward of each text, and the result file."""
 import argparse
 import json
 from collections.abc import Iterable, Iterator

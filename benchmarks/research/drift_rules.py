@@ -3,10 +3,10 @@
     python benchmarks/research/drift_rules.py --out benchmarks/results/quality/drift_rules.json
 
 LouisKV selects anew where the mean cosine of the query heads with the step before falls below a threshold. Its code
-compares queries after RoPE, which turns them by one position a step. For the last 256 tokens of a text a layer selects
-the exact best tokens at the steps that a rule names, and keeps them in between. The threshold of each rule is the one
-that selects at a given share of the steps. The share of the attention weight outside sinks and window that the selected
-tokens hold is compared with that of a selection at every step. Minutes on a CPU; needs `make real-model
+compares queries after RoPE, which rotates them by one position a step. For the last 256 tokens of a text a layer
+selects the exact best tokens at the steps that a rule names, and keeps them in between. Each rule gets the threshold at
+which a given share of the steps selects. The measure is the share of the attention weight outside sinks and window that
+the selected tokens hold, compared with that of a selection at every step. Minutes on a CPU; needs `make real-model
 ONLY='qwen-0.5b sympy moby-dick'`.
 """
 import statistics

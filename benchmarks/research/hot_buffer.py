@@ -1,10 +1,10 @@
-"""How many selected blocks does a hot buffer of a given size hold? On recorded selections of a real model.
+"""What share of selected blocks does a hot buffer of a given size hold? On recorded selections of a real model.
 
     python benchmarks/research/hot_buffer.py --out benchmarks/results/quality/hot_buffer.json
 
-A trace of `torchsparsekv record` holds the blocks that eight kv heads selected, step by step. They are brought into an
-empty hot buffer of each size, as `fetch` does it. The first steps fill the buffer and are not counted. Under a minute
-on a CPU, without a model.
+A trace of `torchsparsekv record` has the blocks that eight kv heads selected, step by step. For each size the script
+starts with an empty hot buffer and brings the blocks in, as `fetch` does. The first steps fill the buffer and are not
+counted. Under a minute on a CPU, without a model.
 """
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""How much attention weight do methods attend to that evict tokens, or that let a layer choose for others?
+"""How much attention weight do methods keep if they evict tokens, or if layers share a selection?
 
     python benchmarks/research/kept_weight.py --out benchmarks/results/quality/kept_weight.json
 
 A text goes through a dense model once. The queries, keys and values of three layers then go through one layer of each
-method: a prompt, and single tokens behind it, as if the model had written the text. At every eighth step the share of
-the exact attention weight is measured that the step attends to, sinks and window included. So methods see the same
-queries, whatever they attend to. Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
+method: a prompt, and single tokens after it, as if the model had written the text. So all methods see the same queries.
+At every eighth step the script measures the share of the exact attention weight that the step attends to, sinks and
+window included. Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
 import statistics
 from typing import Any

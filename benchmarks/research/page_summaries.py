@@ -2,8 +2,9 @@
 
     python benchmarks/research/page_summaries.py --out benchmarks/results/quality/page_summaries.json
 
-After a prompt, every eighth of the last 256 queries chooses pages by each summary, for each kv head of every other
-layer. The share of the attention weight outside sinks and window that the pages hold is averaged over all of them.
+After a prompt, every eighth of the last 256 queries selects pages by each summary, for each kv head of every second
+layer. The measure is the share of the attention weight outside sinks and window that the pages hold, averaged over
+queries, heads and layers.
 Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
 import statistics

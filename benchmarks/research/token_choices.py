@@ -1,15 +1,16 @@
-"""How much attention weight do the methods' choices hold, and how far is their attention from dense? On a real model.
+"""How much attention weight do selections hold, and how far is their attention from dense? On a real model.
 
     python benchmarks/research/token_choices.py --out benchmarks/results/quality/token_choices.json
 
-Keys, values and queries of a prompt are recorded once. Every method takes the keys and values of a layer into a layer
-of its own, as a prompt does. Then every sixteenth of the last 256 queries chooses, and attends to sinks, window and
-choice, in every sixth layer. Dense attention of the same query is over all tokens.
+Keys, values and queries of a prompt are recorded once. In every sixth layer, every method takes the keys and values
+into a layer of its own, as a prompt does. Every sixteenth of the last 256 queries then selects, and attends to sinks,
+window and selection. Dense attention of the same query is over all tokens.
 
-share: of the attention weight outside sinks and window, what a step attends to: chosen tokens, and tokens that wait in
-    the ring.
+share: share of the attention weight outside sinks and window that a step attends to: selected tokens, and tokens that
+    wait in the ring.
 read: the number of these tokens.
-error: of the attention output, relative to dense attention.
+error: the error of the attention output, relative to dense attention.
+
 Minutes on a CPU; needs `make real-model ONLY='qwen-0.5b sympy moby-dick'`.
 """
 import statistics

@@ -1,1 +1,1 @@
-"""How fast: `torchsparsekv bench NAME` runs a module of these."""
+"""Benchmarks of speed: `torchsparsekv bench NAME` runs the module NAME."""

@@ -1,4 +1,4 @@
-"""What the benchmarks of speed share: shapes of models, options that are refused, timing."""
+"""Code that benchmarks of speed share: shapes of models, checks of options, timing."""
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ def _check_shape(name: str, options: Any) -> None:
     shape = SHAPES[name]
     all_of_it, layers = shape["num_hidden_layers"], getattr(options, "layers", 0)
     if not 0 <= layers <= all_of_it:
-        raise ValueError(f"layers must be from 1 to {all_of_it} ({name}), or 0 for all of them, got {layers}")
+        raise ValueError(f"layers must be from 1 to {all_of_it} ({name}), or 0 for all layers, got {layers}")
     check_skip_layers(getattr(options, "skip_layers", 0), layers or all_of_it)
     if not hasattr(options, "grows"):
         return
@@ -81,8 +81,8 @@ def _check_shape(name: str, options: Any) -> None:
     positions, grows = shape["max_position_embeddings"], options.grows
     if longest + grows > positions:
         raise ValueError(
-            f"contexts may have {positions - grows} tokens at most ({name} has {positions} positions, a run adds "
-            f"{grows}), got {longest}"
+            f"contexts must be at most {positions - grows} ({name} has {positions} positions, a run adds {grows} "
+            f"tokens), got {longest}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Dense attention of others in a compiled decode step, for ours to be measured beside.
+"""Dense attention kernels of other projects in a compiled decode step: baselines beside our dense attention.
 
-Over Hugging Face's static cache, all slots of it: a graph that is captured once cannot take fewer. There is no mask,
+They run over all slots of Hugging Face's static cache, because a captured graph cannot take fewer. There is no mask,
 which is the best case for a kernel.
 """
 import contextlib
@@ -27,7 +27,7 @@ def check(names: Sequence[str], contexts: Sequence[int]) -> None:
     if set(names) - set(KERNELS) or repeats(names):
         raise ValueError(f"dense must be different ones of {', '.join(KERNELS)}, got {','.join(names)}")
     if FLASHINFER in names and not _flashinfer.installed():
-        raise ValueError("dense names flashinfer, which is not installed")
+        raise ValueError("dense names flashinfer, which is not installed: leave it out, or install it")
     odd = [n for n in contexts if n % _flashinfer.PAGE]
     if FLASHINFER in names and odd:
         raise ValueError(f"flashinfer needs contexts that are multiples of {_flashinfer.PAGE}, got {odd[0]}")
@@ -46,7 +46,7 @@ def try_out(names: Sequence[str], device: torch.device) -> None:
             with sdpa_kernel(SDPA[name]):
                 F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
         except RuntimeError as e:
-            raise RuntimeError(f"{name} cannot be had here, leave it out of --dense: {e}") from e
+            raise RuntimeError(f"{name} cannot run here, leave it out of --dense: {e}") from e
 
 
 @contextlib.contextmanager

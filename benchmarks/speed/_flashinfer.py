@@ -1,4 +1,4 @@
-"""FlashInfer's paged decode attention, to stand beside ours where it is installed."""
+"""FlashInfer's paged decode attention, a baseline if it is installed."""
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence

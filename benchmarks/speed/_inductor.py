@@ -20,5 +20,5 @@ def settings(texts: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name] = value
         if known[name] is not None and type(found[name]) is not type(known[name]):
-            raise ValueError(f"inductor: {name} is {known[name]!r} by default, got {value!r}")
+            raise ValueError(f"inductor: {name} must have the type of its default, {known[name]!r}, got {value!r}")
     return found

@@ -1,8 +1,8 @@
-"""A chain of needles written into random weights: what a checkpoint would have learned, so that recall can be told.
+"""A chain of needles written into random weights, so that recall can be measured without a checkpoint.
 
-Tokens ask in turn: the last of the prompt for needle 1, the answer to that for needle 2, and so on. One layer knows
-them: there an asking token's query is the key of its needle, and the needle's value is the direction of the answer. All
-other layers compute as they did, but add nothing to what flows through the model. Haystack tokens keep random keys.
+The last token of the prompt asks for needle 1, the answer to that asks for needle 2, and so on. One layer knows the
+needles: the query of an asking token is the key of its needle, and the value of the needle is the direction of the
+answer. All other layers compute as usual, but add nothing to the hidden states. Haystack tokens keep random keys.
 """
 import math
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
-"""Keys and queries with the structure that makes retrieval work, and a knob for how fast attention moves.
+"""Synthetic keys and queries with the structure that makes retrieval work, and an option for how fast attention moves.
 
-Keys: every token belongs to a topic (runs of tokens share one), plus noise and a few outlier channels; the first tokens
-are sinks, which have a part of every topic. Queries:
-follow one topic for a while and drift within it; now and then they jump to another. A selection of the best blocks then
-changes a little at every step and much at a jump, so hit rates are neither 0 nor 1.
+Keys: runs of tokens share a topic. Noise and a few outlier channels are added. The first tokens are sinks, which have a
+part of every topic. Queries: they follow one topic for a while and drift within it. Sometimes they jump to another.
+So a selection of the best blocks changes a little at every step and much at a jump, and hit rates are neither 0 nor 1.
 """
 from dataclasses import dataclass
 

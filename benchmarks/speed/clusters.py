@@ -1,6 +1,6 @@
 """Time of the kernels of LouisKV and ClusterKV at a real shape: steps with and without a boundary, k-means of a prompt.
 
-Every call of a replay has inputs of its own, so no cache holds them.
+Each call in the replayed CUDA graph has its own inputs, so that they are not in the caches of the GPU.
 """
 import dataclasses
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Time per output token by context, batch and method, beside dense attention. One process compiles all steps alike."""
+"""Time per output token by context, batch and method, beside dense attention.
+
+One process compiles all steps, with the same options.
+"""
 import contextlib
 import dataclasses
 import gc
@@ -51,27 +54,29 @@ class Options(Setup):
     batches: tuple[int, ...] = (1,)
     methods: tuple[str, ...] = ("quest",)
     also: tuple[str, ...] = option(
-        (), "More rows: the method with one hyper-parameter changed. Comma-separated METHOD.NAME=VALUE."
+        (), "Adds a row of the table for each METHOD.NAME=VALUE, comma-separated: METHOD with this value."
     )
     locality: float = 0.95
     localities: tuple[float, ...] = option(
-        (), "More values of --locality, comma-separated: a row each, by the same compiled step."
+        (), "More values of --locality, comma-separated. Each adds a row of the table, with the same compiled step."
     )
     locality_of_text: bool = option(
-        False, "Instead: queries with the hit rate that eval-text measured for the method, at the nearest budget."
+        False, "Set the locality of each method to the hit rate that eval-text measured, at the nearest budget."
     )
     trace: str = option(
-        "", "Instead: replay the selections of a real model, from a file of `torchsparsekv record`."
+        "", "Instead of --locality: replay the selections of a real model, from a file of `torchsparsekv record`."
     )
     turning: float | None = option(
-        None, "Gives synthetic queries a common part, which changes at this share of the jumps to another topic. "
+        None, "Give synthetic queries a common part, which changes at this share of the jumps to another topic. "
         "Default: no common part."
     )
-    chunk: int = option(CHUNK, f"Prompt tokens of all rows in one forward, at least {LEAST} a row; 0: whole prompts.")
+    chunk: int = option(
+        CHUNK, f"Prompt tokens that are stored at once, all rows together, at least {LEAST} a row; 0: whole prompts."
+    )
     steps: int = 100
     hf_static: bool = True
     ours: bool = option(True, "Also time our dense attention, whose pool is on the GPU.")
-    dense: tuple[str, ...] = option(("sdpa-cudnn",), f"Dense attention beside ours, of {', '.join(_dense.KERNELS)}.")
+    dense: tuple[str, ...] = option(("sdpa-cudnn",), f"Other dense attention: any of {', '.join(_dense.KERNELS)}.")
     through_generate: bool = option(False, "Also time generate().")
     inductor: tuple[str, ...] = option(
         (), "Options of torch._inductor.config for all rows, comma-separated NAME=VALUE."
@@ -95,15 +100,15 @@ class Options(Setup):
             self.near(name)
         check_also(self.also, methods)
         if self.trace and (self.localities or self.locality_of_text):
-            raise ValueError("trace says what is chosen: give no localities and no --locality-of-text with it")
+            raise ValueError("trace replaces locality: leave out --localities and --locality-of-text")
         for name in methods if self.trace else ():
             if make_method(name).traits.attends == "selected":
                 _traces.read(Path(self.trace), name, self.method(name).budget)
         if self.localities and self.locality_of_text:
-            raise ValueError("localities are beside --locality, and --locality-of-text has another for each method")
+            raise ValueError("--locality-of-text replaces locality: leave out --localities")
         if repeats((self.locality, *self.localities)) or not all(0 <= x <= 1 for x in self.localities):
             wrong = ",".join(map(str, self.localities))
-            raise ValueError(f"localities must be between 0 and 1, none twice and none {self.locality}, got {wrong}")
+            raise ValueError(f"localities must be from 0 to 1, different, and not {self.locality} again, got {wrong}")
         if self.turning is not None and not 0 <= self.turning <= 1:
             raise ValueError(f"turning must be between 0 and 1, got {self.turning}")
         for name, changed in self.asked():
@@ -188,7 +193,7 @@ def follow(cache, ids: Tensor) -> None:
     for i, layer in enumerate(layers):
         heads, chosen = layer.state.hot.chosen.shape[1:]
         if ids.shape[2] != chosen:
-            raise ValueError(f"the trace has {ids.shape[2]} blocks a step, {layer.method.name} chooses {chosen} here")
+            raise ValueError(f"the trace has {ids.shape[2]} blocks a step, {layer.method.name} selects {chosen} here")
         mine = torch.arange(i * heads, (i + 1) * heads) % ids.shape[0]
         taken = ids[mine].transpose(0, 1).contiguous().to(layer.state.hot.chosen.device)
         offset = cache.get_seq_length().clone()

@@ -1,7 +1,7 @@
 """Seconds of the first and the second generate() of a process: what compiling costs, and what kernel caches save.
 
-Each row runs in a process of its own, which builds the model before the clock starts. "empty": the caches of Triton and
-inductor are empty. "kept": they hold what the process of the row before left.
+Each row runs in a process of its own, which builds the model before the clock starts. "empty": the kernel caches of
+Triton and inductor are empty. "kept": the caches hold what the process of the previous row left.
 """
 import dataclasses
 import json
@@ -30,11 +30,11 @@ LONGER = 3  # times as many tokens, for the time of one
 @dataclass(frozen=True)
 class Options:
     shape: str = "llama-3.1-8b"
-    context: int = 32768
+    context: int = option(32768, "Tokens of the prompt.")
     tokens: int = option(64, "Tokens of an answer.")
     methods: tuple[str, ...] = ("quest", "pariskv")
     step: tuple[str, ...] = option(("auto", "compiled"), "Values of patch(step=...), comma-separated.")
-    caches: tuple[str, ...] = option(CACHES, "States of the kernel caches, comma-separated, in this order.")
+    caches: tuple[str, ...] = option(CACHES, "States of the kernel caches, comma-separated; the first must be empty.")
 
     @property
     def grows(self) -> int:
@@ -47,7 +47,7 @@ class Options:
             if wrong := sorted(set(getattr(self, field)) - set(known)):
                 raise ValueError(f"{field} must be of {', '.join(known)}, got {', '.join(wrong)}")
         if self.caches[0] != CACHES[0]:
-            raise ValueError(f"caches begin {CACHES[0]!r}: there is none to keep before, got {', '.join(self.caches)}")
+            raise ValueError(f"the first of caches must be {CACHES[0]!r}, got {', '.join(self.caches)}")
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """Time of the host for each token of generate(), without the model: the loop itself, and what a patch adds.
 
 The forward of a small model returns at once, with the same logits each time. A row is in microseconds a token: the
-difference of a long and a short answer, over the tokens between.
-- dynamic and static: unpatched, with transformers' cache of that name. With a static cache generate() makes masks.
+time of a long answer minus the time of a short answer, divided by the difference of their tokens.
+- dynamic and static: unpatched, with transformers' cache of that name. With a static cache generate() also makes masks.
 - captured: patched, with all that a captured step does except its graph. It copies inputs and clones outputs.
 
 No GPU is needed. On a GPU the loop also launches kernels of its own and waits for each token.

@@ -1,6 +1,6 @@
 """Time of each kernel of a decode step at a real shape, in a CUDA graph, beside kernels of torch and the GPU's limits.
 
-Every call of a replay has inputs of its own, so no cache holds them.
+Each call in the replayed CUDA graph has its own inputs, so that they are not in the caches of the GPU.
 """
 import dataclasses
 import statistics

@@ -1,8 +1,9 @@
 """Time per output token over the ranks of torchrun, one GPU each, beside dense attention on the same GPUs.
 
-Every rank has its share of a model with random weights, as in transformers' tensor parallel plan for llama: heads,
-inner channels of the MLP, and vocabulary, with an all-reduce after attention and MLP. The whole step is one CUDA graph
-on each rank. First, the logits of two small models over all ranks (`tp_plan="auto"`) are compared with those of one.
+Every rank has its share of a model with random weights: heads, inner channels of the MLP, and vocabulary, as in
+transformers' tensor parallel plan for llama. An all-reduce follows attention and MLP. The whole step is one CUDA graph
+on each rank. First, the logits of a small model over all ranks (`tp_plan="auto"`) are compared with its logits on one
+rank.
 
 torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel --contexts 131072,524288 --out parallel.json
 """
@@ -35,14 +36,16 @@ class Options(decode.Options):
     """Of `bench decode`, and whether logits are compared."""
 
     logits: bool = option(True, "Compare logits over all ranks with those of one rank, on a small model in fp32.")
-    hf_static: bool = False
+    localities: tuple[float, ...] = option((), "No effect: a method is timed at one locality.")
+    hf_static: bool = option(False, "No effect: the static cache of transformers runs on one rank.")
+    ours: bool = option(True, "No effect: our dense attention is always timed.")
 
 
 @contextlib.contextmanager
 def ranks() -> Iterator[tuple[int, int]]:
     """(this rank, how many) of a torchrun; one where there is none."""
     if "LOCAL_RANK" not in os.environ:
-        raise RuntimeError("start it by torchrun: torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel")
+        raise RuntimeError("this needs torchrun: torchrun --nproc-per-node 2 -m torchsparsekv.cli bench parallel")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -61,7 +64,7 @@ def share_of(shape: str, count: int) -> dict:
 
     fields = dict(_common.SHAPES[shape])
     if fields["model_type"] not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"{shape}: only llama, qwen2 and qwen3 are cut into ranks here")
+        raise ValueError(f"{shape}: only shapes of llama, qwen2 and qwen3 can be shared by ranks here")
     whole = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     odd = {name: getattr(whole, name) for name in cut if getattr(whole, name) % count}

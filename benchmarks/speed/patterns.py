@@ -1,12 +1,11 @@
-"""LouisKV's three patterns of prompt and output end to end, by method and batch.
+"""Time of LouisKV's three patterns of prompt and output, end to end, by method and batch.
 
-Outputs are not generated in full. Compiled steps are timed at `points` contexts, at equal distances from the first
-token of an output to the last. Each point has 8 steps that are not timed, then `steps` that are. The trapezoid rule
-makes the time of an output from the means. Between the points tokens enter the store as a prompt does, through
-`ingest`. There louiskv and clusterkv have clusters of 16 tokens on average, where an output would have segments of 8 to
-32 tokens.
+Outputs are not generated in full. Compiled steps are timed at --points contexts, at equal distances from the first
+token of an output to the last. Each point has 8 untimed steps, then --steps timed steps. The trapezoid rule makes the
+time of an output from the mean times of a step. Between the points tokens enter the store as tokens of a prompt do.
+There louiskv has clusters of 16 tokens on average, where an output would have segments of 4 to 32 tokens.
 
-A prompt is one timed forward of all rows of the batch, up to `prompt_rows`. For larger batches that time is scaled. One
+A prompt is one timed forward of all rows of the batch, up to --prompt-rows. For larger batches that time is scaled. One
 step is compiled for each method and batch, on a cache with room for the longest pattern of that batch.
 """
 from collections.abc import Iterator, Sequence
@@ -63,7 +62,7 @@ class Options(Setup):
 def parse(text: str) -> Pattern:
     head, plus, tail = text.partition("+")
     if not (plus and head.isdecimal() and tail.isdecimal() and int(head) > 1 and int(tail) > 0):
-        raise ValueError(f"a pattern is PROMPT+OUTPUT, of at least 2 and 1 tokens; got {text!r}")
+        raise ValueError(f"a pattern is PROMPT+OUTPUT in tokens, at least 2+1; got {text!r}")
     return Pattern(int(head), int(tail))
 
 

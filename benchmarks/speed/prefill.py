@@ -18,10 +18,12 @@ from torchsparsekv_benchmarks.speed import _common
 @dataclass(frozen=True)
 class Options:
     shape: str = "llama-3.1-8b"
-    contexts: tuple[int, ...] = (32768, 65536)
+    contexts: tuple[int, ...] = option((32768, 65536), "Tokens of a prompt, comma-separated.")
     methods: tuple[str, ...] = ("quest", "arkvale")
     offload: Offload = "host"
-    also: tuple[str, ...] = option((), "More rows: a hyper-parameter changed. Comma-separated METHOD.NAME=VALUE.")
+    also: tuple[str, ...] = option(
+        (), "Adds a row of the table for each METHOD.NAME=VALUE, comma-separated: METHOD with this value."
+    )
     repeats: int = 3
     chunk: int = option(0, "Prompt tokens in one forward; 0: whole prompts.")
 

@@ -2,8 +2,8 @@
 
 No checkpoint is needed. Models have random weights, and one layer of each gets a chain of needles (_planted.py).
 generate() reads the prompt in chunks and has to find the needles. The compiled decode step has to find them too. That
-step is then timed with the model's own queries. At a share `locality` of the steps it gets the token of the step
-before. The hit rate follows from these queries and random keys.
+step is then timed with the model's own queries. At a share --locality of the steps the input is the token of the
+step before. The hit rate follows from these queries and random keys.
 
 The floor is the same step with dense attention over 256 tokens. transformers' static cache cannot be the floor: it
 counts the tokens of a sliding window in Python, so its step compiles again while the window fills.
@@ -67,11 +67,11 @@ class Options(Setup):
     methods: tuple[str, ...] = option(("quest",), "Methods beside dense attention, comma-separated.")
     chunk: int = option(8192, "Prompt tokens in one forward.")
     experts: Literal["batched_mm", "grouped_mm"] = option(
-        "batched_mm", "How the compiled step multiplies experts; generate() takes batched_mm for its steps."
+        "batched_mm", "How the compiled step multiplies experts: batched_mm, as steps of generate() do, or grouped_mm."
     )
     locality: float = option(0.95, "Share of timed steps that get the token of the step before.")
     steps: int = 100
-    floor: bool = option(True, "Also time a step over 256 tokens. Compiling that step takes a third of the time.")
+    floor: bool = option(True, "Also time a step over 256 tokens. Its compilation takes a third of the run.")
 
     @property
     def grows(self) -> int:
@@ -86,7 +86,7 @@ class Options(Setup):
         if unknown:
             raise ValueError(f"unknown shape {unknown[0]!r}; available: {', '.join(SHAPES)}")
         if "full" in methods:
-            raise ValueError("full is measured in any case, methods names it")
+            raise ValueError("methods must not name full, which is always measured")
         for name in self.shapes:
             check_skip_layers(self.skip_layers, SHAPES[name]["num_hidden_layers"])
         longest = min(SHAPES[name]["max_position_embeddings"] for name in self.shapes) - self.grows
@@ -100,7 +100,7 @@ class Options(Setup):
             )
         alone = [n for n in (decode.FLOOR_CONTEXT, self.context) if n % self.chunk == 1]
         if alone:
-            raise ValueError(f"chunk {self.chunk} leaves one token of {alone[0]} alone; choose another")
+            raise ValueError(f"chunk {self.chunk} leaves a last chunk of one token of {alone[0]}; choose another")
 
 
 class Fed(decode.Step):

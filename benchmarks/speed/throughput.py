@@ -28,7 +28,7 @@ class Options(Setup):
     methods: tuple[str, ...] = ("quest",)
     steps: int = 50
     locality: float = 0.95
-    dense: tuple[str, ...] = option((), f"Dense attention beside ours, of {', '.join(_dense.KERNELS)}.")
+    dense: tuple[str, ...] = option((), f"Other dense attention: any of {', '.join(_dense.KERNELS)}.")
 
     @property
     def decode(self) -> DecodeOptions:

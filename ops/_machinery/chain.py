@@ -2,9 +2,9 @@
 others.
 
 On a CUDA device the order is CUDA C++ (if the op has it), then Triton; an op without kernels is refused. On a CPU the
-reference runs. An op that torch's own kernels cover runs these on both. `use_kernels` forces one kind for every op. An
-op that cannot run as forced is refused with the reason. With "cuda" forced, an op without CUDA C++ runs the next
-implementation of its chain. Torch's kernels count as either kind.
+reference runs. An op with an implementation by torch's own kernels runs it on both. `use_kernels` forces one kind for
+every op. An op that cannot run as forced is refused with the reason. With "cuda" forced, an op without CUDA C++ runs
+the next implementation of its chain. Torch's kernels count as "cuda" and as "triton".
 """
 import contextlib
 import os
@@ -52,7 +52,7 @@ _forced: str | None = _known(os.environ.get(VARIABLE) or None, VARIABLE)
 
 
 class _Before(contextlib.AbstractContextManager):
-    """Restores the forced kind at the end of a `with`."""
+    """Restores the kind that was forced before, at the end of a `with`."""
 
     def __init__(self, kind: str | None):
         self.kind = kind
@@ -100,14 +100,14 @@ class Chain:
         return one.launch(found, *things) if one.fits else one.launch(*things)
 
     def chosen(self, *things: Any) -> tuple[str, dict[str, str]]:
-        """The kind that would run on a CUDA device, and the reasons of the kinds before it."""
+        """The kind that would run on a CUDA device, and the reasons why the kinds before it cannot."""
         if _forced == "reference":
             return _forced, {}
         one, _, reasons = self._first(things, _forced)
         return one.kind, reasons
 
     def _first(self, things: tuple, kind: str | None) -> tuple[Implementation, Any, dict[str, str]]:
-        """The first implementation that fits, its first argument, and the reasons of the implementations before it."""
+        """The first implementation that fits, its first argument, and the reasons why those before it cannot run."""
         reasons: dict[str, str] = {}
         for one in self.candidates(kind):
             found = one.fits(*things) if one.fits else None
@@ -115,7 +115,7 @@ class Chain:
                 return one, found, reasons
             reasons[one.kind] = found
         why = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
-        none = "there is none" if self.chain else "only a reference is registered, which kernels='reference' runs"
+        none = "it has no such kernel" if self.chain else "it has only a reference, which kernels='reference' runs"
         raise RuntimeError(f"{self.name}: kernels={kind!r} cannot run here: {why or none}")
 
     # ---- what the dispatcher calls
@@ -129,8 +129,8 @@ class Chain:
             raise RuntimeError(f"{self.name}: kernels='cuda' cannot run here: these tensors are on the CPU")
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(
-                f"{self.name}: kernels='triton' cannot run here: these tensors are on the CPU, where Triton only "
-                "interprets, if TRITON_INTERPRET=1 is set before the import"
+                f"{self.name}: kernels='triton' cannot run here: these tensors are on the CPU, where Triton only runs "
+                "in its interpreter: set TRITON_INTERPRET=1 before the import"
             )
         return self.run(things, "triton")
 

@@ -3,6 +3,6 @@ from torch import Tensor
 
 
 def heads(q: Tensor, kv: Tensor) -> None:
-    """Every kv head has as many query heads; `kv` is [batch, kv_heads, ...]."""
+    """Every kv head has the same number of query heads; `kv` is [batch, kv_heads, ...]."""
     if q.shape[1] % kv.shape[1]:
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys and values {tuple(kv.shape)}")

@@ -19,17 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torchsparsekv.ops._machinery.triton import launch_early
 
-# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and _PREFERRED_SHARED_MEMORY_CARVEOUT; CU_LAUNCH_ATTRIBUTE_
-# PROGRAMMATIC_STREAM_SERIALIZATION
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT and
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
-# The share of shared memory in a multiprocessor's memory. By default the driver chooses a share for each kernel.
-# Kernels with different shares cannot overlap, and a change takes time: four kernels took 27.0 us with one share, and
-# 30.5 us with several.
+# The percentage of a multiprocessor's L1 memory that is shared memory. By default the driver chooses a share for each
+# kernel. Kernels with different shares cannot overlap, and a change takes time: four kernels took 27.0 us with one
+# share, and 30.5 us with several.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-# The least compute capabilities: for matrix products and warp reductions, for conversion of fp8, and for clusters of
-# programs. Triton's kernels run on older devices.
+# The least compute capability of each file: 8.0 for matrix products and warp reductions, 8.9 for conversion of fp8, 9.0
+# for clusters of programs. Triton's kernels run on older devices.
 OLDEST = {
     "best_pages": (9, 0), "bound_scores": (8, 9), "centroid_votes": (8, 0), "rank_by_votes": (8, 0), "fetch": (8, 0),
     "page_peaks": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
@@ -37,7 +37,7 @@ OLDEST = {
 }  # fmt: skip
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"  # beside ops/, in a checkout and in a wheel
 _loaded: dict[tuple, "Module | str"] = {}
-_one_at_a_time = threading.Lock()  # of two threads, one compiles a module
+_one_at_a_time = threading.Lock()  # two threads do not compile the same module
 # Tensors go as pointers (None: a null pointer), numbers as int and float, sequences as structs of int.
 Argument: TypeAlias = Tensor | int | float | Sequence[int] | None
 
@@ -64,7 +64,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
             return nvrtc, ctypes.CDLL("libcuda.so.1")
         except (OSError, AttributeError):
             pass
-    warnings.warn("torchsparsekv: no NVRTC: decoding is left to Triton, with the same results, slower", stacklevel=2)
+    warnings.warn("torchsparsekv: NVRTC is missing, so Triton kernels decode: same results, slower", stacklevel=2)
     return None
 
 
@@ -100,7 +100,7 @@ class Module:
     def __init__(self, driver: ctypes.CDLL, image: bytes, device: torch.device):
         self.driver, self.device, self.module = driver, device, c_void_p()
         self.kernels: dict[str, tuple[c_void_p, int]] = {}
-        mode = c_int(_RELAXED)  # another thread may be capturing a graph, which must not contain this
+        mode = c_int(_RELAXED)  # else loading would break a graph capture in progress, also of another thread
         self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
             self._do("cuModuleLoadData", byref(self.module), image)
@@ -109,7 +109,7 @@ class Module:
 
     def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
         """Launch on the current stream, with `shared` bytes of dynamic shared memory. Small grids launch early, as
-        Triton's do."""
+        in Triton (`launch_early`)."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))
@@ -151,7 +151,7 @@ def _argument(x: Argument):
     if isinstance(x, float):
         return c_float(x)
     if not -(2**31) <= x < 2**31:
-        raise ValueError(f"kernels take 32-bit numbers, got {x}")
+        raise ValueError(f"kernels take 32-bit integers, got {x}")
     return c_int(x)
 
 

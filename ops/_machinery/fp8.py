@@ -1,7 +1,8 @@
 """Rounding to fp8 (e4m3) in integer arithmetic.
 
-The hardware's conversion has three faults here. ptxas of Triton 3.6 miscompiles it if later code computes with the
-bytes: a register is read before it is written. The interpreter's conversion rounds wrongly. Neither can round up.
+Triton's own conversion has three faults. ptxas of Triton 3.6 miscompiles it if later code computes with the
+bytes: a register is read before it is written. The interpreter's conversion rounds wrongly. Neither conversion can
+round up.
 """
 import torch
 
@@ -13,7 +14,7 @@ FP8_MAX = 448.0
 
 @triton.jit
 def to_e4m3(x, UP: tl.constexpr):
-    """(byte, value) of fp32 `x`, |x| <= 448: the nearest with ties to even or, if `UP`, the next away from zero."""
+    """(byte, value) of fp32 `x`, |x| <= 448: rounded to nearest, ties to even; with `UP` rounded away from zero."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     if UP:
@@ -22,10 +23,10 @@ def to_e4m3(x, UP: tl.constexpr):
         cut = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
     steps = size.to(tl.float32, bitcast=True) * 512.0  # below 2^-6 values are multiples of 2^-9
     if UP:
-        steps = tl.maximum(tl.ceil(steps), (size != 0).to(tl.float32))  # ceil flushes denormals
+        steps = tl.maximum(tl.ceil(steps), (size != 0).to(tl.float32))  # `ceil` may make a subnormal number 0
     else:
-        steps = (steps + 8388608.0) - 8388608.0  # 2^23: the sum has no room for a fraction
+        steps = (steps + 8388608.0) - 8388608.0  # adding 2^23 rounds to an integer
     tiny = size < 0x3C800000  # 2^-6
-    byte = tl.where(tiny, steps.to(tl.uint32), cut - 960) | ((bits >> 24) & 0x80)  # 960: exponents 120 apart
+    byte = tl.where(tiny, steps.to(tl.uint32), cut - 960) | ((bits >> 24) & 0x80)  # 960 = 120 << 3: exponents 120 apart
     value = tl.where(tiny, steps / 512.0, (cut << 20).to(tl.float32, bitcast=True))
     return byte.to(tl.uint8), tl.where(bits >> 31 != 0, -value, value)

@@ -44,23 +44,23 @@ def register(
 ) -> Callable:
     """Define an op and return the function to call.
 
-    Before an implementation runs, shapes and types are verified by the annotations of the reference.
+    Before an implementation runs, shapes and types are checked against the annotations of the reference.
 
     Args:
         name: the name in `torch.ops.torchsparsekv`.
         reference: the specification. Its annotations are the signature of the op. It runs on a CPU, unless `impls` has
             a kernel of torch.
         impls: implementations for a GPU. The first that fits runs.
-        fake: returns an empty tensor like the result. An op that returns something needs it.
+        fake: returns an empty tensor like the result. An op that returns something needs a fake.
         check: raises an error for arguments that annotations cannot refuse.
-        capturable: False for an op that waits for the host. Such an op splits CUDA graphs, and no decode step may
-            contain one.
+        capturable: False for an op that a CUDA graph cannot contain, such as an op that may wait for the device. Such
+            an op splits CUDA graphs, and no decode step may contain one.
     """
     signature = Signature(name, reference)
     if name in OPS:
         raise ValueError(f"op {name!r} is registered twice: by {_place(OPS[name].reference)} and {_place(reference)}")
     if fake is None and signature.result is not type(None):
-        raise TypeError(f"op {name!r} returns something: give register a fake, which returns an empty tensor like it")
+        raise TypeError(f"op {name!r} returns something: give register() a fake, which returns an empty tensor like it")
     tags = (torch.Tag.pt2_compliant_tag,) + (() if capturable else (torch.Tag.cudagraph_unsafe,))
     _LIB.define(name + signature.schema, tags=tags)
     chain = Chain(name, impls, reference)
@@ -79,7 +79,7 @@ def _place(reference: Callable) -> str:
 
 
 def _verified(signature: Signature, check: Callable | None, fn: Callable) -> Callable:
-    """`fn` of views as a function of flat arguments, behind the checks."""
+    """`fn` of views as a function of flat arguments, after the checks."""
     verify, run = signature.verifier(), signature.grouped(fn, check)
 
     def verified(*args):

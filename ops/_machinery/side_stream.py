@@ -46,4 +46,4 @@ def on_side_stream(join: bool, *used: Tensor, of_step: bool = False) -> Iterator
         yield
         if not torch.cuda.is_current_stream_capturing():
             for t in used:
-                t.record_stream(side)  # its memory is not reused before the side stream is done
+                t.record_stream(side)  # the memory of `t` is not reused before the side stream is done

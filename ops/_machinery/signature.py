@@ -25,11 +25,12 @@ NUMBERS = {int: "int", float: "float", bool: "bool", list[int]: "int[]", SymInt:
 class Of(NamedTuple):
     """The shape of a tensor in words, and its type.
 
-    A word is a number, a name, or a sum without spaces ("units+1"). A name means the same size everywhere in the op; it
-    may also be the name of a number argument. `dtype` is a type, a tuple of allowed types, or a name: tensors with the
-    same name have the same floating-point type. Tensors are contiguous; with `strided` only the last dimension must be
-    dense. `packed` is one more allowed type, with a function from the usual last size to the last size of that type. It
-    is for ops where another tensor has the name and the usual size.
+    A word is a number, a name, or a sum or difference without spaces ("units+1"). A name means the same size everywhere
+    in the op; it may also be the name of a number argument. `dtype` is a type, a tuple of allowed types, or a name:
+    tensors with the same name have the same floating-point type. Tensors are contiguous; with `strided` only the last
+    dimension must be dense. `packed` is one more allowed type, and a function from the usual last size to the last size
+    in this type. A tensor may be packed only if another tensor of the op fixes the name of its type and its usual last
+    size.
     """
 
     shape: str
@@ -39,7 +40,7 @@ class Of(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """One argument of the dispatcher. Messages call it `said`."""
+    """One argument of the dispatcher. `said` is its name in error messages, such as `view.field`."""
 
     name: str
     said: str
@@ -51,7 +52,7 @@ class Flat(NamedTuple):
 
 def _unwrapped(hint: Any) -> tuple[Any, bool, bool]:
     """The hint without its wrappers, whether it allows None, and whether it is marked as changed. Python 3.10 wraps the
-    hint of a parameter whose default is None once more."""
+    hint of a parameter whose default is None once more, in Optional."""
     optional = changed = False
     while True:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -101,8 +102,8 @@ class Signature:
         given = inspect.signature(reference).parameters
         for p in (*given, "return"):
             if p not in hints:
-                what = "what it returns" if p == "return" else f"parameter {p!r}"
-                raise TypeError(f"op {name!r}: the annotations of its reference are its signature, {what} has none")
+                what = "the result" if p == "return" else f"parameter {p!r}"
+                raise TypeError(f"op {name!r}: the reference must annotate {what}: annotations are the signature")
         self.name, self.result = name, hints.pop("return")
         self.parameters = tuple(self._parameter(p, hints[p], given[p].default) for p in given)
         self.flat = tuple(f for p in self.parameters for f in p.flat)
@@ -123,7 +124,7 @@ class Signature:
         result = results.get(self.result) or f"({', '.join('Tensor' for _ in typing.get_args(self.result))})"
         return f"({', '.join(map(one, self.flat))}) -> {result}"
 
-    # ---- from views to flat arguments and back, as code: it runs at every eager call
+    # ---- from views to flat arguments and back, as generated code, because it runs at every eager call
 
     def caller(self, op: Callable, doc: str | None) -> Callable:
         """The function that users of the op call. It takes views."""
@@ -142,7 +143,7 @@ class Signature:
         passed = ", ".join(f"_its_{p.name}" if p.view else p.name for p in self.parameters)
         lines += [f"_before({passed})"] * (before is not None) + [f"return _fn({passed})"]
         code = f"def {self.name}({', '.join(f.name for f in self.flat)}):\n    " + "\n    ".join(lines)
-        return self._made(code, _fn=fn, _before=before, _new=tuple.__new__)  # less to do than in _make of a NamedTuple
+        return self._made(code, _fn=fn, _before=before, _new=tuple.__new__)  # faster than _make of a NamedTuple
 
     def verifier(self) -> Callable:
         """A function of flat arguments that raises an error if shapes or types do not fit."""
@@ -169,7 +170,7 @@ class Signature:
         return sorted([f for f in order if f not in sums] + sums, key=lambda f: f.optional)
 
     def _numbers(self) -> dict[str, str]:
-        """The number arguments that words of shapes name."""
+        """The number arguments whose names occur in shapes."""
         used = {w for f in self.flat for word in words(f.of) for w in re.split(r"[+-]", word)}
         named = {f.said.rpartition(".")[2]: f.name for f in self.flat if f.type == "int"}
         return {word: name for word, name in named.items() if word in used}
@@ -182,7 +183,7 @@ class Signature:
         for f in self._in_order():
             if given[f.name] is not None:
                 _explain_one(f, given[f.name], sizes, kinds)
-        raise AssertionError(f"{self.name}: refused for no reason that can be told: {given}")
+        raise AssertionError(f"{self.name}: arguments were refused, but none is wrong: {given}")
 
 
 def words(of: Of | None) -> list[str]:
@@ -196,7 +197,7 @@ class _Lines:
         self.done: list[str] = [f"{size_of(word)} = {name}" for word, name in numbers.items()]
         self.names: dict[str, Any] = {"FLOATS": FLOATS}
         self.sizes: set[str] = set(map(size_of, numbers))
-        self.perhaps: set[str] = set()  # sizes that an optional tensor gives first: None if that tensor is None
+        self.perhaps: set[str] = set()  # sizes that an optional tensor binds first: None if this tensor is None
         self.kinds: set[str] = set()
 
     def add(self, f: Flat) -> None:

@@ -11,7 +11,8 @@ try:
 except ImportError:
 
     class _Absent:
-        """Stands in for a kernel without Triton. It can be imported, and a launch says what is missing."""
+        """Stands in for a kernel without Triton. It can be imported. A launch raises an error that says what is
+        missing."""
 
         def __init__(self, fn):
             self.fn = fn

@@ -19,7 +19,7 @@ from torchsparsekv.ops._machinery.triton import (
 from torchsparsekv.ops.store.rows import keys_of, load_key, load_value, values_of
 from torchsparsekv.ops.store.views import Attention
 
-QUERIES = 256  # queries of a prompt per step of the plain definitions: bounds the memory of their scores
+QUERIES = 256  # queries of a prompt that a reference takes at once: bounds the memory of the logits
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def tile_of(q: Tensor) -> int:
 class Parts:
     """Scratch for `splits` partial results per (row, kv head), and the launch that combines them.
 
-    The splits of all heads are about two programs per multiprocessor, and at most one per tile of a kv head.
+    All heads together have about two splits per multiprocessor. A kv head has at most one split per tile.
     """
 
     def __init__(self, q: Tensor, heads: int, tiles: int):
@@ -152,7 +152,7 @@ class Parts:
 
 
 def result_like(q: Tensor, *_: object) -> Tensor:
-    """An empty output of one query per row, [batch, q_heads, 1, dim]. It is the fake of the ops that return this."""
+    """An empty output like `q` [batch, q_heads, 1, dim], contiguous. Ops that return such an output have it as fake."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,6 @@
 """Attention of one query token over every token of the pool.
 
-    out = softmax(scale * q.k, with the soft cap and the sink logit) v    over positions 0 .. length
+    out = softmax(scale * q.k, with the soft cap and the sink logit) v    over positions 0 .. length - 1
 
 Args:
     q [batch, q_heads, 1, dim]

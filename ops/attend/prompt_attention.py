@@ -2,9 +2,9 @@
 
     out of position p = softmax(scale * q.k, with soft cap and sink logit) v    over positions 0 .. p
 
-The past (positions below `start`) comes from the pool, in pieces if it is in host memory; the new tokens come from `k`
-and `v`. The parts are merged by their log-sum-exp. Rows are ragged: the new tokens of a row are the last
-`length - start` columns; the padding before them gets zeros.
+The past (positions below `start`) comes from the pool, in pieces of PIECE tokens; the new tokens come from `k` and `v`.
+The parts are merged by their log-sum-exp. Rows are ragged: the new tokens of a row are the last `length - start`
+columns; the padding before them gets zeros.
 
 Args:
     q [batch, q_heads, tokens, dim]; k, v [batch, heads, tokens, dim]

@@ -31,7 +31,7 @@ def check(q, k, v, ring, lengths, attention, window) -> None:
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if lengths.sink:
-        raise ValueError(f"a layer with a window keeps no first tokens, got sink {lengths.sink}")
+        raise ValueError(f"sink must be 0 in a layer with a sliding window, got {lengths.sink}")
 
 
 def reference(

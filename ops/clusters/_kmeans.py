@@ -3,10 +3,10 @@
     centroids start at keys that `draw_centroids` picks; then, `rounds` times:
     cluster of a key = argmax_c  <k, c> - |c|^2 / 2        the nearest centroid, ties to the lower
     centroid = mean of its keys, rounded to the type of the keys; unchanged where a cluster has no key
-    at the end every empty cluster takes one key, of the keys farthest from their centroids
+    at the end every empty cluster takes one of the keys that are farthest from their centroids
 
-With `cosine` keys and centroids have length 1 while they are compared. With `centred` their mean is taken out of the
-keys before. The centroids returned are the means of the keys as they are.
+With `cosine` keys and centroids have length 1 while they are compared. With `centred` the mean of the keys is
+subtracted from the keys first. The returned centroids are the means of the unchanged keys.
 """
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torchsparsekv.ops.clusters.views import Units
 
 MAX_STRETCH = 4096  # keys of a stretch: one program ranks them in registers
 SEEDS = 1 << 16
-DRAWS = 16  # of the first centroids; inertia relative to k-means++ on keys with rare ones: 1.011 (1.20 with 1 draw)
+DRAWS = 16  # of first centroids. With rare keys inertia is 1.011 times that of k-means++; 1.20 times with 1 draw
 
 
 class Kmeans(NamedTuple):
@@ -29,8 +29,8 @@ class Kmeans(NamedTuple):
     rounds: how often keys are assigned and means computed.
     seed: of the first centroids.
     cosine: compare keys by direction alone, instead of by Euclidean distance.
-    centred: take the mean out of the keys before they are compared. cluster_keys takes the mean of a whole prompt,
-        cluster_ring that of each stretch.
+    centred: subtract the mean of the keys before they are compared. cluster_keys takes the mean of a whole prompt,
+        cluster_ring the mean of each stretch.
     """
 
     size: int
@@ -111,7 +111,7 @@ def without(x: Tensor, centre: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor, centred: bool) -> Tensor:
-    """Keys [..., keys, dim], without their mean if `centred`."""
+    """Keys [..., keys, dim], less their mean if `centred`."""
     return without(x, x.float().mean(-2)) if centred else x
 
 
@@ -149,7 +149,7 @@ def kmeans(
 ) -> tuple[Tensor, Tensor]:
     """Centroids [heads, clusters, dim] and the cluster of every key of x [heads, keys, dim].
 
-    moved: the keys that are compared, if not x: with `centred` x without a mean.
+    moved: the keys to compare instead of x: with `centred` x less the mean.
     """
     moved = x if moved is None else moved
     compared = normalized(moved) if cosine else moved

@@ -67,7 +67,7 @@ def _add_centroids(
     """Append the `count` keys whose numbers are in `picks` to the `existing` centroids.
 
     Returns `best` [S]: the best score <x, c> - |c|^2 / 2 of every key over all centroids, the new ones included. NEW
-    centroids are scored at a time. `scores` hands the scores of a tile over to the whole stretch. SQUARE also stores
+    centroids are scored at a time. `scores` passes the scores of a tile to the whole stretch. SQUARE also stores
     the squared norm of every key. With keys = 0 the centroids are stored, and nothing is scored.
     """
     i, t, d, j = tl.arange(0, S), tl.arange(0, TILE), tl.arange(0, DP), tl.arange(0, NEW)
@@ -316,7 +316,7 @@ def _count(unit_count, start, length, ring_begin, heads, sink, size, total, S: t
 
 def _centre(k: Tensor, lengths: Lengths) -> Tensor:
     """The mean in fp32 of the keys that leave the ring, [batch, heads, dim]."""
-    column = torch.arange(k.shape[2], device=k.device) - k.shape[2] + lengths.length[:, None]  # the position of each
+    column = torch.arange(k.shape[2], device=k.device) - k.shape[2] + lengths.length[:, None]  # positions of columns
     leaves = (column >= lengths.start.clamp(min=lengths.sink)[:, None]) & (column < lengths.ring_begin[:, None])
     total = torch.where(leaves[:, None, :, None], k, 0).sum(2, dtype=torch.float32)
     return total / leaves.sum(1).clamp(min=1)[:, None, None]
@@ -364,7 +364,7 @@ class Launches:
         )  # fmt: skip
 
     def update(self, rank: bool, last: bool = False) -> None:
-        """Means of the clusters. The `last` call has those of the keys as they are, not scaled to length 1."""
+        """Means of the clusters. The `last` call takes the means of the unchanged keys, not scaled to length 1."""
         if last and self.anew:
             self.stale.fill_(1)
         keys, times = (self.given, self.given_times) if last else (self.moved, self.moved_times)

@@ -1,7 +1,7 @@
 """K-means of all keys of a prompt as one stretch, however long (definition: ops/clusters/_kmeans.py).
 
-A prompt does not fit the registers of one program. So the steps that _kmeans_kernels.py does with a whole stretch in
-registers are done here by sorting, in torch: to find the empty clusters and the keys that they take, and to order the
+A prompt does not fit the registers of one program. So two steps of _kmeans_kernels.py, which need a whole stretch in
+registers, are done here by sorting in torch: finding the empty clusters and the keys that they take, and ordering the
 keys. All shapes follow from the number of tokens, so the host never waits for the device.
 
 Launches, in order:
@@ -37,7 +37,8 @@ def _draw_centroids(
     k, unit_count, centroid, half, start, length, ring_begin, k_b, k_h, k_s, heads, tokens, capacity, sink, size, seed,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """`first_draw` of _kmeans.py: one key of each of as many equal parts as there are clusters."""
+    """`first_draw` of _kmeans.py: the keys are cut into one equal part per cluster, and one key of each part is drawn.
+    """
     slot, part = slot_and_part(tl.cdiv(S // size, CENTRES))
     bh, column, keys, _, unit, clusters = stretch_of(
         start, length, ring_begin, unit_count, heads, tokens, sink, size, slot, S
@@ -65,7 +66,8 @@ def _sort_by_cluster(cluster: Tensor, clusters: int) -> tuple[Tensor, Tensor, Te
 
 
 def fill_empty_clusters(cluster: Tensor, distance2: Tensor, count: Tensor, clusters: int) -> Tensor:
-    """`fill_empty_clusters` of _kmeans.py, of all heads at once. A head has the first `count` [n, 1] of `clusters`."""
+    """`fill_empty_clusters` of _kmeans.py, of all heads at once. A head has the first `count` [n, 1] of the `clusters`.
+    """
     sorted_clusters, order, ends = _sort_by_cluster(cluster, clusters)
     is_first = torch.ones_like(sorted_clusters, dtype=torch.bool)
     is_first[:, 1:] = sorted_clusters[:, 1:] != sorted_clusters[:, :-1]

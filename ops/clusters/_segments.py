@@ -30,7 +30,7 @@ def close_head(
 ) -> int:
     """Append to the units of head `at` (row, kv head) all segments from the frontier on that end by `end`.
 
-    `forced` ends the last segment at `end`. Returns the new frontier: the position behind the last new unit.
+    `forced` ends the last segment at `end`. Returns the new frontier: the position after the last new unit.
     """
     ring, first, centroid, cuts = ring[at], units.first[at], units.centroid[at], segments.cuts[at]
     start, unit = int(segments.frontier[at]), int(units.unit_count[at])

@@ -1,7 +1,7 @@
 """The scores of units: the attention that their centroids get, in torch and Triton.
 
     p[g, u] = softmax over units u of  scale * <q_g, centroid_u>       for every query head g of the group
-    score[u] = log of sum_g p[g, u]                                    the order of the mean over heads, no underflow
+    score[u] = log of sum_g p[g, u]                                    ordered as the mean over heads, no underflow
 """
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class UnitLogits:
         batch, heads, capacity, d = centroid.shape
         rows, self.group, wide = batch * heads, q.shape[1] // heads, next_power_of_2(d)
         tile = max(16, min(UNITS, BYTES // (wide * q.element_size())))
-        self.parts = max(1, min(cdiv(capacity, tile), RESIDENT * sm_count(q.device) // rows))  # one wave
+        self.parts = max(1, min(cdiv(capacity, tile), RESIDENT * sm_count(q.device) // rows))  # all run at once
         new = lambda n: torch.empty(rows * n, dtype=torch.float32, device=q.device)  # noqa: E731
         self.logits, self.tops, self.totals = new(capacity * self.group), *(new(self.parts * self.group) for _ in "mt")
         _logits[(rows, self.parts)](

@@ -7,14 +7,15 @@ The keys are those of the new tokens that leave the ring, [max(start, sink), rin
     every cluster becomes a unit: its tokens lie side by side in the pool, in order of position
 
 K-means is Lloyd's (ops/clusters/_kmeans.py) and deterministic. The first centroids are keys that `seed` draws, in up to
-16 draws. The first draw takes one key of each of as many equal parts of the stretch. Later draws take keys by their
+16 draws. The first draw cuts the stretch into equal parts, and takes one key of each. Later draws take keys by their
 squared distance to the centroids drawn before: k-means++, several keys at a time. A start by position alone leaves a
 rare key in a cluster of many other keys, whose mean does not show it.
 
-stretch = 0 clusters the whole prompt as one stretch, from the first draw alone, as ClusterKV does. The cost is that of
-attention to one centroid per `size` tokens.
+stretch = 0 clusters the whole prompt as one stretch, from the first draw alone, as ClusterKV does. It costs as
+much as attention of all tokens to one centroid per `size` tokens.
 
-Inertia is within 2 % of k-means++ with as many rounds, on four kinds of keys (tests/ops/clusters/test_kmeans.py).
+Inertia, the sum of the squared distances of keys to their centroids, is within 2 % of that of k-means++ with as many
+rounds, on four kinds of keys (tests/ops/clusters/test_kmeans.py).
 
 Launches: those of _kmeans_kernels.py, or with stretch = 0 of _kmeans_whole.py. They run on the side stream, beside the
 next layer, unless `join` (ops/_machinery/side_stream.py). Stretches without keys cost programs that return at once.

@@ -2,7 +2,7 @@
 
 The tokens are [previous_ring_begin, min(ring_begin, start)) of every row: at a decode step all tokens that leave the
 ring; with a prompt the tokens that were in the ring before it and leave with it. They are cut into stretches of
-`stretch` tokens. While decoding `stretch` is the ring's interval, so they are one stretch.
+`stretch` tokens. At a decode step `stretch` is the ring's interval, so the tokens are one stretch.
 
     clusters of a stretch = max(1, tokens // size)
     every cluster becomes a unit: its tokens lie side by side in the pool, in order of position
@@ -11,8 +11,8 @@ ring; with a prompt the tokens that were in the ring before it and leave with it
 buffer holds one of them, since none could be retrieved before. K-means is that of ops/clusters/_kmeans.py, from the
 first draw alone.
 
-Launches: `_cluster`, one program per (row, kv head), which does all stretches of its head. It stops at the round that
-leaves all centroids as they were. At steps where nothing leaves the ring a program returns at once.
+Launches: `_cluster`, one program per (row, kv head), which does all stretches of its head. It stops after a round
+that changes no centroid. At steps where nothing leaves the ring a program returns at once.
 
 ClusterKV, arXiv 2412.03213 (clustering of generated tokens).
 """
@@ -38,7 +38,7 @@ def check(store, units, lengths, kmeans) -> None:
     size, stretch, rounds, seed = kmeans[:4]
     if size < 1 or rounds < 1 or not 1 <= stretch <= _kmeans.MAX_STRETCH or stretch // size > MOST_CLUSTERS:
         raise ValueError(
-            f"need size, rounds >= 1 and stretch from 1 to {_kmeans.MAX_STRETCH}, at most {MOST_CLUSTERS} sizes; "
+            f"need size, rounds >= 1 and stretch from 1 to {_kmeans.MAX_STRETCH}, at most {MOST_CLUSTERS} * size; "
             f"got size {size}, stretch {stretch}, rounds {rounds}"
         )
     _kmeans.check_seed(seed)
@@ -104,7 +104,7 @@ def _lloyd(
     ring, cluster, distance2, begin, keys, clusters, sink, span, rounds, seed, COSINE: tl.constexpr,
     CENTRED: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The cluster of every key of a stretch after `rounds` rounds, and its squared distance to the last centroid."""
+    """Store the cluster of every key of a stretch after `rounds` rounds, and its squared distance to its centroid."""
     j, t = tl.arange(0, C), tl.arange(0, TILE)
     low, high = j * keys // clusters, (j + 1) * keys // clusters
     drawn = begin + low + seeded_hash(j, seed) % tl.maximum(high - low, 1)
@@ -168,7 +168,8 @@ def _fill_empty_clusters(cluster, distance2, clusters, live):
 
 @triton.jit
 def _arrange(cluster, distance2, place, first, begin, keys, clusters, S: tl.constexpr):
-    """The final cluster of every key, its pool row counted from the stretch, and where the units end."""
+    """Store the final cluster of every key, its pool row relative to the first row of the stretch, and the units' ends.
+    """
     i = tl.arange(0, S)
     live = i < keys
     cluster_of = tl.load(cluster + i, mask=live, other=S)

@@ -49,7 +49,8 @@ def reference(
         units: the index; gets the segments that leave the ring.
         segments: cuts, newest segment and frontier.
         trigger: the query to compare with, and the decision of this step.
-        stats: counters; `append` counted the ring from `ring_begin` on, this op adds the tokens from the frontier on.
+        stats: counters; `append` counted the ring from `ring_begin` on; this op adds the tokens from the frontier up to
+            `ring_begin`.
         lengths: positions per row.
         rule: tau, per_head, shortest, longest, memory.
     """

@@ -1,7 +1,7 @@
 """Select whole units by the attention that their centroids get, best first, until a budget of tokens is full.
 
-    units are taken by falling score (_unit_scores.py), ties to the lower unit; of the unit that exceeds the budget the
-    first rows
+    units are taken by falling score (_unit_scores.py), ties to the lower unit; of the unit that exceeds the budget only
+    the first rows are taken
 
 Launches, two per call:
     _logits   (row * kv head, parts): every part of a head's centroids leaves its logits, their maximum and exponential
@@ -52,7 +52,7 @@ def reference(
         scale: of the logits.
 
     Returns:
-        [batch, heads, budget], int32: the selected pool rows in ascending order, -1 behind them.
+        [batch, heads, budget], int32: the selected pool rows in ascending order, -1 after them.
     """
     first, centroid, unit_count = units
     x = q[:, :, 0].unflatten(1, (centroid.shape[1], -1))
@@ -138,8 +138,8 @@ def _cut(
 def _keep(rank, begin, size, keys, begins, chunk_stats, budget, N: tl.constexpr):
     """Store the units of a chunk that its own better units do not push out of the budget, in order.
 
-    These are all units at or above a rank from which on the chunk alone fills the budget. The search may stop at 25 %
-    more tokens than the budget, which saves rounds.
+    These are all units at or above a rank from which on the chunk alone fills the budget. The search may stop while the
+    units have up to 25 % more tokens than the budget, which saves rounds.
 
     chunk_stats [5, chunks]: the number of kept units, their tokens, the lowest rank that can be in the result, and the
     lowest and the highest kept rank.
@@ -172,7 +172,7 @@ def _choose_rows(
 ):  # fmt: skip
     """Choose among the survivors of all chunks of a head.
 
-    The rank from which on one chunk alone fills the budget is a lower bound of the rank of the whole head.
+    If one chunk alone fills the budget from some rank on, then the whole head fills it from this rank or a higher one.
     """
     c, chunks = tl.arange(0, CHUNKS), tl.num_programs(1)
     mask = c < used
@@ -203,8 +203,9 @@ def _filled(upto, room):
 def _write(keys, begins, chunk_stats, skips, out, used, per_chunk, low, high, room, budget, N: tl.constexpr):
     """Write the pool rows of the chosen units.
 
-    Entry i of the result is pool row i + skip(i): the pool rows before it that were not chosen. `skips` holds this
-    number at the first entry of every chosen unit; it never falls, so a running maximum gives it for all entries.
+    Entry i of the result is pool row i + skip(i), where skip(i) is the number of pool rows before it that were not
+    chosen. `skips` holds this number at the first entry of every chosen unit. The number never falls, so a running
+    maximum gives it for all entries.
     """
     before = tl.zeros((), tl.int64)  # low 32 bits: tokens above the cut; high 32 bits: at it
     for offset in range(0, used * per_chunk, N):

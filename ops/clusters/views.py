@@ -24,7 +24,7 @@ class Units(NamedTuple):
 class Segments(NamedTuple):
     """Where the tokens in the ring are cut into segments, which are not yet units.
 
-    cuts: one entry per ring row behind the sinks: 1 if the token in that row begins a segment.
+    cuts: one entry per ring row after the sinks: 1 if the token in that row begins a segment.
     segment_begin: the position at which the newest segment begins.
     frontier: tokens below this position are in the index, as units; tokens from this position on are in the ring.
     """
@@ -37,9 +37,9 @@ class Segments(NamedTuple):
 class Trigger(NamedTuple):
     """What decides whether a decode step retrieves.
 
-    previous: the query that the next one is compared with, in two halves. A step at length n reads half (n - 1) % 2 and
-        writes half n % 2, so programs of other heads may still read while one writes. It is in fp32: with `memory` near
-        1 a mean in bf16 never moves.
+    previous: the query that the next query is compared with, in two halves. A step at length n reads half (n - 1) % 2
+        and writes half n % 2, so programs of other heads may still read while one writes. It is in fp32: with `memory`
+        near 1 a mean in bf16 never moves.
     seen: the row length at the last check. A value other than `length - 1` means that a prompt came in between.
     retrieve_now: 1 if the head retrieves at this step.
     retrievals: how often the head has retrieved.

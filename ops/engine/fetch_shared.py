@@ -1,7 +1,7 @@
-"""Bring the listed blocks of all requests into one hot buffer, where blocks are by their id and kv head.
+"""Bring the listed blocks of all requests into one hot buffer, which has them by their id and kv head.
 
-A block that several requests list is brought once. Missing blocks take the slots of the hand, as in fetch. There must
-be a slot for every block that is listed at once.
+A block that several requests list is brought once. Missing blocks take slots in the order of the hand, as in fetch.
+There must be a slot for every block that is listed at once.
 """
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torchsparsekv.ops.gather.fetch import ROWS, WINDOW, bring, move
 from torchsparsekv.ops.store.rows import row_at, row_width
 from torchsparsekv.ops.store.views import Pool
 
-CLAIM = 1 << 30  # a missing block has in `slot_of`, until it gets a slot, the list entry that claims it less CLAIM
-PER_WARP = 512  # list entries of a warp at most, while a program may have more warps
+CLAIM = 1 << 30  # until a missing block gets a slot, its `slot_of` is the list entry that claims the block, less CLAIM
+PER_WARP = 512  # list entries of a warp; more only where a program has 32 warps
 
 
 def check(ids, pool, hot) -> None:
@@ -30,7 +30,7 @@ def check(ids, pool, hot) -> None:
 
 
 def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
-    """Bring the listed blocks of all requests into one hot buffer, where blocks are by their id and kv head.
+    """Bring the listed blocks of all requests into one hot buffer, which has them by their id and kv head.
 
     Args:
         ids: ids of blocks [requests, heads, listed], -1 for none.
@@ -57,8 +57,8 @@ def _plan(
     ids, out, hot, victims, missing, misses, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, HIT: tl.constexpr,
 ):  # fmt: skip
-    """Where every listed block of a head will be, into `out`. `victims` [N] are the slots that change their block,
-    `missing` [N] the blocks that take them, `misses` how many."""
+    """Write the slot of every listed block of a head to `out`. `victims` [N] gets the slots that change their block,
+    `missing` [N] the blocks that take these slots, `misses` their number."""
     h = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, N)  # entries of the lists
     slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
@@ -96,7 +96,7 @@ def _bring(
     pool, hot, victims, missing, misses, slots, blocks, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The share of one program of the rows of the missing blocks of a head."""
+    """Copy this program's share of the rows of the missing blocks of a head."""
     h = tl.program_id(0).to(tl.int64)
     pool, hot = row_at(pool, h, 0, blocks.to(tl.int64) * P, D), row_at(hot, h, 0, slots * P, D)
     part, parts = tl.program_id(1), tl.num_programs(1)

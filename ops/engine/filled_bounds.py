@@ -1,11 +1,11 @@
 """Summarise the keys of every block that new tokens fill: the volumes of block_bounds, by block id.
 
 A block is full when a new token takes its last row. Its digest is made from all of its keys: those of new tokens come
-from `k`, earlier ones from the pool. So nothing stays in a digest of what the block held before an engine gave it to
+from `k`, earlier ones from the pool. So a digest keeps nothing of the earlier contents of the block, which may be of
 another request.
 
-An engine shares blocks between requests, so a digest cannot depend on the request. All digests have one origin, which
-is found from the first block that is ever filled and stays (ops/index/_origin.py). Before, the origin is not a number.
+An engine shares blocks between requests, so a digest cannot depend on the request. All digests of a head have one
+origin, computed from the first block that is ever filled (ops/index/_origin.py). Until then it is NaN.
 """
 import torch
 
@@ -21,7 +21,7 @@ from torchsparsekv.ops.index.block_bounds import bounds, check_digests, store_di
 from torchsparsekv.ops.store.rows import as_numbers, keys_of, row_at
 from torchsparsekv.ops.store.views import Digests, Pool
 
-SCANNED = 256  # tokens that are looked at at a time for the first block
+SCANNED = 256  # tokens that the search for the first full block looks at together
 
 
 def check(k, to, pool, digests) -> None:
@@ -40,7 +40,8 @@ def reference(k: FlatTokens, to: RowOfToken, pool: Pool, digests: Changed[Digest
 
     Launches:
         One kernel of tokens x heads programs of 2 warps. A program whose token does not fill a block returns. If there
-        is no origin yet, every other program finds the origin, and the first one stores it.
+        is no origin yet, all remaining programs compute it, and the program of the first token that fills a block
+        stores it.
     """
     block_size, token_of = digests.block_size, {row: token for token, row in enumerate(to.tolist())}
     for last in (row for row in token_of if row >= 0 and row % block_size == block_size - 1):

@@ -1,9 +1,9 @@
-"""List the units that each request attends to: its sinks, those from `ring_begin` on, and the selected units.
+"""List the units that each request attends to: the sinks, all units from `ring_begin` on, and the selected units.
 
     ids[r, h] = units (sinks, newest, selected[r, h]) of the text, by their place in the pool
 
-A unit is a block of the engine, or an equal part of one: unit u of the text is a part of block ids[r, u * unit //
-block_size] of the table. A list always has the same length; places without a unit have id -1 and fill 0.
+A unit is a block of the engine, or an equal part of a block. Unit u of the text lies in block
+table.ids[r, u * unit // block_size]. A list always has the same length; places without a unit have id -1 and fill 0.
 """
 from typing import Annotated
 
@@ -24,7 +24,8 @@ LISTED = 128  # units of a program
 
 def check(selected, lengths, table, window, unit) -> None:
     if table.ids is None or unit < 1 or table.block_size % unit:
-        raise ValueError(f"units of {unit} tokens are no parts of blocks of {table.block_size}")
+        blocks = "no table" if table.ids is None else f"blocks of {table.block_size} tokens"
+        raise ValueError(f"need a table with blocks of whole units of {unit} tokens, got {blocks}")
     if lengths.sink < 0 or lengths.sink % unit or lengths.interval % unit or window < 1:
         got = f"sink {lengths.sink}, interval {lengths.interval}, window {window}"
         raise ValueError(f"need window >= 1, and sink and interval in whole units of {unit} tokens: {got}")
@@ -36,7 +37,7 @@ def listed(selected: int, sink: int, window: int, interval: int, unit: int) -> i
 
 
 def reference(selected: Units, lengths: Lengths, table: BlockTable, window: int, unit: int) -> tuple[Tensor, Tensor]:
-    """List the units that each request attends to: its sinks, those from `ring_begin` on, and the selected units.
+    """List the units that each request attends to: the sinks, all units from `ring_begin` on, and the selected units.
 
     Args:
         selected: units of the text [batch, heads, selected], -1 for none.

@@ -28,7 +28,7 @@ def check(q, pool, ids, fill, length, block_size, attention) -> None:
     _check.heads(q, pool)
     check_one(pool)
     if ids.shape != fill.shape:
-        raise ValueError(f"{tuple(ids.shape)} blocks are listed, with {tuple(fill.shape)} fills")
+        raise ValueError(f"ids and fill must have one shape, got {tuple(ids.shape)} and {tuple(fill.shape)}")
     if pool.shape[2] % block_size:
         raise ValueError(f"{pool.shape[2]} rows are not blocks of {block_size}")
 

@@ -1,6 +1,6 @@
 """Exact causal attention of new tokens of one request over its past and themselves.
 
-The past are the first `past` tokens of the request: they lie in the blocks `table` of the pool, and are gathered in
+The past is the first `past` tokens of the request. They lie in the blocks `table` of the pool, and are gathered in
 pieces. The new tokens come as `k` and `v`.
 """
 from collections.abc import Iterator

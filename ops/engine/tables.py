@@ -6,7 +6,7 @@ from `ring_begin` on:
 
     ring_begin = sink + max(length - sink - window, 0) rounded down to whole intervals
 
-This is the law of the ring (ops/store/advance.py), by which patch() selects.
+This is the rule of the ring (ops/store/advance.py), so engines and `patch` select from the same tokens.
 """
 import torch
 from torch import Tensor

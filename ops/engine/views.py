@@ -7,7 +7,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.signature import Of
 from torchsparsekv.ops.store.views import I32, PerHead
 
-# New tokens of any requests, one behind the other, and the row of the pool that each is stored in, -1 for none.
+# New tokens of any requests, one after the other, and the pool row in which each is stored, -1 for none.
 FlatTokens: TypeAlias = Annotated[Tensor, Of("tokens heads dim", "kv", strided=True)]
 RowOfToken: TypeAlias = Annotated[Tensor, Of("tokens", torch.int64)]
 # The units that each request (a row of the batch) attends to, or one number for each of them. A unit is a block of the
@@ -17,7 +17,7 @@ Listed: TypeAlias = Annotated[Tensor, Of("requests heads listed", I32)]
 
 class SharedHot(NamedTuple):
     """A hot buffer for all requests: units that were fetched lately, in slots on the device. The fields are those of
-    `HotBuffer` (ops/store/views.py), with the units of the engine's pool in place of the blocks of a row's."""
+    `HotBuffer` (ops/store/views.py), with the units of the engine's pool in place of the blocks of a row's pool."""
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")]
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)]
@@ -27,7 +27,8 @@ class SharedHot(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The fields of `SharedHot` that keep the copies of blocks equal to the pool. None: there is no hot buffer."""
+    """The fields of `SharedHot` with which write_tokens keeps copies equal to the pool. None: there is no hot buffer.
+    """
 
     rows: Annotated[Tensor, Of("batch heads slots block_size 2 dim", "kv")] | None = None
     slot_of: Annotated[Tensor, Of("batch heads blocks", I32)] | None = None

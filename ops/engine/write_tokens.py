@@ -22,7 +22,7 @@ TOKENS = 16  # of a program
 def check(k, v, to, pool, copies) -> None:
     check_one(pool)
     if (copies.rows is None) != (copies.slot_of is None):
-        raise ValueError("copies are rows and their slots, or neither")
+        raise ValueError("copies must have both rows and slot_of, or neither")
     if copies.rows is not None and pool.shape[2] != copies.slot_of.shape[2] * copies.rows.shape[3]:
         blocks, block_size = copies.slot_of.shape[2], copies.rows.shape[3]
         raise ValueError(f"{pool.shape[2]} rows are not {blocks} blocks of {block_size}")
@@ -35,7 +35,7 @@ def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, pool: Changed[Pool],
         k, v: [tokens, heads, dim], any strides.
         to: the row of the pool for each token [tokens], -1 for a token that is not stored.
         pool: [1, heads, rows, 2, dim].
-        copies: the hot buffer's rows and the slot of each block, or two times None.
+        copies: the hot buffer's rows and the slot of each block, or None for both.
 
     Launches:
         One kernel of tokens / TOKENS x heads programs. Without a hot buffer it leaves out the copies.

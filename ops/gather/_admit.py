@@ -1,4 +1,4 @@
-"""Bring the newest blocks of a prompt into the hot buffer, as many as it has room for: calls of fetch."""
+"""Bring the newest blocks of a prompt into the hot buffer, as many as it has room for, by calls of `fetch`."""
 import torch
 from torch import Tensor
 
@@ -12,11 +12,11 @@ from torchsparsekv.ops.store.views import HotBuffer, Lengths, Selection, Stats
 def admit(pool: Tensor, hot: HotBuffer, lengths: Lengths, most: int, join: bool) -> None:
     """Bring the newest full blocks that left the ring in this call into the hot buffer.
 
-    The blocks come from the pool, behind the copy of the prompt into the pool (ops/store/store_prompt.py). The hit rate
+    The blocks come from the pool, after the copy of the prompt into the pool (ops/store/store_prompt.py). The hit rate
     does not count them. Of two blocks the hand meets the older one first.
 
     Args:
-        most: the tokens that can leave the ring in this call.
+        most: the most tokens that can leave the ring in this call.
         join: whether the current stream waits (ops/_machinery/side_stream.py).
     """
     (batch, heads, n), slots, p = hot.chosen.shape, hot.block_of.shape[2], hot.rows.shape[3]

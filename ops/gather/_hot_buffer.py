@@ -21,7 +21,7 @@ def check_chosen(chosen: int) -> None:
 @triton.jit
 def find_victims(used, hand, slots, misses, victims, WINDOW: tl.constexpr, HIT: tl.constexpr):
     """Write to `victims` the slots that `misses` misses take, in the order of the hand (ops/gather/fetch.py). Returns
-    how many slots the hand passes. `used` and `hand` point to those of one head.
+    how many slots the hand passes. `used` and `hand` are the pointers of one head.
 
     The hand goes round twice at most: in its first round it takes slots with `used` 0, in its second the slots that it
     spared in the first.
@@ -45,7 +45,7 @@ def find_victims(used, hand, slots, misses, victims, WINDOW: tl.constexpr, HIT: 
 
 @triton.jit
 def advance_hand(used, hand, slots, passed, WINDOW: tl.constexpr):
-    """Move the hand past `passed` slots, whose `used` becomes 0; the caller sets that of hits afterwards."""
+    """Move the hand past `passed` slots, whose `used` becomes 0; the caller sets `used` of hits afterwards."""
     w = tl.arange(0, WINDOW)
     start = tl.load(hand)
     end = tl.minimum(passed, slots)

@@ -1,10 +1,11 @@
 """Decide, per kv head, whether the step waits for the blocks that it selected, or fetches them for the next step.
 
     cosine = mean over the query heads of the group of cos(query now, query of the previous step)
-    late   = cosine >= alike, and the previous step was the step before, and (not at_once or no token leaves the ring)
+    late   = cosine >= alike, and seen = length - 1, and (not at_once or no token leaves the ring)
 
 A late head attends to the selection of the previous step, and prefetch_async brings the new one while later layers
-compute (FreeKV, arXiv 2505.13109). All other heads wait, as without this op. So the first step after a prompt waits.
+compute (FreeKV, arXiv 2505.13109). All other heads wait, as without this op. `seen` is the length at the previous step,
+so all heads wait at the first step after a prompt.
 
 Tokens that leave the ring at this step are in no selection of the previous step. Late heads still see them in the ring,
 which keeps them until the next step: their `frontier` is previous_ring_begin.
@@ -13,7 +14,7 @@ Args:
     q [batch, q_heads, 1, dim]
     ids [batch, heads, n]: the selection of this step.
     prefetch: changed: query, seen, now, later, frontier, waits and ids (ops/store/views.py).
-    stats: in_ring grows by the tokens that late heads see in the ring beyond ring_begin.
+    stats: in_ring grows by the tokens before ring_begin that late heads see in the ring.
     alike: the least cosine of a late head.
     at_once: no head is late at a step at which tokens leave the ring. For an index that puts such tokens into blocks
         that were selected before.

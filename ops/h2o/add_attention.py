@@ -26,8 +26,8 @@ def check(q, ring, hot, received, lengths, attention) -> None:
     _check.heads(q, ring)
     if hot.rows.shape[3] != 1 or hot.slot_of.shape[2] > received.shape[2]:
         raise ValueError(
-            f"blocks are single tokens with a place each, got blocks of {hot.rows.shape[3]} tokens, "
-            f"{hot.slot_of.shape[2]} of them, and {received.shape[2]} places"
+            f"blocks must be single tokens, each with a place in received, got {hot.slot_of.shape[2]} blocks of "
+            f"{hot.rows.shape[3]} tokens, and {received.shape[2]} places"
         )
 
 

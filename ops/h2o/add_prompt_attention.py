@@ -79,7 +79,7 @@ def reference(
 
     Launches:
         Two kernels for each row. The first computes the log-sum-exp of every query. In the second, a program takes a
-        tile of keys and goes through the queries at or behind these keys. Without `spans` the op waits for the device.
+        tile of keys and goes through the queries at or after these keys. Without `spans` the op waits for the device.
     """
     heads = k.shape[1]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):
@@ -132,7 +132,7 @@ def _columns(
     q, keys, lse, received, q_h, q_s, first, count, n, rows, scale, softcap, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The attention that TILE keys of one kv head receive from all queries at or behind them."""
+    """The attention that TILE keys of one kv head receive from all queries at or after them."""
     h = tl.program_id(1).to(tl.int64)
     pos, d, t = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP), tl.arange(0, TILE)
     there = (pos < n)[:, None] & (d < D)[None, :]

@@ -25,7 +25,8 @@ def reference(heavy: Changed[HeavySet], lengths: Lengths) -> None:
     """Add the tokens that leave the ring to the kept tokens, and evict the tokens that received the least attention.
 
     Args:
-        heavy: `updated` becomes 1 where tokens joined, and at the first step after a prompt, which fetches all of them.
+        heavy: `updated` becomes 1 where tokens joined, and at the first step after a prompt, which fetches all kept
+            tokens.
         lengths: the tokens from `previous_ring_begin` up to `ring_begin` leave. A row past its capacity only gets
             `updated` 0.
 

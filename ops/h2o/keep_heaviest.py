@@ -21,7 +21,7 @@ def reference(heavy: Changed[HeavySet], lengths: Lengths) -> None:
         heavy: `received` is read; `ids` and `count` change for rows with new tokens.
         lengths: `ring_begin` of each row.
 
-    Launches: torch kernels; no host sync.
+    Launches: torch kernels, without a wait for the device.
     """
     most, place = heavy.ids.shape[2], torch.arange(heavy.received.shape[2], device=heavy.ids.device)
     live = (place >= lengths.sink) & (place < lengths.ring_begin[:, None])

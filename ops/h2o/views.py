@@ -13,7 +13,7 @@ Received = Annotated[Tensor, Of("batch heads rows", torch.float32)]
 class HeavySet(NamedTuple):
     """The tokens that a step attends to beside the ring. Each (row, kv head) has its own.
 
-    ids: the positions of the kept tokens, in no order; -1 behind the first `count` places.
+    ids: the positions of the kept tokens, in no order; -1 after the first `count` places.
     count: how many tokens are kept.
     received: the attention that each token received so far, by position: softmax weights, summed over queries and over
         the query heads of the kv head. -inf for a token that was evicted before the last prompt.

@@ -14,9 +14,9 @@ A decode step, between `append` and `fetch`:
     page_peaks                  the largest q.k of every page, over the tokens under expanded nodes
     best_pages                  the best pages of each query head, merged round-robin over the query heads of a kv head;
                                 where its CUDA kernel does not fit, the launches of top_blocks and union_pages
-    share_step                  in a sharing layer, instead of the four: copies the selection and the places of tokens
+    share_step                  in a sharing layer, instead of these four: copies the selection and the rows of tokens
 
-A selecting layer has the tree. The sharing layers behind it store their tokens in the same order and attend to the
+A selecting layer has the tree. The sharing layers after it store their tokens in the same order and attend to the
 pages that it selected, head by head (`SharedSelection`).
 
 _tree.py has what plant_tree and insert_page share: levels, nearest nodes, spans of pages. _residual.py has the codes of

@@ -37,8 +37,8 @@ def check_leaves(leaves: Leaves, dim: int, dtype: torch.dtype) -> None:
     got, want = (leaves.key.shape[3], leaves.scale.shape[3]), widths(dim, codes)
     if got != want or not (codes or leaves.key.dtype == dtype):
         raise ValueError(
-            f"leaves of {dim} dimensions keep {want[0]} wide {'codes' if codes else f'keys of {dtype}'} and {want[1]} "
-            f"scales, got {leaves.key.dtype} {got[0]} wide and {got[1]}"
+            f"leaves of {dim} dimensions need {'codes' if codes else f'keys of {dtype}'} of width {want[0]} and "
+            f"{want[1]} scales, got {leaves.key.dtype} of width {got[0]} and {got[1]} scales"
         )
 
 

@@ -26,7 +26,10 @@ CHUNK = 4096  # keys whose distances the reference holds in memory at a time
 
 def check_promotion(p: Promotion) -> None:
     if p.every == 1 or p.every < 0 or not 0 <= p.chance < 1 << 31 or (p.every == 0) == (p.chance == 0):
-        raise ValueError(f"promote one of every >= 2 tokens, or each by a chance below 2^31; got {p.every}, {p.chance}")
+        raise ValueError(
+            "need either every >= 2 and chance 0, or every 0 and chance from 1 to 2^31 - 1, "
+            f"got every {p.every}, chance {p.chance}"
+        )
     if not 2 <= p.levels < SALTS:
         raise ValueError(f"a tree has from 2 to {SALTS - 1} levels, got {p.levels}")
     if not 0 <= p.seed < SEEDS:
@@ -96,8 +99,8 @@ def projections(x: Tensor, max_norm2: Tensor, seed: int) -> Tensor:
 def pool_order(node: Tensor, projection: Tensor, moves: Tensor, live: Tensor, page: int) -> Tensor:
     """The index of the token that each row takes.
 
-    Tokens that do not move come first and keep their order. Tokens that move come behind, sorted by (node, projection),
-    in pages that `spread_pages` places.
+    Tokens that do not move come first and keep their order. Tokens that move come after them, sorted by (node,
+    projection), in pages that `spread_pages` places.
     """
     index = torch.arange(node.shape[-1], device=node.device).expand_as(node)
     sort_key = torch.where(moves, projection, index.float())
@@ -132,20 +135,22 @@ def decode_nodes(code: Tensor, scale: Tensor) -> Tensor:
 
 
 def self_mark(node):
-    """The mark in Leaves.node of a token that is node number `node` itself. Of such a mark: the node number."""
+    """The mark in Leaves.node of a token that is node number `node` itself. Applied to a mark, it returns the node
+    number."""
     return -2 - node
 
 
 def base_node(mark: Tensor) -> Tensor:
-    """For marks of Leaves.node: the node whose product is part of the token's: parent or itself; -1 for no token."""
+    """For marks of Leaves.node: the node whose product a token's product builds on. This is the parent, or the node
+    that the token is itself; -1 for no token."""
     return torch.where(mark < -1, self_mark(mark), mark)
 
 
 def spans_of(mark: Tensor, pages: int) -> Tensor:
     """The span of each page, from the marks of its tokens (Leaves.node).
 
-    The smallest parent of its tokens, and the largest times 2^16. The span begins at the root if the page also holds
-    tokens that are nodes themselves. Pages without parents have EMPTY_SPAN or NODES_ONLY_SPAN.
+    The smallest parent of the tokens, plus 2^16 times the largest parent. The span begins at the root if the page also
+    holds tokens that are nodes themselves. Pages without parents have EMPTY_SPAN or NODES_ONLY_SPAN.
     """
     mark = mark.unflatten(-1, (pages, -1))
     has_nodes, has_children = (mark < -1).any(-1), (mark >= 0).any(-1)

@@ -4,8 +4,8 @@
 
 This is top_blocks followed by union_pages (union_pages.py says how pages are merged).
 
-Launches: 1 by csrc/best_pages.cu: a program for each query head, those of a kv head in one cluster. Its threads have a
-page each. Otherwise the launches of top_blocks and union_pages.
+Launches: 1 by csrc/best_pages.cu: a program for each query head, those of a kv head in one cluster, whose first program
+merges. Otherwise the launches of top_blocks and union_pages.
 
 Paper: section 4.2, the union over the query heads of a group.
 """
@@ -39,7 +39,7 @@ def reference(scored: Scored, union: Changed[Union]) -> None:
 
     Args:
         scored: scores [batch, q_heads, pages] with their peaks; -inf for pages that are never selected.
-        union: [batch, kv_heads, n], written: page numbers in round-robin order, -1 behind the last.
+        union: [batch, kv_heads, n], written: page numbers in round-robin order, -1 after the last.
     """
     merging.reference(scored.scores, top.reference(scored, union.shape[2]), union)
 

@@ -4,7 +4,7 @@ In the order of their positions, every token t of the page:
 
     level(t), parent(t)   as in plant_tree; the nodes include promoted tokens of this page that precede t
     row(t)                = the next row of the parent's open page; if that page is full or missing, the node opens a
-                            new page behind the first `region` rows of the pool
+                            new page after the first `region` rows of the pool
     pool[row(t)]          = key and value. If the page has a slot (slot_of >= 0; slot 0 counts), its copy there is
                             written too
     leaves[row(t)]        = the code of the key
@@ -13,10 +13,10 @@ If the pool has too few pages left for the tokens of a head, then all tokens of 
 positions, into which `append` wrote them. tree.inserted_rows has the rows of the tokens (share_step.py). c is the
 largest norm of all keys, those of this page included.
 
-Launches: 1, of (batch * kv_heads, parts) programs. When nothing leaves the ring it returns at once. Time goes into
-reading the nodes: 2 MB a kv head at 128K tokens and r = 1/16. So the nodes of a head are cut into parts, one for each
-multiprocessor that would be idle. A program searches its part for the parents of the whole page; the last program to
-finish (tree.search_done_count) takes the best and does the rest, in parallel over the tokens.
+Launches: 1, of (batch * kv_heads, parts) programs. When nothing leaves the ring it returns at once. Most time goes into
+reading the nodes: 2 MB a kv head at 128K tokens, of which one in 16 is a node. So the nodes of a head are cut into
+parts, one for each multiprocessor that would be idle. A program searches its part for the parents of the whole page;
+the last program to finish (tree.search_done_count) takes the best and does the rest, in parallel over the tokens.
 
 Paper: section 4.1, appendix B.1 (last paragraph), algorithm 1 lines 26 to 37.
 """
@@ -47,8 +47,8 @@ def check(store, hot, tree, leaves, lengths, promotion, region) -> None:
     page = check_pages(leaves, lengths)
     if page > WIDEST or {page} != {hot.rows.shape[3], lengths.interval, tree.inserted_rows.shape[2]}:
         raise ValueError(
-            f"one page of up to {WIDEST} tokens leaves at a time: pages of {page}, blocks of {hot.rows.shape[3]}, "
-            f"interval {lengths.interval}"
+            f"pages, blocks, interval and inserted_rows must be equal, at most {WIDEST}, got {page}, "
+            f"{hot.rows.shape[3]}, {lengths.interval} and {tree.inserted_rows.shape[2]}"
         )
     if region % page or not 0 <= region <= store.pool.shape[2]:
         raise ValueError(f"region must be whole pages of {page}, up to {store.pool.shape[2]} rows, got {region}")
@@ -64,7 +64,7 @@ def reference(
         store, hot: pool and hot rows are written.
         tree, leaves: written.
         promotion: which tokens become nodes.
-        region: the rows of the pool without those for pages that nodes open.
+        region: the number of pool rows that belong to positions. The pages that nodes open come after them.
     """
     (ring, pool), page = store, check_pages(leaves, lengths)
     for b, (_, n, old, new) in enumerate(torch.stack(lengths[:4], 1).tolist()):
@@ -191,7 +191,7 @@ def _nearest_in_page(x, level, new_node, c2, best, node, T: tl.constexpr):
 
 @triton.jit
 def _store_spans(span, page, node, promoted, live, fits):
-    """The spans of the pages that tokens went to, or of the page of their positions where they do not fit."""
+    """Store the spans of the pages that tokens went to, or of the page of their positions where they do not fit."""
     together = (page[:, None] == page[None, :]) & live[None, :]
     has_child = tl.max((together & ~promoted[None, :]).to(tl.int32), 1) > 0
     has_node = tl.max((together & promoted[None, :]).to(tl.int32), 1) > 0

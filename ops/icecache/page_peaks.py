@@ -63,14 +63,17 @@ def check(q, visited, leaves, min_nodes) -> None:
     if nodes > MOST_NODES:
         raise ValueError(f"at most {MOST_NODES} nodes, got {nodes}")
     if group * leaves.key.shape[1] != q.shape[1]:
-        raise ValueError(f"products with {group} query heads a kv head, where {q.shape[1]} have {leaves.key.shape[1]}")
+        raise ValueError(
+            f"products have {group} query heads a kv head, got {q.shape[1]} query heads and {leaves.key.shape[1]} "
+            "kv heads"
+        )
     if leaves.node.shape[2] % leaves.fill.shape[2]:
-        raise ValueError(f"{leaves.node.shape[2]} rows are not whole pages, of which there are {leaves.fill.shape[2]}")
+        raise ValueError(f"{leaves.node.shape[2]} rows are not {leaves.fill.shape[2]} whole pages")
 
 
 def products_of(visited: Visited, mark: Tensor, min_nodes: int) -> Tensor:
     """For tokens with these marks (Leaves.node) [batch, kv_heads, n]: the products of each query head with their base
-    nodes, [batch, q_heads, n]; -inf for tokens that it does not see."""
+    nodes, [batch, q_heads, n]; -inf for tokens that the query head does not see."""
     products = visited.products.movedim(-1, 2).flatten(1, 2)
     mark = mark.repeat_interleave(visited.products.shape[3], 1)
     product = products.gather(2, base_node(mark).clamp(min=0).long())

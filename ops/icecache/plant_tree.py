@@ -5,11 +5,11 @@
     parent(t)  = the nearest node of level(t) + 1, old or new (_tree.py: nearest_node)
     order      = tokens sorted by (parent, projection), in whole pages spread over the pool (_tree.py: pool_order)
 
-So siblings share pages, and every page is full. Tokens that were in the ring before this call, and those up to the next
-page boundary behind them, keep their place, in pages of their own.
+So siblings share pages, and every page is full. Tokens that were in the ring before this call, and tokens after them up
+to the next page boundary, keep their place, in pages of their own.
 
-Launches: they run beside the next layer, unless `join` is set (ops/_machinery/side_stream.py); only the copy of the
-ring runs before. Each kernel has a program for every (tile of tokens, row and kv head):
+Launches: they run beside the next layer, unless `join` is set (ops/_machinery/side_stream.py); only the ring is
+copied before. Each kernel has a program for every (tile of tokens, row and kv head):
     _ingest    reads every key once: norms, projections, new nodes
     _parents   searches all nodes by tensor cores; no scores are stored
     (torch)    sorts, on the device
@@ -46,7 +46,9 @@ def check(k, ring, tree, leaves, lengths, promotion, join) -> None:
 def check_pages(leaves: Leaves, lengths: Lengths) -> int:
     """The rows of a page."""
     rows, pages = leaves.node.shape[2], leaves.fill.shape[2]
-    return whole_pages(0 if rows % pages else rows // pages, lengths, f"{rows} rows in {pages} pages")
+    if rows % pages:
+        raise ValueError(f"{rows} rows are not {pages} whole pages")
+    return whole_pages(rows // pages, lengths, f"{rows} rows in {pages} pages")
 
 
 def whole_pages(page: int, lengths: Lengths, description: str) -> int:
@@ -97,7 +99,7 @@ def reference(
 
 
 def _add_nodes(x: Tensor, position: Tensor, tree: Tree, promotion: Promotion) -> tuple[Tensor, Tensor]:
-    """Add the promoted ones of keys x [n, dim] to the tree of one head. Returns (the parent of every key, the self_mark
+    """Add the promoted keys of x [n, dim] to the tree of one head. Returns (the parent of every key, the self_mark
     of keys that are nodes now and 0 for the others)."""
     tree.max_norm2.copy_(torch.maximum(tree.max_norm2, x.float().square().sum(-1).amax()))
     level, count = _tree.levels_of(position, promotion), int(tree.node_count)
@@ -159,7 +161,7 @@ def _parents(
     x, level, node_mark, key, norm2, key_level, parent, max_norm2, node_count, out, tokens, nodes,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Write the parents of all tokens to `out`, and those of new nodes into the tree."""
+    """Write the parents of all tokens to `out`, and the parents of new nodes into the tree."""
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token_level = tl.load(level + bh * tokens + i, mask=i < tokens, other=0)  # [TILE]
@@ -208,7 +210,7 @@ def _arrange(
 
 
 def launch(k, ring, tree, leaves, lengths, promotion, join) -> Tensor:
-    ring_keys = keys_of(ring).clone()  # the new tokens go into the ring at once
+    ring_keys = keys_of(ring).clone()  # store_prompt may write the ring before the side stream reads it
     with on_side_stream(join, k, ring_keys, *tree, *leaves, *lengths[:4]):
         return _launch(k, ring_keys, tree, leaves, lengths, promotion)
 

@@ -1,7 +1,7 @@
 """Take a prompt into a sharing layer: match its heads with those of the selecting layer, and copy the pool order.
 
-    source(h) = argmax over heads s of the selecting layer of |top(h) and top(s)|, summed over the queries
-                ties go to s = h, then to the lowest s
+    source(h) = argmax over heads s of the selecting layer of the number of tokens that top(h) and top(s) share,
+                summed over the queries; ties go to s = h, then to the lowest s
     out[h]    = order[source(h)]
 
 top are the results of top_tokens_of_last_queries. Heads of the same number need not look for the same tokens. Heads are

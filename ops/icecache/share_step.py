@@ -4,7 +4,7 @@
     shared.pages[h] = selected_pages[source]
     when a page of tokens leaves the ring: token i of head h goes to the pool row inserted_rows[source][i]
 
-so the pages of both layers hold the same tokens. Every page with slot_of >= 0 is written in its slot too, so copies
+So the pages of both layers hold the same tokens. Every page with slot_of >= 0 is written in its slot too, so copies
 equal the pool.
 
 Launches: 1, a program for each kv head. When no page leaves the ring it only copies the selection.
@@ -42,8 +42,8 @@ def check(store, hot, shared, selected_pages, inserted_rows, lengths) -> None:
     check_blocks(store.pool, hot.rows, hot.slot_of)
     if {inserted_rows.shape[2], lengths.interval} != {hot.rows.shape[3]}:
         raise ValueError(
-            f"one page leaves at a time: rows for {inserted_rows.shape[2]} tokens, blocks of {hot.rows.shape[3]}, "
-            f"interval {lengths.interval}"
+            f"inserted_rows, blocks and interval must be one page, got {inserted_rows.shape[2]}, {hot.rows.shape[3]} "
+            f"and {lengths.interval} tokens"
         )
 
 

@@ -32,7 +32,7 @@ TILE = 64
 def check(q, k, lengths, join) -> None:
     _check.heads(q, k)
     if q.shape[2] != k.shape[2]:
-        raise ValueError(f"{q.shape[2]} queries, of {k.shape[2]} tokens")
+        raise ValueError(f"each token needs its query, got {q.shape[2]} queries of {k.shape[2]} tokens")
 
 
 def last_queries(q: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     ranked[g] = the pages of query head g by descending score, the lower page first among equal scores
     order     = ranked[0][0], ranked[1][0], ..., ranked[0][1], ranked[1][1], ...
-    union     = the first n different pages of `order`, -1 behind them
+    union     = the first n different pages of `order`, -1 after them
 
 Launches: 1, a program for each kv head. csrc/union_pages.cu takes up to 1024 entries (query heads times n), a thread
 each, and finds repeated pages by a hash table in shared memory. The Triton kernel ranks the entries of a head by
@@ -42,7 +42,7 @@ def reference(scores: PageScores, ids: PageIds, union: Changed[Union]) -> None:
     Args:
         scores: [batch, q_heads, blocks], the score of every page for every query head.
         ids: [batch, q_heads, n], the pages that each query head selected, different ones, -1 for none.
-        union: [batch, heads, n], written: page numbers in round-robin order, -1 behind the last.
+        union: [batch, heads, n], written: page numbers in round-robin order, -1 after the last.
     """
     batch, heads, n = union.shape
     by_id = ids.sort(dim=-1).values
@@ -58,7 +58,7 @@ def reference(scores: PageScores, ids: PageIds, union: Changed[Union]) -> None:
 @triton.jit
 def _rank(ids, entry_scores, order, g, n, G: tl.constexpr, N: tl.constexpr, PART: tl.constexpr):
     """Write the pages of query head g into the merged order: the page of rank r to place r * G + g. Entries without a
-    page stand behind, in any order."""
+    page come last, in any order."""
     i, p = tl.arange(0, N), tl.arange(0, PART)
     page = tl.load(ids + g * n + i, mask=i < n, other=-1)  # [N]
     score = tl.load(entry_scores + g * n + i, mask=i < n, other=float("-inf"))

@@ -24,7 +24,7 @@ class Tree(NamedTuple):
     level: 2 or more; 0 for the root.
     open_page: the page that takes the next generated token of the node, -1 for none.
     node_count: nodes in use, with the root.
-    page_count: pages in use behind the pages of prompts (insert_page.py).
+    page_count: how many pages nodes have opened. These pages lie after the first `region` pool rows (insert_page.py).
     max_norm2: the largest squared norm of any key so far: c^2 of the paper's lifted space.
     search_done_count: how many of the programs that search for a kv head have finished; 0 between launches.
     inserted_rows: the pool rows that took the tokens of the last inserted page.
@@ -80,7 +80,7 @@ class Promotion(NamedTuple):
 
     every: promote one token out of this many. 0: promote by `chance` instead.
     chance: promote each token with probability chance / 2^31.
-    levels: the levels of the tree, with that of the leaves.
+    levels: the levels of the tree, including the level of the leaves.
     """
 
     every: int
@@ -107,7 +107,7 @@ class FieldOfView(NamedTuple):
 class Visited(NamedTuple):
     """The result of visit_nodes.
 
-    products: the product of each query head of the group with each node that it reaches, the child of an expanded node;
+    products: the product of each query head of the group with each node that it reaches (a child of an expanded node);
         -inf for the other nodes, 0 for the root.
     threshold: a node of level 2 is expanded if its product is not below this.
     """

@@ -11,17 +11,18 @@ Level by level, from the highest to level 2; the root is expanded:
 The first nodes are always expanded, because tokens that came early hang under them: they took the nearest of few nodes,
 which may be far.
 
-A tree of two levels finds the threshold in a sample: every a-th node, and rank ceil(room / a). A search through all
-nodes would wait for one program. The number of expanded nodes is then `room` in the mean, with a relative deviation of
-about 1 / sqrt(expanded nodes of the sample): 1 / sqrt(80) at 128K tokens and default options. Up to SAMPLE nodes, and
-in deeper trees, the sample is all nodes.
+A tree of two levels finds the threshold in a sample: every a-th node, and rank ceil(room / a). For a search through all
+nodes, all other programs would wait for one. The number of expanded nodes is then `room` in the mean, with a relative
+deviation of about 1 / sqrt(expanded nodes of the sample): 1 / sqrt(80) at 128K tokens and default options. Up to SAMPLE
+nodes, and in deeper trees, the sample is all nodes.
 
 Launches: csrc/visit_nodes.cu, for two levels and 2-byte queries, is 1 launch: a cluster for each kv head scores and
 searches the sample while the other programs score tiles of nodes. Triton takes 2 launches a level: `_score_nodes`, of
 (batch * kv_heads, cdiv(nodes, TILE)) programs, and `_find_threshold`, a program for each query head, which holds the
 sample in registers.
 
-Time goes into reading the codes once for all query heads of a kv head: 8.7 MB at 128K tokens, r = 1/16, 8 heads of 128.
+Most time goes into reading the codes, once for all query heads of a kv head: 8.7 MB at 128K tokens, of which one in 16
+is a node, and 8 heads of 128 channels.
 
 Paper: section 3.3 and algorithm 4; its prioritized DCI query is replaced by scoring all children of expanded nodes.
 """
@@ -64,7 +65,7 @@ def check(q, tree, view) -> None:
             f"need share from 0 to {MILLION}, 1 <= min_nodes <= max_nodes and levels from 2 to {SALTS - 1}, got {view}"
         )
     if tree.key.shape[2] > MOST_NODES:
-        raise ValueError(f"at most {MOST_NODES} nodes can be chosen among, got {tree.key.shape[2]}")
+        raise ValueError(f"a tree has at most {MOST_NODES} nodes, got {tree.key.shape[2]}")
 
 
 def sample_of(nodes: int, levels: int) -> int:
@@ -194,8 +195,8 @@ def native(d: int, group: int, nodes: int, bf16: bool) -> dict[str, int]:
 def _clusters(nodes: int, group: int, heads: int, device: torch.device) -> int:
     """The number of clusters that compute products, for each kv head.
 
-    As many as make one pass each over the nodes. If these are more than can be launched early, but at most twice as
-    many: as many as can be launched early.
+    Enough for all nodes in one pass. If this is more than can be launched early, but at most twice as many, then as
+    many as can be launched early.
     """
     wanted = cdiv(nodes, group * NATIVE["THREADS"] // 32 * NATIVE["TILES"] * NATIVE_TILE)
     early = 2 * sm_count(device) // (heads * group) - 1

@@ -1,13 +1,13 @@
-"""The origin: the point from which an index in few bits counts the keys of a head, in torch and in Triton.
+"""The origin: the point of a head that fp8 indexes subtract from its keys, in torch and in Triton.
 
     origin = (max + min) / 2 per channel, over the first keys that leave the ring: a block, or `interval` tokens
 
-Keys of real models have channels that are near 600 at every token, where neighbouring numbers of fp8 are 32 apart. What
-tells the tokens apart is the rest. The origin depends on the first tokens of a row alone. So it does not depend on
-chunks, on padding or on other rows.
+Keys of real models have channels that are near 600 at every token. fp8 ends at 448, and its largest numbers are 32
+apart. What tells the tokens apart is their difference to the origin. The origin depends on the first tokens of a row
+alone. So it does not depend on chunks, on padding or on other rows.
 
-Numbers in fp8 count in units of UNIT. They are 448 at most, and rotary embeddings turn a bias of 600 to a key that is
-1200 away from the origin.
+Differences are stored in units of UNIT, so they reach 4 * 448. Rotary embeddings rotate keys: a key of 600 may become
+-600, which is 1200 away from the origin.
 """
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ UNIT = 4.0  # a power of two, so that it rounds nothing
 
 
 def middle_of(keys: Tensor) -> Tensor:
-    """The origin [..., dim] for keys [..., tokens, dim]; 0 in channels with a key that is no number."""
+    """The origin [..., dim] for keys [..., tokens, dim]; 0 in channels with a key that is NaN or infinite."""
     middle = (keys.float().amin(-2) + keys.float().amax(-2)) / 2
     return torch.where(middle.isfinite(), middle, 0.0)
 
@@ -38,7 +38,7 @@ def origin_of(
     k, pool, origin, first, old, n0, n, b, h, bh, k_b, k_h, k_s, tokens, pool_rows, sink, N: tl.constexpr,
     PADDED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The origin [DP] of a head, from its first N keys. If these leave in this call, every program finds the origin,
+    """The origin [DP] of a head, from its first N keys. If these leave in this call, every program computes the origin,
     and the program with `first` stores it. `old` is `previous_ring_begin`, PADDED is N rounded up to a power of two."""
     d, at = tl.arange(0, DP), origin + bh * D
     if old == sink:

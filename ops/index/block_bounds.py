@@ -6,12 +6,12 @@
     mean-box  centre = (max + min) / 2 per channel;  spread = mean |y - centre| per channel
     mean      centre = mean y;                       spread = 0, one number
 
-The unit is UNIT for volumes in fp8 and 1 for others. A block with keys that are more than 448 units from the centre
-gets a spread of 448, which counts as unbounded. So a volume in fp8 is a bound at any size of the keys.
+The unit is UNIT for volumes in fp8 and 1 for others. A spread in fp8 is 448 at most, and 448 counts as unbounded. So a
+box in fp8 is a bound at any size of the keys. The spread of a ball is always in fp32.
 
 Box (arXiv 2406.10774) and ball contain every key: the centre is rounded to its storage type first, and the
-spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of a NeurIPS 2024 paper) describes
-where most keys are. It is no bound: its spread is rounded to the nearest. Mean is a point.
+spread is taken around the rounded centre and rounded up. Mean-box (the cuboid-mean of ArkVale, NeurIPS 2024)
+describes where most keys are. It is no bound, and its spread is rounded to the nearest. Mean is a point.
 
 Args:
     leaving: the keys of the tokens that leave the ring.
@@ -58,10 +58,10 @@ def check_digests(pool: Tensor, digests: Digests) -> None:
     check_spread(digests)
     rows, (centre, spread, block_size, volume, _) = pool.shape[2], digests
     if centre.shape[0] != pool.shape[0]:
-        raise ValueError(f"digests are of {pool.shape[0]} pools, got {centre.shape[0]}")
+        raise ValueError(f"digests must be of {pool.shape[0]} pools, got {centre.shape[0]}")
     if volume not in range(len(VOLUMES)) or (VOLUMES[volume] in ONE_SPREAD) != (spread.shape[-1] == 1):
         known = ", ".join(f"{i} ({name})" for i, name in enumerate(VOLUMES))
-        raise ValueError(f"volume is one of {known}, got {volume} with spreads {tuple(spread.shape)}")
+        raise ValueError(f"volume must be one of {known}, got {volume} with spreads {tuple(spread.shape)}")
     if rows // block_size != centre.shape[2]:
         raise ValueError(f"{rows} rows are not {centre.shape[2]} blocks of {block_size}")
 
@@ -135,9 +135,10 @@ def store_digest(
     x, origin, live, centre, spread, at, BALL: tl.constexpr, MEAN: tl.constexpr, LIMIT: tl.constexpr,
     UNIT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store the volume around the `live` keys of `x` [P, DP], counted from `origin` [DP], as block number `at`.
+    """Store the volume around the `live` keys of `x` [P, DP], less `origin` [DP], as block number `at`.
+
     Divisions round correctly: a mean may lie half-way between two fp8 numbers, and an error of half a bit would round
-    it to the other one."""
+    it to the other number."""
     d = tl.arange(0, DP)
     x = (x.to(tl.float32) - origin[None, :]) * (1.0 / UNIT)
     live, n = live[:, None], tl.sum(live.to(tl.float32), 0)

@@ -1,8 +1,8 @@
 """Copy every key that leaves the ring to the device, in fp8 (e4m3).
 
-    coarse[p] = e4m3(clamp((key of p - origin) / UNIT, -448, 448))     for p in previous_ring_begin .. ring_begin
+    coarse[p] = e4m3(clamp((key of p - origin) / UNIT, -448, 448))     for previous_ring_begin <= p < ring_begin
 
-with the origin and the unit of ops/index/_origin.py. The origin is that of the first `interval` tokens.
+with the origin and the unit of ops/index/_origin.py. The origin is that of the first `interval` tokens after the sinks.
 
 Ops that read all keys of a row read this copy: the pool may be in host memory, and the copy is a quarter of a row of
 the pool in bf16.
@@ -41,15 +41,15 @@ def copied(pool: Tensor, coarse: Tensor | None) -> Tensor:
 
 
 def keys_in(pool: Tensor, coarse: Tensor | None, *at: int | slice | list[int]) -> Tensor:
-    """The keys [..., dim] at the indices `at`: of the copy, counted from the origin, or of the pool. Of packed rows
-    only these are unpacked."""
+    """The keys [..., dim] at the indices `at`: of the copy, less the origin, or of the pool. If the pool is packed,
+    only these rows are unpacked."""
     return keys_of(pool[at]) if coarse is None else copied(pool, coarse)[at].float() * UNIT
 
 
 @triton.jit
 def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constexpr):
-    """Channels `d` of the keys of these rows where `live`, else 0. `source` is the tensor that `copied` returns. Keys
-    of the copy are counted from the origin, in units of UNIT."""
+    """Channels `d` of the keys of these rows where `live`, else 0. `source` is the tensor that `copied` returns. The
+    copy holds keys less the origin, in units of UNIT."""
     if COARSE:
         return tl.load(source + (head * rows + row) * D + d, mask=live & (d < D), other=0.0)
     else:
@@ -60,7 +60,7 @@ def key_of(source, head, row, d, live, rows, D: tl.constexpr, COARSE: tl.constex
 def keep_copy(
     x, origin, coarse, row, live, MAX: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):
-    """Store the keys `x` [n, DP], counted from `origin` [DP], as the rows `row` [n] of the copy where `live` [n]."""
+    """Store the keys `x` [n, DP], less `origin` [DP], as the rows `row` [n] of the copy where `live` [n]."""
     d = tl.arange(0, DP)[None, :]
     x = (x - origin[None, :]) * (1.0 / UNIT)
     byte, _ = to_e4m3(tl.minimum(tl.maximum(x, -MAX), MAX), False)

@@ -10,7 +10,7 @@ A prompt:
     flush_ring        tokens in the ring go to the pool
     hash_prompt       the mean key, and the codes of all keys that left the ring
     store_prompt      the tokens into pool and ring
-    prompt_attention
+    prompt_attention  exact attention
 
 A decode step:
     append            the new token into the ring, rows that leave the ring into the pool

@@ -55,7 +55,7 @@ def reference(
     Args:
         q: [batch, q_heads, 1, dim].
         signatures: the index.
-        sample: changed to the codes of the queries, and the number of tables that are used.
+        sample: gets the codes of the queries, and the number of tables that are used.
         lengths: positions per row.
         bits: of a code.
         seed: of the planes.

@@ -64,7 +64,7 @@ def _hash(
 
 
 def launch_hash(leaving: Leaving, signatures: Signatures, lengths: Lengths, bits: int, seed: int, everything: bool):
-    """`_hash` of the keys that leave the ring, or of everything that has left it."""
+    """`_hash` of the keys that leave the ring, or of all keys that have left it."""
     (k, pool), (codes, centre) = leaving, signatures
     (batch, heads, tables, rows), d = codes.shape, k.shape[3]
     most = rows if everything else min(k.shape[2] + lengths.interval, rows)  # keys that can leave in one call

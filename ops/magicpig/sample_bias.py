@@ -2,8 +2,8 @@
 
     p     = 1 - angle(q_h, key_i - centre) / pi                   the chance that one sign is equal
     P     = p^bits                                                the chance that a whole code is equal
-    w     = 1 - (1 - P)^u - u P (1 - P)^(u - 1)                   the chance that two or more codes of u = used are
-    bias  = -log(w + FLOOR)   if head h has sampled token i,  -inf if only another head of its kv head has
+    w     = 1 - (1 - P)^u - u P (1 - P)^(u - 1)                   the chance that 2 or more of u = used codes are equal
+    bias  = -log(w + FLOOR)   if head h has sampled token i,  -inf if only another head of its kv head has sampled it
 
 The softmax with these biases estimates the softmax over all tokens: in its numerator and denominator, the term of each
 sampled token is divided by the chance of the token. FLOOR is the constant of the authors' code. It bounds the weight of
@@ -34,7 +34,7 @@ FLOOR = 1e-4
 def check(q, hot, signatures, sample, bits) -> None:
     _check.heads(q, signatures.centre)
     if hot.rows.shape[3] != 1:
-        raise ValueError(f"single tokens are sampled, got blocks of {hot.rows.shape[3]}")
+        raise ValueError(f"blocks must be single tokens, got blocks of {hot.rows.shape[3]}")
     if not 1 <= bits <= MOST_BITS:
         raise ValueError(f"bits must be from 1 to {MOST_BITS}, got {bits}")
 

@@ -1,4 +1,4 @@
-"""OmniKV (ICLR 2025): a few filter layers choose tokens, and the layers behind a filter layer attend to its choice.
+"""OmniKV (ICLR 2025): a few filter layers choose tokens, and the layers after a filter layer attend to its choice.
 
 The family has no index. It keeps the tokens that a filter layer chose at this step, one set for all heads (`selected`).
 A filter layer has its pool on the device and attends to all tokens.
@@ -10,7 +10,7 @@ A decode step of a filter layer:
     top_blocks          the best tokens
     dense_attention     attention of the filter layer itself
 
-A decode step of a layer behind it:
+A decode step of a layer after it:
     fetch               the chosen tokens that its hot buffer lacks
     sparse_attention    ring and chosen tokens
 

@@ -1,10 +1,10 @@
-"""Score the tokens that the layers behind a filter layer may attend to: one score a token, over all heads of the layer.
+"""Score the tokens that the layers after a filter layer may attend to: one score a token, over all heads of the layer.
 
     z[h, j]  = scale * q[h] . key[j], soft-capped where the model does that
     score[j] = max over the query heads h of  z[h, j]                                           (weights False)
                max over the query heads h of  log softmax over the retrievable tokens of z[h]   (weights True)
 
-Retrievable tokens of the layers behind it: those from `sink` up to `length - window`. Other tokens score -inf.
+The retrievable tokens of the layers after it are those from `sink` up to `length - window`. Other tokens score -inf.
 """
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ def check(q, pool, lengths, sink, window, attention, weights) -> None:
 def reference(
     q: Query, pool: Pool, lengths: Lengths, sink: int, window: int, attention: Attention, weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """Score the tokens that the layers behind a filter layer may attend to.
+    """Score the tokens that the layers after a filter layer may attend to.
 
     Args:
         q: [batch, q_heads, 1, dim].
         pool: [batch, heads, rows, 2, dim] of the filter layer. It has all tokens before `length - window`.
         lengths: of the filter layer. Only `length` is read.
-        sink, window: of the layers behind it.
+        sink, window: of the layers after it.
         attention: scale and soft cap of the model.
         weights: True: score by softmax weights. False: by logits, as the authors' example.
 
@@ -48,7 +48,7 @@ def reference(
 
 
 def _scores(raw, lengths, sink, window, attention, weights) -> tuple[Tensor, Tensor]:
-    """Scores from the products `raw` [batch, heads, group, rows], in torch without host syncs."""
+    """Scores from the products `raw` [batch, heads, group, rows], in torch, without a wait for the device."""
     pos = torch.arange(raw.shape[-1], device=raw.device)
     live = (pos >= sink) & (pos < lengths.length[:, None] - window)
     z = soft_capped(raw * attention.scale, attention.softcap).flatten(1, 2).masked_fill(~live[:, None], -torch.inf)

@@ -8,11 +8,11 @@ A prompt:
     flush_ring        tokens in the ring go to the pool
     encode_keys       the keys that leave the ring: ids, codes, weights, and counts of the ids
     store_prompt      the tokens into pool and ring
-    prompt_attention
+    prompt_attention  exact attention
 
 A decode step:
     append            the new token into the ring, rows that leave the ring into the pool
-    encode_keys       the keys that leave the ring; on most steps none, and it returns at once
+    encode_keys       the keys that leave the ring; in most steps none, and it returns at once
     centroid_votes    the rotated query, and how many votes every centroid gets
     rank_by_votes     stage I: the keys with the most votes become candidates; two launches
     rerank            stage II: estimates of <k, q> of the candidates, from codes and weights
@@ -20,8 +20,8 @@ A decode step:
     fetch             the tokens into the hot buffer
     sparse_attention  ring and hot buffer
 
-Where rows share one pool, as in an engine, encode_tokens stands in for append and encode_keys, count_ids counts the ids
-of each row before centroid_votes, and rank_by_votes and rerank find keys through the table of blocks.
+Where rows share one pool, as in an engine, encode_tokens replaces encode_keys, count_ids counts the ids of each row
+before centroid_votes, and rank_by_votes and rerank find keys through the table of blocks.
 
 centroid_votes, rank_by_votes and rerank have kernels in CUDA C++ (csrc/), and in Triton for other shapes. encode_keys
 and rerank share the codes (_code.py); encode_keys and centroid_votes share the rotation.

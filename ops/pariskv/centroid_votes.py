@@ -9,7 +9,8 @@ n is the number of retrievable keys of the row. So the keys of the best centroid
 rho * n get none. Centroids with equal scores get equal votes. Scores are sums of +-q before any scaling, so ties are
 exact where the query has small integers.
 
-`ratios`, in millionths: three times (below, beta, rho), for rows of n < below keys, then (beta, rho) for longer rows.
+`ratios` is three times (below, beta, rho), for rows of n < below keys, then (beta, rho) for longer rows. beta and rho
+are in millionths.
 
 Launches: one, (row * kv head, subspaces, query heads), in CUDA C++ for 256 centroids and in Triton for other shapes.
 
@@ -41,7 +42,10 @@ NATIVE_SPACES = (8, 16, 32)  # subspaces that csrc/centroid_votes.cu supports, o
 
 def check_ratios(ratios) -> None:
     if len(ratios) != 11 or min(ratios) < 0 or max(*ratios[1:9:3], *ratios[2:9:3], *ratios[9:]) > MILLION:
-        raise ValueError(f"ratios must be three of (below, beta, rho) and (beta, rho), in millionths, got {ratios}")
+        raise ValueError(
+            "ratios must be three times (below, beta, rho), then (beta, rho), with beta and rho in millionths, "
+            f"got {ratios}"
+        )
 
 
 def check(q, codes, lengths, ratios, mean, seed) -> None:

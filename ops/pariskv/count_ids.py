@@ -2,10 +2,10 @@
 
     counts[b, h, s, c] = number of positions p from `sink` up to ring_begin[b] with id_s of p = c
 
-A row with a pool of its own counts while its keys leave the ring (encode_keys). Blocks that rows share cannot be
-counted once: the counts of a row are those of all of its blocks.
+A row with a pool of its own counts when its keys leave the ring (encode_keys). With a shared pool a key may belong to
+several rows, so each step counts the ids of each row anew.
 
-Launches: `_count`, (row * kv head, parts of the row), behind a fill with zeros. It reads the ids of the row once.
+Launches: `_count`, (row * kv head, parts of the row), after a fill with zeros. It reads the ids of the row once.
 """
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def reference(ids: Ids, lengths: Lengths, table: BlockTable, centroids: int) -> 
     """Count the ids of the retrievable keys of each row, where rows share one pool.
 
     Args:
-        ids: those of all keys of the pool [1, heads, rows, spaces].
+        ids: the ids of all keys of the pool [1, heads, rows, spaces].
         lengths: positions per row.
         table: the blocks of each row.
         centroids: how many ids there are.

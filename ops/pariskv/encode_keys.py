@@ -7,14 +7,14 @@
     weight_s = |y_s|^2 / <v_s, y_s>                   v_s: the direction that the codes stand for
     counts[s, id_s] += 1
 
-weight_s * <v_s, q_s>, summed over s, estimates <key, q>. Keys need not be normalized: ids and codes do
-not depend on the length of a key, and in the weight the norm cancels.
+weight_s * <v_s, q_s>, summed over s, estimates <key, q>. Keys need not be normalized: ids and codes do not depend on
+the length of a key, and the weights are proportional to it.
 
-Keys of an int8 pool are integers times a scale, so some of their rotated coordinates are 0. The second line gives these
-a sign that depends on nothing else: the sign of a rounding error differs with the scale and with the order of the sum.
+Keys of an int8 pool are integers times a scale, so some of their rotated coordinates are 0. The second line gives
+these a fixed sign: the sign of a rounding error would differ with the scale and with the order of the sum.
 
 Launches: `_encode`, (tiles of keys, row * kv head). A key is read once, and 112 bytes are written at dim 128, m = 8.
-Tiles without keys return at once; on most decode steps these are all.
+Tiles without keys return at once; in most decode steps no tile has keys.
 
 ParisKV, section 4.1 and appendix B.
 """
@@ -64,7 +64,7 @@ def encode(keys: Tensor, m: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     x = x.unflatten(-1, (-1, m))
     thresholds, levels = (torch.tensor(t, dtype=torch.float64) for t in quantiser(m))
     square = x.square().sum(-1)
-    # |x_j| / |x| > threshold, squared: without root and quotient the kernel decides alike to the last bit.
+    # |x_j| / |x| > threshold, squared. Without root and quotient, kernel and reference decide alike to the last bit.
     cell = (x.square()[..., None] > thresholds.square().float() * square[..., None, None]).sum(-1)
     positive = x >= 0
     ids = (positive << torch.arange(m)).sum(-1).to(torch.uint8)
@@ -99,7 +99,7 @@ def encode_tile(
     TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of the keys `x` [TILE, DP] where `live` [TILE, 1], at the subspaces from `first` [TILE, 1] on.
-    With COUNT their ids are counted in `counts`, those of a head."""
+    With COUNT their ids are counted in `counts`, the counts of a head."""
     d = tl.arange(0, DP)
     x = tl.where(is_flipped(d, seed)[None, :], -x, x)
     noise = tl.sum(tl.abs(x.to(tl.float32)), 1)[:, None] * (DP * NOISE)

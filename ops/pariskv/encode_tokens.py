@@ -1,6 +1,7 @@
-"""Encode new tokens of any requests by encode_keys: their codes lie at their rows of the pool, nothing is counted.
+"""Encode new tokens of any requests as encode_keys does, but count no ids. The codes lie at the pool rows of the
+tokens.
 
-How often a request has each id depends on all of its blocks: count_ids finds that at a step.
+How often a request has each id depends on all of its blocks: count_ids counts the ids at each step.
 """
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
@@ -21,7 +22,7 @@ def check(k, to, codes, m, seed) -> None:
 
 
 def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], m: int, seed: int) -> None:
-    """Encode new tokens of any requests by encode_keys: their codes lie at their rows of the pool.
+    """Encode new tokens of any requests as encode_keys does. The codes lie at the pool rows of the tokens.
 
     Args:
         k: keys of the new tokens [tokens, heads, dim], any strides.

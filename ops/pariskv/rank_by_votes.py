@@ -4,12 +4,12 @@
     count = n if n <= dense, else min(n, max(ceil(beta * n), least))
     candidates = the `count` keys with the largest scores, ties to the lower position
 
-n is the number of retrievable keys of the row. `ratios`, in millionths: three times (below, beta, rho), for rows of
-n < below keys, then (beta, rho) for longer rows.
+n is the number of retrievable keys of the row. `ratios` is three times (below, beta, rho), for rows of n < below keys,
+then (beta, rho) for longer rows. beta and rho are in millionths.
 
 Launches, two per call, each (row * kv head, parts): the keys in use are dealt out to the parts as equal spans.
     _score     scores of a span, one byte each, and how many keys of the span have at least each score
-    _compact   the score at which `count` is reached; candidates of a span go behind those of the spans before it
+    _compact   the score at which `count` is reached; candidates of a span go after those of the spans before it
 csrc/rank_by_votes.cu has both kernels for subspaces of 8 dimensions; other shapes run on Triton. Rows without
 retrievable keys get -1 only.
 
@@ -42,7 +42,7 @@ from torchsparsekv.ops.store.tables import check_table, pool_row_of, pool_rows, 
 from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Lengths
 
 Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
-MOST_SPACES = 254 // len(_votes.PERCENT)  # scores are one byte, and one value is kept for keys that are no candidates
+MOST_SPACES = 254 // len(_votes.PERCENT)  # a score is one byte, and a subspace gives up to 6 votes
 CHUNK = 2048  # keys scored at a time: 32 KiB of ids
 TILE = 4096  # scores compacted at a time
 RESIDENT = 2  # programs per multiprocessor; each has one span of keys, so its start and end are paid once
@@ -61,7 +61,7 @@ def check(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS
     _votes.check_ratios(ratios)
     check_table(codes.ids, votes.shape[0], table)
     if capacity < candidate_capacity(rows, ratios, least, dense):
-        raise ValueError(f"{capacity} candidates do not hold what {rows} rows can give")
+        raise ValueError(f"a capacity of {capacity} candidates is too small for {rows} rows")
     if spaces > MOST_SPACES:
         raise ValueError(f"{spaces} subspaces are too many for scores of one byte")
 
@@ -96,13 +96,13 @@ def reference(
         codes: the index; only `ids` [pools, heads, rows, spaces] is read.
         lengths: positions per row.
         ratios: beta by the number of keys, in millionths (above).
-        least: the fewest candidates, where there are as many keys.
-        dense: rows of at most this many keys make all of them candidates.
+        least: the fewest candidates of a row that has at least this many keys.
+        dense: in rows of at most this many keys all keys are candidates.
         capacity: the width of the result, at least `candidate_capacity`.
         table: the blocks of each row, if rows share one pool.
 
     Returns:
-        [batch, heads, capacity], int32: positions of the candidates in ascending order, -1 behind them.
+        [batch, heads, capacity], int32: positions of the candidates in ascending order, -1 after them.
     """
     batch, heads = votes.shape[:2]
     out = torch.full((batch, heads, capacity), -1, dtype=torch.int32)
@@ -218,7 +218,7 @@ def _compact(
     beta1, beta2, beta3, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a span behind those of the spans before it."""
+    """Write the candidates of a span after those of the spans before it."""
     wait_for_previous(PDL)
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.load(ring_begin + bh // heads)

@@ -41,8 +41,8 @@ from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Candidates
 RotatedQueries = Annotated[Tensor, Of("batch heads queries padded_dim", torch.float32)]
 TILE = 64  # candidates per program: 820 programs at 128K keys, 8 kv heads and beta 0.05
 # What csrc/rerank.cu supports; other shapes run on Triton. NATIVE_SPACES: the number of subspaces, and for how many
-# programs a multiprocessor then has registers. All programs run at once; NATIVE_TILE is both the threads of a program
-# and the candidates that it takes at a time.
+# programs a multiprocessor then has registers. All programs run at once. NATIVE_FIELDS: the most queries. NATIVE_TILE:
+# the threads of a program, and the candidates that it takes at a time.
 NATIVE_SPACES, NATIVE_FIELDS, NATIVE_TILE = {8: 4, 16: 4, 32: 2}, 8, 128
 
 

@@ -1,14 +1,15 @@
 """PQCache: single tokens, found by product quantization of their keys.
 
-A key is cut into `spaces` parts. The codebook of a head has `centroids` vectors for each part, which k-means learns
-from the keys of the prompt. The code of a part is the number of its nearest centroid. A step computes the products of
-its queries with all centroids once. The estimated product with a key is then the sum of one table entry for each part.
+A key is cut into `spaces` parts. The codebook of a head has `centroids` vectors for each part. At each prompt k-means
+learns them from the keys of the row. The code of a part is the number of its nearest centroid. A step computes the
+products of its queries with all centroids once. The estimated product with a key is then the sum of one table entry for
+each part.
 
 A prompt:
     flush_ring        tokens in the ring go to the pool
-    learn_codebook    centroids from all keys behind the sinks, and codes of all keys that left the ring
+    learn_codebook    centroids from all keys after the sinks, and codes of all keys that left the ring
     store_prompt      the tokens into pool and ring
-    prompt_attention
+    prompt_attention  exact attention
 
 A decode step:
     append            the new token into the ring, rows that leave the ring into the pool

@@ -6,7 +6,7 @@ A row whose codebook is not learned adopts keys: the key of position sink + i be
 the codes i, for i below the number of centroids. Later keys get the codes of the nearest adopted keys.
 
 Launches: `_assign`, (tiles of keys, row * kv head). A program whose tile has no keys returns at once. With a long
-interval, that is every program on most decode steps. In a row without a learned codebook one program does all tiles,
+interval, no tile has keys in most decode steps. In a row without a learned codebook one program does all tiles,
 because later keys need the centroids of earlier keys.
 
 PQCache (arXiv 2407.12820), and its authors' code.
@@ -107,7 +107,7 @@ def _assign(
 
 
 def launch_assign(leaving: Leaving, codebook: Codebook, lengths: Lengths, everything: bool) -> None:
-    """`_assign` of the keys that leave the ring, or of everything that has left it."""
+    """`_assign` of the keys that leave the ring, or of all keys that have left it."""
     (k, pool), (centroids, codes, learned) = leaving, codebook
     (batch, heads, rows), d = pool.shape[:3], k.shape[3]
     spaces, c, w = centroids.shape[2:]

@@ -27,7 +27,7 @@ from torchsparsekv.ops.pqcache.views import Codebook, check_codebook
 from torchsparsekv.ops.store.rows import keys_of, only_keys
 from torchsparsekv.ops.store.views import Leaving, Lengths
 
-KEYS = 256  # per centroid, that k-means learns from; more keys hardly move a centroid
+KEYS = 256  # keys per centroid that k-means learns from; more keys hardly move a centroid
 SCORES = 1 << 25  # products of keys and centroids at a time: 128 MiB, which is two rows of 8 heads by default
 
 

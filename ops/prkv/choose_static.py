@@ -60,8 +60,8 @@ COUNTERS = tl.constexpr(3)
 class Resources(NamedTuple):
     """What one program may use.
 
-    query_bytes: queries of the window that are held at once; the keys are read once for each such part of the window.
-    key_bytes: keys whose loads are in flight.
+    query_bytes: bytes of queries that are held at once. The keys are read once for each such part of the window.
+    key_bytes: bytes of keys whose loads are in flight.
     warps: warps of the program.
     per_sm: programs that share a multiprocessor.
     """
@@ -74,7 +74,7 @@ class Resources(NamedTuple):
 
 SMALL, LARGE = Resources(32768, 16384, 8, 1), Resources(65536, 49152, 8, 1)
 # Of two programs on a multiprocessor, one computes powers of two while the other multiplies. All programs wait for one
-# another, so both must fit: rows have to have PAIRED bytes (tests/tools/compile_kernels.py).
+# another, so both must fit: they do if a key has PAIRED bytes (tests/tools/compile_kernels.py).
 PAIR, PAIRED = Resources(32768, 49152, 4, 2), 256
 ROOMY = 200_000  # a GPU with at least as many bytes of shared memory takes LARGE or PAIR, else SMALL
 
@@ -127,13 +127,13 @@ class Head(NamedTuple):
     part: Any
     parts: Any
     length: Any
-    end: Any  # behind the retrievable tokens
+    end: Any  # the end of the retrievable tokens
     sink: Any
 
 
 def check(observed, static, store, coarse, origin, lengths, attention) -> None:
     if (coarse is None) != (origin is None):
-        raise ValueError("a copy of the keys has an origin, and no origin is given without a copy")
+        raise ValueError("give coarse and its origin, both or neither")
     _check.heads(observed.queries.transpose(1, 2), store.pool)
     if static.ids.shape[2] > MOST:
         raise ValueError(f"a static set has at most {MOST} tokens, got room for {static.ids.shape[2]}")
@@ -170,7 +170,7 @@ def reference(
         One kernel of batch * heads x parts programs, all on the GPU at once, which meet at a grid barrier between its
         phases. 1: each program finds the sum of every query's softmax over its share of the tiles. 2: it adds these
         sums up and stores the scores of its tiles. 3: one program of a head takes the best scores. Where no head is
-        due, every program reads five numbers and returns.
+        due, every program reads a few numbers and returns.
     """
     (ring, pool), window, heads, sink = store, observed.queries.shape[1], store.pool.shape[1], lengths.sink
     for b, (n, end) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):
@@ -198,8 +198,8 @@ def reference(
 def _load_queries(queries, first, head, sizes, C: tl.constexpr):
     """The queries of the window from number `first` on, [part, padded], and which of them exist, [part].
 
-    Against fp8 keys, bf16 queries come in fp16: fp8 converts to fp16 faster. Only queries beyond the range of fp16 and
-    below 2 ** -17 change by that.
+    Against fp8 keys, bf16 queries come in fp16: fp8 converts to fp16 faster. This changes only numbers beyond the range
+    of fp16, and numbers below 2 ** -17.
     """
     d, r = tl.arange(0, C.padded), first + tl.arange(0, C.part)
     exists = r // C.group < tl.minimum(head.length, sizes.window)
@@ -298,7 +298,7 @@ def _sum_softmax(queries, ring, keys, origin, scratch, head, attention, sizes, C
 @triton.jit
 def _log_sums(scratch, i, exists, parts, step, C: tl.constexpr):
     """log2 of the sum of every query's softmax, [part], from what all programs of the head stored; infinity where there
-    is no query. `i` is where the first program stored it, the next one did `step` further on."""
+    is no query. `i` is where the first program stored its results; the next program stored `step` further."""
     peak = tl.full((C.part,), float("-inf"), tl.float32)
     for other in range(parts):
         peak = tl.maximum(peak, tl.load(scratch.peaks_of_query + i + other * step))
@@ -311,7 +311,7 @@ def _log_sums(scratch, i, exists, parts, step, C: tl.constexpr):
 
 @triton.jit
 def _score_tokens(queries, keys, origin, scratch, head, attention, sizes, C: tl.constexpr):
-    """Phase 2: scores and peaks of all tiles of this program, -inf behind the last retrievable token."""
+    """Phase 2: scores and peaks of all tiles of this program, -inf after the last retrievable token."""
     i, tiles, factor = tl.arange(0, C.tile), tl.cdiv(head.end, C.tile), _log2_factor(attention, C.capped)
     part, parts, rows = head.part, head.parts, sizes.rows
     scores, peaks = scratch.scores + head.bh * rows, scratch.peaks + head.bh * sizes.groups
@@ -325,7 +325,7 @@ def _score_tokens(queries, keys, origin, scratch, head, attention, sizes, C: tl.
             pos = tile * C.tile + i
             mass = tl.sum(_exp2(z * factor - log_sum[None, :], C), 1)  # [tile]
             mass += tl.load(scores + pos, mask=live & (first > 0), other=0.0)
-            # Only the sum over all queries is looked at: it may be no number.
+            # Only the sum over all queries is checked for NaN.
             mass = tl.where((mass == mass) | (first + C.part < sizes.queries), mass, 0.0)
             mass = tl.where(live, mass, float("-inf"))
             tl.store(scores + pos, mass, mask=pos < rows)
@@ -401,7 +401,7 @@ def _resources(device: torch.device, row_bytes: int) -> Resources:
 
 
 def arguments(observed, static, store, coarse, origin, lengths, attention) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and what `_choose` takes by name, but for its phases."""
+    """The grid, and the arguments of `_choose` by name, except its phases."""
     (queries,), (ring, pool) = observed, store
     (batch, heads, rows), d = pool.shape[:3], queries.shape[3]
     window, group, most = queries.shape[1], queries.shape[2] // heads, static.ids.shape[2]

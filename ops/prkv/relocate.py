@@ -1,22 +1,22 @@
 """Move the static set to the front of the retrievable rows of the pool, where it fills whole blocks.
 
 Once the set fills whole blocks at the front, no other op needs to know of it: pages are scored, fetched and attended
-to as before. The front are the `count` rows behind the sinks. Every token has a home: the row of its position.
+to as before. The front is the `count` rows after the sinks. Every token has a home: the row of its position.
 
-- A token of the set that lies behind the front changes places with a token in the front that is not in the set: they
+- A token of the set that lies after the front changes places with a token in the front that is not in the set: they
   swap in.
-- When it leaves the set, or when both tokens are in the set, they swap back.
+- When the token leaves the set, or when both tokens are in the set, they swap back.
 
 So only tokens of the set and of the front are ever away from home. `front_home` has, for each row of the front, the
 home of the token in it. At most 2 * count pairs change places, in 3 * count rows if the count stays.
 
-Digests of the blocks that were touched are made anew, from the tokens that are at home: a stranger says nothing about
-the other tokens of a block, and would widen the digest for all of them. In a block of strangers only, all tokens
-count.
+Digests of the blocks that were touched are made anew, from the tokens that are at home. A stranger, a token away from
+home, says nothing about the other tokens of a block, and would widen the digest for all of them. In a block of
+strangers only, all tokens count.
 
 PRKV, algorithm 1 (the page restructuring). The paper moves nearly all rows at each update, the static set to the front
-and the others behind it in their order: `gathered` is that order. docs/develop/lessons.md compares how much attention
-both keep.
+and the other rows after it in their order: `gathered` is that order. docs/develop/lessons.md compares how much
+attention both keep.
 """
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ ROWS = 8  # pairs that change places at a time
 LOOKED = 256  # homes that are compared at a time
 PHASES = 4
 PER_SM = 2  # programs on a multiprocessor: all have to fit (tests/tools/compile_kernels.py)
-# The plan of a head: lists of `most` numbers each, one behind the other.
+# The plan of a head: lists of `most` numbers each, one after the other.
 BACK, BACK_WITH, IN, IN_WITH, TOUCHED, HOME = (tl.constexpr(i) for i in range(6))
 LISTS = tl.constexpr(6)
 
@@ -91,7 +91,7 @@ def check(static, pool, coarse, hot, digests, sink) -> None:
         raise ValueError(f"{sink} sinks are not whole blocks of {hot.rows.shape[3]}")
 
 
-Pairs = list[tuple[int, int]]  # (row of the front, row behind it)
+Pairs = list[tuple[int, int]]  # (row of the front, row after the front)
 
 
 def moves(ids: Tensor, front_home: Tensor, first: int) -> tuple[Pairs, Pairs, Pairs]:
@@ -123,10 +123,11 @@ def reference(
     Args:
         static: the sets. Heads with `updated` move theirs; `front_home` becomes what the move leaves.
         pool: [batch, heads, rows, 2, dim], may be host memory: it is rewritten in stream order, and nothing waits.
-        coarse: the fp8 copy of the keys [batch, heads, rows, dim]: it moves along, and digests are made from it,
-            and their origin must be that of the copy. None: digests are made from the pool.
-        hot: rows of the pool that lie in the hot buffer are read from there, and rewritten in both places, so that less
-            crosses the link. Where the pool is packed and the hot buffer is not, the touched blocks lose their slots.
+        coarse: the fp8 copy of the keys [batch, heads, rows, dim]: it moves along. Digests are made from it,
+            so their origin must be the origin of the copy. None: digests are made from the pool.
+        hot: pool rows of which the hot buffer has a copy are read from there, and rewritten in both places, so that
+            less crosses the link. Where the pool is packed and the hot buffer is not, the touched blocks lose their
+            slots.
         digests: made anew for the touched blocks.
         sink: tokens at the start of the pool that stay; whole blocks.
 
@@ -263,7 +264,7 @@ def _read(moved, bh, row, c, mask, C: tl.constexpr):
 
 @triton.jit
 def _swap(moved, pairs, count, bh, part, parts, first, home, AGAIN: tl.constexpr, C: tl.constexpr):
-    """Swap this program's share of `count` pairs, listed at `pairs` and `most` further on.
+    """Swap this program's share of `count` pairs: one row of each is listed at `pairs`, the other `most` further.
 
     AGAIN: these pairs swap back, and pairs that swap in follow. A row of the front that `home` gives to another token
     then need not be written to the pool yet, if the hot buffer holds it.
@@ -308,7 +309,7 @@ def _at_home(home, pos, first, most, C: tl.constexpr):
 
 @triton.jit
 def _renew_digests(moved, plan, bh, back, swap_in, first, part, parts, C: tl.constexpr):
-    """Make the digests of the touched blocks of the front, and of the blocks behind it that a pair reaches.
+    """Make the digests of the touched blocks of the front, and of the blocks after it that a pair reaches.
 
     Slots of these blocks are emptied where the hot buffer has another type. Pairs that follow one another mostly reach
     the same block, which is done once.

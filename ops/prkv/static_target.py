@@ -36,7 +36,8 @@ PHASES = 2
 
 
 class Scratch(NamedTuple):
-    """Buffers for one launch. Of two products, those of the first query of all query heads come first."""
+    """Buffers for one launch. The products of the first query come before those of the last query, each for all query
+    heads."""
 
     scores: Tensor  # [batch * heads, 2 * group, rows]: the products
     peaks: Tensor  # [batch * heads, 2 * group, groups]
@@ -116,7 +117,7 @@ def _products(
     queries, keys, scratch, b, h, bh, part, parts, n, end, sink, heads, window, rows, groups, C: tl.constexpr
 ):
     """Phase 1: the products of the keys of this program's tiles with the first query of the window (rows 0 to group of
-    `scratch.scores`) and with the last query (the rows behind these)."""
+    `scratch.scores`) and with the last query (the rows after these)."""
     g, d, i = tl.arange(0, C.pairs), tl.arange(0, C.padded), tl.arange(0, C.tile)
     m = (g < 2 * C.group)[:, None] & (d < C.dim)[None, :]
     token = tl.where(g < C.group, tl.maximum(n - window, 0), n - 1)

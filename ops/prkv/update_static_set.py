@@ -1,7 +1,7 @@
 """Update the static set in one launch: block_bounds of the keys that left, choose_static, then relocate.
 
 The three ops do what their own files say. The keys of the tokens that left the ring lie in the pool by now. Most steps
-have nothing to do for any of the three, and then each launch that is saved saves time.
+have nothing to do for any of the three, and one launch then takes less time than three.
 """
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def reference(
         store: the sinks are read from the ring; rows of the pool move.
         coarse: the fp8 copy of the keys [batch, heads, rows, dim], or None. Keys that left the ring are copied to it.
         hot: the hot buffer; its copies of rows that move are kept equal to the pool.
-        digests: of blocks of `hot`'s size. Blocks that left the ring get one, blocks that a move touches a new one.
+        digests: of the blocks of `hot`. Blocks that left the ring get a digest, blocks that a move touches a new one.
         lengths: tokens from `previous_ring_begin` up to `ring_begin` left the ring in this step.
         attention: scale and soft cap of the model.
 
@@ -77,7 +77,7 @@ def reference(
 def _digest_leaving(queries, moved, lengths, heads, M: tl.constexpr):
     """Phase 0: digests of the blocks that left the ring, shared out among the programs of a head.
 
-    Keys of the pool count in the type of the queries.
+    Keys of the pool are converted to the type of the queries.
     """
     bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h = bh // heads, bh % heads

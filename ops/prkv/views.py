@@ -10,7 +10,7 @@ from torchsparsekv.ops.store.views import I32, PerHead
 class StaticSet(NamedTuple):
     """The tokens that every step attends to, until the set is chosen anew. Each (row, kv head) has a set of its own.
 
-    ids: the pool rows of the tokens at the moment of the choice, ascending, -1 behind the last token.
+    ids: the pool rows of the tokens at the moment of the choice, ascending, -1 after the last token.
     count: how many tokens the set has.
     target: how many tokens the set is to have.
     updated: 1 where this step chose the set anew, else 0.

@@ -37,7 +37,7 @@ def reference(pages: Changed[PageSet], scores: Scores, lengths: Lengths, block_s
         scores: [batch, heads, blocks], -inf for pages that cannot be selected (bound_scores).
         lengths: `ring_begin` and `previous_ring_begin` of each row, after and before this prompt.
 
-    Launches: torch kernels; no host sync.
+    Launches: torch kernels, without a wait for the device.
     """
     most, blocks, device = pages.ids.shape[2], scores.shape[2], scores.device
     new = (lengths.length > lengths.start)[:, None]

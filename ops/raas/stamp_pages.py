@@ -46,7 +46,8 @@ def reference(q: AnyQuery, digests: Digests, pages: Changed[PageSet], lengths: L
     Args:
         q: [batch, q_heads, 1, dim]
         digests: of all pages. Only the digests of kept pages are read.
-        pages: `updated` becomes 1 where a page joined, and at the first step after a prompt, which fetches all of them.
+        pages: `updated` becomes 1 where a page joined, and at the first step after a prompt, which fetches all kept
+            pages.
         lengths: the tokens from `previous_ring_begin` up to `ring_begin` leave. A row past its capacity only gets
             `updated` 0.
         share: the share of the kept pages that get a new stamp, in millionths.

@@ -14,7 +14,7 @@ PROMPTS = tl.constexpr(PROMPT)
 class PageSet(NamedTuple):
     """The pages that a step attends to beside the ring. Each (row, kv head) has its own.
 
-    ids: the numbers of the kept pages, in no order; -1 behind the first `count` places.
+    ids: the numbers of the kept pages, in no order; -1 after the first `count` places.
     count: how many pages are kept.
     stamps: by page: the length of the row when its bound was last in the better half; PROMPT for pages of a prompt, and
         EVICTED for pages that were evicted before the last prompt.

@@ -1,8 +1,8 @@
 """What remains of each group of the pool when a step has attended to some of its tokens exactly, in torch and Triton.
 
-With `fill` the first rows of every block of the pool hold a token. Without it, those from the sinks up to `ring_begin`
-do. Exact tokens are those of the chosen blocks, and those that have left the ring and are still read there: the
-positions from the frontier of a head up to `ring_begin`.
+With `fill`, the first `fill` rows of a block of the pool hold tokens. Without it, the pool rows from the sinks up to
+`ring_begin` do. Exact tokens are the tokens of the chosen blocks, and tokens of the pool that a head still reads in the
+ring: the positions from the frontier of the head up to `ring_begin`.
 """
 import torch
 from torch import Tensor
@@ -75,7 +75,8 @@ def remaining_tile(
 
     With FILLED, `begin` and `left` are the end of the pool.
 
-    A tile looks for its blocks between the first and the last place of `chosen` that has one: few where the ids ascend.
+    First the program finds the first and the last place of `chosen` with a block of the tile. Then it goes through the
+    places between the two, which are few if the ids ascend.
     """
     at, d = tile * GROUPS + tl.arange(0, GROUPS), tl.arange(0, DP)[None, :]
     low, high = tile * (GROUPS * GROUP), (tile + 1) * (GROUPS * GROUP)

@@ -1,7 +1,7 @@
 """Add the tokens that leave the ring to the sums of their groups. At a step `append` does this, unless the method puts
 the tokens at pool rows of its own choice.
 
-    sums[g] += sum of the rows p of the pool, p in g and in previous_ring_begin .. ring_begin, / group
+    sums[g] += (sum of the pool rows p of group g) / group      for previous_ring_begin <= p < ring_begin
 
 The number of tokens in a sum follows from the ring begin: min((g + 1) * group, ring_begin) - max(g * group, sink).
 
@@ -12,7 +12,7 @@ Args:
     order [batch, heads, tokens]: the pool row of a column takes the token of column `order[column]` (store_prompt.py).
     join: whether the sums of a prompt are made on the current stream. Otherwise they are made beside the next layer
         (ops/_machinery/side_stream.py), where `order` is made too.
-    rows [batch, heads, interval]: at a step of a method that chooses pool rows, those that took the leaving tokens.
+    rows [batch, heads, interval]: at a step of a method that chooses pool rows, the rows that took the leaving tokens.
 
 Launches: one program per (row, head, group that can change in one call); it returns at once if no token of its group
 leaves. With `rows` one program per (row, head) adds the tokens one by one.
@@ -49,7 +49,7 @@ TILE = 32  # tokens of a group that a program adds at once
 def check(leaving, v, rest, lengths, order=None, join=True, rows=None) -> None:
     check_groups(rest, leaving.pool.shape[2])
     if rows is not None and v.shape[2] > 1:
-        raise ValueError(f"rows are those of a step, got {v.shape[2]} new tokens")
+        raise ValueError(f"rows are only for a step of one token, got {v.shape[2]} new tokens")
 
 
 def reference(

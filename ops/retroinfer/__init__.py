@@ -9,7 +9,7 @@ A prompt, or a chunk of one:
     cluster_keys      k-means of the new keys: units, and the order of the tokens in the pool
     unit_means        the means of the new units
     store_prompt      the tokens, in that order, into pool and ring
-    prompt_attention
+    prompt_attention  exact attention
 
 A decode step:
     append            key and value of the new token

@@ -2,7 +2,7 @@
 
     left[u]    = tokens of unit u that are not retrieved
     estimated  = the best round(share * units) units with left > 0, by score; ties to the lower unit
-    tokens[u]  = left[u] for an estimated unit, 0 for another
+    tokens[u]  = left[u] for an estimated unit, 0 for other units
 
 `pick_units` retrieves by the same scores (ops/clusters/_unit_scores.py), so the estimated units follow the retrieved
 ones. The budget may cut a unit. Then the mean of all its tokens stands for those that are not retrieved.
@@ -39,7 +39,7 @@ def reference(q: Query, units: Units, ids: Candidates, share: int, scale: float)
     Args:
         q: [batch, q_heads, 1, dim].
         units: the index.
-        ids: [batch, heads, candidates]: the retrieved pool rows in ascending order, -1 behind them.
+        ids: [batch, heads, candidates]: the retrieved pool rows in ascending order, -1 after them.
         share: of the units that are estimated, in parts of ONE.
         scale: of the logits.
 

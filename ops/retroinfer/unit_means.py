@@ -6,7 +6,7 @@ Rows below `start` are read in the pool. The pool does not have the new tokens y
 `order[p + tokens - length]`. Units without rows keep their means.
 
 Launches: PROGRAMS programs per (row, kv head). A program takes one unit of every PROGRAMS, from the newest on, and
-returns at the first unit that is not new. With a prompt on the side stream, where `order` is made too.
+returns at the first unit that is not new. With a prompt the programs run on the side stream, where `order` is made too.
 """
 from typing import Annotated
 
@@ -29,7 +29,7 @@ PROGRAMS, TILE = 64, 16  # programs of a head, and rows of a unit that a program
 
 def check(leaving, v, units, means, lengths, order, join) -> None:
     if (v is None) != (order is None):
-        raise ValueError("a prompt has the values of its tokens and their order, a step has neither")
+        raise ValueError("give v and order for a prompt, and neither for a step")
 
 
 def reference(

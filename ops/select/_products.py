@@ -1,4 +1,4 @@
-"""The products q.k of one query token with the keys of the pool, for ops that need every one of them."""
+"""The products q.k of one query token with the keys of the pool, for ops that need all products."""
 import torch
 from torch import Tensor
 
@@ -38,8 +38,8 @@ def _products(
 
 
 def products_by_triton(q: Tensor, pool: Tensor, end: Tensor) -> Tensor:
-    """The same in one launch of batch * kv_heads * cdiv(rows, TILE) programs. Rows from `end` [batch] on are not read;
-    their products are 0."""
+    """`products` in one launch of batch * kv_heads * cdiv(rows, TILE) programs. Pool rows from `end` [batch] on are not
+    read; their products are 0."""
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     group = q.shape[1] // heads
     raw = torch.empty((batch, heads, group, rows), dtype=torch.float32, device=q.device)

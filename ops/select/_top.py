@@ -68,9 +68,10 @@ def take_within(key, k, most, low, top):
     """(mask, number taken, threshold) of the `k` largest keys, or of up to `most` if a threshold separates these first.
 
     Keys are zero, or from `low` to `top`. No taken key is below the threshold.
-    This does not sort. Each round cuts the range of the k-th largest key to a third. Its two counts share one sum, of
-    32 bits if they fit: a warp adds those up in one instruction. The search ends when `k` to `most` keys are not below
-    a threshold.
+
+    Nothing is sorted. Each round cuts the range of the k-th largest key to a third. The two counts of a round share one
+    sum, of 32 bits if they fit: a warp adds up 32-bit numbers in one instruction. The search ends when `k` to `most`
+    keys are not below a threshold.
     """
     HALF: tl.constexpr = 16 if key.shape[0] < 65536 else 32
     TWO: tl.constexpr = tl.uint32 if HALF == 16 else tl.uint64

@@ -36,7 +36,7 @@ def reference(q: Query, store: KVStore, lengths: Lengths, block_size: int, atten
 
 
 def _mass(raw, q, ring, lengths, block_size, attention) -> Tensor:
-    """Block weights from the products `raw` = q.k over the pool, in torch without host syncs."""
+    """Block weights from the products `raw` = q.k over the pool, in torch, without a wait for the device."""
     sink, end = lengths.sink, lengths.ring_begin[:, None]
 
     def logits(products: Tensor, live: Tensor) -> Tensor:

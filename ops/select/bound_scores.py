@@ -3,18 +3,18 @@
     box    score = max over the query heads of the group of  q.origin + unit (q.centre + |q|.spread)   (|q| per channel)
     ball   score = max over the query heads of the group of  q.origin + unit (q.centre + |q|_2 * spread)
 
-Volumes are counted from the origin of a head. q.origin is the same for all blocks, but differs between the query heads
-of a group, which share a score. The others are matrix products, so tensor cores compute them while the digests stream
-in. Blocks without a retrievable token
-(the sinks, and blocks that have not left the ring) score -inf.
+A mean-box is scored as a box, and a mean as a ball with spread 0. q.origin is the same for all blocks, but differs
+between the query heads of a group, which share a score. q.centre and |q|.spread are matrix products, so tensor cores
+compute them while the digests stream in. Blocks without a retrievable token (the sinks, and blocks that have not left
+the ring) score -inf.
 
 Args:
     q [batch, q_heads, 1, dim]
     digests: centre [pools, heads, blocks, dim], spread [pools, heads, blocks, dim or 1], origin [pools, heads, dim].
-    pinned [batch, heads]: if given, the blocks of the first `pinned` tokens behind the sinks score +inf, so that every
+    pinned [batch, heads]: if given, the blocks of the first `pinned` tokens after the sinks score +inf, so that every
         selection takes them, whatever their digests.
     table: the blocks of each row, if rows share one pool; its `block_size` is that of the digests. Score number i is
-        then that of block ids[b, i].
+        then the score of block ids[b, i].
 
 Returns: scores [batch, heads, blocks or places] and their peaks, one for every GROUP (ops/select/_top.py), fp32.
 Launches: csrc/bound_scores.cu for fp8 digests and 16-bit queries without a table, with at most RESIDENT programs per
@@ -61,7 +61,7 @@ def check(q, digests, lengths, pinned=None, table=OWN_POOLS) -> None:
     check_spread(digests)
     check_table(digests.centre, q.shape[0], table)
     if table.ids is not None and table.block_size != digests.block_size:
-        raise ValueError(f"digests are of {digests.block_size} tokens, and the blocks of the table {table.block_size}")
+        raise ValueError(f"digests of {digests.block_size} tokens do not fit a table of blocks of {table.block_size}")
 
 
 def _widths(spread: Tensor) -> Tensor:

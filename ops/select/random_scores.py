@@ -30,8 +30,8 @@ STEP, HEAD, SEED = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 def check(lengths, heads, blocks, block_size, seed) -> None:
     if min(heads, blocks, block_size) < 1 or lengths.sink < 0 or lengths.sink % block_size:
         raise ValueError(
-            "need heads, blocks, block_size >= 1 and sink in whole blocks: "
-            f"{heads}, {blocks}, {block_size}, {lengths.sink}"
+            "need heads, blocks, block_size >= 1 and sink in whole blocks, got "
+            f"{heads}, {blocks}, {block_size} and sink {lengths.sink}"
         )
     if not 0 <= seed <= LOW:
         raise ValueError(f"seed must be in 0..{LOW}, got {seed}")

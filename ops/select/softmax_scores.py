@@ -3,8 +3,8 @@
     w_h     = softmax over the blocks of logits_h
     score   = log of the sum over h of w_h,  or log of the largest w_h
 
-The logarithm keeps the order and cannot underflow. Blocks with -inf or NaN score -inf. Blocks with +inf are outside the
-softmax and score +inf, so that every selection takes them.
+The logarithm keeps the order and cannot underflow. A logit of -inf or NaN has weight 0. A logit of +inf is outside the
+softmax, and its block scores +inf, so that every selection takes the block.
 
 Launches: `_sums`, one program per (row, query head, TILE logits); `_scores`, one per (row, kv head, BLOCKS blocks).
 """

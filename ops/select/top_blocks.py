@@ -52,7 +52,8 @@ def check(scored, k, ids, row_sizes, take_all_up_to, width) -> None:
     if row_sizes is None and (take_all_up_to or width):
         raise ValueError(f"take_all_up_to and width must be 0 without row_sizes, got {take_all_up_to} and {width}")
     if row_sizes is not None and (ids is None or width < k):
-        raise ValueError(f"row_sizes needs ids, and a width of at least k={k}, got {width}")
+        have = "no ids" if ids is None else "ids"
+        raise ValueError(f"row_sizes needs ids and a width of at least k={k}, got {have} and width {width}")
 
 
 def reference(
@@ -60,7 +61,7 @@ def reference(
     width: int = 0,
 ) -> Tensor:  # fmt: skip
     n = scored.scores.shape[-1]
-    scores = torch.where(scored.scores.isnan(), -torch.inf, scored.scores)  # NaN is nobody's best
+    scores = torch.where(scored.scores.isnan(), -torch.inf, scored.scores)  # NaN is never selected
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : min(k, n)]
     chosen = torch.where(scores.gather(-1, order) == -torch.inf, n, order).sort(-1).values
     named = chosen if ids is None else ids.gather(-1, chosen.clamp(max=n - 1))
@@ -100,7 +101,7 @@ def _top(
 
 @triton.jit
 def _put(out, take, taken, chosen, all_ids, total, k, width, TAKE_ALL: tl.constexpr, K: tl.constexpr):
-    """Write the `taken` winners first and -1 behind them. A row that takes all (k = 0) gets the first `width` ids."""
+    """Write the `taken` winners first and -1 after them. A row that takes all (k = 0) gets the first `width` ids."""
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     j = tl.arange(0, K)
     rest = tl.full((K,), -1, tl.int32)
@@ -128,7 +129,8 @@ def _candidates(
 ):  # fmt: skip
     """Read all scores [L * GROUP] of the groups with the k best peaks.
 
-    Returns which of them exist, their keys (0 if not among the k best for sure), their places, and bounds of the keys.
+    Returns which scores exist, their keys (0 for a score that cannot be among the k best), their places, and bounds of
+    the keys.
     """
     i = tl.arange(0, N)
     key = ordered(tl.load(peaks + i, mask=i < groups, other=float("-inf")))
@@ -208,7 +210,7 @@ def _launch(scores: Tensor, ids: Tensor | None, k: int, parts: int, answer: _Ans
 
 
 def _parts(n: int, k: int) -> int:
-    """Chunks of a row. Each launch takes as long as its widest program, so a chunk is about as wide as all winners."""
+    """Chunks of a row. A launch takes as long as its widest program, so a chunk is about as wide as all winners."""
     chunk = next_power_of_2(math.isqrt(n * k))
     return cdiv(n, min(max(chunk, 2 * k, 1024), WIDEST))
 
@@ -233,7 +235,7 @@ def _launch_triton(scored, k, ids, row_sizes, take_all_up_to, width) -> Tensor:
 def native(n: int, k: int, peaks: bool, least: int = 1, shapes=NATIVE) -> dict[str, int] | str:
     """The constants with which csrc/top_blocks.cu is compiled for rows of n scores, or the reason why it is not.
 
-    They are those of the first of `shapes` that can read such a row and has `least` threads or more.
+    The constants are those of the first of `shapes` that can read such a row and has `least` threads or more.
     """
     groups = cdiv(n, GROUP)
     for threads, each in shapes:

@@ -3,8 +3,8 @@
     outlier = 1 for the `count` chunks of a head with the least cosines, among all chunks that have left the ring; of
     equal cosines the lower chunk
 
-So the marks depend on the tokens of a sequence, and not on how they were cut into prompts and chunks. Rows without new
-tokens stay as they are.
+So the marks depend on the tokens of a sequence, and not on how they were cut into prompts and chunks of prompts. Rows
+without new tokens stay as they are.
 
 ShadowKV (arXiv 2410.21465), and its authors' code.
 """

@@ -1,11 +1,11 @@
-"""SnapKV (arXiv 2404.14469): the tokens of a prompt that its last queries attended to most, and no others of it.
+"""SnapKV (arXiv 2404.14469): the tokens of a prompt that its last queries attended to most, and no other tokens of it.
 
-What the family keeps per layer: the observation window (queries of the last tokens of the prompt, `Observed`) and the
-tokens that were kept (`SnapSet`, views.py). The pool still has all tokens: the next prompt chooses from everything.
+The family keeps per layer: the observation window (queries of the last tokens of the prompt, `Observed`) and the kept
+tokens (`SnapSet`, views.py). The pool still has all tokens: the next prompt chooses from everything.
 
 A prompt:
     observe             the queries of its last tokens
-    snap_tokens         choose the tokens that stay; it waits for the host
+    snap_tokens         choose the tokens that stay; it may wait for the device
 
 A decode step:
     append              key, value and query of the new token

@@ -24,9 +24,9 @@ def reference(kept: Changed[SnapSet], stats: Changed[Stats], lengths: Lengths) -
 
     Args:
         kept: the kept tokens. `updated` becomes 1 where tokens joined, and at the first step after a prompt, which
-            fetches all of them.
-        stats: counts [batch, heads, 5]. append counted the tokens of the ring from where it begins; this op subtracts
-            those before `frontier`.
+            fetches all kept tokens.
+        stats: counts [batch, heads, 5]. `append` counted the tokens of the ring from `ring_begin` on; this op
+            subtracts those before `frontier`.
         lengths: `ring_begin` and `length` of each row; a row past its capacity only gets `updated` 0.
 
     Launches:

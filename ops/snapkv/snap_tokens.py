@@ -98,7 +98,7 @@ def reference(
         spans: `start` and `length` of all rows as host integers, or None (ops/attend/prompt_attention.py).
 
     Launches:
-        Kernels of torch, a kv head after the other. Without `spans` it waits for the device.
+        Kernels of torch, one kv head after the other. Without `spans` the op waits for the device.
     """
     heads, sink, most = k.shape[1], lengths.sink, kept.ids.shape[2]
     for b, (n0, n) in enumerate(torch.stack(lengths[:2], 1).tolist()):

@@ -12,7 +12,7 @@ class SnapSet(NamedTuple):
 
     snap_tokens fills it at the end of a prompt; keep_leaving adds tokens that leave the ring.
 
-    ids: the positions of the tokens, ascending, -1 behind the last token.
+    ids: the positions of the tokens, ascending, -1 after the last token.
     count: how many tokens there are.
     frontier: the position from which on attention reads the ring. At the end of a prompt the observation window begins
         there; later it moves on with the ring.

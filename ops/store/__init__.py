@@ -1,4 +1,5 @@
-"""The store: where the tokens of a layer live, and the ops that move them. It imports no other stage.
+"""The store: where the tokens of a layer live, and the ops that move them. Of other stages it imports only
+ops/rest/views.py.
 
 views.py names the tensors, rows.py lays a token out in memory.
 

@@ -3,16 +3,17 @@
     length     = seq_len - left_pad                    (seq_len after the new tokens)
     ring_begin = sink + interval * floor((length - sink - window) / interval),   at least sink
 
-So the ring holds the sinks and the last `window` to `window + interval - 1` tokens behind them. A row whose length
+So the ring holds the sinks and the last `window` to `window + interval - 1` tokens after them. A row whose length
 exceeds `capacity` gets length -1 for good: later ops write nothing for the row, and attention over it is NaN.
 
 Args:
     seq_len []: tokens of the longest row, padding included: what transformers sees.
     left_pad [batch]: padding in front of each row.
-    lengths: start and previous_ring_begin take the values of before the call.
+    lengths: all four tensors are changed. start gets the old length, previous_ring_begin the old ring_begin.
     pad [batch]: left padding that the mask of this call shows. It counts only for rows without tokens, because later
         masks may cover the new tokens alone.
     tokens: new columns of this call.
+    capacity: the most tokens of a row.
 
 Launches: one program for all rows.
 """
@@ -33,8 +34,8 @@ Total = Annotated[Tensor, Of("", torch.int64)]
 
 def check(seq_len, left_pad, lengths, pad, tokens, capacity, window) -> None:
     if tokens < 1 or lengths.interval < 1 or lengths.sink < 0 or window < 0:
-        got = f"{tokens}, {lengths.interval}, {lengths.sink}, {window}"
-        raise ValueError(f"need tokens, interval >= 1 and sink, window >= 0: {got}")
+        got = f"{tokens}, {lengths.interval}, {lengths.sink} and {window}"
+        raise ValueError(f"need tokens, interval >= 1 and sink, window >= 0, got {got}")
 
 
 def reference(

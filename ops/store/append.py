@@ -3,7 +3,7 @@
     ring[ring_row(length - 1)] = (k, v)
     pool[previous_ring_begin : ring_begin] = the ring rows of these positions
     observed[(length - 1) % window] = q         if the method keeps the latest queries
-    rest.sums[g] += sum of the leaving rows of group g / group      if the method estimates the rest
+    rest.sums[g] += (sum of the leaving rows of group g) / group    if the step estimates the rest
 
 A pool without rows takes nothing. Rows with length -1 or 0 change nothing.
 
@@ -14,7 +14,7 @@ Args:
     observed [batch, window, q_heads, dim]: the latest queries (ops/index/observe.py).
     rest: sums [batch, heads, groups, 2, dim], changed for the groups of the leaving tokens.
 
-Launches: batch * heads * cdiv(interval, TILE) programs. At most steps no token leaves, and only the first program of
+Launches: batch * heads * cdiv(interval, TILE) programs. In most steps no token leaves, and only the first program of
 each head has work; every `interval` steps each program copies up to TILE rows, straight into host memory if the pool is
 there. With `rest` a program also adds up the groups whose first leaving token is among its rows.
 """
@@ -53,11 +53,11 @@ def check(token, store, stats, lengths, observed=None, rest=NO_REST) -> None:
         check_groups(rest, store.pool.shape[2])
     if store.ring.shape[2] < lengths.sink + lengths.interval:
         raise ValueError(
-            f"a ring of {store.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and {lengths.interval} leaving "
-            "at once"
+            f"a ring of {store.ring.shape[2]} rows cannot hold {lengths.sink} sink rows and the "
+            f"{lengths.interval} rows that leave together"
         )
     if (token.q is None) != (observed is None):
-        raise ValueError("token.q is kept in observed: both are given, or neither")
+        raise ValueError("give token.q and observed, both or neither")
     if token.q is not None:
         _check.heads(token.q, store.ring)
 
@@ -95,7 +95,7 @@ def _keep(
     q, queries, b, h, n, q_b, q_h, heads, window, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):
     """Store the queries of the group of kv head `h` in the observation window. The program loads them before it knows
-    that the row has a token: so it waits for memory once."""
+    that the row has a token, so that it waits for memory only once."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     there = (d < D)[None, :]
     x = tl.load(q + b * q_b + (h * G + g[:, None]) * q_h + d[None, :], mask=(g < G)[:, None] & there, other=0.0)

@@ -1,6 +1,6 @@
 """Copy the ring into the pool before a prompt is stored, so that the pool alone holds the whole past of each row.
 
-    pool[p] = ring[ring_row(p)]   for p in 0 .. sink and previous_ring_begin .. start
+    pool[p] = ring[ring_row(p)]   for 0 <= p < sink and previous_ring_begin <= p < start
 
 The tokens stay in the ring too. A token that leaves the ring later is written to the pool again, with the same values.
 

@@ -14,8 +14,9 @@ So one contiguous, aligned read brings any block, single tokens too.
     scale  = max |x| of the group / 127;   0 if max |x| < LEAST, so that no scale is subnormal (kernels may flush those)
     number = round(x / scale), ties to even;   x = number * scale
 
-A group with a number that is not finite comes back as NaN. Scales are fp32: fp16 would overflow at 65,504, bf16 would
-be off by up to 1/256, and either would save 0 % at head_dim 64 and 128 because of the padding, 3 % at 256.
+A group with a number that is not finite comes back as NaN. Scales are fp32: fp16 would overflow at 65,504, and bf16
+would be off by up to 1/256. Because of the padding, 16-bit scales would save nothing at head_dim 64 and 128, and 3 % at
+256.
 """
 import math
 
@@ -97,7 +98,7 @@ def as_stored(rows: Tensor, store: Tensor) -> Tensor:
 
 
 def as_numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored rows as [..., 2, head_dim] of type `dtype`: unpacked if they are packed."""
+    """Stored rows as [..., 2, head_dim]. Packed rows are unpacked to `dtype`; other rows keep their type."""
     if rows.dtype is not PACKED:
         return rows
     half = rows.shape[-1]
@@ -242,7 +243,7 @@ def number_of(x, scale):
     """`packed_number` as fp32."""
     known = (scale > 0) & (scale < float("inf"))
     number = tl.div_rn(tl.where(known, x, 0.0), tl.where(known, scale, 1.0))
-    return (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
+    return (number + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 rounds to an integer
 
 
 @triton.jit
@@ -288,18 +289,18 @@ def ring_row_of(position, sink, span):
 
 @triton.jit
 def turn_of(position, sink, span):
-    """The number, among the `span` rows that are used round-robin, of the row of a token behind the sinks."""
+    """The index, among the `span` ring rows that are used round-robin, of the row of a token after the sinks."""
     return tl.maximum(position - sink, 0) % span
 
 
 @triton.jit
 def ring_position_of(row, begin, sink, span):
-    """Position of the token in a ring row. It holds for rows that hold a token: the caller compares with the length."""
+    """Position of the token in a ring row, if the row holds one: the caller compares the position with the length."""
     return tl.where(row < sink, row, begin + ((row - begin) % span + span) % span)
 
 
 @triton.jit
 def add_count(counts, head, COLUMN: tl.constexpr, amount):
-    """Add to one counter of a head. One program of the head must do it: this is no atomic."""
+    """Add to one counter of a head. This is not atomic: only one program of the head may call it."""
     at = counts + head * COUNTERS + COLUMN
     tl.store(at, tl.load(at) + amount)

@@ -4,8 +4,8 @@
     ring[ring_row(p)]    = row of p, for new p below sink or from ring_begin on
 
 After this call the pool holds every token of the row (flush_ring copied the ring before), and the ring holds the sinks
-and the newest tokens. Rows are ragged: the new tokens of a row are the last `length - start` columns of `k`
-and `v`; the columns before them are left padding.
+and the newest tokens. Rows of the batch are ragged: the new tokens of a row are the last `length - start` columns of
+`k` and `v`; the columns before them are left padding.
 
 Args:
     k, v [batch, heads, tokens, dim]
@@ -16,7 +16,7 @@ Args:
     join: whether the copy into the pool runs on the current stream. Otherwise it runs beside the next layer
         (ops/_machinery/side_stream.py).
 
-Launches: one for the ring, one for the pool. The pool's has COPIERS programs unless `join`.
+Launches: one for the ring, one for the pool. The launch for the pool has at most COPIERS programs, unless `join`.
 """
 from typing import Annotated
 

@@ -13,7 +13,7 @@ def check_table(index: Tensor, batch: int, table: BlockTable) -> None:
     """Refuse an index [pools, ...] that does not belong to the pools of the batch."""
     pools = index.shape[0]
     if table.ids is None and pools != batch:
-        raise ValueError(f"{batch} rows have a pool each, or a table of their blocks, got {pools} pools and no table")
+        raise ValueError(f"{batch} rows need a pool each or a block table, got {pools} pools and no table")
     if table.ids is not None and (pools != 1 or table.block_size < 1):
         raise ValueError(f"a table is for one pool of blocks, got {pools} pools and block_size {table.block_size}")
 

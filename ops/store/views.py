@@ -43,12 +43,13 @@ class Lengths(NamedTuple):
         |  sinks    |  in the pool,     |  leave the ring in this  |  stay in the ring    |  new    |
         |  (ring)   |  retrievable      |  forward: ring to pool   |  (window)            |  token  |
 
-    start: tokens before this forward. A prompt or chunk of `tokens` has start = length - tokens, less its left padding.
+    start: tokens before this forward. A prompt or chunk of `tokens` columns, `pad` of them left padding, has
+        start = length - (tokens - pad).
     length: tokens after this forward; -1 for a row that has overrun its capacity.
     previous_ring_begin: the oldest token after the sinks that was in the ring before this forward.
     ring_begin: the oldest token after the sinks that is in the ring after this forward. Both are `sink` at first.
     sink: the first tokens of a row. They stay in the ring, and every step attends to them.
-    interval: tokens leave the ring in groups of `interval`. At most steps none leaves, and both ring begins are equal.
+    interval: tokens leave the ring in groups of `interval`. In most steps none leaves, and both ring begins are equal.
 
     Queries can retrieve the tokens from `sink` up to `ring_begin`. A prompt that is longer than the window has
     start < ring_begin: most of its tokens go to the pool without a stay in the ring.
@@ -91,8 +92,8 @@ class KVStore(NamedTuple):
     ring: on the device. The first rows hold the sinks, and the newest tokens use the other rows round-robin. Every step
         attends to the ring.
     pool: in host memory or on the device. The pool holds every prompt token, and generated tokens once they left the
-        ring. The pool row of a token is its position, unless the method reorders the pool (`reorders_pool`) or inserts
-        generated tokens elsewhere (`insert_page`). A layer with a sliding window has a pool of 0 rows.
+        ring. The pool row of a token is its position, unless the method orders the tokens of a prompt (store_prompt)
+        or moves tokens at a step (such as insert_page). A layer with a sliding window has a pool of 0 rows.
     """
 
     ring: Ring
@@ -119,8 +120,8 @@ class Selection(NamedTuple):
     retrieve_now: heads with 0 keep the blocks of their last selection. None: every head takes `ids`.
     frontier: the first position that a head attends to in the ring, after the sinks. None: `Lengths.ring_begin`.
     fill: the number of rows of each block that hold a token, counted from its first row. None: all rows hold one.
-    bias: a number that each query head adds to the logits of a block, behind the soft cap; -inf: the head leaves the
-        block out. The numbers belong to the slots of `HotBuffer.chosen`. None: nothing is added.
+    bias: a number that each query head adds to the logits of a block, after the soft cap; -inf: the head leaves the
+        block out. There is one number for every place in `HotBuffer.chosen`. None: nothing is added.
     """
 
     ids: Candidates | None = None
@@ -199,7 +200,7 @@ class Digests(NamedTuple):
     centre: the middle of the volume.
     spread: half its width in every channel (a box, spread = dim), or its radius (a ball, spread = 1).
     volume: the kind of the volume, an index into VOLUMES.
-    origin: the point from which the volumes of a head count the keys (ops/index/_origin.py).
+    origin: the point of a head that is subtracted from its keys (ops/index/_origin.py).
     """
 
     centre: Annotated[Tensor, Of("pools heads blocks dim", (*FLOATS, FP8))]
@@ -210,7 +211,7 @@ class Digests(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The observation window: the queries of the last `observed` tokens. That of a position is at
+    """The observation window: the queries of the last `observed` tokens. The query of a position is at
     `position % observed`."""
 
     queries: ObservedQueries
@@ -220,7 +221,7 @@ class Scored(NamedTuple):
     """Scores of n blocks (or tokens) per kv head; -inf for a block that cannot be selected.
 
     peaks: the maximum of every GROUP scores (ops/select/_top.py), if the scoring op wrote it: selection is faster then.
-    A scoring op may return the tuple (scores, peaks): an op that takes a Scored takes it.
+    A scoring op may return the plain tuple (scores, peaks): ops that take a Scored accept it.
     """
 
     scores: Annotated[Tensor, Of("batch heads n", torch.float32)]

@@ -134,7 +134,7 @@ def test_the_largest_batch_is_what_fits(watch, monkeypatch):
 
 
 WRONG = {
-    "--patterns=500": "a pattern is PROMPT+OUTPUT", "--patterns=1+500": "of at least 2 and 1 tokens; got '1+500'",
+    "--patterns=500": "a pattern is PROMPT+OUTPUT", "--patterns=1+500": "in tokens, at least 2+1; got '1+500'",
     "--patterns=500+100": "an output of 100 tokens has no room for 4 points of 72 steps (8 untimed)",
     "--points=1": "points must be at least 2, got 1", "--batches=1,1": "batches must be one or more different values",
     "--batches=-1": "batches must not be negative", "--offload=auto": "offload must be host or device, got 'auto'",

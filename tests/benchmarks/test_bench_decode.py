@@ -23,7 +23,7 @@ WITHOUT_RATE = {"h2o", "omnikv", "raas", "magicpig", "pagemean", "pqcache", "ret
 WRONG_ELSEWHERE = {
     "decode --locality=1.5": "locality must be between 0 and 1, got 1.5", "decode --steps=0": "steps must be at",
     "decode --shape=nope": "unknown shape 'nope'; available: llama-3.1-8b", "decode --contexts=0": "contexts must",
-    "decode --contexts=256,3000000": "contexts may have 2096732 tokens at most (llama-3.1-8b has 2097152 positions",
+    "decode --contexts=256,3000000": "contexts must be at most 2096732 (llama-3.1-8b has 2097152 positions",
     "decode --contexts=10": "a static cache needs contexts of at least 16, got 10",
     "decode --chunk=-1": "chunk must be 0 or at least 1024, got -1",
     "decode --chunk=1023": "chunk must be 0 or at least 1024, got 1023",
@@ -35,12 +35,13 @@ WRONG_ELSEWHERE = {
     "decode --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest",
     "decode --also=quest.block_size=3": "block_size must be", "decode --also=quest": "hyper must be METHOD.NAME=VALUE",
     "decode --also=quest.block_size=8,quest.block_size=8": "also must be different values, got quest",
-    "decode --layers=33": "layers must be from 1 to 32 (llama-3.1-8b), or 0 for all of them, got 33",
+    "decode --layers=33": "layers must be from 1 to 32 (llama-3.1-8b), or 0 for all layers, got 33",
     "decode --layers=2": "skip_layers must be from 0 to 1, got 2",
     "decode --inductor=nope=1": "inductor must be NAME=VALUE of torch._inductor.config, got 'nope=1'",
-    "decode --inductor=combo_kernels=2": "inductor: combo_kernels is False by default, got '2'",
+    "decode --inductor=combo_kernels=2": "inductor: combo_kernels must have the type of its default, False, got '2'",
     "decode --inductor=combo_kernels=true,combo_kernels=true": "inductor sets combo_kernels twice",
-    "prefill --offload=disk": "offload must be one of", "prefill --contexts=3000000": "contexts may have 2097088",
+    "prefill --offload=disk": "offload must be one of",
+    "prefill --contexts=3000000": "contexts must be at most 2097088",
     "prefill --shape=nope": "unknown shape 'nope'", "prefill --repeats=0": "repeats must be at least 1, got 0",
     "prefill --chunk=-1": "chunk must not be negative, got -1",
     "prefill --also=prkv.per_head=true": "also changes prkv, which is not measured; methods: quest, arkvale",
@@ -48,7 +49,7 @@ WRONG_ELSEWHERE = {
     "prefill --also=quest.block_size=8,quest.block_size=8": "also must be different values",
     "first-call --step=eager": "step must be of auto, captured, compiled, got eager",
     "first-call --step=captured,captured": "step must be one or more different",
-    "first-call --caches=kept,empty": "caches begin 'empty': there is none to keep before, got kept, empty",
+    "first-call --caches=kept,empty": "the first of caches must be 'empty', got kept, empty",
     "first-call --caches=warm": "caches must be of empty, kept, got warm",
     "first-call --shape=nope": "unknown shape 'nope'", "first-call --methods=nope": "unknown method 'nope'",
     "first-call --methods=": "methods must be one or more", "first-call --tokens=1": "tokens must be at least 2, got 1",
@@ -163,7 +164,7 @@ def test_a_share_of_jumps_that_turn_is_one():
 
 
 def test_localities_are_not_beside_those_of_text():
-    with pytest.raises(ValueError, match="localities are beside --locality, and --locality-of-text has another"):
+    with pytest.raises(ValueError, match="--locality-of-text replaces locality: leave out --localities"):
         decode.Options(localities=(0.5,), locality_of_text=True).check(("quest",))
 
 
@@ -195,7 +196,7 @@ def test_two_million_tokens_of_the_model_that_is_to_hold_them():
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.5), (0.95,), (1.5,)])
 def test_wrong_localities_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"localities must be between 0 and 1, none twice and none 0.95, got "):
+    with pytest.raises(ValueError, match=r"localities must be from 0 to 1, different, and not 0.95 again, got "):
         decode.Options(localities=wrong).check(("quest",))
 
 

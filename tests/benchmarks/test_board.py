@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused_in_a_line(source, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             board.run(options(**given), out, source)
-    assert "not of the recall model" in refused("board", "--model", "recall")
+    assert "not the recall model" in refused("board", "--model", "recall")
 
 
 # ---------------------------------------------------------------- traces

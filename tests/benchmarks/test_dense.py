@@ -127,7 +127,7 @@ def test_rows_are_of_the_attention_they_name(plain_flashinfer, monkeypatch):
 
 
 def test_what_torch_has_not_got_is_refused_at_once():
-    with pytest.raises(RuntimeError, match="sdpa-cudnn cannot be had here, leave it out of --dense"):
+    with pytest.raises(RuntimeError, match="sdpa-cudnn cannot run here, leave it out of --dense"):
         _dense.try_out(("flashinfer", "sdpa-flash", "sdpa-cudnn"), torch.device("cpu"))
 
 

@@ -333,7 +333,7 @@ def test_it_refuses_before_weights_are_loaded(tmp_path, monkeypatch, what):
 def test_file_of_another_benchmark_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
     (tmp_path / "eval.jsonl").write_text('{"benchmark": "eval-text"}\n')
-    with pytest.raises(ValueError, match="is not a file of `torchsparsekv eval`: choose another one"):
+    with pytest.raises(ValueError, match="is not a file of `torchsparsekv eval`: choose another file"):
         evaluate(None, tmp_path, ("quest",), tasks=("single",))
 
 
@@ -375,7 +375,7 @@ def test_quick_has_tasks_for_every_kind_of_model():
     [
         (["--methods", "nope"], "eval: unknown method nope"),
         (["--lengths", "1k"], "eval: lengths takes int values with commas between them, got '1k'"),
-        (["--out", "x.csv"], "eval: out is the file of samples, JSON lines"),
+        (["--out", "x.csv"], "eval: out must be a file of JSON lines"),
         (["--model", "./nothing-here"], "eval: there is no model at ./nothing-here"),
     ],
 )

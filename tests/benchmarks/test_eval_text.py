@@ -217,7 +217,7 @@ def test_all_methods_by_default():
 
 WRONG = {
     "a text too short": (dict(samples=99), "said has .* tokens, 99 samples of 96 and a target each need 9603: name a"),
-    "beyond the positions": (dict(lengths=(513,), samples=1), "at most, the positions of .*; got 513"),
+    "beyond the positions": (dict(lengths=(513,), samples=1), "the positions of .*, got 513"),
     "no prompt": (dict(lengths=(13,)), "lengths must leave 2 tokens for the prompt beside 12 steps, got 13"),
     "no text": (dict(texts=("nowhere.txt",)), "there is no text nowhere.txt: name a file of text"),
     "one text twice": (dict(texts=("a/x.txt", "b/x.txt")), "texts are told apart by their file names"),
@@ -246,7 +246,7 @@ def test_it_refuses_before_weights_are_loaded(folder, tmp_path, monkeypatch, wha
 def test_a_model_without_a_tokenizer_is_refused(folder, tmp_path, family):
     """transformers refuses the first with many lines, and makes an empty tokenizer for the second."""
     tiny(family).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer that makes tokens of a text: put the model's own") as told:
+    with pytest.raises(ValueError, match="has no tokenizer for text: put the tokenizer of the model") as told:
         text.run(options(folder, model=str(tmp_path)), tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
     assert "\n" not in str(told.value)

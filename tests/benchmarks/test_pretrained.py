@@ -34,7 +34,7 @@ def test_yarn_multiplies_the_positions_and_scales_rope(folder):
 
 def test_yarn_over_another_scaling_is_refused(folder):
     load(folder, 4.0)[1].save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"yarn=2 widens a plain RoPE, .* leave yarn at 1"):
+    with pytest.raises(ValueError, match=r"yarn=2 needs a model with plain RoPE, .* leave yarn at 1"):
         load(folder, 2.0)
 
 

@@ -80,7 +80,7 @@ def test_a_report_says_every_figure(monkeypatch, capsys, tmp_path):
         (["eval-text", "--lengths", "10"], "eval-text: lengths must leave 2 tokens for the prompt beside 200 steps"),
         (["again", "--results", "nowhere"], "again: there is no folder nowhere of results"),
         (["report", "nowhere.json"], "report: there is no file nowhere.json"),
-        (["report", "docs"], "report: docs is no file, but a folder"),
+        (["report", "docs"], "report: docs is a folder, not a file"),
         (["eval", "--model", "./nowhere"], "eval: there is no model at ./nowhere"),
         (["eval-text", "--model", "./nowhere", "--texts", "README.md"], "eval-text: there is no model at ./nowhere"),
         (["eval-text", "--texts", "nowhere.txt"], "eval-text: there is no text nowhere.txt"),
@@ -109,6 +109,6 @@ def test_the_demo_explains_its_budget():
     from torchsparsekv.commands import load
 
     (budget,) = [p for p in commands_of(load("demo"))["demo"].params if p.name == "budget"]
-    for part in ("beside the 32 first and 64 latest", "A multiple of 32", "Dense attention reads the whole text"):
+    for part in ("the first 32 and the latest 64 tokens", "A multiple of 32", "Dense attention reads the whole text"):
         assert part in budget.help
     assert budget.default == 64

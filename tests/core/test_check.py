@@ -137,7 +137,7 @@ def test_scores_of_another_number_of_blocks_are_refused():
     def choose(self, s, q, a):
         return self.best(s, torch.zeros(*s.hot.slot_of.shape[:2], 3))
 
-    with pytest.raises(ValueError, match=r"one number for each block, \(3, 2, \d+\), got \(3, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"one number per block, \(3, 2, \d+\), got \(3, 2, 3\)"):
         torchsparsekv.check_method(broken(choose=choose), **PAGES)
 
 

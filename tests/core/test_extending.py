@@ -131,10 +131,10 @@ def giving(k: NewKeys) -> torch.Tensor: ...
 
 
 WRONG_OPS = {
-    "parameter without annotation": ("forgot", unannotated, "op 'forgot': .* parameter 'k' has none"),
-    "nothing said to return": ("forgot", open_ended, "op 'forgot': .* what it returns has none"),
+    "parameter without annotation": ("forgot", unannotated, "op 'forgot': the reference must annotate parameter 'k'"),
+    "nothing said to return": ("forgot", open_ended, "op 'forgot': the reference must annotate the result"),
     "no type of an op": ("forgot", odd, "parameter 'sizes' of an op must be a view, .* got <class 'dict'>"),
-    "no fake": ("forgot", giving, "op 'forgot' returns something: give register a fake"),
+    "no fake": ("forgot", giving, r"op 'forgot' returns something: give register\(\) a fake"),
     "name taken": ("append", plain, r"op 'append' is registered twice: by .*append.reference and .*plain"),
 }
 
@@ -175,7 +175,7 @@ def test_optional_tensors_share_a_size_that_no_other_tensor_has():
 def test_forcing_a_kernel_of_an_op_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "OPS", {})
     registry.register("reference_alone", plain)(k := torch.zeros(1, 1, 1, 16))
-    says = "reference_alone: kernels=None cannot run here: only a reference is registered"
+    says = "reference_alone: kernels=None cannot run here: it has only a reference"
     with pytest.raises(RuntimeError, match=says):
         registry.OPS["reference_alone"].chain.on_cuda(k)
 
@@ -195,7 +195,7 @@ def test_method_without_choose_is_refused_by_name(unnamed):
 
 BUFFERS = {
     "missing: store, stats": lambda g, store: {"index": Buffer((*g.lead, 3), torch.float32)},
-    "index must be a Buffer or a view of some, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
+    "index must be a Buffer or a view of Buffers, got tensor": lambda g, store: store | {"index": torch.zeros(3)},
     "LayerState has lengths, on_step itself": lambda g, store: (
         store | dict.fromkeys(("on_step", "lengths"), store["store"])
     ),

@@ -137,7 +137,7 @@ def test_memory_pinned_before_a_refusal_is_released(driver):
 def test_more_memory_than_is_free_is_refused(driver, monkeypatch):
     monkeypatch.setattr(host, "available", lambda: GIB)
     monkeypatch.setattr(host.mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
-    with pytest.raises(MemoryError, match=r"3.00 GiB of host memory are to be pinned, only 1.00 are free"):
+    with pytest.raises(MemoryError, match=r"cannot pin 3.00 GiB of host memory: 1.00 GiB are free"):
         host.pinned((3 * GIB,), torch.uint8, CUDA)
 
 

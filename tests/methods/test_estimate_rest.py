@@ -255,7 +255,7 @@ def test_plan_cache_and_report_count_the_sums():
         assert cache.nbytes() == (memory.host_bytes, memory.device_bytes)
         report = handle.report()
         assert report.rest_bytes == report.as_dict()["rest_bytes"] == row.nbytes
-        assert f"of which {row.nbytes / 2**10:.2f} KiB estimate the rest" in str(report)
+        assert f"of which {row.nbytes / 2**10:.2f} KiB for estimate_rest" in str(report)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -277,7 +277,7 @@ def test_groups_that_are_no_power_of_two_are_refused(wrong):
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_methods_without_a_rest_to_estimate_are_refused(name):
     assert refusal(lambda: make_method(name, estimate_rest=True)).startswith(
-        f"{name}: estimate_rest must be False, got True: this method "
+        f"{name}: estimate_rest cannot be True: this method "
     )
 
 

@@ -239,7 +239,7 @@ def test_fork_evicts_as_its_original():
     [
         (dict(prompt_queries=0), ValueError, "h2o: prompt_queries must be at least 1, got 0"),
         (dict(prompt_queries=1.5), TypeError, "h2o: prompt_queries must be an int, got 1.5"),
-        (dict(estimate_rest=True), ValueError, "estimate_rest must be False, got True: this method evicts tokens"),
+        (dict(estimate_rest=True), ValueError, "estimate_rest cannot be True: this method evicts tokens"),
         (dict(prefetch_async=0.8), ValueError, "prefetch_async is for methods that select at every step"),
     ],
 )

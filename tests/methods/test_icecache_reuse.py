@@ -157,22 +157,22 @@ def test_followers_attend_to_the_ids_of_their_anchor(more, anchors):
     assert not all(torch.equal(queried[0], x) for x in queried[1:] if x.shape == queried[0].shape)
     followers = {a: [str(i) for i in anchors if anchors[i] == a] for a in anchors.values()}
     for a, others in followers.items():
-        assert f"layer {', '.join(others)}: attends to what layer {a} chose" in said
+        assert f"layer {', '.join(others)}: shares the selection of layer {a}" in said
 
 
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
-        (dict(selecting_layers=(1, 3)), ValueError, r"give selecting_layers or reuse_every, got \(1, 3\) and 3"),
-        (dict(reuse_every=1, selecting_layers=(2, 4)), ValueError, r"got \(2, 4\) where \(1, 2, 4\) would"),
-        (dict(reuse_every=1, selecting_layers=(0, 1)), ValueError, r"got \(0, 1\) where \(1,\) would"),
-        (dict(reuse_every=1, selecting_layers=(1, 9)), ValueError, r"got \(1, 9\) where \(1,\) would"),
+        (dict(selecting_layers=(1, 3)), ValueError, r"selecting_layers or reuse_every, not both: got \(1, 3\) and 3"),
+        (dict(reuse_every=1, selecting_layers=(2, 4)), ValueError, r"must be \(1, 2, 4\) here, got \(2, 4\)"),
+        (dict(reuse_every=1, selecting_layers=(0, 1)), ValueError, r"must be \(1,\) here, got \(0, 1\)"),
+        (dict(reuse_every=1, selecting_layers=(1, 9)), ValueError, r"must be \(1,\) here, got \(1, 9\)"),
         (dict(reuse_every=1, selecting_layers=(3, 1)), ValueError, r"ascending order.*got \(3, 1\)"),
         (dict(reuse_every=1, selecting_layers=()), ValueError, r"ascending order.*got \(\)"),
         (dict(reuse_every=1, selecting_layers=(1, True)), ValueError, r"ascending order.*got \(1, True\)"),
         (dict(reuse_every=1, selecting_layers=3), ValueError, r"ascending order.*got 3"),
-        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv"),
-        (dict(CHOOSERS, layers={4: dict(budget=32)}), ValueError, r"got \(1, 2, 6\) where \(1, 2, 4, 6\) would"),
+        (dict(reuse_every=1, selecting_layers="none.json"), ValueError, "none.json is not a file of `torchsparsekv"),
+        (dict(CHOOSERS, layers={4: dict(budget=32)}), ValueError, r"must be \(1, 2, 4, 6\) here, got \(1, 2, 6\)"),
     ],
 )
 def test_wrong_selecting_layers_are_refused(more, error, said):

@@ -240,7 +240,7 @@ def test_index_takes_two_bytes_a_token_and_table():
         (dict(seed=1 << 16), "magicpig: seed must be from 0 to 65535, got 65536"),
         (
             dict(estimate_rest=True),
-            "magicpig: estimate_rest must be False, got True: this method estimates what it does not retrieve by its "
+            "magicpig: estimate_rest cannot be True: this method estimates what it does not retrieve by its "
             "sample",
         ),
         (

@@ -87,8 +87,8 @@ def test_layers_attend_to_what_the_filter_layer_before_them_chose():
                 for head in ids[b].cpu():
                     check_choice(head, scores, 12, slack=1e-6)
     assert not any(chosen[i] for i in (0, 1, 2, 4, 5))
-    assert "layer 3: attends to what layer 1 chose" in said
-    assert "layer 6, 7: attends to what layer 4 chose" in said
+    assert "layer 3: shares the selection of layer 1" in said
+    assert "layer 6, 7: shares the selection of layer 4" in said
 
 
 def by_hand(s, q, a) -> list[dict[int, float]]:
@@ -136,7 +136,7 @@ WRONG = [
     (dict(filter_layers=(4, 1)), ValueError, r"filter_layers must be layers in ascending order.*got \(4, 1\)"),
     (dict(filter_layers=()), ValueError, r"filter_layers must be layers in ascending order.*got \(\)"),
     (dict(filter_layers=3), ValueError, "filter_layers must be layers in ascending order.*got 3"),
-    (dict(filter_layers="none.json"), ValueError, "none.json is no file of `torchsparsekv selecting-layers`"),
+    (dict(filter_layers="none.json"), ValueError, "none.json is not a file of `torchsparsekv selecting-layers`"),
     (dict(wait_layers=-1), ValueError, "omnikv: wait_layers must be at least 0, got -1"),
     (dict(wait_layers=True), TypeError, "omnikv: wait_layers must be an int, got True"),
     (dict(score="sum"), ValueError, "omnikv: score must be one of logits, weights, got 'sum'"),

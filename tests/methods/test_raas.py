@@ -217,7 +217,7 @@ def test_fork_evicts_as_its_original():
         (dict(share=True), "raas: share must be from 0 to 1, got True"),
         (dict(digest="int4"), "raas: digest must be one of float8, bfloat16, float32, got 'int4'"),
         (dict(budget=20), "raas: budget must be a multiple of block_size 16, got 20"),
-        (dict(estimate_rest=True), "estimate_rest must be False, got True: this method evicts pages"),
+        (dict(estimate_rest=True), "estimate_rest cannot be True: this method evicts pages"),
         (dict(prefetch_async=0.8), "prefetch_async is for methods that select at every step"),
     ],
 )
@@ -229,5 +229,5 @@ def test_wrong_hyper_parameters_are_refused(more, said):
 def test_too_many_pages_are_refused_before_anything_is_allocated():
     rows = 2 * WIDEST
     method = make_method("raas", block_size=1, budget=rows)
-    with pytest.raises(ValueError, match=f"raas: at most {WIDEST} pages are kept, got a budget of {rows}"):
+    with pytest.raises(ValueError, match=f"raas: a budget must be at most {WIDEST} pages, got {rows} pages"):
         method.buffers(Geometry(1, 1, 16, rows, torch.float32))

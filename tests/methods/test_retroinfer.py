@@ -133,7 +133,7 @@ def test_retroinfer_centres_prompts_and_generated_tokens_and_clusterkv_neither()
         (dict(estimated=True), "estimated must be a share from 0 to 1, got True"),
         (dict(estimated="all"), "estimated must be a share from 0 to 1, got 'all'"),
         (dict(prefetch_async=0.9), "prefetch_async is for methods that select at every step"),
-        (dict(estimate_rest=True), "estimate_rest must be False, got True: this method estimates it by the means"),
+        (dict(estimate_rest=True), "estimate_rest cannot be True: this method estimates the rest by the means"),
         (dict(every=1000), "every must be a multiple of new_clusters 64, got 1000"),
     ],
 )

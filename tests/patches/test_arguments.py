@@ -31,7 +31,7 @@ def test_default_budget_above_the_capacity_is_lowered_and_reported():
     with torchsparsekv.patch(tiny(), "quest", max_length=100) as handle:
         assert [m.name for m in handle.planned.methods] == ["full", "full", "quest"]
         assert handle.planned.method.budget == 96, "whole blocks of 16"
-        said = "quest has budget 96: the default of 1024 is above the 100 of a cache"
+        said = "quest has budget 96: its default of 1024 is above the 100 tokens of a cache"
         assert said in repr(handle)
         assert said in str(handle.report())
         saves = (
@@ -55,7 +55,7 @@ def test_default_method_is_the_recommended_one():
 def test_small_models_keep_one_sparse_layer(layers):
     with patch(tiny(num_hidden_layers=layers), skip_layers=None) as handle:
         assert [m.name for m in handle.planned.methods] == ["full"] * (layers - 1) + ["quest"]
-        assert f"skip_layers {layers - 1}: the default of 2 leaves none of {layers} layers" in repr(handle)
+        assert f"skip_layers {layers - 1}: the default of 2 would skip all {layers} layers" in repr(handle)
         assert f"skip_layers={layers - 1}" in repr(handle)
 
 

@@ -114,7 +114,7 @@ def test_interrupted_capture_is_refused(replays, compiled):
     with auto(model):
         want = said(model)
         model.model.layers[1].mlp = Acts(inner, BREAKS[why])
-        with pytest.raises(RuntimeError, match=f"step='auto': .*{why}; patch it with step='compiled', or pass"):
+        with pytest.raises(RuntimeError, match=f"step='auto': .*{why}; patch with step='compiled', or pass"):
             said(model)
         assert torch.equal(said(model, disable_compile=True), want)
         model.model.layers[1].mlp = inner
@@ -136,7 +136,7 @@ def test_interrupted_cache_is_refused_by_compiled_steps(replays, compiled):
             model(token, past_key_values=cache)
         hook.remove()
         model.model.layers[2].register_forward_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="did not come to its end"), pytest.warns(UserWarning, match="a hook"):
+        with pytest.raises(RuntimeError, match="did not finish"), pytest.warns(UserWarning, match="a hook"):
             step(token, position_ids=torch.full_like(token, 41), past_key_values=cache)
 
 
@@ -166,9 +166,9 @@ def compiled_already(model):
     return lambda: setattr(model, "_compiled_call_impl", None)
 
 
-LEFT_OUT = "which a replay would leave out"
+LEFT_OUT = "which a replay would skip"
 CODE = {
-    r"model.compile\(\) was called, and may have graphs of its own": compiled_already,
+    r"model.compile\(\) was called, whose graphs a replay would skip": compiled_already,
     f"there are hooks on all modules, {LEFT_OUT}": lambda _: register_module_forward_hook(lambda *_: None).remove,
     f"module 'model.layers.2' has a forward of its own, {LEFT_OUT}": wrapped,
     f"module 'lm_head' has a hook, {LEFT_OUT}": lambda m: m.lm_head.register_forward_pre_hook(lambda *_: None).remove,
@@ -211,7 +211,7 @@ def test_user_hooks_run_at_every_step(replays, compiled):
     model, seen = tiny(), []
     hook = model.model.layers[2].register_forward_hook(lambda *_: seen.append(1))
     with auto(model):
-        with pytest.warns(UserWarning, match=r"module 'model.layers.2' has a hook, which a replay would leave out"):
+        with pytest.warns(UserWarning, match=r"module 'model.layers.2' has a hook, which a replay would skip"):
             said(model)
         assert len(seen) == NEW
         assert len(compiled) == NEW - 1

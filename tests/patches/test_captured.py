@@ -207,9 +207,9 @@ def test_kept_step_sees_new_weights_and_ends_with_the_patch(replays):
             fed(model, step, cache)
             assert len(replays) == graphs
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
-        with pytest.raises(ValueError, match=r"needs its cache by name: (cache|past_key_values)=handle.make_cache\("):
+        with pytest.raises(ValueError, match=r"the cache by keyword: (cache|past_key_values)=handle.make_cache\("):
             step(IDS[:, :1])
-    with pytest.raises(RuntimeError, match="the patch that made this SparseCache was taken off"):
+    with pytest.raises(RuntimeError, match="the patch that made this SparseCache is off"):
         step(IDS[:, :1], position_ids=torch.full_like(IDS[:, :1], 46), past_key_values=cache)
 
 

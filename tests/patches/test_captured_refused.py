@@ -29,12 +29,12 @@ def test_a_step_that_cannot_be_captured_says_why(why, replays):
     with captured(model) as handle:
         want = said(model, disable_compile=True)
         hook, cache = breaks(model, BREAKS[why]), handle.make_cache(3)
-        says = rf"step='captured': a decode step of LlamaForCausalLM cannot be captured as a CUDA graph, {why}; patch"
+        says = rf"step='captured': a decode step of LlamaForCausalLM cannot be captured as a CUDA graph: {why}; patch"
         for options in ({}, {"past_key_values": cache}):
             with pytest.raises(RuntimeError, match=says):
                 said(model, **options)
         assert torch.equal(said(model, disable_compile=True), want), "generate() begins afresh"
-        with pytest.raises(RuntimeError, match="did not come to its end"):
+        with pytest.raises(RuntimeError, match="did not finish"):
             said(model, past_key_values=cache)
         hook.remove()
         cache.reset()
@@ -76,7 +76,7 @@ def test_interrupted_cache_is_not_replayed(replays):
         with pytest.raises(KeyboardInterrupt):
             model(IDS[:, :3], past_key_values=cache)
         hook.remove()
-        with pytest.raises(RuntimeError, match="did not come to its end"):
+        with pytest.raises(RuntimeError, match="did not finish"):
             step(token, position_ids=torch.full_like(token, 49), past_key_values=cache)
 
 
@@ -129,7 +129,7 @@ def like(**what) -> SimpleNamespace:
     [
         (like(_tp_size=2), "this one is split over several ranks"),
         (like(get_compiled_call=None), "this model has one of its own"),
-        (like(hf_quantizer=SimpleNamespace(is_compileable=False)), "quantised by SimpleNamespace is run eagerly"),
+        (like(hf_quantizer=SimpleNamespace(is_compileable=False)), "runs a model quantised by SimpleNamespace eagerly"),
     ],
 )
 def test_generation_modes_without_capture_are_refused(model, says):

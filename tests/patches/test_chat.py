@@ -173,7 +173,7 @@ def test_prompt_of_embeddings_is_counted():
     embed = model.get_input_embeddings()
     with patch(model, max_length=None) as handle:
         want = model.generate(IDS, max_new_tokens=5, do_sample=False)
-        with pytest.warns(UserWarning, match="max_new_tokens is 5 instead of 50, because 60 tokens are there"):
+        with pytest.warns(UserWarning, match="max_new_tokens is 5 instead of 50, because the prompt has 60 tokens"):
             got = model.generate(inputs_embeds=embed(IDS), max_new_tokens=50, do_sample=False)
         assert torch.equal(got, want[:, 60:])
         cache = handle.make_cache(2, 64)
@@ -340,7 +340,7 @@ def test_prompt_that_does_not_continue_the_cache_is_refused():
         held = int(cache.get_seq_length())
         ids = torch.cat([answer, NEXT], 1)
         for at in (0, 17, held - 1):  # in the prompt, and in the answer
-            with pytest.raises(ValueError, match=rf"does not continue .*: token {at} of row 1 is .*crop\({at}\)"):
+            with pytest.raises(ValueError, match=rf"does not continue .*: token {at} of row 1 has id .*crop\({at}\)"):
                 model.generate(changed(ids, 1, at), cache=cache, **turn)
         with pytest.raises(ValueError, match="token 3 of row 1"):  # the earliest, of whatever row
             model.generate(changed(changed(ids, 0, 5), 1, 3), cache=cache, **turn)

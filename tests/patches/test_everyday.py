@@ -167,4 +167,4 @@ def test_partly_empty_pages_are_reported():
         assert {r.density for r in handle.report().layers} == {1.0}
     assert "<=1.000" in str(report)
     assert "density 1.000" not in str(report)
-    assert "<=: pages that are part empty count as if they were full" in str(report)
+    assert "<=: partly empty pages count as full" in str(report)

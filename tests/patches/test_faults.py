@@ -129,7 +129,7 @@ def test_error_between_two_hooks_breaks_the_cache(monkeypatch, verb, fault, meth
                 m.setattr(cls, verb, breaks)
                 raised(partial(generate, model, **given), fault)
             assert torch.equal(generate(model), want)
-        with pytest.raises(RuntimeError, match=r"did not come to its end.*Call reset\(\) on it"):
+        with pytest.raises(RuntimeError, match=r"did not finish.*call cache.reset\(\)"):
             generate(model, past_key_values=mine)
         mine.reset()
         assert torch.equal(generate(model, past_key_values=mine), want)

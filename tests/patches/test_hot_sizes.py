@@ -104,7 +104,7 @@ def test_gib_are_filled_and_not_exceeded():
         (dict(hot_gib=float("inf")), ValueError, r"hot_gib must be above 0 GiB, got inf"),
         (dict(hot_gib="4"), TypeError, r"hot_gib must be a number of GiB, got '4'"),
         (dict(hot_gib=True), TypeError, r"hot_gib must be a number of GiB, got True"),
-        (dict(hot_gib=2.0, hot_budgets=4), ValueError, r"give hot_budgets or hot_gib, got 4 and 2\.0"),
+        (dict(hot_gib=2.0, hot_budgets=4), ValueError, r"give hot_budgets or hot_gib, not both: got 4 and 2\.0"),
         (dict(hot_gib=1e-6), ValueError, r"hot_gib 1e-06 is below the 0\.\d+ GiB that one budget takes in a"),
         (dict(hot_budgets="all"), TypeError, r"hot_budgets must be an int or 'auto', got 'all'"),
         (dict(hot_budgets=-2), ValueError, r"hot_budgets must be at least 1, got -2"),
@@ -121,7 +121,7 @@ def test_more_gib_than_are_free_are_refused(monkeypatch):
     monkeypatch.setattr(_memory, "free_device_bytes", lambda _: GIB)
     with patch(tiny(), "quest", **SMALL) as handle:
         method = handle.planned.method
-    with pytest.raises(MemoryError, match=r"hot_gib 1\.5 is above the 1\.00 GiB of device memory that are free"):
+    with pytest.raises(MemoryError, match=r"hot_gib 1\.5 is above the 1\.00 GiB of free device memory"):
         _memory.check_hot_gib(1.5, method, torch.device("cuda"))
 
 

@@ -96,9 +96,9 @@ def test_budget_is_passed_only_to_methods_that_use_budgets():
     told = dict(method="pariskv", budget=100, sink=16, window=16, max_length=512)
     with torchsparsekv.patch(tiny(), **told, layers={1: "streaming"}) as handle:
         assert handle.planned.methods[1].name == "streaming"
-    with pytest.raises(ValueError, match=r"layers\[1\]: quest: sink must .*; that is the sink of patch\(\), give this"):
+    with pytest.raises(ValueError, match=r"layers\[1\]: quest: sink must .*; the sink is from patch\(\): give this"):
         torchsparsekv.patch(tiny(), "oracle", sink=3, budget=32, window=6, layers={1: "quest"})
-    with pytest.raises(ValueError, match=r"layers\[1\]: quest: budget must .* give this layer one of its own"):
+    with pytest.raises(ValueError, match=r"layers\[1\]: quest: budget must .* give this layer its own budget"):
         torchsparsekv.patch(tiny(), **told, layers={1: "quest"})
 
 
@@ -128,7 +128,7 @@ def test_wrong_family_is_refused_at_its_first_error(monkeypatch):
         (name,) = wrong
         model = tiny()
         with torchsparsekv.patch(model, "quest", **FULL) as handle, torch.no_grad():
-            says = rf"layer 1 of this model is not what its family says of it: {name}"
+            says = rf"layer 1 of this model is not as its Family describes it: {name}"
             with pytest.raises(ValueError, match=says):
                 model(ids, past_key_values=handle.make_cache(2))
         monkeypatch.undo()

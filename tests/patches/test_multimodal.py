@@ -102,7 +102,7 @@ def test_bidirectional_images_are_refused_and_text_is_accepted():
             torch.testing.assert_close(logits(model, {**words, **types}, kept := []), want, atol=1e-4, rtol=1e-4)
             steps = [(r.method, r.steps) for r in handle.report().layers]
             assert steps == [(m, 11) for m in ("window", "quest", "window", "quest")]
-        with pytest.raises(NotImplementedError, match="no images whose tokens see one another in both directions"):
+        with pytest.raises(NotImplementedError, match="no images whose tokens attend to each other in both directions"):
             logits(model, {**given, "token_type_ids": images}, kept)
 
 
@@ -138,7 +138,7 @@ def test_patching_only_the_text_model_is_refused(part):
     """It would be accepted and never seen by the whole model's generate()."""
     model = tiny("llava")
     before = snapshot(model)
-    says = r"Model has no generate\(\): patch the model that has it, not a part"
+    says = r"Model has no generate\(\): patch the whole model, not a part of it"
     with pytest.raises(NotImplementedError, match=says):
         torchsparsekv.patch(model.get_submodule(part), "quest", **FULL)
     assert snapshot(model) == before

@@ -142,7 +142,7 @@ def test_plan_of_an_unknown_model_is_refused_in_one_line(monkeypatch):
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
     assert refused("plan", "nowhere") == (
-        "plan: nowhere is neither a folder with a model nor a name that Hugging Face's hub could be asked for: "
+        "plan: nowhere is not a folder with a model, and the Hugging Face hub gave no model of this name: "
         "no connection\n"
     )
 

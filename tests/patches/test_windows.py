@@ -146,7 +146,7 @@ def test_method_window_cannot_be_chosen():
     before = snapshot(model)
     with pytest.raises(ValueError, match="unknown method 'window'"):
         torchsparsekv.patch(model, "window", **FULL)
-    says = r"layers\[2\]: this layer attends to a sliding window of 13 tokens, which no method changes"
+    says = r"layers\[2\]: this layer attends to a sliding window of 13 tokens, so no method can run there"
     for entry in ("full", {"budget": 64}, "window"):
         with pytest.raises(ValueError, match=says):
             torchsparsekv.patch(model, "quest", **FULL, layers={2: entry})
@@ -155,5 +155,5 @@ def test_method_window_cannot_be_chosen():
 
 def test_method_of_a_linear_layer_cannot_be_chosen():
     model = supported("qwen3_next")
-    with pytest.raises(ValueError, match=r"layers\[0\]: this layer has no keys and values, which no method changes"):
+    with pytest.raises(ValueError, match=r"layers\[0\]: this layer has no keys and values, so no method can run there"):
         torchsparsekv.patch(model, "quest", **FULL, layers={0: "full"})

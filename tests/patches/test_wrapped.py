@@ -48,7 +48,7 @@ def test_wrapper_of_torch_compile_is_looked_through():
 def test_model_that_compiled_itself_is_refused_with_advice():
     model = tiny()
     model.compile(backend="eager")
-    with pytest.raises(RuntimeError, match=r"this model is compiled already.*: patch first, compile\(\) then"):
+    with pytest.raises(RuntimeError, match=r"this model is compiled already.*: patch first, then compile\(\)"):
         torchsparsekv.patch(model, "quest", **FULL)
 
 

@@ -20,31 +20,31 @@ from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.report import Counts
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
-# Clusters that a budget should hold, because the query heads of a group want different clusters. Of the answers to
-# multikey and multiquery (64 of 16K tokens, three samples each) 0.79 are right with 8 clusters, all with 16.
+# Clusters that a budget should hold, because the query heads of a group want different clusters. In the tasks multikey
+# and multiquery (budget 64, 16K tokens, three samples each) 0.79 of the answers are right with 8 clusters, all with 16.
 CLUSTERS = 16
-CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # refuses crop and engines
+CLUSTERED = "stores the tokens of a prompt in the order of their clusters"  # the reason to refuse crop and engines
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMethod(Method):
-    """Retrieves whole units: k-means clusters of a prompt and temporal segments of generated tokens, a mean key each.
+    """Retrieves whole units by their mean keys: clusters of a prompt, and segments of generated tokens.
 
-    Each prompt, turn or chunk of a prompt is clustered for itself. A prompt with fewer than 16 tokens beyond window and
-    sinks is one cluster.
+    Each prompt, turn or chunk of a prompt is clustered by itself. Fewer than twice `cluster_size` tokens become one
+    cluster.
     """
 
     cluster_size: int | None = option(
         None, f"Mean tokens of a cluster. None: 16, or fewer where the budget would not hold {CLUSTERS} clusters."
     )
     stretch: int | None = option(
-        MAX_STRETCH, "Tokens that are clustered together, a power of two. None: a prompt as a whole, from one draw."
+        MAX_STRETCH, "Prompt tokens that are clustered together, a power of two. None: the whole prompt."
     )
     rounds: int = option(3, "Rounds of k-means.")
     seed: int = option(0, "Seed of the first centroids.")
     cosine: bool = option(False, "Compare keys by direction alone. False: by Euclidean distance.")
 
-    centred: ClassVar[bool] = False  # whether k-means takes the mean of the keys out of them
+    centred: ClassVar[bool] = False  # whether k-means first subtracts the mean of the keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,13 +89,13 @@ class ClusterMethod(Method):
 
     @property
     def rule(self) -> Boundaries:
-        """The rule of retrieval (a cosine below tau to the last query) and the lengths of segments."""
+        """The rule of retrieval (a cosine with an earlier query that is below tau) and the lengths of segments."""
         raise NotImplementedError
 
     # ---- what it declares
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """Steps retrieve where the query drifts."""
+        """Steps retrieve at boundaries alone (ops/clusters/find_boundary.py)."""
         rate = counts.per_step(int(s.trigger.retrievals.sum()))
         return super().report_row(s, counts) | {"retrieval_rate": rate}
 
@@ -120,8 +120,8 @@ class ClusterMethod(Method):
 
     def buffers(self, g: Geometry) -> Buffers:
         plan, lead, i32 = self.ring_plan, g.lead, torch.int32
-        # Behind the window: what waits to leave, a segment not yet whole, and as much again before a boundary is forced
-        # for want of room.
+        # The ring holds, beside sinks and window: `interval` tokens that wait to leave, an open segment of `longest`
+        # tokens, and `longest` tokens more before the full ring forces a boundary.
         span = plan.window + plan.interval + 2 * self.rule.longest
         at_sink, none = Buffer(lead, i32, fill=self.sink), Buffer(lead, i32)
         ring = Buffer((*lead, self.sink + span, *row_shape(g.head_dim)), g.dtype)
@@ -152,13 +152,13 @@ class ClusterMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class RingClusters(ClusterMethod):
-    """Retrieves clusters at every step. Generated tokens are attended to until `every` of them are behind the window;
-    then they become `new_clusters` clusters.
+    """Retrieves clusters at every step. Generated tokens stay in the ring until `every` of them are older than the
+    window. Then they become `new_clusters` clusters.
     """
 
     cosine: bool = True
     every: int = option(320, "Generated tokens that are clustered together.")
-    new_clusters: int = option(4, "Clusters that `every` generated tokens become.")
+    new_clusters: int = option(4, "Clusters that are made of `every` generated tokens.")
 
     def __post_init__(self) -> None:
         self.check_int("every", most=MAX_STRETCH)
@@ -170,7 +170,7 @@ class RingClusters(ClusterMethod):
         super().__post_init__()
 
     def check_units(self) -> None:
-        """A budget that is below one unit takes a part of it."""
+        """Accept any budget: a budget below one unit takes a part of the unit."""
 
     @property
     def new_size(self) -> int:

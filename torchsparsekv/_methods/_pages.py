@@ -20,12 +20,13 @@ DIGESTS = {"float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32":
 class PageMethod(Method):
     """Keeps a volume per page and attends to the pages whose volume allows the largest q.k.
 
-    Bounds of a volume are rounded outwards, so a smaller `digest` makes bounds looser, never wrong. Volumes are counted
-    from the middle of the first page of a row, so a bias of channels that rotate slowly costs little precision.
+    Bounds of a volume are rounded outwards, so a `digest` of fewer bits makes bounds looser, never wrong. Volumes are
+    stored as differences to the middle of the first keys of a row. So a bias of slowly rotating channels costs little
+    precision.
     """
 
     block_size: int = option(16, "Tokens of a page; a power of two.")
-    digest: str = option("float8", "Storage type of page volumes: float8, bfloat16 or float32; float8 is read fastest.")
+    digest: str = option("float8", "Storage type of page digests: float8, bfloat16 or float32; float8 is read fastest.")
     group: str = option(
         "max", "How the query heads of a kv head choose: by their largest score (max), or by their mean query (mean)."
     )
@@ -48,7 +49,7 @@ class PageMethod(Method):
 
     @property
     def shape(self) -> str:
-        """The volume: one of ops/index/block_bounds.py."""
+        """The kind of volume: one of VOLUMES in ops/index/block_bounds.py."""
         raise NotImplementedError
 
     def buffers(self, g: Geometry) -> Buffers:

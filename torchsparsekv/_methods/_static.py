@@ -56,15 +56,18 @@ class ObservingMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMethod(ObservingMethod):
-    """At the first step after a prompt, selects a set of tokens by the latest queries.
+    """Selects a static set of tokens by the latest queries, at the first step after a prompt and at updates.
 
-    "keys" are those of the pool: an update reads all of them twice, over the link where the pool is in host memory.
-    "codes" are a copy of the keys in fp8 on the device, a quarter of the size of the pool.
+    update_from="keys": an update reads all keys of the pool twice, over the link if the pool is in host memory.
+    update_from="codes": an update reads a copy of the keys in fp8 on the device. The copy has a quarter of the size of
+    a 16-bit pool.
     """
 
-    update_every: int | None = option(None, "Tokens after which the set is selected anew. None: at the next prompt.")
+    update_every: int | None = option(
+        None, "Tokens after which the static set is selected anew. None: at the next prompt."
+    )
     update_from: str | None = option(
-        None, 'Keys that an update reads: "keys" of the pool or "codes" on the device. None: codes where steps update.'
+        None, 'Where an update reads keys: "keys" (pool) or "codes" (device). None: codes with update_every, else keys.'
     )
 
     def __post_init__(self) -> None:
@@ -108,14 +111,14 @@ class StaticMethod(ObservingMethod):
         return {"static_share": float(s.static.target.float().mean()) / self.budget}
 
     def static_buffers(self, g: Geometry, most: int, target: int, *, moves: bool = False) -> Buffers:
-        """The buffers of a static set. `target` is the wanted number of tokens. Layers take turns to update."""
+        """The buffers of a static set. `target` is the wanted number of tokens. Layers update at different steps."""
         if most > MOST:
             raise ValueError(f"{self.name}: a static set has at most {MOST} tokens, this budget makes it {most}")
         one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
         stagger = 0 if self.update_every is None else g.layer * self.update_every // g.layers
         ids, front_home = (Buffer((*g.lead, most), I32, fill=-1) for _ in range(2))
         copy = {"coarse": Buffer((*g.lead, g.rows, g.head_dim), torch.uint8)} if self.copies else {}
-        if self.copies and not moves:  # sets that move have pages, and the origin of their digests
+        if self.copies and not moves:  # a method that moves the set has pages, and uses the origin of their digests
             copy["origin"] = Buffer((*g.lead, g.head_dim), torch.float32)
         return copy | {
             "observed": self.observed_buffer(g),

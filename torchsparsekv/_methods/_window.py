@@ -32,7 +32,7 @@ class _Window(Method):
         return RingPlan(sink=0, window=self.window, interval=1)  # so the ring begins exactly a window back
 
     def buffers(self, g: Geometry) -> Buffers:
-        plan = dataclasses.replace(self.ring_plan, window=min(self.window, g.rows))  # a cache may be shorter than that
+        plan = dataclasses.replace(self.ring_plan, window=min(self.window, g.rows))  # a cache may be shorter
         nothing = dataclasses.replace(g, rows=0)
         return store_buffers(nothing, plan) | {"hot": hot_buffer(nothing, 1, slots=0, chosen=0)}
 

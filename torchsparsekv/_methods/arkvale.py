@@ -21,14 +21,15 @@ class ArkVale(PageMethod):
 
     "cuboid" has half the range instead of the mean distance, as Quest. "ball" is the mean key and the largest distance
     to it, which the paper rejects. With group="layer" all heads of a layer attend to the same pages, as in the authors'
-    code: those with the largest mean of the scores by the mean query of each kv head.
+    code. Each kv head scores pages by its mean query, and the pages with the largest mean of these scores win.
     """
 
     name = "arkvale"
 
     block_size: int = 32
     group: str = option(
-        "mean", "How heads choose together: those of a kv head by max or mean, or all heads of a layer by their mean."
+        "mean", "How query heads select together. max, mean: those of a kv head, by their largest score or mean query. "
+        "layer: all heads of a layer, by the mean of the scores of the kv heads."
     )
     volume: str = option("cuboid-mean", "Volume around the keys of a page: cuboid-mean (the paper's), cuboid or ball.")
 

@@ -21,21 +21,21 @@ ALWAYS = 2.0  # above every cosine, so every step retrieves
 class ClusterKV(RingClusters):
     """Clusters of about 80 tokens, of a whole prompt and of every 320 generated tokens.
 
-    Of a cluster that the budget does not hold, the first tokens are taken. With `run`, which the paper does not have,
-    generated tokens form units of `run` tokens as they come, as segments of louiskv do, and `every` and `new_clusters`
-    have no effect; the mean key of a long run hides its tokens.
+    If the budget does not hold the whole of a cluster, a step takes its first tokens. With `run`, which the paper does
+    not have, generated tokens form units of `run` tokens in their order, as segments of louiskv do. Then `every` and
+    `new_clusters` have no effect. In a long run the mean key says little about single tokens.
     """
 
     name = "clusterkv"
 
     sink: int = 16
     cluster_size: int | None = option(
-        80, "Mean tokens of a cluster, the paper's C0 = L / 80. None: 16, or fewer where the budget would not hold 16 "
-        "clusters."
+        80, "Mean tokens of a cluster; 80 as in the paper (C0 = L / 80). None: 16, or fewer where the budget would not "
+        "hold 16 clusters."
     )
     stretch: int | None = None
     rounds: int = 20
-    run: int | None = option(None, "Generated tokens of a unit, instead of `every` and `new_clusters`. None: clusters.")
+    run: int | None = option(None, "Generated tokens form segments of this many tokens. None: clusters.")
 
     def __post_init__(self) -> None:
         if self.run is not None:
@@ -44,7 +44,7 @@ class ClusterKV(RingClusters):
 
     @property
     def base(self) -> type[ClusterMethod]:
-        """The class whose generated tokens these are: clusters or segments."""
+        """The base class that handles generated tokens: as clusters, or with `run` as segments."""
         return RingClusters if self.run is None else ClusterMethod
 
     def check_units(self) -> None:

@@ -23,11 +23,11 @@ class H2O(Method):
     """Of "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv 2306.14048).
 
     Every token has the sum of the attention that it received, from all queries of the prompt and of the steps since. A
-    step attends to the window and to the `budget` kept tokens. A token that leaves the window takes the place of the
-    kept token with the smallest sum, or is evicted itself. No step reads an evicted token again.
+    step attends to the window and to the `budget` kept tokens. If the budget is full, a token that leaves the window
+    takes the place of the kept token with the smallest sum, or is evicted itself. No step reads an evicted token again.
 
-    The store is per kv head, so the sums of the query heads of a kv head are added up. The pool has evicted tokens too:
-    a prompt attends to everything, whatever the method.
+    The store is per kv head, so the sums of the query heads of a kv head are added up. The pool keeps evicted tokens,
+    because a prompt attends to everything, whatever the method.
     """
 
     name = "h2o"
@@ -49,7 +49,7 @@ class H2O(Method):
         )  # fmt: skip
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """A step selects anew where a token joins the kept ones."""
+        """A step selects anew if a token joins the kept tokens."""
         rate = counts.per_step(int(s.heavy.updates.sum()))
         return super().report_row(s, counts) | {"retrieval_rate": rate}
 

@@ -24,13 +24,15 @@ from torchsparsekv.ops.icecache.visit_nodes import MILLION, MOST_NODES, visit_no
 from torchsparsekv.ops.store.views import Attention, Leaving, Scored, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
-# By default there is one node for every EVERY tokens, and no more than SURE_NODES nodes: also if nodes are drawn, their
-# number then stays below MOST_NODES.
+# By default there is one node for every EVERY tokens, and at most SURE_NODES nodes on average. So the number of nodes
+# stays below MOST_NODES also with promotion="random".
 EVERY, SURE_NODES = 16, 64_000
-PAGES, FEWER = 32, 16  # that a budget should hold; the authors' benchmarks have 256 tokens in 16 pages
-LARGEST, SMALLEST = 16, 4  # tokens of a page, by default: smaller ones have no CUDA kernel
-# A query by default expands the share VIEWED of the nodes, but at most MANY_NODES, or the parents of BUDGETS * budget
-# tokens if there are more of these parents.
+# Pages that a budget should hold: PAGES, or FEWER where pages would have less than SMALLEST tokens. The authors'
+# benchmarks have 256 tokens in 16 pages.
+PAGES, FEWER = 32, 16
+LARGEST, SMALLEST = 16, 4  # tokens of a page, by default; smaller pages have no CUDA kernel
+# By default a query expands the share VIEWED of the nodes, within an upper bound: MANY_NODES, or the number of nodes
+# that BUDGETS * budget tokens hang under, if that is larger.
 VIEWED, MANY_NODES, BUDGETS = 0.1, 640, 8
 DRAWS = 1 << 31
 PROMOTIONS = ("quota", "random")
@@ -39,22 +41,25 @@ RANKS = ("codes", "keys")
 
 @dataclass(frozen=True, kw_only=True)
 class IceCache(Method):
-    """A tree of the keys of each kv head, whose nodes are pages; a query descends it for the pages of its best tokens.
+    """A tree of the keys of each kv head. Tokens under the same node share pages. A query descends the tree to the
+    pages of its best tokens.
 
-    Without `field_of_view` a query expands a tenth of the nodes, but no more than 640; where eight budgets of children
-    have more parents than that, no more than those. A query expands the first `least_view` nodes in any case, because
-    early tokens hang under them. Above 1024 nodes the share is met in the mean (ops/icecache/visit_nodes.py). At 1.0
-    and with `rank_from="keys"` the selection is exact. It is also exact where the budget is all of the cache. The
-    paper's k is as many tokens as fill the budget with their pages, as in the authors' code.
+    Without `field_of_view` a query expands a tenth of the nodes, but at most 640 nodes, or the number of nodes that
+    eight budgets of tokens hang under, if that is larger. A query expands the first `least_view` nodes in any case,
+    because early tokens hang under them. Above 1024 nodes the share is met in the mean (ops/icecache/visit_nodes.py).
+    With field_of_view=1.0 and `rank_from="keys"` the selection is exact, and also if the budget holds the whole cache.
+    The paper selects the pages of the k best tokens. Here, as in the authors' code, k is so large that these pages fill
+    the budget.
 
     A generated token goes to the page of its node, which need not become full. When no page is left, tokens fill pages
     in the order of generation. A page counts as `page_size` tokens of the budget, full or not.
 
     Layers may share a selection (`reuse_every` or `selecting_layers`). A selecting layer has a tree and queries it. The
     sharing layers after it store their tokens in the same order and attend to the pages that it selected. The paper's
-    "reuse" has 3. Answers get worse where the selecting layer looks for other tokens (docs/methods/icecache.md).
+    "reuse" is `reuse_every=3`. Answers get worse if the selecting layer attends to other tokens than the sharing layers
+    (docs/methods/icecache.md).
 
-    A prompt with less than a page beyond window and sinks is attended to as a whole.
+    If a prompt has less than a page of tokens beside sinks and window, steps attend to the whole prompt.
     """
 
     name = "icecache"
@@ -62,24 +67,27 @@ class IceCache(Method):
     r: float | None = option(
         None, "Share of a level's tokens that are promoted to the next. None: 1/16, or less above a million tokens."
     )
-    levels: int = option(2, "Levels of the tree, with that of the leaves.")
-    promotion: str = option("quota", "quota: one token of every 1 / r, drawn; random: each token with chance r.")
+    levels: int = option(2, "Levels of the tree, including the leaves.")
+    promotion: str = option(
+        "quota", "How tokens are promoted. quota: one random token of every 1 / r; random: each token with chance r."
+    )
     page_size: int | None = option(
         None, "Tokens of a page, a power of two. None: 16, or fewer where the budget would hold few pages."
     )
     field_of_view: float | None = option(
-        None, "Share of the nodes of each level that a query expands. None: a tenth, within bounds."
+        None, "Share of the nodes of each level that a query expands. None: a tenth, but at most 640, or more if the "
+        "budget needs it."
     )
     least_view: int = option(
-        32, "Number of first nodes that every query expands, the root included; also the lower bound of field_of_view."
+        32, "Number of first nodes, the root included, that every query expands, however small field_of_view is."
     )
     growth: float = option(0.25, "Extra pages for generated tokens, as a share of the pages of a full cache.")
     rank_from: str = option(
-        "codes", "Rank tokens by codes of 4 bits a channel, or by keys, which take three times the memory of the codes."
+        "codes", "Rank tokens by codes (4 bits a channel) or by keys, which take three times the memory of the codes."
     )
     reuse_every: int = option(1, "Consecutive layers that share one selection; the first is the selecting layer.")
     match_heads: bool = option(
-        True, "A head of a sharing layer takes the pages of the head with most tokens in common. False: of its number."
+        True, "A head of a sharing layer takes the pages of the most similar head. False: of the head with its number."
     )
     selecting_layers: tuple[int, ...] | str | None = option(
         None, "The selecting layers, each for the layers after it; or a file of `torchsparsekv selecting-layers`."
@@ -98,13 +106,13 @@ class IceCache(Method):
 
     def _no_rest(self) -> str:
         if self.estimate_rest is not True and 0 < self.estimate_rest < self.block_size:
-            return f"has pages of {self.block_size}, and a group holds whole pages"
-        return "" if self.prefetch_async is None else "cannot have it with prefetch_async"
+            return f"has pages of {self.block_size} tokens, and a group must hold whole pages"
+        return "" if self.prefetch_async is None else "cannot estimate the rest with prefetch_async"
 
     def __post_init__(self) -> None:
         read_layers(self, "selecting_layers")
         if self.selecting_layers is not None and self.reuse_every != 1:
-            given = f"got {self.selecting_layers} and {self.reuse_every}"
+            given = f"not both: got {self.selecting_layers} and {self.reuse_every}"
             raise ValueError(f"{self.name}: give selecting_layers or reuse_every, {given}")
         if self.page_size is not None:
             self.check_int("page_size", most=WIDEST, power=True)
@@ -151,7 +159,7 @@ class IceCache(Method):
         r = self.share(rows)
         if self.promotion == "random":
             return Promotion(0, max(1, int(r * DRAWS)), self.levels, self.seed)
-        every = max(2, round(1 / max(r, 1 / (DRAWS - 1))))  # a 32-bit number, and beyond every pool
+        every = max(2, round(1 / max(r, 1 / (DRAWS - 1))))  # the bound fits 32 bits, and is above every pool
         return Promotion(every, 0, self.levels, self.seed)
 
     @property
@@ -165,7 +173,7 @@ class IceCache(Method):
     # ---- what it declares
 
     def nodes(self, rows: int) -> int:
-        """The most nodes for this many tokens: the exact number with a quota, a bound with chance."""
+        """The most nodes for this many tokens: exact with promotion="quota", a safe bound with "random"."""
         p = self.promoted(rows)
         if p.every:
             return 2 + rows // p.every
@@ -175,11 +183,11 @@ class IceCache(Method):
     def buffers(self, g: Geometry) -> Buffers:
         nodes, i32 = self.nodes(g.rows), torch.int32
         if nodes > MOST_NODES:
-            raise ValueError(f"{self.name}: at most {MOST_NODES} nodes, got {nodes} of {g.rows} tokens at r={self.r}")
+            raise ValueError(f"{self.name}: {g.rows} tokens at r={self.r} need {nodes} nodes, at most {MOST_NODES} fit")
         page = self.block_size
         pages = g.rows // page
         grown = replace(g, rows=(pages + int(pages * self.growth)) * page)
-        # A budget of everything that is not attended to anyway is every page, full or not.
+        # If the budget holds all tokens beside sinks and window, a step selects every page, full or not.
         everything = self.budget >= g.rows - self.sink - self.window
         chosen = (grown.rows if everything else self.budget) // page
         slots = min(self.budgets_held(g) * chosen, grown.rows // page)
@@ -216,8 +224,8 @@ class IceCache(Method):
     @classmethod
     def shares_selection(cls, layers: Mapping[int, tuple[Method, int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
-        latest: dict[tuple[Method, int, int], tuple[int, int]] = {}  # the layer that selects, layers with it
-        selecting: dict[tuple[int, ...], list[int]] = {}  # by what users want
+        latest: dict[tuple[Method, int, int], tuple[int, int]] = {}  # (its selecting layer, layers with this selection)
+        selecting: dict[tuple[int, ...], list[int]] = {}  # the layers that select, by `selecting_layers`
         for i, kind in layers.items():
             method = kind[0]
             assert isinstance(method, cls)
@@ -232,13 +240,13 @@ class IceCache(Method):
         for wanted, which in selecting.items():
             if list(wanted) != which:
                 raise ValueError(
-                    f"selecting_layers must be the layers that select, got {wanted} where {tuple(which)} would: the "
-                    "first layer that retrieves has to, and each layer that is like none before it"
+                    f"selecting_layers must be {tuple(which)} here, got {wanted}: the first layer that retrieves must "
+                    "select, and each layer whose heads or hyper-parameters differ from all layers before it"
                 )
         return found
 
     def _selects(self, layer: int, behind: int) -> bool:
-        """True if this layer selects. `behind` counts the layers since the last selecting layer."""
+        """True if this layer selects. `behind` counts the layers from the last selecting layer on, itself included."""
         if self.selecting_layers is not None:
             return layer in self.selecting_layers
         return behind >= self.reuse_every
@@ -269,7 +277,7 @@ class IceCache(Method):
         return rows.gather(1, head_numbers(s.shared.source_heads)[..., None].expand_as(rows))
 
     def _rows(self, s: LayerState) -> int:
-        """Pool rows without the rows for generated tokens."""
+        """Number of pool rows, without the extra rows for generated tokens (`growth`)."""
         return cdiv(s.row_lengths.capacity, self.block_size) * self.block_size
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:

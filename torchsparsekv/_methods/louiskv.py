@@ -15,20 +15,24 @@ class LouisKV(ClusterMethod):
 
     A step retrieves where the mean cosine of the query heads with an earlier query is below `tau`. The right `tau` is a
     property of the model; `torchsparsekv calibrate` finds it. The paper has 0.85 for long prompts and 0.7 for long
-    answers of its models; docs/methods/louiskv.md has what lower thresholds lose.
+    answers of its models. docs/methods/louiskv.md shows the loss of lower thresholds.
 
     With memory=0 the earlier query is that of the step before, as in the paper; with memory=1 that of the last
     retrieval. Between the two it is a mean of the queries since then, the newest of which has the weight 1 - memory.
-    No boundary cuts a segment shorter than `segment_min`; a segment of `segment_max` tokens ends by itself. The mean
-    key of a long segment hides its tokens. The index is sized for segments of `segment_min` tokens.
+    No boundary cuts a segment shorter than `segment_min`; a segment of `segment_max` tokens ends by itself. In a long
+    segment the mean key says little about single tokens. The index has room for segments of `segment_min` tokens.
     """
 
     name = "louiskv"
 
-    tau: float | str = option(0.95, "Retrieve below this cosine with an earlier query. Or a file of `calibrate`.")
+    tau: float | str = option(
+        0.95, "Retrieve if the cosine of the query with an earlier query is below this. Or a file of `calibrate`."
+    )
     per_head: bool = option(False, "Each kv head decides by the query heads of its group and cuts its own segments.")
-    memory: float = option(0.0, "Weight of older queries in the earlier query. 0: the step before; 1: last retrieval.")
-    segment_min: int = option(4, "Least tokens of a segment.")
+    memory: float = option(
+        0.0, "Weight of older queries in the earlier query. 0: the query of the step before; 1: of the last retrieval."
+    )
+    segment_min: int = option(4, "Fewest tokens of a segment.")
     segment_max: int = option(32, "Most tokens of a segment.")
 
     @cached_property

@@ -1,4 +1,4 @@
-"""MagicPIG: a weighed sample of tokens by locality-sensitive hashing (arXiv 2410.16179)."""
+"""MagicPIG: a weighted sample of tokens by locality-sensitive hashing (arXiv 2410.16179)."""
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,18 +19,19 @@ MOST_TABLES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class MagicPIG(Method):
-    """A query head samples the tokens that share its code in two tables or more, and divides by their chances.
+    """A query head samples the tokens that share its code in two hash tables or more. It divides the weight of a token
+    by the chance that the token is sampled.
 
-    The heads of a kv head share the budget. A step uses the first of the tables, as many as the budget has room for. A
-    row whose tokens all fit into the budget samples nothing: it attends to all of them.
+    The query heads of a kv head share the budget. A step uses as many of the tables as possible without a sample above
+    the budget. If all retrievable tokens of a row fit into the budget, a step attends to all of them.
     """
 
     name = "magicpig"
 
     sink: int = 4
-    bits: int = option(10, "Signs of a code, the paper's K.")
+    bits: int = option(10, "Bits of a hash code, the paper's K.")
     tables: int = option(150, "Hash tables, the paper's L.")
-    seed: int = option(0, "Seed of the planes.")
+    seed: int = option(0, "Seed of the random planes that give the bits.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +57,7 @@ class MagicPIG(Method):
     def traits(self) -> Traits:
         return Traits(
             no_rest="estimates what it does not retrieve by its sample", cannot_crop="",
-            no_engine="counts keys from the mean of a request",
+            no_engine="hashes keys after subtracting the mean key of a request",
         )  # fmt: skip
 
     # ---- the index

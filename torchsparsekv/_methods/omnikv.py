@@ -1,4 +1,4 @@
-"""OmniKV: filter layers attend to everything and choose tokens for the layers behind them (ICLR 2025)."""
+"""OmniKV: filter layers attend to everything and choose tokens for the layers after them (ICLR 2025)."""
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class OmniKV(Method):
     """Of "OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs" and its code.
 
     A layer before the first filter layer is dense. A filter layer is dense too, and chooses one set of tokens for all
-    heads. The layers behind it attend to this set, beside sinks and window, up to the next filter layer. The first
-    `wait_layers` of them are dense: in the paper they hide the transfer of the chosen tokens.
+    heads. The layers after it attend to this set, beside sinks and window, up to the next filter layer. The first
+    `wait_layers` of these layers are dense: in the paper they hide the transfer of the chosen tokens.
 
-    A single layer without others chooses for itself.
+    A layer outside a model, as in `check_method`, chooses for itself.
     """
 
     name = "omnikv"
@@ -37,7 +37,7 @@ class OmniKV(Method):
         "the layers of the model.",
     )
     wait_layers: int = option(1, "Layers behind each filter layer that are dense too.")
-    score: str = option("logits", "What tokens are chosen by: the largest of the logits, or weights, of all heads.")
+    score: str = option("logits", "Score of a token: the largest of its logits, or of its weights, over all heads.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +75,7 @@ class OmniKV(Method):
             return [*self.filter_layers]
         wanted = (int(i * count / OF_LAYERS + 0.5) for i in AUTHORS)
         found = [*dict.fromkeys(next(n for n in numbers if n >= i) for i in wanted if i <= numbers[-1])] or [numbers[0]]
-        while len(found) > 1 and not self.behind(numbers[-1], numbers, found):  # the last one has no layer behind it
+        while len(found) > 1 and not self.behind(numbers[-1], numbers, found):  # no layer uses its last choice
             found.pop()
         return found
 
@@ -99,8 +99,8 @@ class OmniKV(Method):
                 continue
             if heads != had:
                 raise ValueError(
-                    f"{cls.name}: layers that share a choice have as many kv heads, got {heads} in layer {i}, and "
-                    f"{had} in layer {latest}"
+                    f"{cls.name}: layers that share a selection must have the same number of kv heads, got {heads} in "
+                    f"layer {i}, and {had} in layer {latest}"
                 )
             found[i] = latest
         return found
@@ -111,7 +111,7 @@ class OmniKV(Method):
         return super().buffers(g) | ({} if g.follows else self.selected(g))
 
     def selected(self, g: Geometry) -> Buffers:
-        """The tokens that a filter layer chose last; the same of all heads."""
+        """The tokens that a filter layer chose last. All heads have the same tokens."""
         return {"selected": Buffer((*g.lead, min(self.budget, g.rows)), I32, fill=-1)}
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
@@ -124,7 +124,7 @@ class OmniKV(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class _Filter(Full, OmniKV):
-    """A filter layer: dense, with a choice for the layers behind it. Users choose `omnikv`."""
+    """A filter layer: dense, with a choice for the layers after it. The library sets it; users choose `omnikv`."""
 
     name = "omnikv_filter"
 

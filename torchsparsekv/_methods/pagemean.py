@@ -6,7 +6,7 @@ from torchsparsekv._methods._pages import PageMethod
 
 @dataclass(frozen=True, kw_only=True)
 class PageMean(PageMethod):
-    """Its index is half of Quest's. No paper: found by comparing summaries of pages on a real model."""
+    """The index is half the size of Quest's. There is no paper: a comparison of page summaries found the method."""
 
     name = "pagemean"
 

@@ -23,8 +23,8 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
 
 # (below this many retrievable tokens, beta, rho). All entries but the last are those of the authors' implementation,
 # whose last entry is 0.1 and 0.2. The paper has the trend (a fixed k needs a larger beta where n is small) and
-# beta = 5-10 % for long contexts. With more voters, half the candidates hold as much of the exact top 100 on structured
-# keys (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and stage II takes less time.
+# beta = 5-10 % for long contexts. Our last entry has more voters and half the candidates. On structured keys they hold
+# as much of the exact top 100 (32K: 0.626 against 0.624, 128K: 0.762 against 0.752), and reranking takes less time.
 BY_LENGTH = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (None, 0.05, 0.7))
 
 
@@ -40,7 +40,7 @@ class ParisKV(Method):
     for the retrievable tokens of such a row (`dense_up_to`), also while the row is longer.
 
     The query heads of a kv head select together. With group="mean" they vote by their mean query, as in the authors'
-    code; with "max" a key counts for the head that wants it most, in both stages.
+    code. With "max" the head that wants a key most decides, in votes and in reranking.
     """
 
     name = "pariskv"
@@ -48,11 +48,14 @@ class ParisKV(Method):
     update_interval: int | None = option(
         None, "Tokens that leave the ring, and are encoded, together. None: as `window`, at most 256."
     )
-    rho: float | None = option(None, "Share of the keys that can get votes in a subspace. None: by length (BY_LENGTH).")
-    beta: float | None = option(
-        None, "Share of the keys that are reranked, at least `budget`. None: by length, at least twice `budget`."
+    rho: float | None = option(
+        None, "Share of the keys that can get votes in a subspace. None: 0.25 to 0.7, by the length of the sequence."
     )
-    full_threshold: int = option(512, "Rows of up to this many tokens attend to all of them; 0: none does.")
+    beta: float | None = option(
+        None, "Share of the keys that are reranked, at least `budget` keys. None: 0.05 to 0.5, by the length of the "
+        "sequence, at least twice `budget`."
+    )
+    full_threshold: int = option(512, "Sequences of up to this many tokens are dense, even if the budget is smaller.")
     group: str = option("max", "How the query heads of a kv head vote together: mean or max.")
     m: int = option(8, "Dimensions of a subspace.")
     seed: int = option(0, "Seed of the rotation.")
@@ -67,8 +70,8 @@ class ParisKV(Method):
         self.check_int("seed", 0, SEEDS - 1)
         if type(self.m) is not int or self.m not in WORDS:
             raise ValueError(
-                f"{self.name}: m must be one of {', '.join(map(str, sorted(WORDS)))}, got {self.m!r}: it has to divide "
-                "the padded head_dim, a power of two, and ids of 2^m patterns are one byte"
+                f"{self.name}: m must be one of {', '.join(map(str, sorted(WORDS)))}, got {self.m!r}: m has to "
+                "divide the next power of two from head_dim on, and an id of 2^m patterns is one byte"
             )
         self.check_one_of("group", self.GROUPS)
         self._check_shares()
@@ -147,7 +150,7 @@ class ParisKV(Method):
     def _check_size(self, g: Geometry) -> None:
         size = next_power_of_2(g.head_dim)
         if size % self.m:
-            raise ValueError(f"{self.name}: m {self.m} does not divide the padded head_dim {size}")
+            raise ValueError(f"{self.name}: m {self.m} does not divide {size}, head_dim rounded up to a power of two")
         if size // self.m > MOST_SPACES:
             raise ValueError(
                 f"{self.name}: m {self.m} makes {size // self.m} subspaces of head_dim {g.head_dim}, more than the "
@@ -157,8 +160,8 @@ class ParisKV(Method):
         share = candidates_of(most, self.ratios, 0, 0)
         if self.beta is not None and most > self.dense_up_to and self.budget > share:
             raise ValueError(
-                f"{self.name}: budget {self.budget} is above the {share} candidates that beta leaves of {most} tokens: "
-                "a larger beta, or a smaller budget"
+                f"{self.name}: budget {self.budget} is above the {share} candidates that beta {self.beta} leaves of "
+                f"{most} tokens: set a larger beta, or a smaller budget"
             )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""PRKV: one budget of single tokens that stay and of pages that are chosen at every step."""
+"""PRKV: one budget for a static set of single tokens and for pages that every step selects."""
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,9 +34,9 @@ class PRKV(StaticMethod, PageMethod):
 
     block_size: int = 32
     group: str = "mean"
-    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (ArkVale's, as in the paper), or mean.")
+    volume: str = option("cuboid-mean", "Digest of a page: cuboid-mean (of ArkVale, as in the paper) or mean.")
     update_every: int | None = 128
-    static_ratio: float | str = option(0.25, 'Static share of the budget. "auto": each layer decides.')
+    static_ratio: float | str = option(0.25, 'Share of the budget for the static set. "auto": each layer decides.')
     per_head: bool = option(False, 'With static_ratio="auto", each kv head decides for itself.')
 
     @cached_property
@@ -48,9 +48,9 @@ class PRKV(StaticMethod, PageMethod):
             couples_heads=self.static_ratio == "auto" and not self.per_head,
             selects_every_step=True,
             moves_selected=bool(self.static),
-            no_rest="moves tokens in the pool, but with static_ratio=0" if self.static else "",
+            no_rest="moves tokens in the pool unless static_ratio=0" if self.static else "",
             cannot_crop=QUERIES if self.static else "",
-            no_engine="moves the tokens of a set of each request in its pool",
+            no_engine="moves the static set of each request within the pool",
             least_capability=max((n["least_capability"] for n in needs), default=(8, 0)),
             older_devices=", ".join(n["older_devices"] for n in needs),
         )
@@ -100,7 +100,11 @@ class PRKV(StaticMethod, PageMethod):
         self.summarise(s, leaving)
 
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
-        """The launch of the static set also writes the digests of the leaving tokens, except before `static_target`."""
+        """Write digests and the copy of the keys, unless `update_static_set` in `choose` does so in time.
+
+        Without a static set, only this hook writes digests. With static_ratio="auto", `static_target` reads the copy
+        before `update_static_set` runs.
+        """
         if not self.static or self.static_ratio == "auto":
             self.summarise(s, leaving)
 

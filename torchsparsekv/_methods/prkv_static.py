@@ -1,4 +1,4 @@
-"""The static half of PRKV by itself: the tokens that the last queries of the prompt looked at."""
+"""The static half of PRKV by itself: the tokens that the latest queries attend to most."""
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,13 +10,15 @@ from torchsparsekv.state import Buffers, Geometry, LayerState, hot_buffer
 
 @dataclass(frozen=True, kw_only=True)
 class PRKVStatic(StaticMethod):
-    """PRKV with a static share of 1, of single tokens: what its paper compares itself with.
+    """PRKV with a static share of 1, of single tokens: the baseline of the PRKV paper.
 
-    The paper calls this method SnapKV, and SnapKV+ with `update_every=128`. SnapKV's own paper and code differ; they
-    are in _methods/snapkv.py: weights of a softmax over all tokens are summed without a mean over the query heads of a
-    kv head, and pooled over neighbouring tokens; unselected tokens are evicted, and every generated token is kept.
-    Here nothing is evicted, so a later update can select any token. A generated token is attended to while it is in
-    the window; afterwards while the budget holds all that can be retrieved, or where the next set has it.
+    The paper calls this method SnapKV, and SnapKV+ with `update_every=128`. SnapKV itself (_methods/snapkv.py) differs:
+    - its softmax is over all tokens, those of the window included;
+    - it pools scores over neighbouring tokens;
+    - it evicts the tokens that it does not select, and keeps every generated token.
+
+    Here nothing is evicted, so a later update can select any token. A step attends to a generated token in the window.
+    Older generated tokens are attended to if the budget holds all retrievable tokens, or if a later set selects them.
     """
 
     name = "prkv_static"

@@ -1,4 +1,4 @@
-"""RaaS: the pages that the latest steps looked at, and the prompt. Pages that none looked at for long are evicted."""
+"""RaaS: the prompt, and the pages that recent steps attended to most. The page unused for longest is evicted."""
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,11 @@ from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, hot_buffe
 class RaaS(PageMethod):
     """Of "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning" (arXiv 2502.11147) and its code.
 
-    At each step the better half of the kept pages, by Quest's bound, gets the time stamp of the step. A page that
-    leaves the window takes the place of the page with the oldest stamp. Pages of the prompt are not evicted for
-    generated ones. No step reads an evicted page again.
+    At each step the better half of the kept pages, by Quest's bound, gets the time stamp of the step. If the budget is
+    full, a page that leaves the window takes the place of the page with the oldest stamp. Generated pages do not evict
+    pages of the prompt. No step reads an evicted page again.
 
-    The pool has evicted pages too: a prompt attends to everything, whatever the method.
+    The pool keeps evicted pages, because a prompt attends to everything, whatever the method.
     """
 
     name = "raas"
@@ -49,14 +49,14 @@ class RaaS(PageMethod):
         return "box"
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """A step selects anew where a page joins the kept ones."""
+        """A step selects anew if a page joins the kept pages."""
         rate = counts.per_step(int(s.pages.updates.sum()))
         return super().report_row(s, counts) | {"retrieval_rate": rate}
 
     def buffers(self, g: Geometry) -> Buffers:
         most, blocks = min(self.budget, g.rows) // self.block_size, g.rows // self.block_size
         if most > WIDEST:
-            raise ValueError(f"{self.name}: at most {WIDEST} pages are kept, got a budget of {most}")
+            raise ValueError(f"{self.name}: a budget must be at most {WIDEST} pages, got {most} pages")
         one = lambda fill=0, **told: Buffer(g.lead, I32, fill=fill, **told)  # noqa: E731
         pages = PageSet(
             Buffer((*g.lead, most), I32, fill=-1), count=one(), stamps=Buffer((*g.lead, blocks), I32, fill=EVICTED + 1),

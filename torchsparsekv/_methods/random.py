@@ -1,4 +1,4 @@
-"""Blocks drawn at random at every step. It shows the value of a budget without an index."""
+"""Blocks drawn at random at every step: the baseline that shows what a budget is worth without an index."""
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -50,7 +50,7 @@ class RetroInfer(RingClusters):
     @cached_property
     def traits(self) -> Traits:
         return Traits(
-            moves_leaving=True, no_rest="estimates it by the means of its clusters", cannot_crop=CLUSTERED,
+            moves_leaving=True, no_rest="estimates the rest by the means of its clusters", cannot_crop=CLUSTERED,
             no_engine=CLUSTERED,
         )  # fmt: skip
 

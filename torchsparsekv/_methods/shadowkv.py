@@ -1,4 +1,4 @@
-"""ShadowKV: chunks by the softmax of their landmarks, and outliers (arXiv 2410.21465), with exact keys."""
+"""ShadowKV: chunks by the softmax of q.(mean key), and outliers (arXiv 2410.21465), with exact keys."""
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,12 +15,12 @@ from torchsparsekv.ops.shadowkv.views import Landmarks
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState
 
-SHARE = 24, 1024  # outliers, and tokens of the budget that they go with: the authors' code
+SHARE = 24, 1024  # 24 outliers for every 1024 tokens of budget, as in the authors' code
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Method):
-    """The choice of ShadowKV. Its keys of low rank are missing: keys are kept and fetched as they are.
+    """The selection of ShadowKV, without its low-rank keys: keys are stored and fetched in full.
 
     Outliers are attended to beside the budget. A prompt chooses them from all chunks of its row that have left the
     ring.

@@ -29,10 +29,10 @@ class SnapKV(ObservingMethod):
     two are equal.
 
     A generated token is attended to while it is in the window. To be SnapKV, the window must hold the observation
-    window and all tokens to be generated. A token that leaves the window is kept while the budget has room, which only
-    short prompts leave; then the token is lost, and `report()` says so.
+    window and all tokens to be generated. A token that leaves the window is kept if the budget has room, which only
+    short prompts leave. Otherwise the token is lost, and `report()` says so.
 
-    Nothing is taken out of the pool: a second prompt attends to everything, and selects anew from everything.
+    The pool keeps all tokens: a second prompt attends to everything, and selects anew from everything.
     """
 
     name = "snapkv"
@@ -51,7 +51,7 @@ class SnapKV(ObservingMethod):
 
     @property
     def dense_threshold(self) -> int:
-        """Longer prompts lose tokens, even if the window would hold them."""
+        """If a prompt is longer, steps leave out some of its tokens, even if the window would hold them."""
         return self.sink + self.budget + self.observed
 
     @property
@@ -68,7 +68,7 @@ class SnapKV(ObservingMethod):
         return super().effective() | {"generates": self.window - self.observed}
 
     def report_row(self, s: LayerState, counts: Counts) -> dict[str, Any]:
-        """A prompt selects. A step does not."""
+        """A prompt selects. A step selects only if a token that leaves the window is kept."""
         rate, lost = counts.per_step(int(s.kept.updates.sum())), int(s.kept.lost.max())
         return super().report_row(s, counts) | {"retrieval_rate": rate, "lost": lost}
 
@@ -86,7 +86,7 @@ class SnapKV(ObservingMethod):
         observe(q, s.observed, s.kept.chosen_at, s.lengths)
 
     def prompted(self, s: LayerState, q: Tensor, k: Tensor, a: Attention) -> None:
-        widest = 2 * s.store.pool.shape[2] + 1  # beyond it every token has the same neighbours: all
+        widest = 2 * s.store.pool.shape[2] + 1  # in a wider pooling every token has the same neighbours: all tokens
         pooling = Pooling(min(self.kernel_size, widest), self.pooling == "maxpool")
         spans = s.row_lengths.spans(k.shape[2])
         snap_tokens(k, s.observed, s.kept, s.store.pool, s.lengths, a, pooling, spans)

@@ -2,7 +2,7 @@
 
 A command has the name of its file, which is imported when the command is called or asked for its own --help. The help
 of the application has the first lines of the files instead, "`torchsparsekv NAME`: what it does".
-These are applications on top of the library. They may import transformers too; only cli.py imports them.
+Commands are applications on top of the library. They may import transformers. The library imports them in cli.py alone.
 """
 import importlib
 

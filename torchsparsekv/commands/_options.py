@@ -32,9 +32,9 @@ USUAL = {
     "layers": "Layers of the model.",
     "locality": "Share of steps at which a synthetic query stays on its topic.",
     "steps": "Timed steps of a run.",
-    "hf_static": "Also time transformers' static cache.",
-    "repeats": "Runs, of which the median counts.",
-    "tokens": "Tokens of the long answer.",
+    "hf_static": "Also time transformers' static cache, up to 131072 tokens.",
+    "repeats": "Timed runs; the result is their median.",
+    "tokens": "Tokens by which the long answer is longer than the short answer.",
 }
 
 

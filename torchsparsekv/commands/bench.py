@@ -1,4 +1,4 @@
-"""`torchsparsekv bench NAME`: measure time and throughput; needs a CUDA device."""
+"""`torchsparsekv bench NAME`: measure time and throughput. All but host-loop need a CUDA device."""
 import functools
 import importlib
 import inspect
@@ -11,7 +11,7 @@ from torchsparsekv.commands._later import about, later
 from torchsparsekv.commands._options import add
 from torchsparsekv_benchmarks import speed
 
-OUT = "Write rows, options, versions and the command here, as JSON."
+OUT = "File for the result: rows of the table, options, versions and the command, as JSON."
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
     of the distance to dense attention is due to the budget.
     """
     if not 1 < prompt < ids.shape[1] - 1:
-        raise ValueError(f"prompt must leave 2 tokens to decode of {ids.shape[1]}, got {prompt}")
+        raise ValueError(f"prompt must be from 2 to {ids.shape[1] - 2} of {ids.shape[1]} tokens, got {prompt}")
     if not loss >= 0:
         raise ValueError(f"loss must be at least 0, got {loss}")
     rows: list[dict[str, float]] = []
@@ -48,8 +48,8 @@ def calibrate(model, ids: Tensor, prompt: int, loss: float, taus: tuple[float, .
                 method = handle.planned.method
                 if ids.shape[1] <= method.dense_threshold:
                     raise ValueError(
-                        f"prompt and steps have {ids.shape[1]} tokens, and of up to {method.dense_threshold} all is "
-                        "attended to whatever tau is: take more, or a smaller budget"
+                        f"prompt and steps have {ids.shape[1]} tokens, and a step attends to all of up to "
+                        f"{method.dense_threshold} tokens, whatever tau is: take more tokens, or a smaller budget"
                     )
                 cache = handle.make_cache(ids.shape[0])  # report() needs the cache to exist
                 nats = surprise(model, ids, prompt, cache, progress)
@@ -86,7 +86,7 @@ def asked(taus: str, told: dict, out: Path | None) -> tuple[float, ...]:
     if out is not None and out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: name a file for the result")
     if out is not None and not out.parent.is_dir():
-        raise FileNotFoundError(f"{out.parent} is no folder to write {out.name} into")
+        raise FileNotFoundError(f"there is no folder {out.parent} for {out.name}")
     return thresholds
 
 
@@ -103,16 +103,21 @@ def tell(found: dict, out: Path | None) -> None:
 @app.command(name="calibrate")
 def command(
     model: Annotated[str, typer.Argument(help="Name or folder of a Hugging Face model.")],
-    text: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Text like that which the model reads.")],
+    text: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Text like the texts that the model will read.")
+    ],
     out: Annotated[Path | None, typer.Option(help="File for the result. patch(..., tau=PATH) takes it.")] = None,
-    loss: float = typer.Option(0.01, min=0.0, help="Nats per token that skipping retrievals may cost."),
+    loss: float = typer.Option(0.01, min=0.0, help="Largest loss in nats per token, against retrieval at every step."),
     prompt: int = typer.Option(4096, min=2, help="Tokens of the prompt."),
     steps: int = typer.Option(256, min=2, help="Tokens decoded after the prompt."),
     texts: int = typer.Option(4, min=1, help="Stretches of the text, in one batch."),
-    budget: int | None = typer.Option(None, min=1, help="Tokens per kv head and step. Default: of louiskv."),
-    taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated."),
+    budget: int | None = typer.Option(None, min=1, help="Tokens retrieved per kv head and step. Default: 1024."),
+    taus: str = typer.Option(",".join(map(str, TAUS)), help="Thresholds to try, comma-separated. 1.0 always runs."),
 ) -> None:
-    """Find the tau at which LouisKV retrieves least, within a given loss."""
+    """Find tau for a model on a text. LouisKV retrieves if the cosine of a query with the query before is below tau.
+
+    The result is the tau with the fewest retrievals and a loss of at most --loss.
+    """
     from torchsparsekv_benchmarks.quality.pretrained import opened
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,10 +40,10 @@ TOKENS = typer.Option(4096, min=1024, max=65536, help="Tokens of the text. The t
 QUESTIONS = typer.Option(8, min=2, max=32, help="Questions: one for the passkey, the others for similar records.")
 BUDGET = typer.Option(
     64, min=32, max=16384,
-    help="Tokens retrieved per kv head and step, beside the 32 first and 64 latest. A multiple of 32, the page of "
-    "arkvale. Dense attention reads the whole text.",
+    help="Tokens retrieved per kv head and step, beside the first 32 and the latest 64 tokens. A multiple of 32, the "
+    "page size of arkvale. Dense attention reads the whole text.",
 )  # fmt: skip
-OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The page. Answers and figures stand beside it.")
+OUT = typer.Option(Path("demo/report.html"), "--out", "-o", help="The HTML page. Answers and figures stand beside it.")
 
 
 @app.command()
@@ -87,7 +87,7 @@ def _demo(tokens: int, questions: int, budget: int, out: Path) -> None:
     _keep(samples, answered, asked, source, o)
     draw(samples, out)
     if not answered[0].found["score"]:
-        typer.echo("FAILED: the dense model finds nothing: these are not the weights that were trained", err=True)
+        typer.echo("FAILED: the dense model finds nothing, so its weights are not the trained weights", err=True)
         raise typer.Exit(1)
 
 
@@ -122,7 +122,8 @@ def _about(asked: Passkeys, source: Source, o: Options) -> str:
     words, at, tokens = names(), int(asked.starts[0]), len(asked.prompt)
     text = [words[i] for i in asked.prompt[max(0, at - AROUND) : at + 7 + AROUND]]
     return (
-        f"A text of {tokens} tokens, and in it, at {at / tokens:.0%}, a passkey: two words, then its four.\n"
+        f"A text of {tokens} tokens, with a passkey at {at / tokens:.0%}: a key of two words and a value of four "
+        "words.\n"
         f"    ... {' '.join(text)} ...\n"
         f"In the same text are {asked.crowd} records that look like it. A model of "
         f"{source.about()['parameters'] / 1e6:.1f}M parameters, trained to recall,\nis asked for the passkey "
@@ -130,7 +131,7 @@ def _about(asked: Passkeys, source: Source, o: Options) -> str:
         f"Budget: {o.budgets[0]} tokens per kv head and step, beside sink {o.sink} and window {o.window} (streaming: "
         f"window {o.window + o.budgets[0]}).\nAttended: tokens per head and step in a sparse layer; {o.skip_layers} of "
         f"the {source.model.config.num_hidden_layers} layers are dense.\n"
-        "MiB: the cache where its pool lies in host memory, which offload=\"host\" does on a GPU."
+        "MiB: the cache with its pool in host memory, as with offload=\"host\" on a GPU."
     )
 
 

@@ -24,7 +24,7 @@ def info() -> None:
     typer.echo(f"host memory: {host.available() / 2**30:.1f} GiB free; {host.memlock_said(host.memlock())}")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if not devices:
-        typer.echo("no CUDA device: the references run, on the CPU, which is not fast")
+        typer.echo("no CUDA device: the plain PyTorch implementations run on the CPU, which is slow")
     for device in devices:
         for line in about(device):
             typer.echo(line)
@@ -52,7 +52,7 @@ def about(device: torch.device) -> list[str]:
         lines.append(f"    {PIECE >> 20} MiB of host memory cannot be pinned, so a pool cannot be kept there: {e}")
     wanted = host.available()
     if (limit := host.pinnable(wanted, device)) < wanted:
-        lines.append(f"    {limit / 2**30:.2f} GiB can be pinned: this driver heeds the memlock limit")
+        lines.append(f"    {limit / 2**30:.2f} GiB of host memory can be pinned: this driver obeys the memlock limit")
     return lines
 
 

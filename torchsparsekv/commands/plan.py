@@ -18,13 +18,13 @@ MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its co
 METHOD = typer.Option("pariskv", help="One of `torchsparsekv methods`.")
 TOKENS = typer.Option(
     None, "--max-length",
-    help=f"Tokens of a row, prompt and generation together. Default: {LONG}, or as many as the model has positions.",
+    help=f"Tokens of a row, prompt and generation together. Default: {LONG}, or the model's positions if fewer.",
 )  # fmt: skip
 BATCH = typer.Option(1, min=1, help="Rows of the batch.")
 OFFLOAD = typer.Option("auto", help="Where the pool lives: auto, host or device.")
 HYPER = typer.Option([], "--set", help="A hyper-parameter, as NAME=VALUE. May be repeated.")
 POOL = typer.Option(None, "--pool-dtype", help="int8 stores keys and values in 8 bits. Default: the model's type.")
-HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers. Default: as hot_budgets says.")
+HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers. Default: hot_budgets decides.")
 SKIP = typer.Option(None, "--skip-layers", help="First layers, which are dense. Default: 2.")
 
 
@@ -62,7 +62,7 @@ def planned(
     except OSError as e:
         why = str(e).strip().split("\n", 1)[0]
         raise ValueError(
-            f"{name} is neither a folder with a model nor a name that Hugging Face's hub could be asked for: {why}"
+            f"{name} is not a folder with a model, and the Hugging Face hub gave no model of this name: {why}"
         ) from e
     if max_length is None:
         max_length = min(LONG, getattr(config.get_text_config(decoder=True), "max_position_embeddings", LONG))

@@ -6,4 +6,4 @@ from torchsparsekv.commands import app
 from torchsparsekv.commands._options import add
 from torchsparsekv_benchmarks.quality import trace
 
-add(app, "record", trace.Options, trace.run, getdoc(trace), Path("trace.npz"), "The file of all choices, .npz.")
+add(app, "record", trace.Options, trace.run, getdoc(trace), Path("trace.npz"), "File for the selections, .npz.")

@@ -8,7 +8,7 @@ from torchsparsekv.commands._options import TOLD
 from torchsparsekv_benchmarks.report.make import make
 
 RESULTS = typer.Argument(..., help="Result files of `board`, `eval`, `eval-text` and `bench`.")
-OUT = typer.Option(Path("report.html"), "--out", "-o", help="The page. Its figures stand beside it as PNG.")
+OUT = typer.Option(Path("report.html"), "--out", "-o", help="The HTML page. Its figures stand beside it as PNG.")
 
 
 @app.command()

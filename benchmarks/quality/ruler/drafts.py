@@ -1,4 +1,4 @@
-"""What every task makes: a text to ask about, the words the answer begins with, and the strings that must be in it."""
+"""The result of every task: a text to ask about, the first words of the answer, and the strings it must contain."""
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Variable tracing: a value goes from name to name, and every name that got it is asked for."""
+"""Variable tracing: a value is assigned from name to name, and the question asks for every name that has the value."""
 import random
 import string
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Words without a word list: made of syllables, so that any number of them exists and none comes from a book."""
+"""Words made of syllables: any number of them, without a word list, and none is taken from a text."""
 import functools
 import itertools
 import random

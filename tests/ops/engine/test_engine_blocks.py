@@ -356,7 +356,7 @@ def test_fetched_blocks_of_a_step_are_counted():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (dict(host_gib=2), 'with kv="host", got 2'),
+        (dict(host_gib=2), 'with kv="host" or kv="auto", got 2 and kv="device"'),
         (dict(kv="host", host_gib=0), "positive number of GiB"),
         (dict(kv="host", host_gib="8"), "got '8'"),
         (dict(kv="disk"), "kv must be one of device, host, auto, got 'disk'"),
@@ -377,7 +377,7 @@ SERVES = {"arkvale", "pagemean", "pariskv", "quest"}
 WHY = {
     "icecache": "stores the tokens of a request in the order of its tree",
     "louiskv": "stores the tokens of a prompt in the order of their clusters",
-    "prkv": "moves the tokens of a set of each request in its pool",
+    "prkv": "moves the static set of each request within the pool",
     "snapkv": "selects by the latest queries of each request",
 }
 
