@@ -80,7 +80,7 @@ __device__ Row of_tile(Row row, int i) {
   return reinterpret_cast<Row>(__shfl_sync(ALL, reinterpret_cast<unsigned long long>(row), i));
 }
 
-// Which of 16 rows number r of a thread is.
+// The row (of 16) of a thread's number r.
 __device__ int column(int r) { return 2 * (threadIdx.x % 4) + r % 2 + r / 2 * 8; }
 
 __device__ void load_values(Words (&value)[4][OF_VALUE], Row row) {
@@ -186,7 +186,7 @@ template <bool VALUES = false> __device__ void ask_for(Row row) {
 constexpr int BLOCKS = GROUP / P;  // blocks of a group
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 // Products are added up as integers, so that the order of the additions does not matter. These integers count steps of
-// 1 / STEPS. GROUP products of up to MOST_PRODUCT do not overflow. A step for each token of a group adds less to the mean
+// 1 / STEPS. GROUP products of up to MOST_PRODUCT do not overflow. Rounding products to steps changes the mean less
 // than the rounding of sums in fp16, if products are near 1 or larger.
 constexpr float MOST_PRODUCT = 32767, STEPS = float(1 << 16) / GROUP;
 
@@ -337,7 +337,7 @@ struct Queries {
     }
   }
 
-  // The products with 16 keys, in fp16 those with SUMS.
+  // The products with 16 keys; with SUMS in fp16.
   template <bool SUMS> __device__ void multiply(float (&z)[2][4], const Words (&key)[2][OF_KEY]) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     products<BF16 && !SUMS>(z, [&](int i) -> Operands {

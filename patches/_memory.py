@@ -39,7 +39,7 @@ def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"hot_gib must be a number of GiB, got {given!r}")
     if not 0 < given < math.inf:
-        raise ValueError(f"hot_gib must be above 0 GiB, got {given!r}")
+        raise ValueError(f"hot_gib must be finite, > 0, got {given!r}")
     if method.hot_budgets != "auto":
         raise ValueError(f"give hot_budgets or hot_gib, not both: got {method.hot_budgets!r} and {given!r}")
     if device.type == "cuda" and given * 2**30 > (free := free_device_bytes(device)):

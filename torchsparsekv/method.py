@@ -318,7 +318,8 @@ class Method:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
 
     def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
-        """The groups of tokens that stand for the tokens which a step does not retrieve."""
+        """What stands for the tokens that a step does not retrieve. It is called after fetch. An override must write no
+        sums of groups, because attention reads these while fetch runs."""
         return s.rest if self.estimate_rest else NO_REST
 
     def observed_queries(self, s: LayerState) -> Tensor | None:

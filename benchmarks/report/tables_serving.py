@@ -140,9 +140,9 @@ def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, microseconds of each stage of one layer: {o['q_heads']} query heads, {o['kv_heads']} kv "
-        f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']}, {o['tokens']} for `pariskv` as in its "
-        "paper. The caches of the GPU do not hold the inputs. Each step fetches once, in a time between fetch, hits "
-        "(all blocks hit) and fetch, misses (nearly all blocks miss)."
+        f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']} (`pariskv`: {o['tokens']}, as in its "
+        "paper). The caches of the GPU do not hold the inputs. The one fetch of a step takes between `fetch, hits` "
+        "(all blocks hit) and `fetch, misses` (nearly all miss)."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]
     us = {(x["context"], x["method"], x["kernel"]): x["us"] for x in timed}
@@ -197,7 +197,7 @@ def served(r: Result, patched: Means) -> str:
     said = (
         f"{gpu(r)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, `pariskv` with budget 1024, all layers "
         f"sparse. Served: by `vllm serve` (0.26, native code, `kv=device`), {o['requests']} requests at a time, mean "
-        f"score of {o['samples']} samples. With `patch`: the mean of as many of these samples as stand in brackets."
+        f"score of {o['samples']} samples. The others: by `eval`, mean of as many of these samples as in brackets."
     )
     by = {(x["task"], x["method"]): x for x in patched.rows}
     rows = []

@@ -102,7 +102,7 @@ def engines(o: Options) -> list[Engine]:
 def stored_prompts(most: int) -> Iterator[None]:
     """Steps of more tokens than there are requests leave attention and MLP out.
 
-    For an engine that has started: what vLLM has compiled and captured is the whole model. Those steps run without it.
+    For an engine that has started: what vLLM has compiled and captured computes both, and those steps bypass it.
     """
     from vllm.model_executor.models.llama import LlamaMLP, LlamaModel
 
@@ -172,7 +172,7 @@ def engine(
     path: str, backend: str, *, graphs: Sequence[int] = (), ours: dict[str, Any] | None = None, native: bool = False,
     compiled: bool = False, captured: str = "", **options: Any,
 ) -> Iterator[Any]:  # fmt: skip
-    """A vLLM that is gone afterwards, with graphs for decode steps of so many requests each; without any it is eager.
+    """A vLLM that is gone afterwards. graphs: the numbers of requests whose decode steps are captured; none: eager.
 
     ours: what the library is told. native: with vLLM's native kernels for all but attention. compiled: torch.compile
     makes those kernels. captured: the mode of graphs. Without it decode steps are captured, and with a backend of vLLM
@@ -199,7 +199,7 @@ def engine(
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
-        # The next engine is to have a pool of its own: torch takes none whose graphs are all gone.
+        # The next engine is to have a pool of its own: torch refuses one whose graphs are gone.
         type(current_platform)._global_graph_pool = None
 
 

@@ -1,4 +1,4 @@
-"""Keep the queries of the last tokens of a prompt in the observation window, and mark every head as not yet selected.
+"""Keep the queries of the last tokens of a prompt in the observation window, and mark that no head has selected yet.
 
     observed[p % window] = q of p     for the last `window` new positions p
     at = NOT_YET                      for rows with new tokens
@@ -8,7 +8,7 @@ Methods that select by the last queries of a prompt read this window. At a decod
 Args:
     q [batch, q_heads, tokens, dim]: the queries of the prompt; those of a row are in its last columns.
     observed [batch, window, q_heads, dim], changed.
-    at [batch, heads], changed: the length at which a head was selected last.
+    at [batch, heads], changed: the length at which a head last selected.
 
 Launches: batch * q_heads * window programs, one per query that may be kept.
 """

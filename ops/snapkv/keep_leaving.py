@@ -4,8 +4,8 @@
     joined  = min(leaving, room)           the tokens from `frontier` on, in order
     frontier += leaving;  lost += leaving - joined
 
-The ring may begin before `frontier`: the tokens of a prompt between the two were not chosen by snap_tokens, and are not
-attended to although they still lie in the ring.
+The ring may begin before `frontier`. Of the prompt's tokens between the two a step attends only to those that
+snap_tokens chose, although all still lie in the ring.
 """
 import torch
 

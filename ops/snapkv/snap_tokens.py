@@ -5,7 +5,7 @@ With the queries q of the observation window (the last tokens of the prompt), po
     w[i, g, j] = softmax over j <= i of (scale * q[i, g] . key[j]),  soft-capped where the model does that
     votes[j]   = sum of w[i, g, j] over the window and the query heads g of the kv head, for j before the window
     pooled     = votes, pooled over `width` neighbours; the mean counts neighbours that do not exist as zeros
-    kept       = the retrievable tokens with the most pooled votes, as many as there is room for, ascending;
+    kept       = the tokens j >= sink with the most pooled votes, as many as there is room for, ascending;
                  ties go to the lower position
 
 The other tokens stay in the pool, but are not attended to until the next prompt chooses from all tokens. The extra

@@ -318,7 +318,7 @@ def test_short_host_memory_is_refused_with_numbers(llama, monkeypatch):
     config = config_of(llama[0], {"method": "quest", "kv": "host", "host_gib": 1.5})
     layer(config)
     monkeypatch.setattr(engine.host, "available", lambda: 1 << 30)
-    with pytest.raises(MemoryError, match=r"host_gib=1.5, and 1.00 GiB of host memory are free"):
+    with pytest.raises(MemoryError, match=r"host_gib=1.5, but 1.00 GiB are free for each rank"):
         engine.plan_host(config)
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     block = layer(config).store.host_bytes

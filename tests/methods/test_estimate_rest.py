@@ -213,20 +213,22 @@ def test_packed_pool_gives_nearly_the_same_estimate():
 
 
 @torch.no_grad()
-def test_compiled_step_computes_the_query_before_it_fetches():
-    """Attention reads the query while fetch still runs, also where the choice does not need the query."""
-    model, ids = tiny(), torch.randint(3, 97, (1, 100))
-    hyper = dict(max_length=256, budget=32, sink=16, window=16, estimate_rest=32)
-    with torchsparsekv.patch(model, "random", **hyper) as handle:
+@pytest.mark.parametrize(("name", "more"), [("random", {}), ("omnikv", {"filter_layers": (1,), "wait_layers": 0})])
+def test_compiled_step_computes_nothing_between_fetch_and_attention(name, more):
+    """Attention reads the query and the ids while fetch still runs. The choice of `random` does not need the query, and
+    layers of `omnikv` copy the ids of another layer."""
+    model, ids = tiny(num_hidden_layers=4), torch.randint(3, 97, (1, 100))
+    hyper = dict(max_length=256, budget=32, sink=16, window=16, skip_layers=1, estimate_rest=32, **more)
+    with torchsparsekv.patch(model, name, **hyper) as handle:
         cache = handle.make_cache(1)
         model(ids, past_key_values=cache)
         step = torch.compile(model.forward, fullgraph=True)
         _, code = run_and_get_code(lambda: step(ids[:, :1], past_key_values=cache))
     made = code[0][code[0].index("def call(") :]
-    call = r"^ +(?:buf\d+ = )?(?:torch\.ops\.torchsparsekv\.)?((?:cpp_fused|extern|\w+\.default)[\w.]*)\("
+    call = r"^ +(?:buf\d+ = )?(?:torch\.ops\.torchsparsekv\.)?((?:cpp_fused|triton_|extern|\w+\.default)[\w.]*)\("
     called = re.findall(call, made, re.M)
     fetches = [i for i, x in enumerate(called) if x == "fetch.default"]
-    assert fetches
+    assert len(fetches) > 1
     assert all(called[i + 1] == "sparse_attention.default" for i in fetches)
 
 

@@ -98,10 +98,10 @@ def test_gib_are_filled_and_not_exceeded():
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        (dict(hot_gib=-1), ValueError, r"hot_gib must be above 0 GiB, got -1"),
-        (dict(hot_gib=0.0), ValueError, r"hot_gib must be above 0 GiB, got 0\.0"),
-        (dict(hot_gib=float("nan")), ValueError, r"hot_gib must be above 0 GiB, got nan"),
-        (dict(hot_gib=float("inf")), ValueError, r"hot_gib must be above 0 GiB, got inf"),
+        (dict(hot_gib=-1), ValueError, r"hot_gib must be finite, > 0, got -1"),
+        (dict(hot_gib=0.0), ValueError, r"hot_gib must be finite, > 0, got 0\.0"),
+        (dict(hot_gib=float("nan")), ValueError, r"hot_gib must be finite, > 0, got nan"),
+        (dict(hot_gib=float("inf")), ValueError, r"hot_gib must be finite, > 0, got inf"),
         (dict(hot_gib="4"), TypeError, r"hot_gib must be a number of GiB, got '4'"),
         (dict(hot_gib=True), TypeError, r"hot_gib must be a number of GiB, got True"),
         (dict(hot_gib=2.0, hot_budgets=4), ValueError, r"give hot_budgets or hot_gib, not both: got 4 and 2\.0"),

@@ -75,7 +75,7 @@ class OmniKV(Method):
             return [*self.filter_layers]
         wanted = (int(i * count / OF_LAYERS + 0.5) for i in AUTHORS)
         found = [*dict.fromkeys(next(n for n in numbers if n >= i) for i in wanted if i <= numbers[-1])] or [numbers[0]]
-        while len(found) > 1 and not self.behind(numbers[-1], numbers, found):  # no layer uses its last choice
+        while len(found) > 1 and not self.behind(numbers[-1], numbers, found):  # no layer uses the last filter
             found.pop()
         return found
 

@@ -2,11 +2,11 @@
 
 Nothing is kept per row of a batch: with every call the engine says where new tokens go, and which blocks a request has.
 The index of a token depends on the keys of its block alone. So blocks that requests share are indexed once, and an
-earlier use of a block leaves no trace. Only tokens older than the window can be selected, whole intervals at a time.
+earlier use of a block leaves no trace. Tokens become selectable when older than the window, an interval at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
 memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer as
-large as device memory allows. Blocks of prompts go there at once, and stay until it is full. Then those that no step
+large as `device_gib` allows. Blocks of prompts go there at once, and stay until it is full. Then those that no step
 selected lately leave, and are fetched from the host if a step selects them again.
 
 A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.

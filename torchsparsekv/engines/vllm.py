@@ -239,7 +239,7 @@ def host_room(config: VllmConfig) -> int:
         free = least_of_ranks(config, host.available() // config.parallel_config.world_size)
         gib = first.options.host_gib
         if gib is not None and gib * GIB > free:
-            raise MemoryError(f"torchsparsekv: host_gib={gib:g}, and {free / GIB:.2f} GiB of host memory are free")
+            raise MemoryError(f"torchsparsekv: host_gib={gib:g}, but {free / GIB:.2f} GiB are free for each rank")
         first.room = int(free * USABLE if gib is None else gib * GIB)
     return first.room
 
@@ -276,16 +276,18 @@ def plan_host(config: VllmConfig) -> None:
         return
     stores = [impl.store for impl in ours]
     longest, room = blocks_of_longest(config), host_room(config)
-    most, wanted = room // sum(s.host_bytes for s in stores), config.cache_config.num_gpu_blocks_override
+    wanted, memory = config.cache_config.num_gpu_blocks_override, {"host": (room, sum(s.host_bytes for s in stores))}
     if wanted is None and torch.cuda.is_available():
-        most = min(most, torch.cuda.mem_get_info()[0] // 2 // sum(s.page_bytes for s in stores))
-    most = least_of_ranks(config, most)
+        memory["device"] = torch.cuda.mem_get_info()[0] // 2, sum(s.page_bytes for s in stores)
+    what = min(memory, key=lambda x: memory[x][0] // memory[x][1])
+    most = least_of_ranks(config, memory[what][0] // memory[what][1])
     least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
     if most < least:
-        gib = least * sum(s.host_bytes for s in stores) / GIB
+        have, block = memory[what]
+        more = ", or raise host_gib" if what == "host" else ""
         raise MemoryError(
-            f"torchsparsekv: {least} blocks of {stores[0].block_size} tokens take {gib:.2f} GiB of host memory, "
-            f"{room / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override), or raise host_gib"
+            f"torchsparsekv: {least} blocks of {stores[0].block_size} tokens take {least * block / GIB:.2f} GiB of "
+            f"{what} memory, {have / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override){more}"
         )
     blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
     if stores[0].resident:
