@@ -80,7 +80,7 @@ __device__ Row of_tile(Row row, int i) {
   return reinterpret_cast<Row>(__shfl_sync(ALL, reinterpret_cast<unsigned long long>(row), i));
 }
 
-// The row (of 16) of a thread's number r.
+// The row (of 16) of a thread's r-th number.
 __device__ int column(int r) { return 2 * (threadIdx.x % 4) + r % 2 + r / 2 * 8; }
 
 __device__ void load_values(Words (&value)[4][OF_VALUE], Row row) {
@@ -203,8 +203,8 @@ __device__ float power(int n) { return n < -126 ? 0 : __int_as_float((n + 127) <
 __device__ int program_of(int group) { return group % CLUSTER; }
 __device__ int place_of(int group) { return group / CLUSTER; }
 
-// The groups of the rest. Exact tokens are in chosen blocks, or have positions from `begin` up to `end`: the latter are
-// both in the ring and in the sums.
+// The groups of the rest. Their exact tokens are in chosen blocks, or at positions from `begin` up to `end`, which are both in
+// the ring and in the sums.
 struct Rest {
   const char* sums;
   const int* fill;
@@ -256,8 +256,8 @@ __device__ int group_of(const Tokens& tokens, const Rest& rest, int n, int block
   return FILLED || position >= rest.sink && position < rest.begin ? position / GROUP : ALONE;
 }
 
-// The exact tokens of a program, in shared memory: the tokens of its groups, and every CLUSTER-th tile of the tokens that
-// have no group.
+// The exact tokens of a program, in shared memory: the tokens of its groups, and those without a group in every CLUSTER-th
+// tile.
 struct List {
   static constexpr int EACH = 4;  // tokens that a thread looks at together
   int *token, *place;             // the tokens; the places of their groups in the tables, or ALONE
@@ -486,7 +486,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int* fill, const int* length, const int* begins, const unsigned short* sink_logits, const char* sums,
     const int* ring_begin, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks,
     int chosen, int groups, int sink, float scale, float softcap) {
-  extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; before that, the tables of the rest
+  extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; earlier, the tables of the rest
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32;

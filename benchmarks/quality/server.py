@@ -30,7 +30,7 @@ PATIENCE = 600  # seconds until a request is given up
 class Options:
     url: str = option("http://127.0.0.1:8000/v1", "The server's API.")
     model: str = option("qwen-1.5b", "The server's model, named as in `eval`. Its tokenizer makes the prompts.")
-    yarn: float = option(1.0, "The server multiplies the model's positions by this, with YaRN.")
+    yarn: float = option(1.0, "The YaRN factor with which the server was started; 1: none.")
     lengths: tuple[int, ...] = option((32768,), "Tokens of prompt and answer together, comma-separated.")
     tasks: tuple[str, ...] = option(("niah_multikey_2", "vt", "code_constant"), "Tasks, comma-separated.")
     samples: int = option(16, "Samples per task and length.")

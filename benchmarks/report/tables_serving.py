@@ -141,7 +141,7 @@ def kernels(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, microseconds of each stage of one layer: {o['q_heads']} query heads, {o['kv_heads']} kv "
         f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']} (`pariskv`: {o['tokens']}, as in its "
-        "paper). The caches of the GPU do not hold the inputs. The one fetch of a step takes between `fetch, hits` "
+        "paper). The caches of the GPU do not hold the inputs. Fetch of a layer takes between `fetch, hits` "
         "(all blocks hit) and `fetch, misses` (nearly all miss)."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]

@@ -57,7 +57,7 @@ class Options:
     steps: int = 64
     most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for that many requests.")
     gpu_gib: float = option(0.0, "GiB of GPU memory that vLLM may use; 0: vLLM decides.")
-    host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: as many as --most requests need.")
+    host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: what the plugin takes by default.")
     device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: half of the free GPU memory.")
     grows: int = option(512, "Tokens that a request may generate.")
     shared: bool = option(False, "One engine for all contexts of a place, made for the longest; else one for each.")
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def named(self) -> dict[str, str]:
-        """What begins its rows."""
+        """The first fields of its rows."""
         return {"place": self.place} | ({"method": self.method} if self.method else {})
 
 
@@ -100,9 +100,9 @@ def engines(o: Options) -> list[Engine]:
 
 @contextlib.contextmanager
 def stored_prompts(most: int) -> Iterator[None]:
-    """Steps of more tokens than there are requests leave attention and MLP out.
+    """Steps of more than `most` tokens skip the MLP, steps with a prompt skip attention.
 
-    For an engine that has started: what vLLM has compiled and captured computes both, and those steps bypass it.
+    Enter it after the engine has started: what vLLM compiled and captured computes both, and these steps bypass it.
     """
     from vllm.model_executor.models.llama import LlamaMLP, LlamaModel
 
@@ -253,7 +253,7 @@ def fetched(stores: list[BlockStore], step) -> float:
 
 
 def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
-    """Medians over steps in which all requests decode."""
+    """The median time of a step in which all requests decode."""
     from vllm import SamplingParams
 
     engine, ids = llm.llm_engine, [str(i) for i in range(batch)]

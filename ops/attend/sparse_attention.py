@@ -14,8 +14,8 @@ Args:
         `rest` is `settled` and there is no `retrieve_now`.
     rest: sums [batch, heads, groups, 2, dim] or None. With `fill`, groups are whole blocks, and `frontier` is None.
         With tokens [batch, heads, groups] each row of sums is a mean, and stands for that number of tokens.
-        With `settled` the CUDA kernel makes the products with the sums, and looks up the groups of the selected
-        tokens, while the kernel before it still runs.
+        With `settled` the CUDA kernel makes the products with the sums while the kernel before it still runs; if it
+        reads `ids`, it also looks up the groups of the selected tokens then.
         In the CUDA kernel a logit of a group or of its tokens above 32,767 or below -32,767, ahead of the soft cap,
         makes the output NaN.
 
@@ -59,7 +59,7 @@ from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, 
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster), and warps per program: as many as have a tile each, up to MOST_WARPS. A program of
+# Programs per kv head (a cluster) and warps per program, at most; _cluster and _warps choose fewer. A program of
 # 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
 # not 10.4, at 1360 tokens.
 # With the rest a program has more to do, and some programs have more tokens than others.
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _cluster(q: Tensor, heads: int) -> int:
-    """Programs per kv head, a power of two, with at most one program per multiprocessor.
+    """Programs per kv head, a power of two; above 1 only if every program has a multiprocessor of its own.
 
     A cluster of 8 starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters
     of 8 and 10.2 in clusters of 4.
@@ -190,8 +190,8 @@ def _cluster(q: Tensor, heads: int) -> int:
 
 
 def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
-    """Warps per program: the fewest that need no additional round of tiles. 8 if heads are wide or a multiprocessor
-    runs several programs, as registers then allow no more."""
+    """Warps per program: 16 with the rest, else the fewest from 8 on that need no more rounds of tiles. 8 if heads are
+    wide or a multiprocessor runs several programs, as registers then allow no more."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
     if rest.sums is not None:

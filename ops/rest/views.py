@@ -21,8 +21,8 @@ class Rest(NamedTuple):
     tokens: for means that a method makes itself, how many tokens each row of `sums` stands for at this step. A row with
         0 is left out. Nothing is subtracted from such means, and `group` is 0.
     settled: whether the kernel directly before attention comes after all kernels that wrote the sums, the lengths, the
-        frontier, `ids`, `fill` and the query. Attention may then read these tensors while that kernel still runs. The
-        slots in `chosen` must hold the blocks of `ids`, in the same places.
+        frontier, `ids`, `fill` and the query. Attention may then read these tensors while that kernel still runs.
+        Without `retrieve_now`, `chosen` has the slots of `ids`, in that order.
     """
 
     sums: Sums | None = None

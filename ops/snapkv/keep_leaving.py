@@ -30,8 +30,8 @@ def reference(kept: Changed[SnapSet], stats: Changed[Stats], lengths: Lengths) -
         lengths: `ring_begin` and `length` of each row; a row past its capacity only gets `updated` 0.
 
     Launches:
-        One kernel of batch * heads programs of one warp. Where no token leaves, a program rewrites its counters as
-        they are.
+        One kernel of batch * heads programs of one warp. Where no token leaves, count, frontier and lost stay as they
+        are.
     """
     heads, most = kept.ids.shape[1:]
     for b, (n, begin) in enumerate(torch.stack([lengths.length, lengths.ring_begin], 1).tolist()):

@@ -1,4 +1,4 @@
-"""Choose the tokens of a prompt that stay: those that its last queries attend to most.
+"""Choose the tokens of a prompt that steps attend to: those that its last queries attend to most.
 
 With the queries q of the observation window (the last tokens of the prompt), positions i, and all keys up to a query:
 
@@ -84,7 +84,7 @@ def reference(
     k: NewKeys, observed: Observed, kept: Changed[SnapSet], pool: Pool, lengths: Lengths, attention: Attention,
     pooling: Pooling, spans: list[int] | None,
 ) -> None:  # fmt: skip
-    """Choose the tokens of a prompt that stay: those that its last queries attend to most.
+    """Choose the tokens of a prompt that steps attend to: those that its last queries attend to most.
 
     Args:
         k: keys of the new tokens [batch, heads, tokens, dim]; the pool may not have them yet.

@@ -30,7 +30,7 @@ EVERY, SURE_NODES = 16, 64_000
 # Pages that a budget should hold: PAGES, or FEWER where pages would have less than SMALLEST tokens. The authors'
 # benchmarks have 256 tokens in 16 pages.
 PAGES, FEWER = 32, 16
-LARGEST, SMALLEST = 16, 4  # tokens of a page, by default; smaller pages have no CUDA kernel
+LARGEST, SMALLEST = 16, 4  # tokens of a default page from a budget of 64 on; smaller pages have no CUDA kernel
 # By default a query expands the share VIEWED of the nodes, within an upper bound: MANY_NODES, or the number of nodes
 # that BUDGETS * budget tokens hang under, if that is larger.
 VIEWED, MANY_NODES, BUDGETS = 0.1, 640, 8

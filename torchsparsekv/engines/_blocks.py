@@ -1,8 +1,9 @@
 """Keys and values of one layer by block id, for all requests of an engine, with the index of their method.
 
 Nothing is kept per row of a batch: with every call the engine says where new tokens go, and which blocks a request has.
-The index of a token depends on the keys of its block alone. So blocks that requests share are indexed once, and an
-earlier use of a block leaves no trace. Tokens become selectable when older than the window, an interval at a time.
+Digests depend on the keys of their own block and on one origin. So blocks that requests share are indexed once, and
+nothing but the origin remains of an earlier use of a block. Tokens become selectable when older than the window, an
+interval at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
 memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer as
@@ -155,7 +156,7 @@ class BlockStore:
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
     def bind(self, page: Tensor) -> None:
-        """Use the engine's memory, bytes [blocks, page_bytes]: the index of all blocks, then the pool if it is here."""
+        """Use memory of the engine, bytes [blocks, page_bytes]: the index of all blocks, then a pool on the device."""
         place = page.data_ptr(), page.shape, page.stride()
         if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return

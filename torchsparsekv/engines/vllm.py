@@ -75,7 +75,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Metadata:
     """A batch. The first `decodes` requests have one new token each. `prompts` are requests whose new tokens attend to
-    everything; one that has a single new token of its prompt is also among the first.
+    everything; one with a single new token of its prompt is also among the first `decodes`.
 
     lengths: tokens of each request. table: ids of its blocks. to: the row of the pool for each new token.
     """
