@@ -318,8 +318,8 @@ class Method:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
 
     def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
-        """What stands for the tokens that a step does not retrieve. It is called after fetch. An override must write no
-        sums of groups, because attention reads these while fetch runs."""
+        """What stands for the tokens that a step does not retrieve. Called once fetch is launched: an override must not
+        write sums of groups, because attention may read them before fetch ends."""
         return s.rest if self.estimate_rest else NO_REST
 
     def observed_queries(self, s: LayerState) -> Tensor | None:

@@ -167,8 +167,8 @@ def serve(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
-        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests that was "
-        f"timed. It is as many as fit; with `kv=host` and `kv=auto`, as fit {o['host_gib']:g} GiB of host memory. "
+        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed, "
+        f"which is as many as fit; `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory. "
         "Tokens/s and ratio: with that many requests; the ratio is to FlashAttention in 16 bits. The tokens are "
         "sampled from random weights, so the selected blocks change from step to step."
     )
@@ -197,7 +197,7 @@ def served(r: Result, patched: Means) -> str:
     said = (
         f"{gpu(r)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, `pariskv` with budget 1024, all layers "
         f"sparse. Served: by `vllm serve` (0.26, native code, `kv=device`), {o['requests']} requests at a time, mean "
-        f"score of {o['samples']} samples. The others: by `eval`, mean of as many of these samples as in brackets."
+        f"score of {o['samples']} samples. Other columns: by `eval`. Brackets: how many of these samples."
     )
     by = {(x["task"], x["method"]): x for x in patched.rows}
     rows = []

@@ -59,7 +59,7 @@ from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, 
 
 # The shapes of csrc/sparse_attention.cu; Triton takes the others.
 NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster) and warps per program, at most; _cluster and _warps choose fewer. A program of
+# Programs per kv head (a cluster), at most; warps per program: at least, at most, and with the rest. A program of
 # 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
 # not 10.4, at 1360 tokens.
 # With the rest a program has more to do, and some programs have more tokens than others.
@@ -190,8 +190,8 @@ def _cluster(q: Tensor, heads: int) -> int:
 
 
 def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
-    """Warps per program: 16 with the rest, else the fewest from 8 on that need no more rounds of tiles. 8 if heads are
-    wide or a multiprocessor runs several programs, as registers then allow no more."""
+    """Warps per program: 8 if heads are wide or a multiprocessor runs several programs (registers allow no more), else
+    16 with the rest, else the fewest from 8 on that need no more rounds of tiles than 12."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
     if rest.sums is not None:

@@ -22,7 +22,7 @@ class Rest(NamedTuple):
         0 is left out. Nothing is subtracted from such means, and `group` is 0.
     settled: whether the kernel directly before attention comes after all kernels that wrote the sums, the lengths, the
         frontier, `ids`, `fill` and the query. Attention may then read these tensors while that kernel still runs.
-        Without `retrieve_now`, `chosen` has the slots of `ids`, in that order.
+        Without `retrieve_now`, `chosen` must be the slots of `ids`, in order.
     """
 
     sums: Sums | None = None

@@ -51,8 +51,8 @@ class IceCache(Method):
     The paper selects the pages of the k best tokens. Here, as in the authors' code, k is so large that these pages fill
     the budget.
 
-    A generated token goes to the page of its node, which need not become full. When no new page is left, tokens keep
-    the rows of their positions. A page counts as `page_size` tokens of the budget, full or not.
+    A generated token goes to the page of its node, which need not become full. When no new page is left, tokens lie
+    in pool rows by position. A page counts as `page_size` tokens of the budget, full or not.
 
     Layers may share a selection (`reuse_every` or `selecting_layers`). A selecting layer has a tree and queries it. The
     sharing layers after it store their tokens in the same order and attend to the pages that it selected. The paper's

@@ -156,7 +156,7 @@ class BlockStore:
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
     def bind(self, page: Tensor) -> None:
-        """Use memory of the engine, bytes [blocks, page_bytes]: the index of all blocks, then a pool on the device."""
+        """Use the engine's memory [blocks, page_bytes]: the index of all blocks, then, with kv="device", the pool."""
         place = page.data_ptr(), page.shape, page.stride()
         if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return
