@@ -191,7 +191,7 @@ def _cluster(q: Tensor, heads: int) -> int:
 
 def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
     """Warps per program: 8 if heads are wide or a multiprocessor runs several programs (registers allow no more), else
-    16 with the rest, else the fewest from 8 on that need no more rounds of tiles than 12."""
+    16 with the rest, else the fewest from 8 on with as few rounds of tiles as 12 warps."""
     if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
         return NATIVE_WARPS
     if rest.sums is not None:

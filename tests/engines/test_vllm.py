@@ -345,6 +345,17 @@ def test_memory_lost_after_planning_does_not_change_the_plan(llama, monkeypatch)
     assert made.store.pool is not None
 
 
+def test_device_memory_that_holds_no_step_is_refused(llama):
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "device_gib": 1e-6})
+    made = layer(config)
+    with pytest.raises(ValueError, match=r"device_gib=1e-06, but steps of max_num_seqs=\d+ requests need 0.0\d GiB"):
+        engine.device_room(config)
+    enough = made.store.least_hot_bytes
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "device_gib": enough / engine.GIB})
+    layer(config)
+    assert engine.device_room(config) == enough
+
+
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
 def test_workers_with_their_own_configuration_share_the_plan_in_bytes(llama, monkeypatch, launcher):
     config = config_of(llama[0], {"method": "quest", "kv": "host"})

@@ -130,10 +130,19 @@ class BlockStore:
         """Bytes of a block in host memory."""
         return self._pool(1).nbytes if self.on_host else 0
 
+    @property
+    def _unit_bytes(self) -> int:
+        return self._pool(1).nbytes * self.unit // self.block_size
+
+    @property
+    def least_hot_bytes(self) -> int:
+        """Bytes of a hot buffer that has room for a step of all requests."""
+        return self._least_slots * self._unit_bytes
+
     def reserve(self, blocks: int, room: int) -> None:
         """With kv="auto": allocate a hot buffer for `blocks` blocks, or for as many as `room` bytes hold. It always has
         room for a step."""
-        units, each = blocks * self.block_size // self.unit, self._pool(1).nbytes * self.unit // self.block_size
+        units, each = blocks * self.block_size // self.unit, self._unit_bytes
         self._hot_rows = None  # frees that of another size
         self.slots = max(self._least_slots, min(units, room // each))
         self._hot_rows = self._zeros(self._hot_shape())

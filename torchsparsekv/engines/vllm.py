@@ -246,7 +246,14 @@ def host_room(config: VllmConfig) -> int:
 
 def device_room(config: VllmConfig) -> int:
     """Bytes of device memory that keys and values may fill, with kv="auto". vLLM measures its own memory afterwards."""
-    gib = ours_in(config)[0].options.device_gib
+    ours = ours_in(config)
+    gib, least = ours[0].options.device_gib, sum(impl.store.least_hot_bytes for impl in ours)
+    if gib is not None and gib * GIB < least:
+        requests = config.scheduler_config.max_num_seqs
+        raise ValueError(
+            f"torchsparsekv: device_gib={gib:g}, but steps of max_num_seqs={requests} requests need "
+            f"{least / GIB:.2f} GiB: raise device_gib, or lower max_num_seqs or budget"
+        )
     if gib is not None:
         return int(gib * GIB)
     return least_of_ranks(config, torch.cuda.mem_get_info()[0] // 2 if torch.cuda.is_available() else 0)
