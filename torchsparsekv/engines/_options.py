@@ -66,8 +66,8 @@ def read_options(given: object, block_size: int) -> Options:
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"torchsparsekv: block_size of the engine must be a power of two, got {block_size}")
     method = make_method(name, **hyper)
-    if method.prefetch_async is not None:
-        raise ValueError(f"torchsparsekv: an engine has no prefetch_async, got {method.prefetch_async!r}: leave it out")
-    if method.estimate_rest is not False:
-        raise ValueError(f"torchsparsekv: an engine has no estimate_rest, got {method.estimate_rest!r}: leave it out")
+    for field, value in (("prefetch_async", None), ("estimate_rest", False), ("hot_budgets", "auto")):
+        if (given_value := getattr(method, field)) != value:
+            why = ": max_num_seqs and device_gib decide" if field == "hot_budgets" else ""
+            raise ValueError(f"torchsparsekv: an engine has no {field}{why}, got {given_value!r}: leave it out")
     return Options(method, block_size, kv, *(None if value is None else float(value) for value in gib.values()))

@@ -364,6 +364,7 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(kv="auto", device_gib=-1), "got -1"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
         (dict(estimate_rest=True), "an engine has no estimate_rest, got True"),
+        (dict(hot_budgets=6), "an engine has no hot_budgets: max_num_seqs and device_gib decide, got 6"),
         (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
         (dict(block_size=8), "block_size is that of the engine, 4, got 8"),
     ],
