@@ -20,7 +20,7 @@ from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 from torchsparsekv.ops.store.views import Lengths, Observed, PerHead, Queries
 
-NOT_YET = -(1 << 31)  # below every length, also below a length less an offset
+NOT_YET = -(1 << 31)  # below every length, also if an offset is subtracted from the length
 NOT_SINCE = tl.constexpr(NOT_YET)  # the same in kernels
 
 
