@@ -107,8 +107,9 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return flat[:nbytes].view(dtype).view(shape)
 
 
-# Control groups, versions 2 and 1: the root folder, the controller's name in /proc/self/cgroup, the files with the
-# limit and the use of a group, and the field of memory.stat with the file cache, which the system can free.
+# Control groups, versions 2 and 1. A row has the root folder, the controller's name in /proc/self/cgroup, and three
+# names: the file with the limit, the file with the use, and the field of memory.stat with the file cache. The system
+# can free the file cache.
 _ROOT = Path("/sys/fs/cgroup")
 CGROUPS = (
     (_ROOT, "", ("memory.max", "memory.current", "inactive_file")),

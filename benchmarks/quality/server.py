@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import statistics
 import time
 import urllib.error
 import urllib.request
@@ -74,8 +75,8 @@ def summary(rows: list[dict]) -> list[dict]:
     out = []
     for (task, length), group in itertools.groupby(rows, lambda r: (r["task"], r["length"])):
         scores = [r["score"] for r in group]
-        n, mean = len(scores), sum(scores) / len(scores)
-        error = (sum((x - mean) ** 2 for x in scores) / (n - 1) / n) ** 0.5 if n > 1 else 0.0
+        mean, n = statistics.fmean(scores), len(scores)
+        error = statistics.stdev(scores) / n**0.5 if n > 1 else 0.0
         out.append({"task": task, "length": length, "samples": n, "score": round(mean, 3), "error": round(error, 3)})
     return out
 
@@ -90,6 +91,8 @@ def run(o: Options, out: Path | None = None) -> list[dict]:
     unknown = [t for t in o.tasks if t not in prompts.tasks]
     if unknown:
         raise ValueError(f"unknown task {', '.join(unknown)}; available: {', '.join(prompts.tasks)}")
+    for length, task in itertools.product(o.lengths, o.tasks):
+        prompts.sample(task, length, 0)  # refuses a task that does not fit
     served = asked(f"{o.url}/models")["data"][0]["id"]
     total = len(o.lengths) * len(o.tasks) * o.samples
     rows = list(watched(evaluate(o, served, prompts), total, "sample"))

@@ -1,5 +1,7 @@
 """Tables of throughput, memory, prompts, first calls, kernels and servers. One function per table."""
 
+import statistics
+
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
@@ -204,5 +206,5 @@ def served(r: Result, patched: Means) -> str:
     for task in o["tasks"]:
         scores = [x["score"] for x in r.rows if x["task"] == task]
         told = [f"{x['score']:.2f} ({x['samples']})" if (x := by.get((task, m))) else "-" for m in ("dense", "pariskv")]
-        rows.append([task, *told, f"{sum(scores) / len(scores):.2f} ({len(scores)})"])
+        rows.append([task, *told, f"{statistics.fmean(scores):.2f} ({len(scores)})"])
     return markdown(said, ["task", "dense", "`pariskv`, with `patch`", "`pariskv`, served"], rows)

@@ -1,4 +1,4 @@
-"""Bring the newest blocks of a prompt into the hot buffer, as many as it has room for, by calls of `fetch`."""
+"""Bring the newest blocks of a prompt into the hot buffer by calls of `fetch`, until the buffer is full."""
 import torch
 from torch import Tensor
 

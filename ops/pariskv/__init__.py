@@ -20,8 +20,8 @@ A decode step:
     fetch             the tokens into the hot buffer
     sparse_attention  ring and hot buffer
 
-Where rows share one pool, as in an engine, encode_tokens replaces encode_keys, count_ids counts the ids of each row
-before centroid_votes, and rank_by_votes and rerank find keys through the table of blocks.
+In an engine rows share one pool. There encode_tokens replaces encode_keys, and count_ids counts the ids of each row
+before centroid_votes. rank_by_votes and rerank find keys through the table of blocks.
 
 centroid_votes, rank_by_votes and rerank have kernels in CUDA C++ (csrc/), and in Triton for other shapes. encode_keys
 and rerank share the codes (_code.py); encode_keys and centroid_votes share the rotation.
