@@ -88,8 +88,8 @@ def test_what_the_server_refuses_is_told(served):
         (dict(tasks=("nothing",)), "unknown task nothing; available: niah_"),
         (dict(model="recall"), "no server runs the recall model"),
         (dict(requests=0), "requests must be at least 1, got 0"),
-        (dict(lengths=(600, 20)), "niah_multikey_2 does not fit 20 tokens"),
-        (dict(url="http://127.0.0.1:9/v1"), "no server answers at http://127.0.0.1:9/v1/models"),
+        (dict(lengths=(600, 20), tasks=("niah_multikey_2",)), "niah_multikey_2 does not fit 20 tokens"),
+        (dict(url="http://127.0.0.1:9/v1", lengths=(600,), tasks=("vt",)), "no server answers at http://127.0.0.1:9/v1/models"),
     ],
 )
 def test_bad_input_is_told(given, message, served):
