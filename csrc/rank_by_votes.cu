@@ -6,9 +6,10 @@
 // subspaces. Votes are words of four bytes, one byte per query head; sums of a byte stay below 256.
 //
 // Compile-time constants: B subspaces (8, 16 or 32); PACKS of four query heads; BINS, a power of two above 6 B + 1;
-// THREADS of a program.
+// THREADS of a program; PAGE tokens of a block, or 0 where each row has a pool of its own.
 
 #include "common.cuh"
+#include "table.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
 constexpr int BATCH = 2;  // keys per thread that are loaded at a time
@@ -91,8 +92,8 @@ __device__ void suffix_sums(const int* tally, int* at_least) {
 
 // Score a span of keys, and count how many of them have at least each score.
 extern "C" __global__ void __launch_bounds__(THREADS) scores(
-    const unsigned char* ids, const uint4* table, unsigned char* out, int* at_least, const int* ring_begin, int heads,
-    int rows, int stride, int sink) {
+    const unsigned char* ids, const uint4* table, unsigned char* out, int* at_least, const int* ring_begin,
+    const int* blocks, int places, int heads, int rows, int stride, int sink) {
   extern __shared__ uint4 lookup[];  // [PACKS, SIZE, BANKS / 4]
   __shared__ int tally[BINS];
   const long long bh = blockIdx.x;
@@ -105,16 +106,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
   if (first >= end) return;
-  ids += (bh * rows + first + tid) * B, out += bh * stride + first + tid;
+  const Table<PAGE> pool(blocks, places, blockIdx.x, heads, rows);
+  ids += pool.first * B, out += bh * stride + first + tid;
+  int block[BATCH];  // of the keys whose ids are loaded next
   Ids ahead[BATCH] = {};
-  for (int k = 0; k < BATCH; k++)
-    if (first + tid + k * STEP < stop) ahead[k] = load(ids + k * STEP * B);
+  for (int k = 0; k < BATCH; k++) block[k] = pool.block(first + tid + k * STEP, stop);
+  for (int k = 0; k < BATCH; k++) {
+    const int key = first + tid + k * STEP;
+    if (key < stop) ahead[k] = load(ids + pool.row(block[k], key) * B);
+    block[k] = pool.block(key + BATCH * STEP, stop);
+  }
   __syncthreads();
-  for (int at = first + tid; at < stop; at += BATCH * STEP, ids += BATCH * STEP * B, out += BATCH * STEP) {
+  for (int at = first + tid; at < stop; at += BATCH * STEP, out += BATCH * STEP) {
     Ids now[BATCH];
     for (int k = 0; k < BATCH; k++) now[k] = ahead[k];
-    for (int k = 0; k < BATCH; k++)
-      if (at + (BATCH + k) * STEP < stop) ahead[k] = load(ids + (BATCH + k) * STEP * B);
+    for (int k = 0; k < BATCH; k++) {
+      const int key = at + (BATCH + k) * STEP;
+      if (key < stop) ahead[k] = load(ids + pool.row(block[k], key) * B);
+      block[k] = pool.block(key + BATCH * STEP, stop);
+    }
     int best[BATCH];
     for (int k = 0; k < BATCH; k++) best[k] = score(rotated_bytes(now[k], lane % B), row);
     const bool all = at - lane >= sink && at - lane + 31 + (BATCH - 1) * STEP < stop;  // all keys of the warp are live

@@ -6,9 +6,10 @@
 //
 // Compile-time constants: B subspaces (8, 16 or 32); F query heads; WARPS of a program; programs RESIDENT on a
 // multiprocessor; GROUP scores that share a peak; the fp16 bits of the 8 magnitudes, low bytes (LOW0, LOW1) and high
-// bytes (HIGH0, HIGH1).
+// bytes (HIGH0, HIGH1); PAGE tokens of a block, or 0 where each row has a pool of its own.
 
 #include "common.cuh"
+#include "table.cuh"
 #include "tensor.cuh"
 
 constexpr int PER_WARP = 32;  // candidates of a warp
@@ -96,15 +97,20 @@ __device__ void write(
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     const float* rotated, const unsigned* codes, const unsigned short* weights, const int* candidates, float* out,
-    float* peaks, int rows, int total, int groups) {
+    float* peaks, const int* blocks, int places, int heads, int rows, int total, int groups) {
   const long long bh = blockIdx.x;
   const int row = lane() / 4, quarter = lane() % 4, step = gridDim.y * WARPS * PER_WARP;
   int first = (blockIdx.y * WARPS + warp()) * PER_WARP;
+  const Table<PAGE> pool(blocks, places, blockIdx.x, heads, rows);
   candidates += bh * total, out += bh * total, peaks += bh * groups;
-  codes += bh * rows * B + quarter * WORDS, weights += bh * rows * B + quarter * WORDS;
-  auto pool_row = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
+  codes += pool.first * B + quarter * WORDS, weights += pool.first * B + quarter * WORDS;
+  auto candidate = [&](int first) { return first + lane() < total ? candidates[first + lane()] : -1; };
+  auto row_of = [&](int position) {
+    return position < 0 ? -1 : (int)pool.row(pool.block(position, position + 1), position);
+  };
   wait_for_previous();
-  int pool_rows = pool_row(first), next_rows = pool_row(first + step);
+  int pool_rows = row_of(candidate(first)), next_rows = row_of(candidate(first + step));
+  int after_next = candidate(first + 2 * step);
   Rows here = load(codes, weights, pool_rows);
   unsigned query[B] = {};  // of head `row`, in the layout of the second factor: four pairs per word
   if (row < F) {
@@ -116,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
   }
   for (; first < total; first += step) {
     const Rows ahead = load(codes, weights, next_rows);  // in flight during the products
-    const int rows_after_next = pool_row(first + 2 * step);
+    const int rows_after_next = row_of(after_next);
+    after_next = candidate(first + 3 * step);
     float best[ROWS];
     estimate(best, here, query);
     write(out, peaks, best, first, pool_rows, total, groups);

@@ -7,8 +7,9 @@
 # docs/guide/serving.md says what runs and what is refused. examples/ask_server.py sends requests to the server.
 set -e
 model=${1:?usage: serve.sh MODEL [options of vllm serve]}
-# vLLM 0.26 has one name for the backends of all plugins. In 0.33 our backend has a name of its own.
-backend=$(python -c "from torchsparsekv.engines._vllm_seams import seam; print(seam().NAME)")
+# vLLM 0.26 has one name for the backends of all plugins. In 0.33 our backend has a name of its own. vLLM may print
+# warnings ahead of the name.
+backend=$(python -c "from torchsparsekv.engines._vllm_seams import seam; print(seam().NAME)" | tail -n 1)
 ours="{\"method\": \"${METHOD:-quest}\", \"budget\": ${BUDGET:-1024}, \"kv\": \"${KV:-device}\"}"
 exec vllm serve "$model" --attention-backend "$backend" --block-size 16 --max-num-seqs "${REQUESTS:-16}" \
     --additional-config "{\"torchsparsekv\": $ours}" "${@:2}"

@@ -333,6 +333,11 @@ class Method:
     def step(self, s: LayerState, q: Tensor, leaving: Leaving) -> None:
         """One token came: take the keys that leave the ring into the index. The pool has them already."""
 
+    def engine_buffers(self, g: Geometry, blocks: int) -> Buffers:
+        """Buffers of one layer that only an engine needs, beside those of the index. `g.batch` is the most requests of
+        a step, and `blocks` the number of blocks of the engine's pool."""
+        return {}
+
     def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
         """An engine stored new tokens of any requests: take their keys `k` [tokens, kv_heads, head_dim] into the index.
         `to` [tokens] has the pool row of each, -1 for a token that is not stored."""

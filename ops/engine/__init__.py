@@ -1,9 +1,9 @@
 """Serving engines: all that a step does apart from the choice of a method, for requests that share one pool.
 
 The family keeps per layer: one pool of blocks for all requests, the index of a method by block, and, if the pool is in
-host memory, one hot buffer (`SharedHot`, views.py). Nothing is kept per row of a batch: with each call the engine says
-where new tokens go, and which blocks a request has (`BlockTable` of ops/store/views.py). tables.py states which tokens
-every step attends to.
+host memory, one hot buffer (`SharedHot`, views.py). This family keeps nothing by row of the batch: with each call the
+engine says where new tokens go, and which blocks a request has (`BlockTable` of ops/store/views.py). tables.py states
+which tokens every step attends to.
 
 A prompt, or a chunk of one:
     write_tokens        keys and values of the new tokens, into the rows that the engine gave them

@@ -9,7 +9,15 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import Listed, SharedHot
 from torchsparsekv.ops.gather._hot_buffer import HIT, advance_hand, check_blocks, check_chosen, find_victims
@@ -55,10 +63,11 @@ def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
 @triton.jit
 def _plan(
     ids, out, hot, victims, missing, misses, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, HIT: tl.constexpr,
+    WINDOW: tl.constexpr, HIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the slot of every listed block of a head to `out`. `victims` [N] gets the slots that change their block,
     `missing` [N] the blocks that take these slots, `misses` their number."""
+    wait_for_previous(PDL)
     h = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, N)  # entries of the lists
     slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
@@ -94,9 +103,10 @@ def _plan(
 @triton.jit(do_not_specialize=["blocks"])  # with a pool of one block, `blocks` would be a constant without a type
 def _bring(
     pool, hot, victims, missing, misses, slots, blocks, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr,
+    ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy this program's share of the rows of the missing blocks of a head."""
+    wait_for_previous(PDL)
     h = tl.program_id(0).to(tl.int64)
     pool, hot = row_at(pool, h, 0, blocks.to(tl.int64) * P, D), row_at(hot, h, 0, slots * P, D)
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -110,11 +120,12 @@ def launch(ids, pool, hot) -> Tensor:
     victims, missing, misses = (ids.new_empty((heads, size)) for size in (padded, padded, 1))
     _plan[(heads,)](
         ids, out, hot, victims, missing, misses, heads, n, requests * n, slots, blocks, CLAIM=CLAIM, N=padded,
-        WINDOW=WINDOW, HIT=HIT, num_warps=min(32, max(4, padded // PER_WARP)),
+        WINDOW=WINDOW, HIT=HIT, num_warps=min(32, max(4, padded // PER_WARP)), **launch_early(ids.device, heads),
     )  # fmt: skip
-    _bring[(heads, cdiv(2 * sm_count(ids.device), heads))](
+    parts = cdiv(2 * sm_count(ids.device), heads)
+    _bring[(heads, parts)](
         pool, hot.rows, victims, missing, misses, slots, blocks, N=padded, P=p, D=d,
-        ROW=next_power_of_2(row_width(d)), ROWS=ROWS,
+        ROW=next_power_of_2(row_width(d)), ROWS=ROWS, **launch_early(ids.device, heads * parts),
     )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import FlatTokens, RowOfToken
 from torchsparsekv.ops.index._leaving import load_fresh
@@ -81,7 +81,9 @@ def _first_filling(to, t, P: tl.constexpr, SCANNED: tl.constexpr):
 def _bounds(
     k, to, pool, centre, spread, origin, k_t, k_h, pool_rows, blocks, BALL: tl.constexpr, MEAN: tl.constexpr,
     LIMIT: tl.constexpr, UNIT: tl.constexpr, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SCANNED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     last = tl.load(to + t)
     if (last >= 0) & (last % P == P - 1):
@@ -103,6 +105,7 @@ def launch(k, to, pool, digests) -> None:
     _bounds[(tokens, heads)](
         k, to, pool, centre, spread, origin, *k.stride()[:2], pool.shape[2], centre.shape[2], **volume_of(digests),
         P=block_size, D=d, DP=next_power_of_2(d), SCANNED=SCANNED, num_warps=2,
+        **launch_early(k.device, tokens * heads),
     )  # fmt: skip
 
 

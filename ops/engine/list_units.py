@@ -13,7 +13,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops._machinery.triton import cdiv, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.engine.tables import near_units
 from torchsparsekv.ops.store.tables import pool_row_of, pool_rows
 from torchsparsekv.ops.store.views import I32, BlockTable, Lengths
@@ -66,8 +66,9 @@ def reference(selected: Units, lengths: Lengths, table: BlockTable, window: int,
 @triton.jit
 def _list(
     selected, length, ring_begin, table, ids, fill, heads, places, n, k, sink, NEAR: tl.constexpr, UNIT: tl.constexpr,
-    P: tl.constexpr, LISTED: tl.constexpr,
+    P: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     j = tl.program_id(1) * LISTED + tl.arange(0, LISTED)
@@ -92,6 +93,7 @@ def launch(selected, lengths, table, window, unit) -> tuple[Tensor, Tensor]:
     _list[(count * heads, cdiv(n, LISTED))](
         selected, lengths.length, lengths.ring_begin, table.ids, ids, fill, heads, table.ids.shape[1], n, k,
         lengths.sink, NEAR=near_units(window, lengths.interval, unit), UNIT=unit, P=table.block_size, LISTED=LISTED,
+        **launch_early(ids.device, count * heads * cdiv(n, LISTED)),
     )  # fmt: skip
     return ids, fill
 

@@ -10,7 +10,7 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import Copies, FlatTokens, RowOfToken
 from torchsparsekv.ops.store.rows import as_stored, in_row, new_row, row_at, row_width, rows_of, store_row
@@ -55,8 +55,9 @@ def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, pool: Changed[Pool],
 @triton.jit(do_not_specialize=["tokens"])
 def _write(
     k, v, to, pool, hot, slot_of, k_t, k_h, v_t, v_h, tokens, pool_rows, slots, blocks, COPIES: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.arange(0, ROW)[None, :]
@@ -80,6 +81,7 @@ def launch(k, v, to, pool, copies) -> None:
         k, v, to, pool, hot if held else pool, slot_of if held else to, *k.stride()[:2], *v.stride()[:2], tokens,
         pool.shape[2], hot.shape[2] if held else 0, slot_of.shape[2] if held else 0, COPIES=held,
         P=hot.shape[3] if held else 1, D=d, ROW=next_power_of_2(row_width(d)), TOKENS=TOKENS,
+        **launch_early(k.device, cdiv(tokens, TOKENS) * heads),
     )  # fmt: skip
 
 

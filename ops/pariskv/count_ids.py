@@ -2,90 +2,112 @@
 
     counts[b, h, s, c] = number of positions p from `sink` up to ring_begin[b] with id_s of p = c
 
-A row with a pool of its own counts when its keys leave the ring (encode_keys). With a shared pool a key may belong to
-several rows, so each step counts the ids of each row anew.
+A row with a pool of its own counts when its keys leave the ring (encode_keys). With a shared pool any row may have
+another request at each step. So this op adds only the keys that became retrievable since its last call, if the row
+still has the same request (views.py, Counted). Else it counts all keys of the row.
 
-Launches: `_count`, (row * kv head, parts of the row), after a fill with zeros. It reads the ids of the row once.
+Launches: `_count`, (row * kv head, subspaces). In most steps no key is new, and it returns at once.
 """
 import torch
-from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, sm_count, tl, triton
+from torchsparsekv.ops._machinery.signature import Changed
+from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.pariskv.rank_by_votes import ids_of_row
-from torchsparsekv.ops.pariskv.views import Ids
+from torchsparsekv.ops.pariskv.views import Counted, Ids
 from torchsparsekv.ops.store.tables import check_table, pool_row_of
 from torchsparsekv.ops.store.views import BlockTable, Lengths
 
 CHUNK = 1024  # keys counted at a time
-RESIDENT = 4  # programs per multiprocessor
 
 
-def check(ids, lengths, table, centroids) -> None:
+def check(ids, lengths, table, counted) -> None:
+    batch = lengths.ring_begin.shape[0]
     if table.ids is None:
         raise ValueError("rows with a pool of their own have their counts already: count_ids needs a table")
-    check_table(ids, lengths.ring_begin.shape[0], table)
+    check_table(ids, batch, table)
+    if batch > counted.ends.shape[0]:
+        raise ValueError(f"{batch} rows are more than the {counted.ends.shape[0]} requests whose counts are kept")
+    if ids.shape[2] != counted.uses.shape[1] * table.block_size:
+        blocks = counted.uses.shape[1]
+        raise ValueError(f"{ids.shape[2]} rows of the pool are not {blocks} blocks of {table.block_size} tokens")
 
 
-def reference(ids: Ids, lengths: Lengths, table: BlockTable, centroids: int) -> Tensor:
+def reference(ids: Ids, lengths: Lengths, table: BlockTable, counted: Changed[Counted]) -> None:
     """Count the ids of the retrievable keys of each row, where rows share one pool.
 
     Args:
         ids: the ids of all keys of the pool [1, heads, rows, spaces].
         lengths: positions per row.
         table: the blocks of each row.
-        centroids: how many ids there are.
-
-    Returns:
-        [batch, heads, spaces, centroids], int32.
+        counted: the first rows of all but `uses` are brought up to date.
     """
-    out = fake(ids, lengths, table, centroids).zero_()
+    assert table.ids is not None
+    sink, page = lengths.sink, table.block_size
     for b, end in enumerate(lengths.ring_begin.tolist()):
-        if end > lengths.sink:
-            found = ids_of_row(ids, table, b, lengths.sink, end).transpose(1, 2).long()
-            out[b].scatter_add_(2, found, torch.ones_like(found, dtype=torch.int32))
-    return out
+        for h, s in torch.cartesian_prod(*map(torch.arange, ids.shape[1::2])).tolist():
+            at = b, h, s
+            first = int(counted.ends[at])
+            if sink < first <= end:
+                block = table.ids[b, (first - 1) // page]
+                same = block == counted.blocks[at] and counted.uses[0, block] == counted.uses_then[at]
+            else:
+                same = False
+            if not same:
+                counted.counts[at], first = 0, sink
+            if end > first:
+                found = ids_of_row(ids, table, b, first, end)[h, :, s].long()
+                counted.counts[at] += found.bincount(minlength=counted.counts.shape[3]).int()
+            block = int(table.ids[b, (end - 1) // page]) if end > sink else 0
+            counted.ends[at], counted.blocks[at] = end if end > sink else 0, block
+            counted.uses_then[at] = counted.uses[0, block]
 
 
 @triton.jit
 def _count(
-    ids, counts, ring_begin, table, heads, rows, places, sink, B: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, PAGE: tl.constexpr,
+    ids, counted, ring_begin, table, heads, rows, places, sink, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    bh, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    wait_for_previous(PDL)
+    bh, space, spaces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b = bh // heads
+    at = bh * spaces + space
     end = tl.load(ring_begin + b)
-    ids += bh % heads * rows * B
-    counts += bh * B * SIZE
+    first = tl.load(counted.ends + at)
     c = tl.arange(0, SIZE)
-    for first in range(sink + part * CHUNK, end, parts * CHUNK):
-        position = first + tl.arange(0, CHUNK)
-        live = position < end
-        row = pool_row_of(table, b, places, position, live, PAGE)
-        dead = CHUNK - tl.sum(live.to(tl.int32), 0)
-        for space in tl.static_range(B):
-            found = tl.histogram(tl.load(ids + row * B + space, mask=live, other=0).to(tl.int32), SIZE)
-            found -= tl.where(c == 0, dead, 0)  # keys that are not there were counted as id 0
-            tl.atomic_add(counts + space * SIZE + c, found, mask=found > 0)
+    counts = counted.counts + at * SIZE + c
+    known = (first > sink) & (first <= end)
+    block = tl.load(table + b * places + (first - 1) // PAGE, mask=known, other=0)
+    same_use = tl.load(counted.uses + block) == tl.load(counted.uses_then + at)
+    known &= same_use & (block == tl.load(counted.blocks + at))
+    if not known or end > first:
+        tl.debug_barrier()  # all warps have read what is stored below
+        count = tl.where(known, tl.load(counts), 0)
+        first = tl.where(known, first, sink)
+        ids += bh % heads * rows * spaces + space
+        for start in range(first, end, CHUNK):
+            position = start + tl.arange(0, CHUNK)
+            live = position < end
+            row = pool_row_of(table, b, places, position, live, PAGE).to(tl.int64)
+            count += tl.histogram(tl.load(ids + row * spaces, mask=live, other=0).to(tl.int32), SIZE)
+            dead = CHUNK - tl.sum(live.to(tl.int32), 0)
+            count -= tl.where(c == 0, dead, 0)  # keys that are not there were counted as id 0
+        tl.store(counts, count)
+        block = tl.load(table + b * places + (end - 1) // PAGE, mask=end > sink, other=0)
+        tl.store(counted.ends + at, tl.where(end > sink, end, 0))
+        tl.store(counted.blocks + at, block)
+        tl.store(counted.uses_then + at, tl.load(counted.uses + block))
 
 
-def launch(ids, lengths, table, centroids) -> Tensor:
-    out = fake(ids, lengths, table, centroids).zero_()
-    batch, heads, spaces, size = out.shape
-    places = table.ids.shape[1]
-    chunk = min(CHUNK, max(16, next_power_of_2(places * table.block_size)))
-    parts = max(1, min(cdiv(places * table.block_size, chunk), cdiv(RESIDENT * sm_count(out.device), batch * heads)))
-    _count[(batch * heads, parts)](
-        ids, out, lengths.ring_begin, table.ids, heads, ids.shape[2], places, lengths.sink, B=spaces,
-        SIZE=size, CHUNK=chunk, PAGE=table.block_size, num_warps=4,
+def launch(ids, lengths, table, counted) -> None:
+    _, heads, rows, spaces = ids.shape
+    batch, places = table.ids.shape
+    _count[(batch * heads, spaces)](
+        ids, counted, lengths.ring_begin, table.ids, heads, rows, places, lengths.sink, SIZE=counted.counts.shape[3],
+        CHUNK=min(CHUNK, max(16, next_power_of_2(places * table.block_size))), PAGE=table.block_size, num_warps=4,
+        **launch_early(ids.device, batch * heads * spaces),
     )  # fmt: skip
-    return out
 
 
-def fake(ids, lengths, table, centroids) -> Tensor:
-    batch, heads, spaces = lengths.ring_begin.shape[0], ids.shape[1], ids.shape[3]
-    return ids.new_empty((batch, heads, spaces, centroids), dtype=torch.int32)
-
-
-count_ids = register("count_ids", reference, impls=(by_triton(launch),), fake=fake, check=check)
+count_ids = register("count_ids", reference, impls=(by_triton(launch),), check=check)

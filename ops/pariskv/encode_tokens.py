@@ -1,40 +1,46 @@
 """Encode new tokens of any requests as encode_keys does, but count no ids. The codes lie at the pool rows of the
 tokens.
 
-How often a request has each id depends on all of its blocks: count_ids counts the ids at each step.
+How often a request has each id depends on all of its blocks: count_ids counts the ids. So that it knows which of its
+counts are still right, this op counts how often each block is begun.
 """
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, next_power_of_2, tl, triton
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import FlatTokens, RowOfToken
 from torchsparsekv.ops.pariskv._code import words
 from torchsparsekv.ops.pariskv.encode_keys import COLUMNS, LARGEST, NOISE, check_codes, constants, encode, encode_tile
-from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes, Uses
 
 TILE = 16  # tokens of a program
 
 
-def check(k, to, codes, m, seed) -> None:
+def check(k, to, codes, uses, m, seed) -> None:
     check_one(codes.ids)
     check_codes(codes, k.shape[2], m, seed)
+    if codes.ids.shape[2] % uses.shape[1]:
+        raise ValueError(f"{codes.ids.shape[2]} rows of the pool are not {uses.shape[1]} blocks of one size")
 
 
-def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], m: int, seed: int) -> None:
+def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], uses: Changed[Uses], m: int, seed: int) -> None:
     """Encode new tokens of any requests as encode_keys does. The codes lie at the pool rows of the tokens.
 
     Args:
         k: keys of the new tokens [tokens, heads, dim], any strides.
         to: the row of the pool for each token [tokens], -1 for none, as in write_tokens.
         codes: ids, codes and weights [1, heads, rows, ...] are written; `counts` stays as it is.
+        uses: of the blocks of the pool [1, blocks]; a token in the first row of a block adds 1.
         m: dimensions of a subspace, 2, 4 or 8.
         seed: of the rotation.
 
     Launches:
         One kernel of tokens / TILE x heads programs.
     """
-    stored = to >= 0
+    stored, page = to >= 0, codes.ids.shape[2] // uses.shape[1]
+    begun = to[stored & (to % page == 0)] // page
+    uses[0, begun] += 1
     found = encode(k[stored].transpose(0, 1), m, seed)
     for t, new in zip((codes.ids, codes.codes, codes.weights), found):
         t[0, :, to[stored]] = new
@@ -42,14 +48,19 @@ def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], m: int, seed
 
 @triton.jit(do_not_specialize=["tokens", "seed"])
 def _encode(
-    k, to, ids, codes, weights, k_t, k_h, tokens, rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5,
-    c6, c7, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    k, to, ids, codes, weights, uses, k_t, k_h, tokens, rows, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3,
+    c4, c5, c6, c7, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     h = tl.program_id(1).to(tl.int64)
     t, d = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
     row = tl.load(to + t, mask=t < tokens, other=-1)
     live = (row >= 0)[:, None]
+    if h == 0:
+        block = uses + tl.maximum(row, 0) // PAGE
+        begins = (row >= 0) & (row % PAGE == 0)
+        tl.store(block, tl.load(block, mask=begins, other=0) + 1, mask=begins)
     if tl.max(row, 0) >= 0:
         x = tl.load(k + t[:, None] * k_t + h * k_h + d[None, :], mask=live & (d < D)[None, :], other=0.0)  # [TILE, DP]
         encode_tile(
@@ -58,11 +69,12 @@ def _encode(
         )  # fmt: skip
 
 
-def launch(k, to, codes, m, seed) -> None:
+def launch(k, to, codes, uses, m, seed) -> None:
     (tokens, heads, d), size = k.shape, next_power_of_2(k.shape[2])
     _encode[(cdiv(tokens, TILE), heads)](
-        k, to, codes.ids, words(codes.codes, m), codes.weights, *k.stride()[:2], tokens, codes.ids.shape[2], seed,
+        k, to, codes.ids, words(codes.codes, m), codes.weights, uses, *k.stride()[:2], tokens, codes.ids.shape[2], seed,
         *constants(m, size), LARGEST=LARGEST, NOISE=NOISE, M=m, D=d, DP=size, TILE=TILE, COLUMNS=min(COLUMNS, size),
+        PAGE=codes.ids.shape[2] // uses.shape[1], **launch_early(k.device, cdiv(tokens, TILE) * heads),
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from torchsparsekv.ops._machinery.triton import (
 from torchsparsekv.ops.pariskv import centroid_votes as _votes
 from torchsparsekv.ops.pariskv.centroid_votes import MILLION, beta_and_rho, share_by_length, split_ratios
 from torchsparsekv.ops.pariskv.views import Codes
-from torchsparsekv.ops.store.tables import check_table, pool_row_of, pool_rows, positions
+from torchsparsekv.ops.store.tables import check_table, places_of, pool_row_of, pool_rows, positions
 from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Lengths
 
 Votes = Annotated[Tensor, Of("batch heads packs centroids spaces 4", torch.uint8)]
@@ -277,28 +277,26 @@ def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
 
 def _fits(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> _cuda.Module | str:
     packs, size, spaces = votes.shape[2:5]
-    if table.ids is not None:
-        return "rows share one pool"
     if size != 256 or spaces not in _votes.NATIVE_SPACES or packs > NATIVE_PACKS:
         return f"{spaces} subspaces of {size} centroids, {packs} entries of query heads"
     if not _cuda.aligned(votes, codes.ids):
         return "tensors are not aligned to 16 bytes"
-    shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=NATIVE_STEP)
+    shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=NATIVE_STEP, PAGE=table.block_size)
     return _cuda.load("rank_by_votes", votes.device, **shape)
 
 
 def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS) -> Tensor:
     """csrc/rank_by_votes.cu"""
     ids, times = codes.ids, lengths.ring_begin
-    batch, heads, rows, _ = ids.shape
-    all_heads, packs = batch * heads, votes.shape[2]
+    batch, heads, packs = votes.shape[:3]
+    all_heads, rows = batch * heads, positions(ids, table)
     multiprocessors = sm_count(ids.device)
     parts = native_parts(all_heads, rows, multiprocessors)
     scores, at_least, out = _buffers(votes, rows, parts, capacity)
     below, beta, _ = split_ratios(ratios)
     kernels.launch(
-        "scores", (all_heads, parts, 1), NATIVE_STEP, ids, votes, scores, at_least, times, heads, rows, scores.shape[2],
-        lengths.sink, shared=packs * 256 * 32 * _votes.HEADS_PER_ENTRY,
+        "scores", (all_heads, parts, 1), NATIVE_STEP, ids, votes, scores, at_least, times, *places_of(table), heads,
+        ids.shape[2], scores.shape[2], lengths.sink, shared=packs * 256 * 32 * _votes.HEADS_PER_ENTRY,
     )  # fmt: skip
     kernels.launch(
         "compact", (all_heads, parts, 1), NATIVE_STEP, scores, at_least, out, times, heads, scores.shape[2],

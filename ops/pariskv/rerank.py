@@ -35,7 +35,7 @@ from torchsparsekv.ops.pariskv._code import directions, level_bytes, unpack, unp
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.select._top import GROUP, peaks_of, store_peaks
-from torchsparsekv.ops.store.tables import check_table, pool_row_of, pool_rows
+from torchsparsekv.ops.store.tables import check_table, places_of, pool_row_of, pool_rows
 from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Candidates
 
 RotatedQueries = Annotated[Tensor, Of("batch heads queries padded_dim", torch.float32)]
@@ -117,15 +117,13 @@ def _rerank(
 
 def _fits(rotated, codes, candidates, table=OWN_POOLS) -> _cuda.Module | str:
     spaces, queries = codes.weights.shape[3], rotated.shape[2]
-    if table.ids is not None:
-        return "rows share one pool"
     if rotated.shape[3] != 8 * spaces or spaces not in NATIVE_SPACES or queries > NATIVE_FIELDS:
         return f"{spaces} subspaces of {rotated.shape[3]} dimensions and {queries} queries a kv head"
     if not _cuda.aligned(rotated, codes.codes, codes.weights):
         return "tensors are not aligned to 16 bytes"
     levels = dict(zip(("LOW0", "LOW1", "HIGH0", "HIGH1"), level_bytes(8)))
     sizes = dict(B=spaces, F=queries, WARPS=NATIVE_TILE // 32, RESIDENT=NATIVE_SPACES[spaces], GROUP=GROUP)
-    return _cuda.load("rerank", candidates.device, **sizes, **levels)
+    return _cuda.load("rerank", candidates.device, **sizes, **levels, PAGE=table.block_size)
 
 
 def _launch_cuda(kernels, rotated, codes, candidates, table=OWN_POOLS) -> tuple[Tensor, Tensor]:
@@ -137,7 +135,7 @@ def _launch_cuda(kernels, rotated, codes, candidates, table=OWN_POOLS) -> tuple[
     rounds = cdiv(tiles * batch * heads, NATIVE_SPACES[spaces] * sm_count(candidates.device))
     kernels.launch(
         "rerank", (batch * heads, cdiv(tiles, rounds), 1), NATIVE_TILE, rotated, codes.codes, codes.weights, candidates,
-        out, peaks, rows, total, peaks.shape[2],
+        out, peaks, *places_of(table), heads, rows, total, peaks.shape[2],
     )  # fmt: skip
     return out, peaks
 

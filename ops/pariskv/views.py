@@ -23,3 +23,27 @@ class Codes(NamedTuple):
     codes: Annotated[Tensor, Of("pools heads rows code_bytes", torch.uint8)]
     weights: Annotated[Tensor, Of("pools heads rows spaces", torch.float16)]
     counts: Annotated[Tensor, Of("batch heads spaces centroids", I32)]
+
+
+Uses: TypeAlias = Annotated[Tensor, Of("1 blocks", I32)]
+
+
+class Counted(NamedTuple):
+    """How many retrievable keys of each request have each id, and how far that is counted.
+
+    An engine does not say which request a row of the batch has at a step, so every count names the block in which it
+    ends. While that block stays in its place and in use, so do all tokens before it: blocks are shared only by
+    requests whose texts are equal up to the end of the block.
+
+    counts: per request, kv head and subspace, the number of keys with each id.
+    ends: the keys at positions below this one are counted, 0 for none.
+    blocks: the block of the last of these keys.
+    uses_then: `uses` of that block at that time.
+    uses: how often each block was begun. encode_tokens counts it.
+    """
+
+    counts: Annotated[Tensor, Of("requests heads spaces centroids", I32)]
+    ends: Annotated[Tensor, Of("requests heads spaces", I32)]
+    blocks: Annotated[Tensor, Of("requests heads spaces", I32)]
+    uses_then: Annotated[Tensor, Of("requests heads spaces", I32)]
+    uses: Uses

@@ -31,6 +31,11 @@ def pool_rows(position: Tensor, table: BlockTable) -> Tensor:
     return ids.long() * table.block_size + position % table.block_size
 
 
+def places_of(table: BlockTable) -> tuple[Tensor | None, int]:
+    """The table and the blocks of a row in it, as kernels of csrc/ take them."""
+    return table.ids, 0 if table.ids is None else table.ids.shape[1]
+
+
 @triton.jit
 def pool_row_of(table, b, places, position, live, P: tl.constexpr):
     """The pool rows of positions of row `b` where `live`. P = 0: there is no table."""

@@ -6,7 +6,7 @@ from torchsparsekv.ops.engine.tables import lengths_of
 from torchsparsekv.ops.engine.views import Copies, SharedHot
 from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES
 from torchsparsekv.ops.pariskv.encode_keys import encode
-from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes, Counted
 from torchsparsekv.ops.store.views import Attention, BlockTable, Digests, Lengths
 
 I32 = torch.int32
@@ -82,16 +82,30 @@ def codes(w: World, m: int) -> Codes:
 def encode_tokens(w: World):
     k, _, to, _ = _written(w)
     m = w.pick(8, 4, 2)
-    return (integers(k), to, _blank(codes(w, m)), m, w.seed)
+    return (integers(k), to, _blank(codes(w, m)), _uses(w), m, w.seed)
 
 
 def _blank(codes: Codes) -> Codes:
     return codes._replace(ids=codes.ids * 0, codes=codes.codes * 0, weights=codes.weights * 0)
 
 
+def _uses(w: World) -> torch.Tensor:
+    return torch.randint(0, 3, (1, blocks_of(w)), generator=w.g, dtype=I32)
+
+
 def count_ids(w: World):
+    """Some counts end at an earlier position in the same block or in another one; others are of other uses."""
     m = w.pick(8, 4, 2)
-    return (codes(w, m).ids, *requests(w), 1 << m)
+    ids, (lengths, table), uses = codes(w, m).ids, requests(w), _uses(w)
+    sizes = w.batch + w.pick(0, 2), w.heads, ids.shape[3]
+    random = lambda most: torch.randint(0, most, sizes, generator=w.g, dtype=I32)  # noqa: E731
+    ends, blocks = random(w.blocks * w.block), random(blocks_of(w))
+    for b in range(w.batch):
+        own = table.ids[b, (ends[b] - 1).clamp(min=0) // w.block]
+        blocks[b] = torch.where(torch.rand(blocks[b].shape, generator=w.g) < 0.8, own, blocks[b])
+    then = torch.where(torch.rand(sizes, generator=w.g) < 0.8, uses[0, blocks], random(3))
+    counts = torch.randint(0, 99, (*sizes, 1 << m), generator=w.g, dtype=I32)
+    return (ids, lengths, table, Counted(counts, ends, blocks, then, uses))
 
 
 def list_units(w: World):

@@ -7,7 +7,8 @@ from world import DEVICE, TOLERANCE, World
 from torchsparsekv.ops._machinery.chain import mapped, tensors
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops._machinery.side_stream import wait_for_side_stream
-from torchsparsekv.ops.store.views import Lengths
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import OWN_POOLS, BlockTable, Lengths
 
 ENTRIES = load_all()
 KERNELS = [
@@ -62,3 +63,22 @@ def until(ends: list[int], sink: int) -> Lengths:
     """Of rows whose tokens from `sink` up to `ends` can be retrieved."""
     end = torch.tensor(ends, dtype=torch.int32)
     return Lengths(end, end, end, end, sink, 1)
+
+
+def in_blocks(codes: Codes, block_size: int, g: torch.Generator) -> tuple[Codes, BlockTable]:
+    """The codes of rows with pools of their own as those of one pool, whose blocks lie in no order. 0: as they are."""
+    if block_size == 0:
+        return codes, OWN_POOLS
+    batch, heads, rows = codes.ids.shape[:3]
+    places = -(-rows // block_size)
+    table = torch.randperm(batch * places + 5, generator=g)[: batch * places].view(batch, places).to(torch.int32)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        pool = t.new_full((heads, batch * places + 5, block_size, t.shape[3]), 77)
+        padded = torch.nn.functional.pad(t, (0, 0, 0, places * block_size - rows)).unflatten(2, (places, block_size))
+        pool[:, table.long()] = padded.transpose(0, 1)
+        return pool.flatten(1, 2)[None]
+
+    return codes._replace(ids=moved(codes.ids), codes=moved(codes.codes), weights=moved(codes.weights)), BlockTable(
+        table, block_size
+    )

@@ -16,7 +16,7 @@ from torchsparsekv.ops.pariskv.encode_keys import encode_keys
 from torchsparsekv.ops.pariskv.encode_tokens import encode_tokens
 from torchsparsekv.ops.pariskv.rank_by_votes import MOST_SPACES, candidate_capacity, candidates_of, rank_by_votes
 from torchsparsekv.ops.pariskv.rerank import rerank
-from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.pariskv.views import Codes, Counted
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection
 from torchsparsekv.state import Buffer, Buffers, Geometry, LayerState, RingPlan
@@ -147,6 +147,12 @@ class ParisKV(Method):
             ),
         }
 
+    def engine_buffers(self, g: Geometry, blocks: int) -> Buffers:
+        spaces = next_power_of_2(g.head_dim) // self.m
+        of_request = Buffer((*g.lead, spaces), torch.int32)
+        counts = Buffer((*g.lead, spaces, 1 << self.m), torch.int32)
+        return {"counted": Counted(counts, of_request, of_request, of_request, Buffer((1, blocks), torch.int32))}
+
     def _check_size(self, g: Geometry) -> None:
         size = next_power_of_2(g.head_dim)
         if size % self.m:
@@ -177,12 +183,13 @@ class ParisKV(Method):
         self.prompt(s, q, leaving, join=True)
 
     def written(self, s: LayerState, k: Tensor, to: Tensor) -> None:
-        encode_tokens(k, to, s.codes, self.m, self.seed)
+        encode_tokens(k, to, s.codes, s.counted.uses, self.m, self.seed)
 
     def choose(self, s: LayerState, q: Tensor, a: Attention) -> Selection:
         rows, codes, table = s.row_capacity, s.codes, s.block_table
         if table.ids is not None:
-            codes = codes._replace(counts=count_ids(codes.ids, s.lengths, table, 1 << self.m))
+            count_ids(codes.ids, s.lengths, table, s.counted)
+            codes = codes._replace(counts=s.counted.counts[: q.shape[0]])
         max_candidates, take_all_up_to = self.sizes(rows)
         ratios, min_candidates = self.ratios, min(self.min_candidates, rows)
         budget = min(self.budget, max_candidates)

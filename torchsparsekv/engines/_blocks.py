@@ -1,6 +1,7 @@
 """Keys and values of one layer by block id, for all requests of an engine, with the index of their method.
 
-Nothing is kept per row of a batch: with every call the engine says where new tokens go, and which blocks a request has.
+With every call the engine says where new tokens go, and which blocks a request has. It does not say which request a row
+of the batch is. So what a method keeps by row has to find out by itself whether it still holds (engine_buffers).
 Digests depend on the keys of their own block and on one origin. So blocks that requests share are indexed once, and
 nothing but the origin remains of an earlier use of a block. Tokens become selectable when older than the window, an
 interval at a time.
@@ -73,7 +74,7 @@ class BlockStore:
     ):  # fmt: skip
         self.method, self.on_host, self.device, self.dtype = options.method, options.kv != "device", device, dtype
         self.resident = options.kv == "auto"
-        self.heads, self.head_dim, self.block_size = heads, head_dim, options.block_size
+        self.heads, self.head_dim, self.block_size, self.requests = heads, head_dim, options.block_size, requests
         self.unit = self.method.block_size  # tokens that are selected together: a block, or one token
         self.plan = self.method.ring_plan
         plan, chosen = self.plan, self._declared(places)["hot"].chosen.shape[2]
@@ -86,24 +87,28 @@ class BlockStore:
         self.hot: SharedHot | None = None
         # The parts of the index that belong to no block, such as the origin of digests, which is NaN until it is found.
         self._of_all = {
-            name: self._zeros(b.shape, b.dtype).fill_(torch.nan if b.dtype.is_floating_point else 0)
-            for name, b in named(self._index(1)).items() if name not in self._of_blocks(1)
+            name: self._zeros(b.shape, b.dtype) for name, b in named(self._index(1)).items()
+            if name not in self._of_blocks(1)
         }  # fmt: skip
+        self._forget()
         # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
         # on that number.
         self._hot_rows = self._zeros(self._hot_shape()) if options.kv == "host" else None
 
     # ---- sizes, and memory
 
+    def _geometry(self, batch: int, blocks: int) -> Geometry:
+        return Geometry(batch, self.heads, self.head_dim, blocks * self.block_size, self.dtype)
+
     def _declared(self, blocks: int) -> dict[str, Any]:
-        rows = blocks * self.block_size
-        return self.method.buffers(Geometry(1, self.heads, self.head_dim, rows, self.dtype))
+        return self.method.buffers(self._geometry(1, blocks))
 
     def _pool(self, blocks: int) -> Buffer:
         return self._declared(blocks)["store"].pool
 
     def _index(self, blocks: int) -> dict[str, Any]:
-        return {name: view for name, view in self._declared(blocks).items() if name not in OF_ROWS}
+        kept = {name: view for name, view in self._declared(blocks).items() if name not in OF_ROWS}
+        return kept | self.method.engine_buffers(self._geometry(self.requests, blocks), blocks)
 
     def _of_blocks(self, blocks: int) -> dict[str, Buffer]:
         """The buffers of the index that grow with the number of blocks."""
@@ -117,7 +122,7 @@ class BlockStore:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _on_page(self, blocks: int) -> dict[str, Buffer]:
-        return self._of_blocks(blocks) | ({} if self.on_host else {"pool": self._pool(blocks)})
+        return ({} if self.on_host else {"pool": self._pool(blocks)}) | self._of_blocks(blocks)
 
     @property
     def page_bytes(self) -> int:
@@ -165,7 +170,7 @@ class BlockStore:
         self.hot = SharedHot(self._hot_rows, slot_of, block_of, used, hand)
 
     def bind(self, page: Tensor) -> None:
-        """Use the engine's memory [blocks, page_bytes]: the index of all blocks, then, with kv="device", the pool."""
+        """Use the engine's memory [blocks, page_bytes]: with kv="device" the pool, then the index of all blocks."""
         place = page.data_ptr(), page.shape, page.stride()
         if self.page is not None and (self.page.data_ptr(), self.page.shape, self.page.stride()) == place:
             return
@@ -175,9 +180,15 @@ class BlockStore:
         for name, b in self._on_page(page.shape[0]).items():
             parts[name] = flat[at : at + b.nbytes].view(b.dtype).view(b.shape)
             at += b.nbytes
+        self._forget()
         self.page, self.pool = page, parts.get("pool", self.pool)
         assert self.pool is not None
         self.layer = SharedLayer(self.pool, self._views(parts | self._of_all), self.block_size)
+
+    def _forget(self) -> None:
+        """Empty the parts of the index that belong to no block."""
+        for t in self._of_all.values():
+            t.fill_(torch.nan if t.dtype.is_floating_point else 0)
 
     def _views(self, parts: dict[str, Tensor]) -> dict[str, Any]:
         """The views of the index, with these tensors."""

@@ -35,16 +35,16 @@ VARIANTS = {
         for d, g, bf16 in ((64, 16, 0), (128, 1, 0), (128, 4, 1), (256, 8, 1)) for box in (0, 1)
     ],
     "rerank": [
-        dict(B=b, F=f, WARPS=4, RESIDENT=r, GROUP=GROUP, **dict.fromkeys(("LOW0", "LOW1", "HIGH0", "HIGH1"), 2**32 - 1))
-        for b, r in RERANK.NATIVE_SPACES.items() for f in (1, 4, RERANK.NATIVE_FIELDS)
+        dict(B=b, F=f, WARPS=4, RESIDENT=r, GROUP=GROUP, PAGE=page, LOW0=2**32 - 1, LOW1=1, HIGH0=2**32 - 1, HIGH1=1)
+        for b, r in RERANK.NATIVE_SPACES.items() for f, page in ((1, 0), (4, 16), (RERANK.NATIVE_FIELDS, 0))
     ],
     "centroid_votes": [
         dict(B=b, F=f, G=g, D=d, KIND=kind)
         for b, d in ((8, 48), (16, 128), (32, 256)) for f, g in ((1, 4), (4, 1), (7, 1)) for kind in (0, 1, 2)
     ],
     "rank_by_votes": [
-        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP)
-        for b in (8, 16, 32) for p in (1, COLLIDE.NATIVE_PACKS)
+        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.NATIVE_STEP, PAGE=page)
+        for b in (8, 16, 32) for p, page in ((1, 0), (1, 16), (COLLIDE.NATIVE_PACKS, 0))
     ],
     "sparse_attention": [
         ATTENTION.native(d, g, p, d == 256, warps, c, rest, rest > 0 and p > 1, rest > 0 and warps == 16)

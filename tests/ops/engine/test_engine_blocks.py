@@ -413,7 +413,10 @@ def test_allocated_memory_equals_the_plan():
     assert Engine("device").store.page_bytes == store.page_bytes + store.host_bytes
     codes = Engine("host", "pariskv", update_interval=5).store
     assert codes.hot.rows.shape[2:4] == (MOST * (4 + 10 + 2 * 96), 1)  # single tokens, of rows of 96
-    assert codes.page_bytes == HEADS * BLOCK * (2 + 8 + 2 * 2)  # ids, codes, weights
+    of_block = HEADS * BLOCK * (2 + 8 + 2 * 2) + 4  # ids, codes, weights; how often it was begun
+    assert codes.page_bytes == of_block
+    counts = MOST * HEADS * 2 * (256 + 3)  # of ids, and how far they go
+    assert sum(t.numel() for name, t in codes._of_all.items() if name.startswith("counted")) == counts
 
 
 @pytest.mark.gpu

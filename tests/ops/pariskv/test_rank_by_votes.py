@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import NATIVE, on, until
+from kernels import NATIVE, in_blocks, on, until
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -65,15 +65,21 @@ def test_kernel_equals_reference_over_many_chunks(resident, chunk, rows, share, 
 @pytest.mark.parametrize("spaces", [8, 16, 32])
 @given(
     rows=st.sampled_from([64, 65, 511, 2049, 9001, 20_000]), share=st.tuples(*[st.floats(0, 1)] * 2),
-    packs=st.integers(1, 4), alike=st.booleans(), seed=st.integers(0, 99),
+    packs=st.integers(1, 4), alike=st.booleans(), seed=st.integers(0, 99), block_size=st.sampled_from([0, 16, 48]),
 )  # fmt: skip
-def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alike, seed):
+def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alike, seed, block_size):
     """csrc/rank_by_votes.cu, and Triton's kernels at the same shapes."""
     things = arguments(rows, [round(x * rows) for x in share], packs, alike, seed, spaces)
+    alone = ENTRY.reference(*things)
+    codes, table = in_blocks(things[1], block_size, torch.Generator().manual_seed(seed))
+    rows = rows if table.ids is None else table.ids.shape[1] * block_size
+    capacity = RANK.candidate_capacity(rows, *things[3:6])
+    things = (things[0], codes, *things[2:6], capacity, table)
     there = on(DEVICE, things)
     kind, reasons = ENTRY.chain.chosen(*there)
     assert (kind, list(reasons)) == (("cuda", []) if packs <= RANK.NATIVE_PACKS else ("triton", ["cuda"]))
     expected = ENTRY.reference(*things)
+    assert torch.equal(expected[..., : alone.shape[2]], alone)
     native_parts = lambda *_: min(resident, -(-rows // RANK.NATIVE_STEP))  # noqa: E731
     with patched(RESIDENT=resident, native_parts=native_parts):
         for one in {kind, "triton"}:

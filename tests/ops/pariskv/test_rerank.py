@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import NATIVE, on
+from kernels import NATIVE, in_blocks, on
 from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
@@ -37,18 +37,18 @@ def test_kernel_equals_reference_on_full_partial_and_empty_tiles():
 @pytest.mark.parametrize("spaces", RERANK.NATIVE_SPACES)
 @given(
     total=st.sampled_from([1, 15, 16, 31, 33, 128, 500]), fields=st.integers(1, RERANK.NATIVE_FIELDS + 1),
-    share=st.floats(0, 1), seed=st.integers(0, 99),
+    share=st.floats(0, 1), seed=st.integers(0, 99), block_size=st.sampled_from([0, 16, 48]),
 )  # fmt: skip
-def test_cuda_kernel_equals_reference(spaces, total, fields, share, seed):
+def test_cuda_kernel_equals_reference(spaces, total, fields, share, seed, block_size):
     """csrc/rerank.cu, and Triton's kernel at the same shapes. Candidates in any order; some places hold none."""
     g = torch.Generator().manual_seed(seed)
     rows, size = 300, spaces * 8
     keys = torch.randn(6 * rows, size, generator=g) * 10 ** torch.randn(6 * rows, 1, generator=g)
-    codes = encoded(keys, 2, 3, rows)
+    codes, table = in_blocks(encoded(keys, 2, 3, rows), block_size, g)
     rotated = torch.randn(2, 3, fields, size, generator=g)
     candidates = torch.randint(0, rows, (2, 3, total), generator=g, dtype=torch.int32)
     candidates[torch.rand(2, 3, total, generator=g) > share] = -1
-    things = rotated, codes, candidates
+    things = rotated, codes, candidates, table
     there = on(DEVICE, things)
     want = ENTRY.reference(*things)
     kind, reasons = ENTRY.chain.chosen(*there)
