@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     const Rows ahead = load(codes, weights, next_rows);  // in flight during the products
     const int rows_after_next = row_of(after_next);
     after_next = candidate(first + 3 * step);
-    float best[ROWS];
-    estimate(best, here, query);
+    float best[ROWS] = {};
+    if (__any_sync(ALL, pool_rows >= 0)) estimate(best, here, query);  // empty places are at the end
     write(out, peaks, best, first, pool_rows, total, groups);
     here = ahead, pool_rows = next_rows, next_rows = rows_after_next;
   }

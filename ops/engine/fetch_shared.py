@@ -27,6 +27,7 @@ from torchsparsekv.ops.store.views import Pool
 
 CLAIM = 1 << 30  # until a missing block gets a slot, its `slot_of` is the list entry that claims the block, less CLAIM
 PER_WARP = 512  # list entries of a warp; more only where a program has 32 warps
+PART = 512  # list entries of a program of `_find`
 
 
 def check(ids, pool, hot) -> None:
@@ -49,8 +50,10 @@ def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
         the slot of each listed block [requests, heads, listed], -1 for none.
 
     Launches:
-        Two kernels. _plan, one program a head: finds the missing blocks, picks a slot for each, and writes the tables
-        of the hot buffer. _bring, heads x parts programs: copies the rows of the missing blocks, if there are any.
+        Three kernels. If no block is missing, only the first has work.
+        _find, heads x listed blocks / PART programs: the slots of the blocks that are there.
+        _plan, one program a head: picks a slot for each missing block, and writes the tables of the hot buffer.
+        _bring, heads x parts programs: copies the rows of the missing blocks.
     """
     slots = torch.full_like(ids, -1)
     for h, pages in enumerate(pool[0].unflatten(1, (-1, hot.rows.shape[3]))):
@@ -61,43 +64,67 @@ def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
 
 
 @triton.jit
-def _plan(
-    ids, out, hot, victims, missing, misses, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, HIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write the slot of every listed block of a head to `out`. `victims` [N] gets the slots that change their block,
-    `missing` [N] the blocks that take these slots, `misses` their number."""
-    wait_for_previous(PDL)
-    h = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, N)  # entries of the lists
-    slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
-    victims, missing = victims + h * N, missing + h * N
+def _listed(ids, e, h, heads, n, entries):
+    """The place of list entries `e` of a head in `ids` [requests, heads, n], and their blocks."""
     place = (e // n * heads + h) * n + e % n
-    block = tl.load(ids + place, mask=e < entries, other=-1)  # [N]
-    slot = tl.load(slot_of + block, mask=block >= 0, other=-1)
-    tl.debug_barrier()
+    return place, tl.load(ids + place, mask=e < entries, other=-1)
+
+
+@triton.jit
+def _find(
+    ids, out, slot_of, used, missed, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of a part of a head's list to `out`. A missing block is claimed by its first entry. `missed` gets
+    the number of entries whose block is missing."""
+    wait_for_previous(PDL)
+    h, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e = part * PART + tl.arange(0, PART)
+    place, block = _listed(ids, e, h, heads, n, entries)
+    slot_of += h * blocks
+    slot = tl.load(slot_of + block, mask=block >= 0, other=-1)  # below 0 also where another entry has claimed it
     miss = (block >= 0) & (slot < 0)
-    tl.atomic_min(slot_of + block, e - CLAIM, mask=miss)  # the first entry with this block claims it
-    tl.debug_barrier()
-    claimed = miss & (tl.load(slot_of + block, mask=miss, other=0) == e - CLAIM)
-    order, count = tl.cumsum(claimed.to(tl.int32), 0) - 1, tl.sum(claimed.to(tl.int32), 0)
-    if count > 0:
+    tl.atomic_min(slot_of + block, e - CLAIM, mask=miss)
+    tl.store(used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)
+    tl.store(out + place, tl.maximum(slot, -1), mask=e < entries)
+    tl.store(missed + h * tl.num_programs(1) + part, tl.sum(miss.to(tl.int32), 0))
+
+
+@triton.jit
+def _plan(
+    ids, out, hot, victims, missing, misses, missed, parts, heads, n, entries, slots, blocks, CLAIM: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of missing blocks to `out`. `victims` [N] gets the slots that change their block, `missing` [N]
+    the blocks that take these slots, `misses` their number."""
+    wait_for_previous(PDL)
+    h, p = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    if tl.sum(tl.load(missed + h * parts + p, mask=p < parts, other=0), 0) == 0:
+        tl.store(misses + h, 0)
+    else:
+        e = tl.arange(0, N)
+        slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
+        victims, missing = victims + h * N, missing + h * N
+        place, block = _listed(ids, e, h, heads, n, entries)  # [N]
+        slot = tl.load(slot_of + block, mask=block >= 0, other=-1)
+        claimed = (block >= 0) & (slot == e - CLAIM)
+        order, count = tl.cumsum(claimed.to(tl.int32), 0) - 1, tl.sum(claimed.to(tl.int32), 0)
         tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=slot >= 0)
-    tl.store(missing + order, block, mask=claimed)
-    tl.store(misses + h, count)
-    tl.debug_barrier()
-    passed = find_victims(used, hot.hand + h, slots, count, victims, WINDOW, HIT)
-    tl.debug_barrier()
-    new = tl.load(victims + order, mask=claimed, other=0)
-    old = tl.load(block_of + new, mask=claimed, other=-1)  # [N], the blocks that leave
-    tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
-    advance_hand(used, hot.hand + h, slots, passed, WINDOW)
-    tl.debug_barrier()
-    tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
-    tl.store(slot_of + block, new, mask=claimed)
-    tl.store(block_of + new, block, mask=claimed)
-    tl.debug_barrier()
-    tl.store(out + place, tl.load(slot_of + block, mask=block >= 0, other=-1), mask=e < entries)
+        tl.store(missing + order, block, mask=claimed)
+        tl.store(misses + h, count)
+        tl.debug_barrier()
+        passed = find_victims(used, hot.hand + h, slots, count, victims, WINDOW, HIT)
+        tl.debug_barrier()
+        new = tl.load(victims + order, mask=claimed, other=0)
+        old = tl.load(block_of + new, mask=claimed, other=-1)  # [N], the blocks that leave
+        tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
+        advance_hand(used, hot.hand + h, slots, passed, WINDOW)
+        tl.debug_barrier()
+        tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
+        tl.store(slot_of + block, new, mask=claimed)
+        tl.store(block_of + new, block, mask=claimed)
+        tl.debug_barrier()
+        tl.store(out + place, tl.load(slot_of + block, mask=block >= 0, other=-1), mask=e < entries)
 
 
 @triton.jit(do_not_specialize=["blocks"])  # with a pool of one block, `blocks` would be a constant without a type
@@ -115,12 +142,18 @@ def _bring(
 
 def launch(ids, pool, hot) -> Tensor:
     (requests, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
-    padded = max(16, next_power_of_2(requests * n))
+    entries = requests * n
+    padded, parts = max(16, next_power_of_2(entries)), cdiv(entries, PART)
     out = torch.empty_like(ids)
-    victims, missing, misses = (ids.new_empty((heads, size)) for size in (padded, padded, 1))
+    victims, missing, misses, missed = (ids.new_empty((heads, size)) for size in (padded, padded, 1, parts))
+    _find[(heads, parts)](
+        ids, out, hot.slot_of, hot.used, missed, heads, n, entries, slots, blocks, CLAIM=CLAIM, PART=PART, num_warps=4,
+        **launch_early(ids.device, heads * parts),
+    )  # fmt: skip
     _plan[(heads,)](
-        ids, out, hot, victims, missing, misses, heads, n, requests * n, slots, blocks, CLAIM=CLAIM, N=padded,
-        WINDOW=WINDOW, HIT=HIT, num_warps=min(32, max(4, padded // PER_WARP)), **launch_early(ids.device, heads),
+        ids, out, hot, victims, missing, misses, missed, parts, heads, n, entries, slots, blocks, CLAIM=CLAIM,
+        N=padded, WINDOW=WINDOW, HIT=HIT, PARTS=next_power_of_2(parts), num_warps=min(32, max(4, padded // PER_WARP)),
+        **launch_early(ids.device, heads),
     )  # fmt: skip
     parts = cdiv(2 * sm_count(ids.device), heads)
     _bring[(heads, parts)](

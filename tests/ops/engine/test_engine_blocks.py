@@ -419,6 +419,20 @@ def test_allocated_memory_equals_the_plan():
     assert sum(t.numel() for name, t in codes._of_all.items() if name.startswith("counted")) == counts
 
 
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_other_memory_begins_with_an_empty_index(method):
+    """An engine may measure with a small cache, and then give the store another one."""
+    e = Engine("device", method)
+    r = e.begin()
+    e.prompt(r, 40)
+    e.decode([r])
+    old = {name: t.clone() for name, t in e.store._of_all.items()}
+    assert any(bool((t > 0).any()) for t in old.values())
+    e.store.bind(torch.zeros(BLOCKS, e.store.page_bytes, dtype=torch.uint8, device=DEVICE))
+    for name, t in e.store._of_all.items():
+        assert bool(t.isnan().all() if t.dtype.is_floating_point else (t == 0).all()), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["quest", "pariskv"])
 @pytest.mark.parametrize("kv", ["device", "host"])

@@ -34,6 +34,7 @@ class Engine:
         self.counted = Counted(zeros(*of, 1 << M), zeros(*of), zeros(*of), zeros(*of), zeros(1, BLOCKS))
         self.free = torch.randperm(BLOCKS, generator=self.g).tolist()
         self.requests: list[tuple[list[int], int]] = []
+        self.table = torch.zeros(ROWS, PLACES, dtype=torch.int32)  # behind its blocks a row keeps those of others
 
     def grow(self, request: int, tokens: int) -> None:
         ids, length = self.requests[request]
@@ -63,7 +64,7 @@ class Engine:
         self.free = [x for x in ids if x not in held] + self.free
 
     def check(self) -> None:
-        table = torch.zeros(ROWS, PLACES, dtype=torch.int32)
+        table = self.table
         for row, (ids, _) in zip(table, self.requests):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         n = torch.tensor([n for _, n in self.requests] + [0] * (ROWS - len(self.requests)), dtype=torch.int32)
@@ -78,7 +79,10 @@ class Engine:
                     assert torch.equal(self.counted.counts[b, h, s].cpu().long(), want), (b, h, s)
 
 
-@pytest.mark.parametrize("kind", ["reference", "triton"])
+KINDS = pytest.mark.parametrize("kind", ["reference", "triton"])
+
+
+@KINDS
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_counts_of_requests_that_come_and_go(kind, data, seed):
     e = Engine(kind, seed)
@@ -92,6 +96,41 @@ def test_counts_of_requests_that_come_and_go(kind, data, seed):
         else:
             e.grow(data.draw(st.integers(0, len(e.requests) - 1)), 1 if what == "step" else 7)
         e.check()
+
+
+@KINDS
+def test_a_block_that_another_request_took_over(kind):
+    """It has the same number, the same place and the same row, but other keys."""
+    e = Engine(kind, 1)
+    for _ in range(2):
+        e.begin(0)
+        e.grow(0, 20)
+        e.check()
+        e.end(0)
+
+
+@KINDS
+def test_a_row_that_another_request_took_over(kind):
+    e = Engine(kind, 2)
+    for row, tokens in enumerate((20, 20, 12)):
+        e.begin(0)
+        e.grow(row, tokens)
+    for swapped in ((1, 0, 2), (2, 1, 0), (0, 2, 1)):
+        e.check()
+        e.requests = [e.requests[i] for i in swapped]
+    e.check()
+
+
+@KINDS
+def test_a_shorter_request_with_the_same_blocks(kind):
+    """The second request has the first blocks of the first one, and in its row more of them are left from that one."""
+    e = Engine(kind, 3)
+    e.begin(0)
+    e.grow(0, 24)
+    e.check()
+    e.begin(3)
+    e.requests = e.requests[::-1]
+    e.check()
 
 
 def test_only_new_keys_are_counted():
