@@ -14,32 +14,19 @@ import ranks
 import torch
 import vllm_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_serving import GPU, NATIVE, NEW, counter, ragged, serving, tokens_of
+from vllm_serving import GPU, NATIVE, NEW, SIZES, counter, ragged, serving, tiny_llama, tokens_of
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed")
 engine = pytest.importorskip("torchsparsekv.engines.vllm", exc_type=ImportError)
 serve = importlib.import_module("torchsparsekv_benchmarks.speed.serve")
 
-SIZES = dict(
-    vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    tie_word_embeddings=False,
-)  # fmt: skip
 SMALL = {"sink": 16, "window": 16}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Random weights whose greedy tokens are far from a tie."""
-    torch.manual_seed(9)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float().eval()
-    for name, p in model.named_parameters():
-        if "norm" not in name:
-            p.data.normal_(0, 0.08)
-    model.lm_head.weight.data.normal_(0, 0.5)
     path = tmp_path_factory.mktemp("llama")
-    model.save_pretrained(path)
-    return str(path), model
+    return str(path), tiny_llama(path)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """An engine of vLLM with this package as its attention backend, and prompts of many lengths."""
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,25 @@ GPU = torch.cuda.is_available()
 NATIVE = _native()
 NEW = 24
 GRAPHS = (1, 2, 4, 8, 16)  # requests
+SIZES = dict(
+    vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def tiny_llama(folder: Path, **sizes):
+    """Save a llama with random weights, whose greedy tokens are far from a tie, and return it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(9)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).float().eval()
+    for name, p in model.named_parameters():
+        if "norm" not in name:
+            p.data.normal_(0, 0.08)
+    model.lm_head.weight.data.normal_(0, 0.5)
+    model.save_pretrained(folder)
+    return model
 
 
 def serving(path: str, backend: str = "", graphs: bool = False, **options):
