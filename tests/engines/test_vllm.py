@@ -7,6 +7,10 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import os
+import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -184,6 +188,15 @@ def layer(config, **options):
         made = engine.Impl(4, 64, 0.125, 2, **options)
     config.compilation_config.static_forward_context = {"0": SimpleNamespace(impl=made)}
     return made
+
+
+def test_name_of_the_backend_can_be_sent_to_a_process_without_plugins(llama):
+    """`vllm serve` sends the configuration to the process of its engine before that process loads plugins."""
+    sent = pickle.dumps(config_of(llama[0]).attention_config.backend)
+    command = [sys.executable, "-c", "import pickle, sys; print(pickle.load(sys.stdin.buffer).name)"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+    done = subprocess.run(command, input=sent, env=env, capture_output=True, timeout=120)
+    assert done.stdout.decode().splitlines()[-1:] == [engine.SEAM.NAME], done.stderr.decode()[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,16 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 NAME = "TORCHSPARSEKV"
 
 
-def register(path: str) -> None:
-    if NAME not in AttentionBackendEnum.__members__:  # vLLM loads plugins more than once in a process
-        AttentionBackendEnum.register(NAME, path)
+def register(path: str) -> AttentionBackendEnum:
+    """The entry of our backend. It is made once: vLLM loads plugins more than once in a process.
+
+    vLLM sends its configuration, with the entry, to processes that have not loaded plugins yet. So unpickling the entry
+    registers it.
+    """
+    if NAME not in AttentionBackendEnum.__members__:
+        entry = AttentionBackendEnum.register(NAME, path)
+        entry.__reduce_ex__ = lambda protocol: (register, (path,))
+    return AttentionBackendEnum[NAME]
 
 
 class Backend(AttentionBackend):
