@@ -26,8 +26,9 @@ from torchsparsekv.ops.store.rows import row_at, row_width
 from torchsparsekv.ops.store.views import Pool
 
 CLAIM = 1 << 30  # until a missing block gets a slot, its `slot_of` is the list entry that claims the block, less CLAIM
-PER_WARP = 512  # list entries of a warp; more only where a program has 32 warps
 PART = 512  # list entries of a program of `_find`
+MISSES = 512  # misses that `_plan` takes at a time
+ABSENT = -2  # the slot of a missing block until `_bring` writes it
 
 
 def check(ids, pool, hot) -> None:
@@ -50,10 +51,11 @@ def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
         the slot of each listed block [requests, heads, listed], -1 for none.
 
     Launches:
-        Three kernels. If no block is missing, only the first has work.
-        _find, heads x listed blocks / PART programs: the slots of the blocks that are there.
+        Three kernels.
+        _find, heads x listed blocks / PART programs: the slots of the blocks that are there, and a list of the others.
         _plan, one program a head: picks a slot for each missing block, and writes the tables of the hot buffer.
-        _bring, heads x parts programs: copies the rows of the missing blocks.
+        _bring, heads x parts programs: copies the rows of the missing blocks, and marks the slots of the others as
+        used.
     """
     slots = torch.full_like(ids, -1)
     for h, pages in enumerate(pool[0].unflatten(1, (-1, hot.rows.shape[3]))):
@@ -64,101 +66,115 @@ def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
 
 
 @triton.jit
-def _listed(ids, e, h, heads, n, entries):
-    """The place of list entries `e` of a head in `ids` [requests, heads, n], and their blocks."""
-    place = (e // n * heads + h) * n + e % n
-    return place, tl.load(ids + place, mask=e < entries, other=-1)
+def _place(e, h, heads, n):
+    """The place of list entries `e` of a head in `ids` [requests, heads, n]."""
+    return (e // n * heads + h) * n + e % n
 
 
 @triton.jit
 def _find(
-    ids, out, slot_of, used, missed, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr,
+    ids, out, slot_of, used, misses, missed, heads, n, entries, slots, blocks, CLAIM: tl.constexpr, HIT: tl.constexpr,
+    ABSENT: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of a part of a head's list to `out`. A missing block is claimed by its first entry. `missed` gets
-    the number of entries whose block is missing."""
+    """Write the slots of a part of a head's list to `out`, ABSENT for missing blocks. `misses` [PART] gets the entries
+    whose block is missing, `missed` their number. The first entry with a missing block claims it."""
     wait_for_previous(PDL)
     h, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = h * tl.num_programs(1) + part
     e = part * PART + tl.arange(0, PART)
-    place, block = _listed(ids, e, h, heads, n, entries)
+    place = _place(e, h, heads, n)
+    block = tl.load(ids + place, mask=e < entries, other=-1)
     slot_of += h * blocks
     slot = tl.load(slot_of + block, mask=block >= 0, other=-1)  # below 0 also where another entry has claimed it
     miss = (block >= 0) & (slot < 0)
     tl.atomic_min(slot_of + block, e - CLAIM, mask=miss)
-    tl.store(used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)
-    tl.store(out + place, tl.maximum(slot, -1), mask=e < entries)
-    tl.store(missed + h * tl.num_programs(1) + part, tl.sum(miss.to(tl.int32), 0))
+    tl.store(used + h * slots + slot, tl.full((PART,), HIT, tl.int32), mask=slot >= 0)
+    tl.store(out + place, tl.where(miss, ABSENT, slot), mask=e < entries)
+    tl.store(misses + at * PART + tl.cumsum(miss.to(tl.int32), 0) - 1, e, mask=miss)
+    tl.store(missed + at, tl.sum(miss.to(tl.int32), 0))
 
 
 @triton.jit
 def _plan(
-    ids, out, hot, victims, missing, misses, missed, parts, heads, n, entries, slots, blocks, CLAIM: tl.constexpr,
-    N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    ids, hot, victims, missing, count, misses, missed, parts, heads, n, slots, blocks, CLAIM: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    MISSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of missing blocks to `out`. `victims` [N] gets the slots that change their block, `missing` [N]
-    the blocks that take these slots, `misses` their number."""
+    """Give slots to the missing blocks of a head. `victims` [N] gets the slots that change their block, `missing` [N]
+    the blocks that take these slots, `count` their number."""
     wait_for_previous(PDL)
-    h, p = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
-    if tl.sum(tl.load(missed + h * parts + p, mask=p < parts, other=0), 0) == 0:
-        tl.store(misses + h, 0)
-    else:
-        e = tl.arange(0, N)
-        slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
-        victims, missing = victims + h * N, missing + h * N
-        place, block = _listed(ids, e, h, heads, n, entries)  # [N]
-        slot = tl.load(slot_of + block, mask=block >= 0, other=-1)
-        claimed = (block >= 0) & (slot == e - CLAIM)
-        order, count = tl.cumsum(claimed.to(tl.int32), 0) - 1, tl.sum(claimed.to(tl.int32), 0)
-        tl.store(used + slot, tl.full((N,), HIT, tl.int32), mask=slot >= 0)
-        tl.store(missing + order, block, mask=claimed)
-        tl.store(misses + h, count)
+    h, p, j = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, MISSES)
+    slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
+    victims, missing = victims + h * N, missing + h * N
+    upto = tl.cumsum(tl.load(missed + h * parts + p, mask=p < parts, other=0), 0)[None, :]  # misses of parts up to p
+    all_misses, found = tl.max(upto), 0
+    for first in range(0, all_misses, MISSES):
+        i = first + j
+        earlier = upto <= i[:, None]  # [MISSES, PARTS]
+        part, before = tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, upto, 0), 1)
+        e = tl.load(misses + (h * parts + part) * PART + i - before, mask=i < all_misses, other=0)
+        block = tl.load(ids + _place(e, h, heads, n), mask=i < all_misses, other=-1)
+        claimed = (block >= 0) & (tl.load(slot_of + block, mask=block >= 0, other=0) == e - CLAIM)
+        tl.store(missing + found + tl.cumsum(claimed.to(tl.int32), 0) - 1, block, mask=claimed)
+        found += tl.sum(claimed.to(tl.int32), 0)
+    tl.store(count + h, found)
+    if found > 0:
         tl.debug_barrier()
-        passed = find_victims(used, hot.hand + h, slots, count, victims, WINDOW, HIT)
+        passed = find_victims(used, hot.hand + h, slots, found, victims, WINDOW, HIT)
         tl.debug_barrier()
-        new = tl.load(victims + order, mask=claimed, other=0)
-        old = tl.load(block_of + new, mask=claimed, other=-1)  # [N], the blocks that leave
-        tl.store(slot_of + old, tl.full((N,), -1, tl.int32), mask=old >= 0)
+        for first in range(0, found, MISSES):
+            here = first + j < found
+            new = tl.load(victims + first + j, mask=here, other=0)
+            block = tl.load(missing + first + j, mask=here, other=0)
+            old = tl.load(block_of + new, mask=here, other=-1)  # the blocks that leave
+            tl.store(slot_of + old, tl.full((MISSES,), -1, tl.int32), mask=old >= 0)
+            tl.store(slot_of + block, new, mask=here)
+            tl.store(block_of + new, block, mask=here)
         advance_hand(used, hot.hand + h, slots, passed, WINDOW)
-        tl.debug_barrier()
-        tl.store(used + slot, tl.full((N,), 1, tl.int32), mask=slot >= 0)
-        tl.store(slot_of + block, new, mask=claimed)
-        tl.store(block_of + new, block, mask=claimed)
-        tl.debug_barrier()
-        tl.store(out + place, tl.load(slot_of + block, mask=block >= 0, other=-1), mask=e < entries)
 
 
 @triton.jit(do_not_specialize=["blocks"])  # with a pool of one block, `blocks` would be a constant without a type
 def _bring(
-    pool, hot, victims, missing, misses, slots, blocks, N: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    pool, ids, out, hot, victims, missing, count, heads, n, entries, slots, blocks, N: tl.constexpr, P: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, ABSENT: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy this program's share of the rows of the missing blocks of a head."""
+    """Copy this program's share of the rows of the missing blocks of a head. Of its share of the list, write the slots
+    of missing blocks to `out`, and mark the slots of the others as used."""
     wait_for_previous(PDL)
     h = tl.program_id(0).to(tl.int64)
-    pool, hot = row_at(pool, h, 0, blocks.to(tl.int64) * P, D), row_at(hot, h, 0, slots * P, D)
+    pool, rows = row_at(pool, h, 0, blocks.to(tl.int64) * P, D), row_at(hot.rows, h, 0, slots * P, D)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    move(pool, hot, victims + h * N, missing + h * N, tl.load(misses + h), part, parts, P, D, ROW, ROWS)
+    move(pool, rows, victims + h * N, missing + h * N, tl.load(count + h), part, parts, P, D, ROW, ROWS)
+    for first in range(part * PART, entries, parts * PART):
+        e = first + tl.arange(0, PART)
+        place = _place(e, h, heads, n)
+        slot = tl.load(out + place, mask=e < entries, other=-1)
+        tl.store(hot.used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)
+        absent = slot == ABSENT
+        block = tl.load(ids + place, mask=absent, other=0)
+        tl.store(out + place, tl.load(hot.slot_of + h * blocks + block, mask=absent, other=-1), mask=absent)
 
 
 def launch(ids, pool, hot) -> Tensor:
     (requests, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
     entries = requests * n
-    padded, parts = max(16, next_power_of_2(entries)), cdiv(entries, PART)
+    size, parts = max(16, next_power_of_2(entries)), cdiv(entries, PART)
     out = torch.empty_like(ids)
-    victims, missing, misses, missed = (ids.new_empty((heads, size)) for size in (padded, padded, 1, parts))
+    victims, missing, misses, missed, count = (ids.new_empty(heads * x) for x in (size, size, parts * PART, parts, 1))
     _find[(heads, parts)](
-        ids, out, hot.slot_of, hot.used, missed, heads, n, entries, slots, blocks, CLAIM=CLAIM, PART=PART, num_warps=4,
-        **launch_early(ids.device, heads * parts),
+        ids, out, hot.slot_of, hot.used, misses, missed, heads, n, entries, slots, blocks, CLAIM=CLAIM, HIT=HIT,
+        ABSENT=ABSENT, PART=PART, num_warps=4, **launch_early(ids.device, heads * parts),
     )  # fmt: skip
     _plan[(heads,)](
-        ids, out, hot, victims, missing, misses, missed, parts, heads, n, entries, slots, blocks, CLAIM=CLAIM,
-        N=padded, WINDOW=WINDOW, HIT=HIT, PARTS=next_power_of_2(parts), num_warps=min(32, max(4, padded // PER_WARP)),
+        ids, hot, victims, missing, count, misses, missed, parts, heads, n, slots, blocks, CLAIM=CLAIM, N=size,
+        WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=next_power_of_2(parts), MISSES=min(MISSES, size), num_warps=8,
         **launch_early(ids.device, heads),
     )  # fmt: skip
-    parts = cdiv(2 * sm_count(ids.device), heads)
-    _bring[(heads, parts)](
-        pool, hot.rows, victims, missing, misses, slots, blocks, N=padded, P=p, D=d,
-        ROW=next_power_of_2(row_width(d)), ROWS=ROWS, **launch_early(ids.device, heads * parts),
+    shares = cdiv(2 * sm_count(ids.device), heads)
+    _bring[(heads, shares)](
+        pool, ids, out, hot, victims, missing, count, heads, n, entries, slots, blocks, N=size, P=p, D=d,
+        ROW=next_power_of_2(row_width(d)), ROWS=ROWS, ABSENT=ABSENT, PART=PART,
+        **launch_early(ids.device, heads * shares),
     )  # fmt: skip
     return out
 

@@ -195,7 +195,7 @@ MUTATIONS = (
              "same = block == counted.blocks[at] and", "same =",
              "tests/ops/pariskv/test_count_ids.py::test_a_row_that_another_request_took_over[reference]"),
     Mutation("blocks that are all there are not marked as used", "ops/engine/fetch_shared.py",
-             "    tl.store(used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)\n", "",
+             "        tl.store(hot.used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)\n", "",
              "tests/ops/engine/test_fetch_shared.py::test_blocks_that_are_all_there_are_marked_as_used"),
     Mutation("the last interval of a request is in two places", "ops/engine/tables.py",
              "(groups * interval + sink)", "(groups * interval + sink + interval)",
