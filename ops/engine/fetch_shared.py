@@ -95,10 +95,19 @@ def _find(
 
 
 @triton.jit
+def _part_of(i, upto, PARTS: tl.constexpr, BITS: tl.constexpr):
+    """The parts of the `i`-th misses: binary search for the first part p, of PARTS = 2^BITS, with upto[p] > i."""
+    part = tl.zeros_like(i)
+    for bit in tl.static_range(1, BITS + 1):
+        part += tl.where(tl.gather(upto, part + ((PARTS >> bit) - 1), 0) <= i, PARTS >> bit, 0)
+    return part
+
+
+@triton.jit
 def _plan(
     ids, hot, victims, missing, count, misses, missed, parts, heads, n, slots, blocks, CLAIM: tl.constexpr,
     N: tl.constexpr, WINDOW: tl.constexpr, HIT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    MISSES: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, MISSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Give slots to the missing blocks of a head. `victims` [N] gets the slots that change their block, `missing` [N]
     the blocks that take these slots, `count` their number."""
@@ -106,12 +115,12 @@ def _plan(
     h, p, j = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, MISSES)
     slot_of, block_of, used = hot.slot_of + h * blocks, hot.block_of + h * slots, hot.used + h * slots
     victims, missing = victims + h * N, missing + h * N
-    upto = tl.cumsum(tl.load(missed + h * parts + p, mask=p < parts, other=0), 0)[None, :]  # misses of parts up to p
-    all_misses, found = tl.max(upto), 0
+    upto = tl.cumsum(tl.load(missed + h * parts + p, mask=p < parts, other=0), 0)  # misses of the parts up to p
+    all_misses, found = tl.max(upto, 0), 0
     for first in range(0, all_misses, MISSES):
         i = first + j
-        earlier = upto <= i[:, None]  # [MISSES, PARTS]
-        part, before = tl.sum(earlier.to(tl.int32), 1), tl.max(tl.where(earlier, upto, 0), 1)
+        part = _part_of(i, upto, PARTS, BITS)
+        before = tl.where(part > 0, tl.gather(upto, tl.maximum(part - 1, 0), 0), 0)
         e = tl.load(misses + (h * parts + part) * PART + i - before, mask=i < all_misses, other=0)
         block = tl.load(ids + _place(e, h, heads, n), mask=i < all_misses, other=-1)
         claimed = (block >= 0) & (tl.load(slot_of + block, mask=block >= 0, other=0) == e - CLAIM)
@@ -159,6 +168,7 @@ def launch(ids, pool, hot) -> Tensor:
     (requests, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
     entries = requests * n
     size, parts = max(16, next_power_of_2(entries)), cdiv(entries, PART)
+    some = next_power_of_2(parts)
     out = torch.empty_like(ids)
     victims, missing, misses, missed, count = (ids.new_empty(heads * x) for x in (size, size, parts * PART, parts, 1))
     _find[(heads, parts)](
@@ -167,8 +177,8 @@ def launch(ids, pool, hot) -> Tensor:
     )  # fmt: skip
     _plan[(heads,)](
         ids, hot, victims, missing, count, misses, missed, parts, heads, n, slots, blocks, CLAIM=CLAIM, N=size,
-        WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=next_power_of_2(parts), MISSES=min(MISSES, size), num_warps=8,
-        **launch_early(ids.device, heads),
+        WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=some, BITS=some.bit_length() - 1, MISSES=min(MISSES, size),
+        num_warps=8, **launch_early(ids.device, heads),
     )  # fmt: skip
     shares = cdiv(2 * sm_count(ids.device), heads)
     _bring[(heads, shares)](
