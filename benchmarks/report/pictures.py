@@ -181,7 +181,7 @@ def draw_times(plt, points: Points):
 # ---------------------------------------------------------------- tokens a second against batch
 
 
-SERVED = ("h200_serve_native_32k.json", "h200_serve_native_32k_most.json")
+SERVED = tuple(f"h200_serve_native_{name}.json" for name in ("32k_most", "32k", "32k_host"))
 PLACES = {"triton": ("dense, Triton", "full"), "flash": ("FlashAttention", "full"),
           "flash-fp8": ("FlashAttention, fp8", "streaming"), "device": ("{}, on GPU", "quest"),
           "host": ("{}, on host", "pagemean")}  # fmt: skip
@@ -192,7 +192,7 @@ def batch_points(*results: Result) -> Points:
     method, lines = results[0].options["methods"][0], []
     of = [r for x in results for r in x.rows if "tokens_per_s" in r and r.get("method", method) == method]
     for place, (name, shade) in PLACES.items():
-        at = sorted((r["batch"], round(r["tokens_per_s"])) for r in of if r["place"] == place)
+        at = sorted({r["batch"]: round(r["tokens_per_s"]) for r in of if r["place"] == place}.items())
         if at:
             lines.append((name.format(method), shade, at))
     return lines

@@ -162,7 +162,10 @@ PLACES = {"flash": "FlashAttention", "flash-fp8": "FlashAttention, fp8", "device
           "host": "`kv=host`"}  # fmt: skip
 
 
-@table("serve", "h200_serve_native_32k.json", "h200_serve_native_32k_most.json", "h200_serve_native_128k.json")
+SERVE = ("short", "32k_most", "32k", "32k_host", "128k", "128k_pariskv")
+
+
+@table("serve", *(f"h200_serve_native_{name}.json" for name in SERVE))
 def serve(*results: Result) -> str:
     """One row per context, method and place; a run of its own may have the largest batch."""
     o = results[0].options
@@ -171,40 +174,50 @@ def serve(*results: Result) -> str:
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
         "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed, "
         f"which is as many as fit; `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory. "
-        "Tokens/s and ratio: with that many requests; the ratio is to FlashAttention in 16 bits. The tokens are "
-        "sampled from random weights, so the selected blocks change from step to step."
+        "Tokens/s and ratio: with that many requests; the ratio is to the best number of requests of FlashAttention in "
+        "16 bits. The tokens are sampled from random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:
         for x in r.rows:
             found.setdefault((x["context"], x.get("method", ""), x["place"]), {})[x["batch"]] = x
     order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in ("", *o["methods"]) for p in PLACES]
-    best = {c: max(by[max(by)]["tokens_per_s"] for (of, _, p), by in found.items() if (of, p) == (c, "flash"))
+    best = {c: max(x["tokens_per_s"] for x in found[c, "", "flash"].values())
             for c in dict.fromkeys(k[0] for k in found)}  # fmt: skip
     rows = []
     for context, method, place in (k for k in order if k in found):
         by = found[context, method, place]
         most = by[max(by)]
-        told = [number(by.get(b, {}).get("tpot_ms"), 1) for b in (1, 8)]
+        told = [number(by.get(b, {}).get("tpot_ms"), 1) for b in (1, 4, 8)]
         several = [str(most["batch"]), number(most["tokens_per_s"], 0), times(most["tokens_per_s"] / best[context])]
         name = f"`{method}`, {PLACES[place]}" if method else PLACES[place]
         rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])
-    head = ["context", "attention", "ms a step, 1 request", "ms a step, 8 requests", "most", "tokens/s", "ratio"]
+    head = ["context", "attention", "ms a step, 1 request", "4 requests", "8 requests", "most", "tokens/s", "ratio"]
     return markdown(said, head, rows)
 
 
-@table("served", "quality/served_32k.json", "quality/patched_32k.json")
-def served(r: Result, patched: Means) -> str:
-    o = r.options
+SERVED = {"dense": "quality/served_32k_dense.json", "pariskv": "quality/served_32k.json",
+          "quest": "quality/served_32k_quest.json"}  # fmt: skip
+
+
+@table("served", "quality/patched_32k.json", *SERVED.values())
+def served(patched: Means, *results: Result) -> str:
+    """Each method by `eval` and through a server."""
+    o = results[0].options
     said = (
-        f"{gpu(r)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, `pariskv` with budget 1024, all layers "
-        f"sparse. Served: by `vllm serve` (0.26, native code, `kv=device`), {o['requests']} requests at a time, mean "
-        f"score of {o['samples']} samples. Other columns: by `eval`. Brackets: how many of these samples."
+        f"{gpu(*results)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, budget 1024, all layers sparse, "
+        f"mean score of {o['samples']} samples, or of as many as the brackets say. Served: by `vllm serve` (0.26, "
+        f"native code; `kv=device`, dense: FlashAttention), {o['requests']} requests at a time. `eval`: with `patch`."
     )
     by = {(x["task"], x["method"]): x for x in patched.rows}
     rows = []
     for task in o["tasks"]:
-        scores = [x["score"] for x in r.rows if x["task"] == task]
-        told = [f"{x['score']:.2f} ({x['samples']})" if (x := by.get((task, m))) else "-" for m in ("dense", "pariskv")]
-        rows.append([task, *told, f"{statistics.fmean(scores):.2f} ({len(scores)})"])
-    return markdown(said, ["task", "dense", "`pariskv`, with `patch`", "`pariskv`, served"], rows)
+        told = []
+        for method, r in zip(SERVED, results):
+            x = by.get((task, method), {})
+            some = f" ({x['samples']})" if x.get("samples", o["samples"]) != o["samples"] else ""
+            scores = statistics.fmean(y["score"] for y in r.rows if y["task"] == task)
+            told += [number(x.get("score")) + some, number(scores)]
+        rows.append([task, *told])
+    names = ("dense", *(f"`{m}`" for m in list(SERVED)[1:]))
+    return markdown(said, ["task", *(f"{n}, {how}" for n in names for how in ("`eval`", "served"))], rows)

@@ -135,24 +135,30 @@ def speed_trace(*results: Result) -> str:
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)
 
 
-@table("speed-rest", "h200_decode_trace_rest.json")
-def speed_rest(r: Result) -> str:
+@table("speed-rest", "h200_decode_trace_rest.json", "h200_decode_rest_512k.json")
+def speed_rest(replayed: Result, longest: Result) -> str:
     """What the rest costs: the same steps without and with it."""
-    sparse, told = (r.options["layers"] or LAYERS[r.options["shape"]]) - r.options["skip_layers"], []
-    for x in r.rows:
-        if WITH_REST in (x.get("hyper") or ""):
-            own = (y for y in r.rows if y["method"] == x["method"])
-            (was,) = (y for y in own if f"{y['hyper']}, {WITH_REST}" == x["hyper"])
-            more = x["tpot_ms"] - was["tpot_ms"]
-            told.append([
-                f"`{x['method']}`", number(was["tpot_ms"]), number(x["tpot_ms"]), f"{1000 * more / sparse:.1f}",
-                f"{100 * more / was['tpot_ms']:.1f} %", number(x["device_GiB"] - was["device_GiB"]),
-            ])  # fmt: skip
+    told = []
+    for r in (replayed, longest):
+        sparse = (r.options["layers"] or LAYERS[r.options["shape"]]) - r.options["skip_layers"]
+        for x in r.rows:
+            if WITH_REST in (x.get("hyper") or ""):
+                own = (y for y in r.rows if y["method"] == x["method"])
+                (was,) = (y for y in own if f"{y['hyper']}, {WITH_REST}" == x["hyper"])
+                more = x["tpot_ms"] - was["tpot_ms"]
+                told.append([
+                    tokens(x["context"]), f"`{x['method']}`", number(was["hit_rate"]), number(was["tpot_ms"]),
+                    number(x["tpot_ms"]), f"{1000 * more / sparse:.1f}", f"{100 * more / was['tpot_ms']:.1f} %",
+                    number(x["device_GiB"] - was["device_GiB"]),
+                ])  # fmt: skip
     said = (
-        f"{gpu(r)}, replay as in the table above, budget {r.options['budget']}, hot buffer of 5 %. Both steps of a "
-        "row are of one run. Rest: `estimate_rest=True`, which makes groups of 64 tokens here."
+        f"{gpu(replayed, longest)}, {shape(replayed, longest)}, pool in host memory, budget "
+        f"{replayed.options['budget']}, hot buffer of 5 %. At {tokens(LONG)}: replay as in the table above; at "
+        f"{tokens(LONGEST)}: synthetic queries of locality {longest.options['locality']}. Both steps of a row are of "
+        "one run. Rest: `estimate_rest=True`."
     )
-    head = ["method", "ms a token", "with the rest", "us more a sparse layer", "more", "GiB more on the GPU"]
+    head = ["context", "method", "hits", "ms a token", "with the rest", "us more a sparse layer", "more",
+            "GiB more on the GPU"]  # fmt: skip
     return markdown(said, head, told)
 
 
