@@ -1,7 +1,7 @@
 #pragma once
 
-// Where the tokens of a row lie, as ops/store/tables.py specifies it: in a pool of their own (TOKENS 0), or in blocks of
-// TOKENS tokens of one pool for all rows.
+// Where the tokens of a row of the batch lie. TOKENS 0: the row has a pool of its own. Else all rows share one pool of
+// blocks of TOKENS tokens, and blocks[p / TOKENS] is the block of position p (ops/store/tables.py).
 template <int TOKENS> struct Table {
   const int* blocks;  // of this row
   long long first;  // the first pool row of this head
@@ -10,7 +10,7 @@ template <int TOKENS> struct Table {
       : blocks(TOKENS ? table + (long long)(row_and_head / heads) * places : nullptr),
         first((long long)(TOKENS ? row_and_head % heads : row_and_head) * pool_rows) {}
 
-  // The block of a position below `end`. It is a load of its own, so that a kernel can have it early.
+  // The block of a position; 0 from `end` on. Apart from `row`, so that a kernel can load it early.
   __device__ int block(int position, int end) const {
     if constexpr (TOKENS > 0) return position < end ? blocks[position / TOKENS] : 0;
     return 0;

@@ -2,10 +2,11 @@
 # A vLLM server with the API of OpenAI. Its decode steps read only the blocks that a method selects.
 #
 #     bash examples/serve.sh MODEL [more options of `vllm serve`]
-#     METHOD=pariskv BUDGET=2048 KV=host bash examples/serve.sh MODEL --port 8001
+#     METHOD=pariskv BUDGET=2048 KV=host REQUESTS=8 bash examples/serve.sh MODEL --port 8001
 #
-# docs/guide/serving.md says what runs and what is refused. examples/ask_server.py sends requests to the server.
-set -e
+# METHOD, BUDGET and KV are `method`, `budget` and `kv` of docs/guide/serving.md, which says what runs and what is refused.
+# REQUESTS is `max_num_seqs`. examples/ask_server.py sends requests to the server.
+set -eo pipefail
 model=${1:?usage: serve.sh MODEL [options of vllm serve]}
 # vLLM 0.26 has one name for the backends of all plugins. In 0.33 our backend has a name of its own. vLLM may print
 # warnings ahead of the name.

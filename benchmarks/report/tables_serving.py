@@ -172,8 +172,9 @@ def serve(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
-        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed, "
-        f"which is as many as fit; `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory. "
+        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed. "
+        "That is as many as fit, except for fp8 at 128K, where 13 fit. `kv=host` and `kv=auto` had "
+        f"{o['host_gib']:g} GiB of host memory. A dash: not measured. "
         "Tokens/s and ratio: with that many requests; the ratio is to the best number of requests of FlashAttention in "
         "16 bits. The tokens are sampled from random weights, so the selected blocks change from step to step."
     )
@@ -188,7 +189,7 @@ def serve(*results: Result) -> str:
     for context, method, place in (k for k in order if k in found):
         by = found[context, method, place]
         most = by[max(by)]
-        told = [number(by.get(b, {}).get("tpot_ms"), 1) for b in (1, 4, 8)]
+        told = [number(by.get(b, {}).get("tpot_ms"), 2 if b == 1 else 1) for b in (1, 4, 8)]
         several = [str(most["batch"]), number(most["tokens_per_s"], 0), times(most["tokens_per_s"] / best[context])]
         name = f"`{method}`, {PLACES[place]}" if method else PLACES[place]
         rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])

@@ -1,7 +1,8 @@
-"""Bring the listed blocks of all requests into one hot buffer, which has them by their id and kv head.
+"""Copy the listed units of all requests from the pool to one hot buffer. A unit is a block, or one token.
 
-A block that several requests list is brought once. Missing blocks take slots in the order of the hand, as in fetch.
-There must be a slot for every block that is listed at once.
+The hot buffer holds a unit once for each kv head, however many requests list it. A missing unit takes the slot of one
+that was not listed lately (the clock algorithm of ops/gather/fetch.py). The hot buffer needs a slot for each listed
+unit of a step.
 """
 import torch
 from torch import Tensor
@@ -40,22 +41,22 @@ def check(ids, pool, hot) -> None:
 
 
 def reference(ids: Listed, pool: Pool, hot: Changed[SharedHot]) -> Tensor:
-    """Bring the listed blocks of all requests into one hot buffer, which has them by their id and kv head.
+    """Copy the listed units of all requests from the pool to one hot buffer. A unit is a block, or one token.
 
     Args:
-        ids: ids of blocks [requests, heads, listed], -1 for none.
+        ids: ids of units [requests, heads, listed], -1 for none.
         pool: [1, heads, rows, 2, dim], may be host memory.
         hot: changed.
 
     Returns:
-        the slot of each listed block [requests, heads, listed], -1 for none.
+        the slot of each listed unit [requests, heads, listed], -1 for none.
 
     Launches:
         Three kernels.
-        _find, heads x listed blocks / PART programs: the slots of the blocks that are there, and a list of the others.
-        _plan, one program a head: picks a slot for each missing block, and writes the tables of the hot buffer.
-        _bring, heads x parts programs: copies the rows of the missing blocks, and marks the slots of the others as
-        used.
+        _find, heads x parts of PART list entries: writes the slots of units that hit, and lists the misses.
+        _plan, one program a head: picks a slot for each missing unit, and updates the tables of the hot buffer.
+        _bring, two programs a multiprocessor: copies the missing units, writes their slots, and marks the slots of hits
+        as used.
     """
     slots = torch.full_like(ids, -1)
     for h, pages in enumerate(pool[0].unflatten(1, (-1, hot.rows.shape[3]))):

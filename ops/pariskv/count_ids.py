@@ -1,10 +1,10 @@
-"""Count the ids of the retrievable keys of each row, where rows share one pool.
+"""Count, for each request, how many of its retrievable keys have each centroid id, where rows share one pool.
 
-    counts[b, h, s, c] = number of positions p from `sink` up to ring_begin[b] with id_s of p = c
+    counts[b, h, s, c] = number of positions p with sink <= p < ring_begin[b] and ids[h, pool row of p, s] = c
 
-A row with a pool of its own counts when its keys leave the ring (encode_keys). With a shared pool any row may have
-another request at each step. So this op adds only the keys that became retrievable since its last call, if the row
-still has the same request (views.py, Counted). Else it counts all keys of the row.
+encode_keys keeps these counts for a row with a pool of its own. Where rows share a pool, a row may hold another request
+at each step. If the row still holds the same request (views.py, Counted), this op adds only the keys that became
+retrievable since its last call. Otherwise it counts all keys of the row.
 
 Launches: `_count`, (row * kv head, subspaces). In most steps no key is new, and it returns at once.
 """
@@ -35,13 +35,13 @@ def check(ids, lengths, table, counted) -> None:
 
 
 def reference(ids: Ids, lengths: Lengths, table: BlockTable, counted: Changed[Counted]) -> None:
-    """Count the ids of the retrievable keys of each row, where rows share one pool.
+    """Count, for each request, how many of its retrievable keys have each centroid id, where rows share one pool.
 
     Args:
         ids: the ids of all keys of the pool [1, heads, rows, spaces].
         lengths: positions per row.
         table: the blocks of each row.
-        counted: the first rows of all but `uses` are brought up to date.
+        counted: `uses` is read. The first `batch` rows of all other fields are updated.
     """
     assert table.ids is not None
     sink, page = lengths.sink, table.block_size

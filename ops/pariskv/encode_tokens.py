@@ -1,8 +1,7 @@
-"""Encode new tokens of any requests as encode_keys does, but count no ids. The codes lie at the pool rows of the
-tokens.
+"""Encode new tokens of any requests as encode_keys does, at their pool rows, but count no ids.
 
-How often a request has each id depends on all of its blocks: count_ids counts the ids. So that it knows which of its
-counts are still right, this op counts how often each block is begun.
+count_ids counts the ids, because counts depend on all blocks of a request. For count_ids, this op also counts in `uses`
+how often each block is begun.
 """
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
@@ -31,7 +30,7 @@ def reference(k: FlatTokens, to: RowOfToken, codes: Changed[Codes], uses: Change
         k: keys of the new tokens [tokens, heads, dim], any strides.
         to: the row of the pool for each token [tokens], -1 for none, as in write_tokens.
         codes: ids, codes and weights [1, heads, rows, ...] are written; `counts` stays as it is.
-        uses: of the blocks of the pool [1, blocks]; a token in the first row of a block adds 1.
+        uses: how often each block was begun [1, blocks]; a token in the first row of a block adds 1.
         m: dimensions of a subspace, 2, 4 or 8.
         seed: of the rotation.
 

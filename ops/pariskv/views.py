@@ -29,17 +29,17 @@ Uses: TypeAlias = Annotated[Tensor, Of("1 blocks", I32)]
 
 
 class Counted(NamedTuple):
-    """How many retrievable keys of each request have each id, and how far that is counted.
+    """How many retrievable keys of each request have each id, and up to which position they are counted.
 
-    An engine does not say which request a row of the batch has at a step, so every count names the block in which it
-    ends. While that block stays in its place and in use, so do all tokens before it: blocks are shared only by
-    requests whose texts are equal up to the end of the block.
+    An engine does not say which request a row of the batch holds. So a count records the block of its last counted key,
+    and `uses` of that block. If both are unchanged, the row still begins with the same tokens: requests share a block
+    only if their texts are equal up to the end of the block.
 
     counts: per request, kv head and subspace, the number of keys with each id.
-    ends: the keys at positions below this one are counted, 0 for none.
-    blocks: the block of the last of these keys.
-    uses_then: `uses` of that block at that time.
-    uses: how often each block was begun. encode_tokens counts it.
+    ends: keys at positions below this are counted; 0 if none are.
+    blocks: the block of the last counted key.
+    uses_then: `uses` of that block when the key was counted.
+    uses: how often a token was written to the first row of each block. encode_tokens adds to it.
     """
 
     counts: Annotated[Tensor, Of("requests heads spaces centroids", I32)]

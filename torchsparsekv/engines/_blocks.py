@@ -1,15 +1,15 @@
 """Keys and values of one layer by block id, for all requests of an engine, with the index of their method.
 
-With every call the engine says where new tokens go, and which blocks a request has. It does not say which request a row
-of the batch is. So what a method keeps by row has to find out by itself whether it still holds (engine_buffers).
-Digests depend on the keys of their own block and on one origin. So blocks that requests share are indexed once, and
-nothing but the origin remains of an earlier use of a block. Tokens become selectable when older than the window, an
-interval at a time.
+With every call the engine says where new tokens go, and which blocks each row of the batch has. It does not say which
+request a row holds. So a method that keeps state by row must check that the state is of this request
+(Method.engine_buffers). Digests depend only on the keys of their block and on one origin. So a block that requests
+share is indexed once, and a block that is filled anew keeps nothing but the origin. Tokens become selectable when older
+than the window, an interval at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
-memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer as
-large as `device_gib` allows. Blocks of prompts go there at once, and stay until it is full. Then those that no step
-selected lately leave, and are fetched from the host if a step selects them again.
+memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer of
+`device_gib`. Prompts fill the hot buffer. When it is full, blocks that no step selected lately leave it. A step that
+selects them again fetches them from the host.
 
 A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.
 ops/engine/__init__.py lists the launches of a prompt and of a decode step.
@@ -39,7 +39,7 @@ OF_ROWS = ("store", "stats", "hot")  # what a method declares for rows with a po
 class SharedLayer:
     """One layer as the hooks of a method see it: a `LayerState` whose rows share one pool.
 
-    It has the views of the index by their names.
+    Each view of the index is an attribute with its name.
     """
 
     if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class SharedLayer:
 
 
 class BlockStore:
-    """One layer. requests: the most requests of a step. places: the most blocks of a request."""
+    """One layer. requests: the largest batch of a step. places: the most blocks of a request."""
 
     def __init__(
         self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
