@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   const int end = ring_begin[blockIdx.x / heads];
   fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
-  if (first >= end) return;
+  if (first >= end || end <= sink) return;  // no key of this span can be retrieved
   const Table<PAGE> pool(blocks, places, blockIdx.x, heads, rows);
   ids += pool.first * B, out += bh * stride + first + tid;
   int block[BATCH];  // of the keys whose ids are loaded next

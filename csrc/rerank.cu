@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     const int rows_after_next = row_of(after_next);
     after_next = candidate(first + 3 * step);
     float best[ROWS] = {};
-    if (__any_sync(ALL, pool_rows >= 0)) estimate(best, here, query);  // empty places are at the end
+    if (__any_sync(ALL, pool_rows >= 0)) estimate(best, here, query);  // whole warps at the end have none
     write(out, peaks, best, first, pool_rows, total, groups);
     here = ahead, pool_rows = next_rows, next_rows = rows_after_next;
   }

@@ -10,7 +10,7 @@ template <int TOKENS> struct Table {
       : blocks(TOKENS ? table + (long long)(row_and_head / heads) * places : nullptr),
         first((long long)(TOKENS ? row_and_head % heads : row_and_head) * pool_rows) {}
 
-  // The block of a position; 0 from `end` on. Apart from `row`, so that a kernel can load it early.
+  // The block of a position; 0 from `end` on. Apart from `row`, so that a kernel can issue this load early.
   __device__ int block(int position, int end) const {
     if constexpr (TOKENS > 0) return position < end ? blocks[position / TOKENS] : 0;
     return 0;

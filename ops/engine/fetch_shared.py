@@ -181,7 +181,7 @@ def launch(ids, pool, hot) -> Tensor:
         WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=some, BITS=some.bit_length() - 1, MISSES=min(MISSES, size),
         num_warps=8, **launch_early(ids.device, heads),
     )  # fmt: skip
-    shares = cdiv(2 * sm_count(ids.device), heads)
+    shares = max(1, 2 * sm_count(ids.device) // heads)
     _bring[(heads, shares)](
         pool, ids, out, hot, victims, missing, count, heads, n, entries, slots, blocks, N=size, P=p, D=d,
         ROW=next_power_of_2(row_width(d)), ROWS=ROWS, ABSENT=ABSENT, PART=PART,

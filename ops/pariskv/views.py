@@ -33,7 +33,8 @@ class Counted(NamedTuple):
 
     An engine does not say which request a row of the batch holds. So a count records the block of its last counted key,
     and `uses` of that block. If both are unchanged, the row still begins with the same tokens: requests share a block
-    only if their texts are equal up to the end of the block.
+    only if their texts are equal up to the end of the block. Keys of equal texts, computed in other batches, may have
+    other ids where they are rounded; then counts differ by these keys from those of the present blocks.
 
     counts: per request, kv head and subspace, the number of keys with each id.
     ends: keys at positions below this are counted; 0 if none are.

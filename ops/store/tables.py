@@ -32,7 +32,7 @@ def pool_rows(position: Tensor, table: BlockTable) -> Tensor:
 
 
 def places_of(table: BlockTable) -> tuple[Tensor | None, int]:
-    """The table and the blocks of a row in it, as kernels of csrc/ take them."""
+    """The table and its width, as kernels of csrc/ take them."""
     return table.ids, 0 if table.ids is None else table.ids.shape[1]
 
 

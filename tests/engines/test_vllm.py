@@ -255,6 +255,7 @@ def test_unknown_options_are_refused(llama, ours, options, said):
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
         ("cache_config", "cache_dtype", "fp8", "a KV cache in another type"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
     ],
 )
 def test_unsupported_engine_settings_are_refused(llama, part, field, value, said):

@@ -122,6 +122,7 @@ class BlockStore:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _on_page(self, blocks: int) -> dict[str, Buffer]:
+        # The pool is first, and what a method adds for engines is last: all before it begin at multiples of 16 bytes.
         return ({} if self.on_host else {"pool": self._pool(blocks)}) | self._of_blocks(blocks)
 
     @property
@@ -180,7 +181,8 @@ class BlockStore:
         for name, b in self._on_page(page.shape[0]).items():
             parts[name] = flat[at : at + b.nbytes].view(b.dtype).view(b.shape)
             at += b.nbytes
-        self._forget()
+        if self.page is not None:
+            self._forget()
         self.page, self.pool = page, parts.get("pool", self.pool)
         assert self.pool is not None
         self.layer = SharedLayer(self.pool, self._views(parts | self._of_all), self.block_size)

@@ -43,6 +43,7 @@ def refuse(config: VllmConfig) -> None:
         "KV connectors": config.kv_transfer_config is not None,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV cache in another type than the model's": config.cache_config.cache_dtype != "auto",
+        "sleep mode": config.model_config.enable_sleep_mode,  # it discards a cache, and the index would not know
     }
     for what, wanted in reasons.items():
         if wanted:

@@ -3,6 +3,7 @@
 Expected values come from the raw keys and values of every request, which the store never sees again.
 """
 import importlib
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -415,6 +416,9 @@ def test_allocated_memory_equals_the_plan():
     assert codes.hot.rows.shape[2:4] == (MOST * (4 + 10 + 2 * 96), 1)  # single tokens, of rows of 96
     of_block = HEADS * BLOCK * (2 + 8 + 2 * 2) + 4  # ids, codes, weights; how often it was begun
     assert codes.page_bytes == of_block
+    odd = Engine("device", "pariskv").store._on_page(7)
+    before = itertools.accumulate(b.nbytes for b in odd.values())
+    assert all(at % 16 == 0 for at, name in zip(before, list(odd)[1:]))
     counts = MOST * HEADS * 2 * (256 + 3)  # of ids, and how far they go
     assert sum(t.numel() for name, t in codes._of_all.items() if name.startswith("counted")) == counts
 

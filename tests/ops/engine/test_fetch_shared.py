@@ -46,7 +46,15 @@ def both(things: tuple) -> tuple[SharedHot, SharedHot]:
 def test_lists_of_several_parts_equal_the_reference(part, requests, listed, held, seed):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(FETCH, "PART", part)
+        m.setattr(FETCH, "MISSES", 16)
         want, got = both(arguments(requests, listed, 40, held, seed))
+    for name, x, y in zip(SharedHot._fields, want, got, strict=True):
+        assert torch.equal(y.cpu(), x), name
+
+
+def test_more_misses_than_are_taken_at_a_time():
+    want, got = both(arguments(4, 400, 1300, 10, 0))
+    assert int((want.block_of >= 0).sum()) > 2 * FETCH.MISSES
     for name, x, y in zip(SharedHot._fields, want, got, strict=True):
         assert torch.equal(y.cpu(), x), name
 

@@ -1,4 +1,6 @@
 """Counts of ids stay right while requests come, go, share blocks, change places and take blocks of others."""
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from torchsparsekv.ops.store.views import BlockTable
 HEADS, DIM, M, PAGE, BLOCKS, ROWS, PLACES, SINK = 2, 16, 8, 4, 24, 3, 8, 2
 SPACES = DIM // M
 OPS = load_all()
+COUNT = importlib.import_module("torchsparsekv.ops.pariskv.count_ids")
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -133,6 +136,15 @@ def test_a_shorter_request_with_the_same_blocks(kind):
     e.check()
 
 
+def test_keys_of_several_chunks(monkeypatch):
+    monkeypatch.setattr(COUNT, "CHUNK", 4)
+    e = Engine("triton", 4)
+    e.begin(0)
+    for tokens in (23, 1, 8):
+        e.grow(0, tokens)
+        e.check()
+
+
 def test_only_new_keys_are_counted():
     """Counts that were changed by hand stay changed, so nothing was counted again."""
     e = Engine("triton", 0)
@@ -152,3 +164,9 @@ def test_blocks_and_rows_have_to_fit():
     lengths, table = lengths_of(zeros(ROWS + 1), SINK, 3, 2), BlockTable(zeros(ROWS + 1, PLACES), PAGE)
     with pytest.raises(ValueError, match="4 rows are more than the 3 requests whose counts are kept"):
         torch.ops.torchsparsekv.count_ids(e.codes.ids, *lengths, *table, *e.counted)
+    lengths, table = lengths_of(zeros(ROWS), SINK, 3, 2), BlockTable(zeros(ROWS, PLACES), PAGE)
+    with pytest.raises(ValueError, match="96 rows of the pool are not 23 blocks of 4 tokens"):
+        torch.ops.torchsparsekv.count_ids(e.codes.ids, *lengths, *table, *e.counted[:4], e.counted.uses[:, 1:].clone())
+    k, to = torch.randn(1, HEADS, DIM, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="96 rows of the pool are not 23 blocks of one size"):
+        torch.ops.torchsparsekv.encode_tokens(k, to, *e.codes, e.counted.uses[:, 1:].clone(), M, 0)

@@ -11,6 +11,7 @@ from world import DEVICE
 
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import BlockTable
 
 RANK = importlib.import_module("torchsparsekv.ops.pariskv.rank_by_votes")
 ENTRY = load_all()["rank_by_votes"]
@@ -107,3 +108,14 @@ def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
 
 def test_number_of_cuda_programs_at_the_usual_shape():
     assert [RANK.native_parts(8, rows, 132) for rows in (1000, 4096, 131_072, 524_288)] == [1, 4, 16, 16]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=pytest.mark.gpu), "triton"])
+def test_rows_without_retrievable_keys_do_not_read_their_blocks(kind):
+    """An engine pads a batch with such rows, and their blocks may be any numbers."""
+    votes, codes, _, *numbers, _ = arguments(64, [0, 3], 1, False, 0, 16)
+    codes, _ = in_blocks(codes, 16, torch.Generator().manual_seed(0))
+    table = BlockTable(torch.full((2, 1), -(2**20), dtype=torch.int32), 16)
+    capacity = RANK.candidate_capacity(16, *numbers)
+    got = ENTRY.run(kind, *on(DEVICE, (votes, codes, until([3, 3], 3), *numbers, capacity, table)))
+    assert bool((got == -1).all())
