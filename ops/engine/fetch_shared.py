@@ -169,7 +169,7 @@ def launch(ids, pool, hot) -> Tensor:
     (requests, heads, n), (slots, p, _, d), blocks = ids.shape, hot.rows.shape[2:], hot.slot_of.shape[2]
     entries = requests * n
     size, parts = max(16, next_power_of_2(entries)), cdiv(entries, PART)
-    some = next_power_of_2(parts)
+    padded = next_power_of_2(parts)
     out = torch.empty_like(ids)
     victims, missing, misses, missed, count = (ids.new_empty(heads * x) for x in (size, size, parts * PART, parts, 1))
     _find[(heads, parts)](
@@ -178,7 +178,7 @@ def launch(ids, pool, hot) -> Tensor:
     )  # fmt: skip
     _plan[(heads,)](
         ids, hot, victims, missing, count, misses, missed, parts, heads, n, slots, blocks, CLAIM=CLAIM, N=size,
-        WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=some, BITS=some.bit_length() - 1, MISSES=min(MISSES, size),
+        WINDOW=WINDOW, HIT=HIT, PART=PART, PARTS=padded, BITS=padded.bit_length() - 1, MISSES=min(MISSES, size),
         num_warps=8, **launch_early(ids.device, heads),
     )  # fmt: skip
     shares = max(1, 2 * sm_count(ids.device) // heads)

@@ -59,9 +59,9 @@ def reference(ids: Ids, lengths: Lengths, table: BlockTable, counted: Changed[Co
             if end > first:
                 found = ids_of_row(ids, table, b, first, end)[h, :, s].long()
                 counted.counts[at] += found.bincount(minlength=counted.counts.shape[3]).int()
-            block = int(table.ids[b, (end - 1) // page]) if end > sink else 0
-            counted.ends[at], counted.blocks[at] = end if end > sink else 0, block
-            counted.uses_then[at] = counted.uses[0, block]
+            upto = end if end > sink else 0
+            block = int(table.ids[b, (upto - 1) // page]) if upto else 0
+            counted.ends[at], counted.blocks[at], counted.uses_then[at] = upto, block, counted.uses[0, block]
 
 
 @triton.jit

@@ -86,10 +86,10 @@ class BlockStore:
         self.layer: SharedLayer | None = None
         self.hot: SharedHot | None = None
         # The parts of the index that belong to no block, such as the origin of digests, which is NaN until it is found.
+        of_blocks = self._of_blocks(1)
         self._of_all = {
-            name: self._zeros(b.shape, b.dtype) for name, b in named(self._index(1)).items()
-            if name not in self._of_blocks(1)
-        }  # fmt: skip
+            name: self._zeros(b.shape, b.dtype) for name, b in named(self._index(1)).items() if name not in of_blocks
+        }
         self._forget()
         # Engines measure free memory after this call, and then say how many blocks there are. The rows do not depend
         # on that number.

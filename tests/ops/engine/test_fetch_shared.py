@@ -52,7 +52,7 @@ def test_lists_of_several_parts_equal_the_reference(part, requests, listed, held
         assert torch.equal(y.cpu(), x), name
 
 
-def test_more_misses_than_are_taken_at_a_time():
+def test_more_misses_than_a_pass_takes_all_get_slots():
     want, got = both(arguments(4, 400, 1300, 10, 0))
     assert int((want.block_of >= 0).sum()) > 2 * FETCH.MISSES
     for name, x, y in zip(SharedHot._fields, want, got, strict=True):

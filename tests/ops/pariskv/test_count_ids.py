@@ -87,7 +87,7 @@ KINDS = pytest.mark.parametrize("kind", ["reference", "triton"])
 
 @KINDS
 @given(data=st.data(), seed=st.integers(0, 99))
-def test_counts_of_requests_that_come_and_go(kind, data, seed):
+def test_counts_stay_right_while_requests_come_and_go(kind, data, seed):
     e = Engine(kind, seed)
     for _ in range(12):
         what = data.draw(st.sampled_from(["begin", "end", "grow", "grow", "step"]))
@@ -102,7 +102,7 @@ def test_counts_of_requests_that_come_and_go(kind, data, seed):
 
 
 @KINDS
-def test_a_block_that_another_request_took_over(kind):
+def test_a_block_given_to_another_request_is_counted_anew(kind):
     """It has the same number, the same place and the same row, but other keys."""
     e = Engine(kind, 1)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_block_that_another_request_took_over(kind):
 
 
 @KINDS
-def test_a_row_that_another_request_took_over(kind):
+def test_a_row_given_to_another_request_is_counted_anew(kind):
     e = Engine(kind, 2)
     for row, tokens in enumerate((20, 20, 12)):
         e.begin(0)
@@ -125,7 +125,7 @@ def test_a_row_that_another_request_took_over(kind):
 
 
 @KINDS
-def test_a_shorter_request_with_the_same_blocks(kind):
+def test_a_shorter_request_with_the_same_blocks_is_counted_anew(kind):
     """The second request has the first blocks of the first one, and in its row more of them are left from that one."""
     e = Engine(kind, 3)
     e.begin(0)
@@ -136,7 +136,7 @@ def test_a_shorter_request_with_the_same_blocks(kind):
     e.check()
 
 
-def test_keys_of_several_chunks(monkeypatch):
+def test_keys_of_several_chunks_are_all_counted(monkeypatch):
     monkeypatch.setattr(COUNT, "CHUNK", 4)
     e = Engine("triton", 4)
     e.begin(0)
