@@ -90,6 +90,7 @@ class Traits:
         moves_selected: tokens of a selected block may move before the next step. `prefetch_async` needs
             `selects_every_step` without `moves_selected`.
         all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
+        rest_helps: whether estimate_rest="auto" means True. Measure answers and time with and without it first.
         no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes `estimate_rest`
             must retrieve at decode steps, and must leave a token at the pool row that the token got when it left the
             ring (`leaving_rows`).
@@ -110,6 +111,7 @@ class Traits:
     selects_every_step: bool = False
     moves_selected: bool = False
     all_queries: bool = False
+    rest_helps: bool = False
     no_rest: str = ""
     least_capability: tuple[int, int] = (8, 0)
     older_devices: str = ""
@@ -137,10 +139,11 @@ class Method:
         "If the query of a head has at least this cosine with its query of the last step, the head attends to its last "
         "selection, and fetches the new one after attention. None: every step waits for its new selection.",
     )
-    estimate_rest: bool | int = option(
-        False,
+    estimate_rest: bool | int | str = option(
+        "auto",
         "Estimate the tokens that a step does not retrieve, by means over groups of tokens. A number: tokens of a "
-        f"group, a power of two. True: {LEAST_REST} to {MOST_REST}, by the length of the cache. False: leave them out.",
+        f"group, a power of two. True: {LEAST_REST} to {MOST_REST}, by the length of the cache. False: leave them out. "
+        '"auto": True for the methods whose answers gain most.',
     )
 
     if TYPE_CHECKING:  # methods whose block size users choose have it as a field
@@ -185,11 +188,12 @@ class Method:
             )
 
     def _check_rest(self) -> None:
-        if (value := self.estimate_rest) is False:
+        if (value := self.estimate_rest) is False or value == "auto":
             return
-        if type(value) not in (bool, int) or (value is not True and (value < 2 or value & (value - 1))):
+        power = type(value) is int and value >= 2 and value & (value - 1) == 0
+        if value is not True and not power:
             raise ValueError(
-                f"{self.name}: estimate_rest must be True, False or a power of two from 2 on, got {value!r}"
+                f'{self.name}: estimate_rest must be "auto", True, False or a power of two from 2 on, got {value!r}'
             )
         if self.traits.no_rest:
             raise ValueError(
@@ -221,7 +225,7 @@ class Method:
 
     def effective(self) -> dict[str, object]:
         """The hyper-parameters with the values that act, where a default such as None stands for another value."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"estimate_rest": self.rest}
 
     @property
     def dense_threshold(self) -> int:
@@ -248,11 +252,19 @@ class Method:
     def _moves_leaving(self) -> bool:
         return self.traits.moves_leaving
 
+    @cached_property
+    def rest(self) -> bool | int:
+        """`estimate_rest` as it acts."""
+        if self.estimate_rest == "auto":
+            return self.traits.rest_helps and not self.traits.no_rest
+        assert not isinstance(self.estimate_rest, str)
+        return self.estimate_rest
+
     def rest_group(self, rows: int) -> int:
         """Tokens of a group of `estimate_rest`, in a cache of `rows` pool rows."""
-        if self.estimate_rest is not True:
-            return self.estimate_rest
-        group = max(LEAST_REST, self.block_size)
+        if self.rest is not True:
+            return self.rest
+        group = max(min(LEAST_REST, 1 << (rows.bit_length() - 1)), 2, self.block_size)
         while group < MOST_REST and group * REST_GROUPS < rows:
             group *= 2
         return group
@@ -287,7 +299,7 @@ class Method:
         slots = self.hot_rows(g) // self.block_size
         chosen = min(self.budget, g.rows) // self.block_size
         found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
-        if not self.estimate_rest:
+        if not self.rest:
             return found
         if (group := self.rest_group(g.rows)) > g.rows:
             raise ValueError(f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {group}")
@@ -314,13 +326,13 @@ class Method:
         `order` is what `prompt` returned. Unless `Traits.no_rest` is set, an override calls `super()`, which sums the
         groups of `estimate_rest`.
         """
-        if self.estimate_rest:
+        if self.rest:
             group_sums(leaving, v, s.rest, s.lengths, order, join)
 
     def rest_of(self, s: LayerState, q: Tensor, selection: Selection, a: Attention) -> Rest:
         """What stands for the tokens that a step does not retrieve. Called once fetch is launched: an override must not
         write sums of groups, because attention may read them before fetch ends."""
-        return s.rest if self.estimate_rest else NO_REST
+        return s.rest if self.rest else NO_REST
 
     def observed_queries(self, s: LayerState) -> Tensor | None:
         """The tensor with the queries of the latest tokens (ops/index/observe.py). None: the method keeps none."""
@@ -403,7 +415,7 @@ class Method:
                 if s.override_ids is not None:
                     selection = selection._replace(ids=s.override_ids(s, selection.ids))
                 selection = self.in_time(s, q, selection)
-                settled = (q, s.rest.sums) if self.estimate_rest else ()
+                settled = (q, s.rest.sums) if self.rest else ()
                 fetch(selection, s.store.pool, s.hot, s.stats, *settled)
                 if (bias := self.weigh(s, q, a)) is not None:
                     selection = selection._replace(bias=bias)
@@ -432,11 +444,11 @@ class Method:
     def ingest_token(self, s: LayerState, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take one new token into the store and the index."""
         observed, later = self.observed_queries(s), self._moves_leaving
-        rest = s.rest if self.estimate_rest and not later else NO_REST
+        rest = s.rest if self.rest and not later else NO_REST
         append(Token(k, v, None if observed is None else q), s.store, s.stats, s.lengths, observed, rest)
         leaving = Leaving(k, s.store.pool)
         self.step(s, q, leaving)
-        if self.estimate_rest and later:  # the tokens got their pool rows in `step`
+        if self.rest and later:  # the tokens got their pool rows in `step`
             group_sums(leaving, v, s.rest, s.lengths, rows=self.leaving_rows(s))
 
     @final
@@ -545,6 +557,7 @@ def traits_of(method: Method) -> Traits:
     if not isinstance(traits, Traits):
         raise TypeError(f"{method.name}: traits must be a Traits, got {traits!r}")
     assert (method._attends, method._moves_leaving) == (traits.attends, traits.moves_leaving)
+    _ = method.rest
     return traits
 
 

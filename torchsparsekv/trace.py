@@ -35,7 +35,7 @@ TINY = dict(
 )  # fmt: skip
 MARKS, LABEL = ("previous_ring_begin", "ring_begin", "start", "length"), 24
 WIDTH, INDENT, GLUE = 112, 12, "\xa0"  # GLUE keeps a line from breaking inside brackets
-MARKED = re.compile(r"(<!-- (trace|marks): (\w+) -->\n```\n).*?(```\n<!-- end -->)", re.S)
+MARKED = re.compile(r"(<!-- (trace|sparse|marks): (\w+) -->\n```\n).*?(```\n<!-- end -->)", re.S)
 HEAD = (
     "{method}: one decode step of a tiny llama, {layers} layers, {heads} query heads, {kv_heads} kv heads, "
     "head_dim {dim}.\n"
@@ -155,7 +155,15 @@ def _by_shape(own: list[Flat], shapes: dict[str, tuple[int, ...]], changed: froz
 
 def text(method: str = "pariskv") -> str:
     """The trace as it is printed."""
-    calls, _ = trace(method)
+    return _told(method, trace(method)[0])
+
+
+def sparse(method: str) -> str:
+    """The trace without its dense layer."""
+    return _told(method, [call for call in trace(method)[0] if call.layer == LAYERS - 1])
+
+
+def _told(method: str, calls: list[Call]) -> str:
     head = dict(method=method, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, dim=HEAD_DIM)
     lines, layer = [HEAD.format(**head)], -1
     for call in calls:
@@ -208,7 +216,7 @@ def _positions(blocks: list[int], size: int) -> set[int]:
 
 def renewed(page: str) -> str:
     """The page with new traces and pictures between its markers."""
-    made = {"trace": text, "marks": marks}
+    made = {"trace": text, "sparse": sparse, "marks": marks}
     return MARKED.sub(lambda found: f"{found[1]}{made[found[2]](found[3])}\n{found[4]}", page)
 
 
@@ -227,7 +235,8 @@ def main(words: list[str] | None = None) -> None:
         return
     before = given.write.read_text()
     if not MARKED.search(before):
-        raise SystemExit(f"{given.write} has no marker `<!-- trace: NAME -->` or `<!-- marks: NAME -->`")
+        markers = " or ".join(f"`<!-- {kind}: NAME -->`" for kind in ("trace", "sparse", "marks"))
+        raise SystemExit(f"{given.write} has no marker {markers}")
     given.write.write_text(renewed(before))
 
 

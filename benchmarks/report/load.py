@@ -11,8 +11,8 @@ from torchsparsekv_benchmarks.quality import store
 EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefill", "throughput"
 TEXT, CLUSTERS, MEANS, BOARD, SERVE, HOT_BUFFER = "eval-text", "clusters", "means", "board", "serve", "hot_buffer"
 NO_FIGURE = (
-    CLUSTERS, "patterns", "parallel", "shapes", "first_call", "host_loop", "selecting_layers", "page_summaries",
-    "token_choices", "kept_weight", "drift_rules", "eval-server",
+    CLUSTERS, "patterns", "parallel", "shapes", "first_call", "generate", "host_loop", "selecting_layers",
+    "page_summaries", "token_choices", "kept_weight", "drift_rules", "eval-server",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT, BOARD)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, BOARD, SERVE, HOT_BUFFER, *NO_FIGURE)

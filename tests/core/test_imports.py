@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "torchsparsekv_benchmarks._results": {"api", "benchmarks._table"},
     "torchsparsekv_benchmarks.speed": {
         *CORE, "patches", "engines", "benchmarks._options", "benchmarks._progress", "benchmarks._results",
-        "benchmarks._traces", "benchmarks.speed",
+        "benchmarks._traces", "benchmarks.quality", "benchmarks.speed",
     },
     "torchsparsekv_benchmarks.recall_model": {"benchmarks._results", "benchmarks.recall_model"},
     "torchsparsekv_benchmarks.quality": {  # its scripts take the parts apart; one has a method of its own

@@ -71,6 +71,10 @@ def test_write_renews_what_stands_between_markers(tmp_path):
     assert said.startswith("before\n<!-- trace: streaming -->\n```\nstreaming: one decode step")
     assert said.endswith("```\n<!-- end -->\nafter\n")
     assert "old" not in said
+    page.write_text("<!-- sparse: quest -->\n```\n```\n<!-- end -->\n")
+    trace.main(["--write", str(page)])
+    assert "layer 1: quest" in page.read_text()
+    assert "layer 0" not in page.read_text()
     page.write_text("no marker\n")
     with pytest.raises(SystemExit, match="has no marker"):
         trace.main(["--write", str(page)])

@@ -18,6 +18,7 @@ def acting(method) -> dict[str, object]:
 
 
 IN_RING = dict(sink=64, window=256, hot_budgets="auto", prefetch_async=None, estimate_rest=False)
+WITH_REST = IN_RING | dict(estimate_rest=True)
 CLUSTERED = dict(**IN_RING, budget=1024, cluster_size=16, stretch=4096, rounds=3, seed=0, cosine=False)
 DEFAULTS: dict[str, dict[str, object]] = {
     "arkvale": dict(**IN_RING, budget=1024, block_size=32, digest="float8", group="mean", volume="cuboid-mean"),
@@ -28,15 +29,15 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "full": dict(**IN_RING, budget=1024),
     "h2o": dict(**IN_RING | dict(sink=0), budget=1024, prompt_queries=None),
     "icecache": dict(
-        **IN_RING, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None, least_view=32,
-        growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
+        **WITH_REST, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None,
+        least_view=32, growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),
     "omnikv": dict(**IN_RING, budget=1024, filter_layers=None, wait_layers=1, score="logits"),
     "magicpig": dict(**IN_RING | dict(sink=4), budget=1024, bits=10, tables=150, seed=0),
     "oracle": dict(**IN_RING, budget=1024, block_size=1),
     "pariskv": dict(
-        **IN_RING, budget=1024, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
+        **WITH_REST, budget=1024, update_interval=256, rho=None, beta=None, full_threshold=512, group="max",
         m=8, seed=0,
         # Below how many tokens, and in millionths: the share that is reranked, the share that earns points.
         ratios=[5_000, 500_000, 500_000, 10_000, 250_000, 300_000, 30_000, 200_000, 250_000, 50_000, 700_000],
@@ -46,7 +47,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         **IN_RING, budget=1024, block_size=32, digest="float8", group="mean", volume="cuboid-mean", observe=64,
         update_every=128, update_from="codes", static_ratio=0.25, per_head=False, static=256,
     ),
-    "pagemean": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="mean"),
+    "pagemean": dict(**WITH_REST, budget=1024, block_size=16, digest="float8", group="mean"),
     "quest": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max"),
     "raas": dict(**IN_RING, budget=1024, block_size=16, digest="float8", group="max", share=0.5),
     "random": dict(**IN_RING, budget=1024, block_size=16, seed=0),

@@ -1,4 +1,5 @@
 """estimate_rest: each step equals its definition, computed from the raw keys and values in fp64."""
+import itertools
 import re
 from collections.abc import Callable
 
@@ -273,7 +274,7 @@ def refusal(make: Callable) -> str:
 @pytest.mark.parametrize("wrong", [0, 1, 3, -8, 48, 2.0, "32", None])
 def test_groups_that_are_no_power_of_two_are_refused(wrong):
     said = refusal(lambda: make_method("quest", estimate_rest=wrong))
-    assert said == f"quest: estimate_rest must be True, False or a power of two from 2 on, got {wrong!r}"
+    assert said == f'quest: estimate_rest must be "auto", True, False or a power of two from 2 on, got {wrong!r}'
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -298,9 +299,56 @@ def test_groups_larger_than_a_row_are_refused():
     assert said == "quest: estimate_rest must be at most the 128 tokens of a row, got 256"
 
 
+def test_methods_that_gain_most_estimate_the_rest_by_default():
+    """docs/results/answers.md has what each method gains."""
+    assert {name for name in all_methods() if make_method(name).rest} == {"icecache", "pagemean", "pariskv"}
+    assert make_method("pariskv", estimate_rest=False).rest is False
+    assert make_method("pariskv", prefetch_async=0.8).rest is True
+
+
+def test_default_gives_way_where_a_given_value_is_refused():
+    assert make_method("icecache", prefetch_async=0.8).rest is False
+    assert "with prefetch_async" in refusal(lambda: make_method("icecache", prefetch_async=0.8, estimate_rest=True))
+
+
+@pytest.mark.parametrize("name", ["icecache", "pagemean", "pariskv"])
+@pytest.mark.parametrize("length", [2, 17, 31, 63])
+def test_default_groups_fit_small_caches(name, length):
+    model = tiny()
+    with torchsparsekv.patch(model, name, max_length=length) as handle:
+        cache = handle.make_cache()
+        assert all(s.state.rest.sums.shape[2] >= 1 for s in cache.stored.values() if s.method.name == name)
+        ids = torch.full((1, 1), 5)
+        with torch.no_grad():
+            assert all(model(ids, past_key_values=cache).logits.isfinite().all() for _ in range(length))
+
+
+@torch.no_grad()
+def test_layers_that_share_selections_sum_the_tokens_of_their_own_pool():
+    """icecache stores the tokens of a sharing layer in the order of another layer."""
+    model, (ids, mask) = tiny(num_hidden_layers=4), prompts(2, 90)
+    hyper = dict(max_length=192, budget=16, page_size=4, sink=4, window=6, r=0.25, skip_layers=1, reuse_every=3)
+    with torchsparsekv.patch(model, "icecache", estimate_rest=8, **hyper) as handle:
+        cache = handle.make_cache(batch_size=2)
+        greedy_logits(model, ids, mask, 30, cache)
+        shared = 0
+        for layer in (x for x in cache.stored.values() if x.method.name == "icecache"):
+            s = layer.state
+            shared += s.anchor is not None
+            fill = s.leaves.fill if s.anchor is None else s.shared.fill
+            for b, h in itertools.product(range(2), range(fill.shape[1])):
+                want = torch.zeros_like(s.rest.sums[b, h])
+                rows = torch.tensor(held_rows(s, b, h, fill))
+                assert len(rows) == int(s.lengths.ring_begin[b]) - s.lengths.sink
+                want.index_add_(0, rows // 8, s.store.pool[b, h, rows].view(len(rows), *want.shape[1:]) / 8)
+                torch.testing.assert_close(s.rest.sums[b, h], want, rtol=1e-5, atol=1e-5)
+    assert shared == 2
+
+
 def test_true_means_larger_groups_in_longer_caches():
     group = make_method("quest", estimate_rest=True).rest_group
     assert [group(n << 10) for n in (1, 64, 96, 97, 128, 192, 193, 1024)] == [32, 32, 32, 64, 64, 64, 128, 128]
+    assert [make_method("oracle", estimate_rest=True).rest_group(n) for n in (1, 7, 16, 31, 32)] == [2, 4, 16, 16, 32]
     assert make_method("quest", estimate_rest=True, block_size=64, budget=1024).rest_group(1 << 10) == 64
 
 

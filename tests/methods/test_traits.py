@@ -60,7 +60,7 @@ def test_traits_are_plain_attributes_of_every_method_that_a_plan_holds(name):
     assert "traits" in vars(make_method(name))
     with torchsparsekv.patch(tiny(), name) as handle:
         methods = [m for m in handle.planned.methods if m is not None]
-        assert all({"traits", "_attends"} <= vars(m).keys() for m in methods)
+        assert all({"traits", "_attends", "rest"} <= vars(m).keys() for m in methods)
         assert all(m == type(m)(**{f.name: getattr(m, f.name) for f in fields(m)}) for m in methods), "no field"
 
 

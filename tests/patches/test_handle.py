@@ -352,7 +352,7 @@ def test_methods_lists_every_hyper_parameter_and_default():
     found = torchsparsekv.methods()
     assert list(found) == sorted(METHODS)
     defaults = {name: {field: h.default for field, h in hyper.items()} for name, hyper in found.items()}
-    common = dict(budget=1024, sink=64, window=256, hot_budgets="auto", prefetch_async=None, estimate_rest=False)
+    common = dict(budget=1024, sink=64, window=256, hot_budgets="auto", prefetch_async=None, estimate_rest="auto")
     assert defaults["quest"] == {**common, "digest": "float8", "group": "max", "block_size": 16}
     assert defaults["arkvale"] == {
         **common, "digest": "float8", "group": "mean", "block_size": 32, "volume": "cuboid-mean"

@@ -32,10 +32,13 @@ class PageMethod(Method):
     )
 
     GROUPS: ClassVar[tuple[str, ...]] = ("max", "mean")
+    REST_HELPS: ClassVar[bool] = False
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="", no_engine="", **self.capability)
+        return Traits(
+            selects_every_step=True, rest_helps=self.REST_HELPS, cannot_crop="", no_engine="", **self.capability
+        )
 
     @property
     def capability(self) -> dict[str, Any]:

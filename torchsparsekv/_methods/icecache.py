@@ -100,12 +100,12 @@ class IceCache(Method):
     def traits(self) -> Traits:
         return Traits(
             reorders_pool=True, moves_leaving=True, partial_blocks=True, selects_every_step=True,
-            no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
+            rest_helps=True, no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
             no_engine="stores the tokens of a request in the order of its tree",
         )  # fmt: skip
 
     def _no_rest(self) -> str:
-        if self.estimate_rest is not True and 0 < self.estimate_rest < self.block_size:
+        if type(self.estimate_rest) is int and self.estimate_rest < self.block_size:
             return f"has pages of {self.block_size} tokens, and a group must hold whole pages"
         return "" if self.prefetch_async is None else "cannot estimate the rest with prefetch_async"
 
@@ -274,7 +274,7 @@ class IceCache(Method):
         if s.anchor is None:
             return s.tree.inserted_rows
         rows = s.anchor.tree.inserted_rows
-        return rows.gather(1, head_numbers(s.shared.source_heads)[..., None].expand_as(rows))
+        return rows.gather(1, head_numbers(s.shared.source_heads).unsqueeze(-1).expand_as(rows))
 
     def _rows(self, s: LayerState) -> int:
         """Number of pool rows, without the extra rows for generated tokens (`growth`)."""

@@ -9,6 +9,7 @@ class PageMean(PageMethod):
     """The index is half the size of Quest's. There is no paper: a comparison of page summaries found the method."""
 
     name = "pagemean"
+    REST_HELPS = True
 
     group: str = "mean"
 

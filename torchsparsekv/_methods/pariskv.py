@@ -172,7 +172,7 @@ class ParisKV(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(selects_every_step=True, cannot_crop="", no_engine="")
+        return Traits(selects_every_step=True, rest_helps=True, cannot_crop="", no_engine="")
 
     # ---- the index
 

@@ -1,4 +1,5 @@
 """The options of an engine: the method and the home of keys and values, checked before memory is allocated."""
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,8 +67,9 @@ def read_options(given: object, block_size: int) -> Options:
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"torchsparsekv: block_size of the engine must be a power of two, got {block_size}")
     method = make_method(name, **hyper)
-    for field, value in (("prefetch_async", None), ("estimate_rest", False), ("hot_budgets", "auto")):
-        if (given_value := getattr(method, field)) != value:
+    for field, values in (("prefetch_async", (None,)), ("estimate_rest", ("auto", False)), ("hot_budgets", ("auto",))):
+        if (given_value := getattr(method, field)) not in values:
             why = ": max_num_seqs and device_gib decide" if field == "hot_budgets" else ""
             raise ValueError(f"torchsparsekv: an engine has no {field}{why}, got {given_value!r}: leave it out")
+    method = dataclasses.replace(method, estimate_rest=False)
     return Options(method, block_size, kv, *(None if value is None else float(value) for value in gib.values()))

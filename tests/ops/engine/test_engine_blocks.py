@@ -375,6 +375,11 @@ def test_impossible_options_are_refused(given, said):
         read_options({"method": "quest", **given}, BLOCK)
 
 
+@pytest.mark.parametrize("given", [{}, dict(estimate_rest="auto"), dict(estimate_rest=False)])
+def test_engine_does_not_estimate_the_rest(given):
+    assert read_options({"method": "pariskv", **given}, BLOCK).method.rest is False
+
+
 SERVES = {"arkvale", "pagemean", "pariskv", "quest"}
 WHY = {
     "icecache": "stores the tokens of a request in the order of its tree",

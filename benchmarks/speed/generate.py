@@ -1,0 +1,115 @@
+"""Milliseconds a step of a real language model, through the stock generate() of transformers, over stretches of a text.
+
+The rows are a model without a patch (`stock`), the method `full`, and each method with its pool in each place. Answers
+are greedy. `same`: the share of the answers that equal those of the method with its pool in the first place.
+"""
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+import torchsparsekv
+from torchsparsekv.method import Offload
+from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks._options import Setup, at_least, different, option
+from torchsparsekv_benchmarks._progress import now
+from torchsparsekv_benchmarks.quality import pretrained, texts
+from torchsparsekv_benchmarks.quality.run import cost
+from torchsparsekv_benchmarks.quality.text_options import check_text
+from torchsparsekv_benchmarks.speed import _common
+from torchsparsekv_benchmarks.speed.decode import collect
+
+STOCK, DENSE = "stock", "full"
+WARM = 16  # first steps, which compile, capture a graph and fill the hot buffer; their times do not count
+
+
+@dataclass(frozen=True)
+class Options(Setup):
+    model: str = option("qwen-1.5b", "qwen-1.5b, qwen-0.5b or smollm2 (`make real-model`), or a Hugging Face path.")
+    text: str = option("sympy", "A file of plain text; or moby-dick or sympy (`make real-model`).")
+    context: int = option(32768, "Tokens of a prompt.")
+    rows: tuple[int, ...] = option((1, 14), "Prompts at a time, comma-separated.")
+    tokens: int = option(128, f"Tokens of an answer. The first {WARM} steps are not timed.")
+    methods: tuple[str, ...] = ("quest", "pariskv")
+    places: tuple[str, ...] = option(("device", "host"), "Values of patch(offload=...), comma-separated.")
+
+    def check(self, methods: Sequence[str]) -> None:
+        super().check(methods)
+        different(self, "rows", "places")
+        at_least(self, context=1, rows=1, tokens=WARM + 2)
+        if wrong := sorted(set(self.places) - set(get_args(Offload))):
+            raise ValueError(f"places must be of {', '.join(get_args(Offload))}, got {', '.join(wrong)}")
+        if DENSE in methods:
+            raise ValueError(f"{DENSE} always runs: name other methods")
+        check_text(self.text)
+
+
+class Clock:
+    """A logits processor that notes the time of each step. generate() waits for each token, so these times are real."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.times.append(time.perf_counter())
+        return scores
+
+    def step_ms(self) -> float:
+        at = self.times[WARM:]
+        return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(at))
+
+
+def answer(model, ids: Tensor, tokens: int) -> tuple[Tensor, float]:
+    """The answers of one generate(), [rows, tokens], and the milliseconds of a step."""
+    clock = Clock()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens,
+        logits_processor=[clock],
+    )  # fmt: skip
+    return out[:, ids.shape[1] :].cpu(), clock.step_ms()
+
+
+def settings(o: Options) -> Iterator[tuple[str, str | None]]:
+    yield from ((STOCK, None), (DENSE, None))
+    yield from ((method, place) for method in o.methods for place in o.places)
+
+
+def measure(model, ids: Tensor, method: str, place: str | None, o: Options) -> tuple[dict, Tensor]:
+    """A row, and the answers."""
+    row: dict[str, Any] = {"method": method, "place": place, "rows": len(ids)}
+    if method == STOCK:
+        said, ms = answer(model, ids, o.tokens)
+    else:
+        told = o.patch(method) | ({} if place is None else {"offload": place})
+        with torchsparsekv.patch(model, method, max_length=ids.shape[1] + o.tokens, **told) as handle:
+            said, ms = answer(model, ids, o.tokens)
+            report = handle.report()
+        row |= {"hit_rate": cost(report, len(ids))["hit_rate"], "device_GiB": report.device_bytes / 2**30}
+    return row | {"step_ms": ms, "tokens_per_s": 1e3 * len(ids) / ms}, said
+
+
+def run(o: Options, out: Path | None = None) -> dict:
+    device = _common.prepare(o.methods, o)
+    files = pretrained.opened(o.model, 1.0)
+    text = texts.read_one(o.text, files.tokenizer)
+    texts.check_room(text, o.context, max(o.rows))
+    model = files.load(device, torch.bfloat16).eval()
+    found: list[dict] = []
+    for rows in o.rows:
+        ids = text.rows(o.context, range(rows))[:, :-1].to(device)
+        first: dict[str, Tensor] = {}
+        for method, place in settings(o):
+            now(f"{rows} rows, {method}" + (f", {place}" if place else ""))
+            row, said = measure(model, ids, method, place, o)
+            row["same"] = (first.setdefault(method, said) == said).all(1).double().mean().item()
+            found.append(row)
+            print(row, flush=True)
+            _results.save("generate", found, o.recorded(o.methods), out)
+            collect()
+    return _results.finish("generate", found, o.recorded(o.methods), out)
