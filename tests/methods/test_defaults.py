@@ -29,7 +29,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "full": dict(**IN_RING, budget=1024),
     "h2o": dict(**IN_RING | dict(sink=0), budget=1024, prompt_queries=None),
     "icecache": dict(
-        **WITH_REST, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None,
+        **IN_RING, budget=1024, r=0.0625, levels=2, promotion="quota", page_size=16, field_of_view=None,
         least_view=32, growth=0.25, rank_from="codes", reuse_every=1, match_heads=True, selecting_layers=None, seed=0,
     ),
     "louiskv": dict(**CLUSTERED, tau=0.95, per_head=False, memory=0.0, segment_min=4, segment_max=32),

@@ -301,17 +301,12 @@ def test_groups_larger_than_a_row_are_refused():
 
 def test_methods_that_gain_most_estimate_the_rest_by_default():
     """docs/results/answers.md has what each method gains."""
-    assert {name for name in all_methods() if make_method(name).rest} == {"icecache", "pagemean", "pariskv"}
+    assert {name for name in all_methods() if make_method(name).rest} == {"pagemean", "pariskv"}
     assert make_method("pariskv", estimate_rest=False).rest is False
     assert make_method("pariskv", prefetch_async=0.8).rest is True
 
 
-def test_default_gives_way_where_a_given_value_is_refused():
-    assert make_method("icecache", prefetch_async=0.8).rest is False
-    assert "with prefetch_async" in refusal(lambda: make_method("icecache", prefetch_async=0.8, estimate_rest=True))
-
-
-@pytest.mark.parametrize("name", ["icecache", "pagemean", "pariskv"])
+@pytest.mark.parametrize("name", ["pagemean", "pariskv"])
 @pytest.mark.parametrize("length", [2, 17, 31, 63])
 def test_default_groups_fit_small_caches(name, length):
     model = tiny()

@@ -100,7 +100,7 @@ class IceCache(Method):
     def traits(self) -> Traits:
         return Traits(
             reorders_pool=True, moves_leaving=True, partial_blocks=True, selects_every_step=True,
-            rest_helps=True, no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
+            no_rest=self._no_rest(), cannot_crop="stores tokens in the order of its tree",
             no_engine="stores the tokens of a request in the order of its tree",
         )  # fmt: skip
 
