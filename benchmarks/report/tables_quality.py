@@ -8,7 +8,7 @@ from typing import Any
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import DENSE, Means, at, markdown, number, table, times
 from torchsparsekv_benchmarks.report.style import tokens
-from torchsparsekv_benchmarks.report.tables_speed import FIVE_PERCENT, LONG, REPLAYED
+from torchsparsekv_benchmarks.report.tables_speed import LONG, REPLAYED, REST_DEFAULT, traced
 
 Row = dict[str, Any]
 RECALL_TASKS = ("single", "multikey", "multivalue", "multiquery", "chain")
@@ -35,13 +35,23 @@ def only(rows: list[Row], **wanted: object) -> Row | None:
 
 
 REAL = "Qwen2.5-Coder-1.5B-Instruct in bfloat16, on an H200"
-REST = "estimate_rest"
+REST, WITH_REST = "estimate_rest", " + rest"
+
+
+def name_of(means: Means, row: Row) -> str:
+    """A method, and whether it estimates the rest."""
+    setting = means.settings[row["setting"]]
+    acts = setting["hyper"] or setting["patch"] or {}
+    return row["method"] + (WITH_REST if acts.get(REST) else "")
+
+
+def shown(name: str) -> str:
+    """A name as tables write it."""
+    return f"`{name.removesuffix(WITH_REST)}`" + (WITH_REST if name.endswith(WITH_REST) else "")
 
 
 def labelled(means: Means, row: Row) -> str:
-    """A method as tables write it, with the rest if it is estimated, and what it has else than its defaults."""
-    patch = means.settings[row["setting"]]["patch"] or {}
-    return f"`{row['method']}`" + (" + rest" if patch.get(REST) else "")
+    return shown(name_of(means, row))
 
 
 Cells = dict[str, dict[tuple[str, int | None], Row]]  # of a label, by text and budget
@@ -166,6 +176,8 @@ TASK_NAMES = {
 SEEDS = ("0.jsonl", "1.jsonl")  # how the raw files of a seed end
 BOARD, BOARD_LONG = "quality/board_32k.json", "quality/board_128k.json"
 SECOND_LONG = "quality/board_128k_seed1.json"  # other prompts, of some methods at 1024 tokens
+LONG_REST = "quality/board_rest_128k.json"  # methods with the rest, and more methods with other prompts
+BOARD_REST = "quality/board_rest_32k.json"  # methods with the rest, on the samples of the first seed of BOARD
 OTHERS = "quality/board_others_32k.json"  # the other methods, on the samples of the first seed of BOARD
 
 
@@ -194,15 +206,14 @@ def over_tasks(
     for seed in seeds:
         for r in means.of(seed):
             if r["task"] in tasks or (not tasks and r["task"] not in TOO_HARD):
-                rows.setdefault((r["method"], r["budget"]), {})[r["task"], seed] = r
+                rows.setdefault((name_of(means, r), r["budget"]), {})[r["task"], seed] = r
     return {name: answered(cells, seeds) for name, cells in rows.items()}
 
 
-def every_method(board: Means, others: Means) -> dict[tuple[str, int | None], Answers]:
-    """All methods on the samples of the first seed; those of `others` as they are there."""
-    found, more = over_tasks(board, SEEDS[:1]), over_tasks(others, SEEDS[:1])
-    have = {m for m, _ in more if m != BASE}
-    return {at: a for at, a in found.items() if at[0] not in have} | {at: a for at, a in more.items() if at[0] in have}
+def every_method(*means: Means) -> dict[tuple[str, int | None], Answers]:
+    """All methods on the samples of the first seed; each as the last file has it, and the dense model as the first."""
+    found = [over_tasks(m, SEEDS[:1]) for m in means]
+    return {at: a for have in found for at, a in have.items()} | {(BASE, None): found[0][BASE, None]}
 
 
 def answered(cells: dict[tuple[str, str], Row], seeds: tuple[str, ...]) -> Answers:
@@ -223,6 +234,14 @@ def error_of_mean(errors: Sequence[float]) -> float:
     return sum(e * e for e in errors) ** 0.5 / len(errors)
 
 
+def all_of(means: Sequence[Means]) -> Means:
+    """The rows of all files."""
+    first, *others = means
+    for m in others:
+        first = first.beside(m)
+    return first
+
+
 def ranked(found: dict[tuple[str, int | None], Answers], budget: int) -> list[str]:
     """Methods beside the dense model, the best at this budget first."""
     return [m for m, _ in sorted(((m, a.score) for (m, b), a in found.items() if b == budget), key=lambda x: -x[1])]
@@ -233,14 +252,14 @@ def worst_error(found: Mapping[Any, Answers]) -> float:
     return math.ceil(100 * max(a.error for a in found.values())) / 100
 
 
-@table("board-32k", BOARD, OTHERS)
-def board_32k(board: Means, others: Means) -> str:
-    found, budgets = every_method(board, others), (64, 256, 1024)
+@table("board-32k", BOARD, OTHERS, BOARD_REST)
+def board_32k(board: Means, others: Means, rest: Means) -> str:
+    found, budgets = every_method(board, others, rest), (64, 256, 1024)
     told = []
     for method in ranked(found, 1024):
         mine = [found[method, b] for b in budgets]
         told.append([
-            f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(f"{a.read:.0f}" for a in mine), number(mine[-1].hits)
+            shown(method), *(f"{a.score:.2f}" for a in mine), *(f"{a.read:.0f}" for a in mine), number(mine[-1].hits)
         ])  # fmt: skip
     dense, rows = found[BASE, None], board.of(SEEDS[0])
     said = (
@@ -254,13 +273,13 @@ def board_32k(board: Means, others: Means) -> str:
     return markdown(said, head, told)
 
 
-@table("board-tasks", BOARD, OTHERS)
-def board_tasks(board: Means, others: Means) -> str:
-    found = every_method(board, others)
+@table("board-tasks", BOARD, OTHERS, BOARD_REST)
+def board_tasks(*means: Means) -> str:
+    found = every_method(*means)
     order = list(found[BASE, None].tasks)
     line = lambda label, a: [label, *(f"{a.tasks[t]:.2f}" for t in order)]  # noqa: E731
     told = [line("dense", found[BASE, None])]
-    told += [line(f"`{m}`", found[m, 1024]) for m in ranked(found, 1024) if m not in ("random", "streaming")]
+    told += [line(shown(m), found[m, 1024]) for m in ranked(found, 1024) if m not in ("random", "streaming")]
     return markdown("The tasks of the table above at a budget of 1024: mean scores.",
                     ["method", *(TASK_NAMES.get(t, t) for t in order)], told)  # fmt: skip
 
@@ -293,7 +312,7 @@ SECOND_SEED = ("niah_multivalue", "niah_multiquery", "code_constant", "code_func
 def lost_by_seed(means: Means, files: tuple[str, str], budget: int, tasks: Sequence[str] = ()) -> list[list[str]]:
     """How much lower than the dense model each method of the second file scores, with the standard error of each."""
     first, second = (over_tasks(means, (f,), tasks) for f in files)
-    told = [(f"`{m}`", first[m, b], a) for (m, b), a in second.items() if b == budget]
+    told = [(shown(m), first[m, b], a) for (m, b), a in second.items() if b == budget and (m, b) in first]
     told.sort(key=lambda x: x[1].loss)
     return [[name, *(f"{a.loss:.3f} ± {a.error:.3f}" for a in mine)] for name, *mine in told]
 
@@ -307,16 +326,18 @@ def board_seeds_256(means: Means) -> str:
     return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, SEEDS, 256, SECOND_SEED))
 
 
-@table("board-seeds-128k", BOARD_LONG, SECOND_LONG)
-def board_seeds_128k(first: Means, second: Means) -> str:
-    means = first.beside(second)
-    dense = [over_tasks(means, (f,))[BASE, None].score for f in LONG_SEEDS]
+@table("board-seeds-128k", BOARD_LONG, SECOND_LONG, LONG_REST)
+def board_seeds_128k(*means: Means) -> str:
+    every = all_of(means)
+    dense = [over_tasks(every, (f,))[BASE, None].score for f in LONG_SEEDS]
     said = (
-        f"{REAL}, 128K by YaRN, budget 1024: score of the dense model minus score of the method, with the standard "
-        f"error; 6 tasks, 4 samples of each. The dense model scores {dense[0]:.2f} with the first seed and "
-        f"{dense[1]:.2f} with the second."
+        f"{REAL}, 128K by YaRN: score of the dense model minus score of the method, with the standard error; 6 tasks, "
+        f"4 samples of each. The dense model scores {dense[0]:.2f} with the first seed and {dense[1]:.2f} with the "
+        "second."
     )
-    return markdown(said, ["method", "first seed", "second seed"], lost_by_seed(means, LONG_SEEDS, 1024))
+    by = {b: {line[0]: line[1:] for line in lost_by_seed(every, LONG_SEEDS, b)} for b in (256, 1024)}
+    told = [[name, *by[256][name], *lost] for name, lost in by[1024].items()]
+    return markdown(said, ["method", *(f"{b}, {s} seed" for b in by for s in ("first", "second"))], told)
 
 
 @table("ledger", "quality/ledger_32k.json")
@@ -354,14 +375,15 @@ def kl_sinks(means: Means) -> str:
     return markdown(said, ["setting", *(f"`{m}`" for m in methods)], told)
 
 
-@table("board-128k", BOARD_LONG)
-def board_128k(means: Means) -> str:
-    found = over_tasks(means, ("l0.jsonl",))
+@table("board-128k", BOARD_LONG, LONG_REST)
+def board_128k(board: Means, rest: Means) -> str:
+    means = board.beside(rest)
+    found = over_tasks(means, LONG_SEEDS[:1])
     told = []
     for method in ranked(found, 1024):
         mine = [found[method, b] for b in (256, 1024)]
-        told.append([f"`{method}`", *(f"{a.score:.2f}" for a in mine), *(number(a.hits) for a in mine)])
-    rows, dense = means.of("l0.jsonl"), found[BASE, None]
+        told.append([shown(method), *(f"{a.score:.2f}" for a in mine), *(number(a.hits) for a in mine)])
+    rows, dense = board.of(LONG_SEEDS[0]), found[BASE, None]
     said = (
         f"{REAL}, {tokens(rows[0]['length'])} tokens by YaRN: mean score of {names_of(dense.tasks)}, "
         f"{rows[0]['samples']} samples of each. The dense model scores {dense.score:.2f}. A difference from the dense "
@@ -407,7 +429,7 @@ def names_of(tasks: Iterable[str]) -> str:
 @table("board-rest", BOARD, MORE)
 def board_rest(board: Means, more: Means) -> str:
     """The same samples with and without the rest."""
-    have = over_tasks(more, ("rest.jsonl",))
+    have = {(m.removesuffix(WITH_REST), b): a for (m, b), a in over_tasks(more, ("rest.jsonl",)).items()}
     tasks = have[BASE, None].tasks
     without = over_tasks(more, ("mean.jsonl",)) | over_tasks(board, SEEDS[:1])  # pagemean is not on the board
     had = {k: sum(a.tasks[t] for t in tasks) / len(tasks) for k, a in without.items()}
@@ -484,25 +506,27 @@ def token_choices(r: Result) -> str:
     return markdown(said, [*head, f"read at {budgets[-1]}"], [row for _, row in sorted(told)])
 
 
-README_ROWS = ("oracle", "icecache", "pariskv", "louiskv", "quest")
+README_ROWS = ("pariskv + rest", "retroinfer", "oracle", "icecache", "pagemean + rest", "louiskv", "quest")
+README_SPEED = (REST_DEFAULT, REPLAYED[0], "h200_decode_trace_retroinfer.json")
 
 
-@table("readme", BOARD_LONG, SECOND_LONG, REPLAYED[0], "h200_decode.json")
-def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> str:
+@table("readme", BOARD_LONG, SECOND_LONG, LONG_REST, "h200_decode.json", *README_SPEED)
+def readme(board: Means, second: Means, rest: Means, dense_cache: Result, *speed: Result) -> str:
     """Answers and speed at one setting."""
-    every = over_tasks(board.beside(second), LONG_SEEDS)
+    every = over_tasks(all_of((board, second, rest)), LONG_SEEDS)
     dense, found = every[BASE, None], {(m, 1024): every[m, 1024] for m in README_ROWS}
     samples = sum(m.rows[0]["samples"] for m in (board, second))
-    quickest = min((x for x in speed.rows if x["method"] in DENSE), key=lambda x: x["tpot_ms"])
+    quickest = min((x for x in speed[0].rows if x["method"] in DENSE), key=lambda x: x["tpot_ms"])
+    replayed = {name: x for (name, budget, buffer), x in traced(*speed) if (budget, buffer) == ("1024", "5 %")}
     told = [[
         "dense", f"{dense.score:.2f}", f"{dense.read:.0f}", "-", number(at(dense_cache, "full", LONG)["device_GiB"], 1),
         number(quickest["tpot_ms"]), times(quickest["speedup"]),
     ]]  # fmt: skip
     for method in README_ROWS:
         one = found[method, 1024]
-        row = next((x for x in speed.rows if x["method"] == method and x.get("hyper") == FIVE_PERCENT), {})
+        row = replayed.get(shown(method), {})
         told.append([
-            f"`{method}`", f"{one.score:.2f}", f"{one.read:.0f}", number(row.get("hit_rate")),
+            shown(method), f"{one.score:.2f}", f"{one.read:.0f}", number(row.get("hit_rate")),
             number(row.get("device_GiB"), 1), number(row.get("tpot_ms")), times(row.get("speedup")),
         ])  # fmt: skip
     head = ["method", "score", "tokens read a step", "hits", "GiB of cache on the GPU", "ms a token", "speed-up"]
@@ -512,8 +536,8 @@ def readme(board: Means, second: Means, speed: Result, dense_cache: Result) -> s
         f"error of at most {worst_error(found):.2f}. The last four columns: a model with the shape of Llama-3.1-8B and "
         "random weights. Each of its steps replays a step of Qwen2.5-Coder-1.5B on source code: it fetches and attends "
         "to the same blocks (tokens or pages). Most of the cache is in host memory (`offload=\"host\"`), but all of it "
-        "is on the GPU for dense attention. The hot buffer holds 6 x 1024 tokens, 5 % of all. A dash: not measured, or "
-        "the column does not apply."
+        "is on the GPU for dense attention. The hot buffer holds 6 x 1024 tokens, 5 % of all. + rest: the default of "
+        "these two methods, see below. A dash: not measured, or the column does not apply."
     )
     return markdown(said, head, told)
 

@@ -94,6 +94,28 @@ def first_call(*results: Result) -> str:
     return markdown(said, ["method", "kernel caches", "first call, s", "second call, s", "ms a token"], rows)
 
 
+@table("generate", "h200_generate.json")
+def generate(r: Result) -> str:
+    """A real model through the stock generate()."""
+    o = r.options
+    names = {"stock": "without a patch, dynamic cache", "full": "dense, ours"}
+    told = []
+    for name, place in dict.fromkeys((x["method"], x["place"]) for x in r.rows):
+        by = {x["rows"]: x for x in r.rows if (x["method"], x["place"]) == (name, place)}
+        told.append([
+            names.get(name, f"`{name}`"), {"device": "GPU", "host": "host"}.get(place, "GPU"),
+            *(number(by[n]["step_ms"]) for n in o["rows"]), number(by[max(by)]["tokens_per_s"], 0),
+            number(by[max(by)].get("hit_rate")),
+        ])  # fmt: skip
+    said = (
+        f"{gpu(r)}, Qwen2.5-Coder-1.5B in bf16, stock `generate()` of {o['tokens']} tokens after {o['context']} tokens "
+        f"of source code, budget {o['budget']}, hot buffer `\"auto\"`. {o['rows'][-1]}: prompts at a time."
+    )
+    one, many = o["rows"]
+    head = ["method", "pool", f"ms a step, {one}", f"{many}", f"tokens/s, {many}", f"hits, {many}"]
+    return markdown(said, head, told)
+
+
 PREFILL = (
     ("h200_prefill.json", ("quest", "pariskv", "clusterkv")), ("h200_prefill_louiskv.json", ("louiskv",)),
     ("h200_prefill_prkv.json", ("prkv", "arkvale", "snapkv")), ("h200_prefill_icecache.json", ("icecache",)),
@@ -162,7 +184,7 @@ PLACES = {"flash": "FlashAttention", "flash-fp8": "FlashAttention, fp8", "device
           "host": "`kv=host`"}  # fmt: skip
 
 
-SERVE = ("short", "32k_most", "32k", "32k_host", "128k", "128k_pariskv")
+SERVE = ("short", "32k_most", "32k", "32k_all", "32k_more", "128k", "128k_pariskv")
 
 
 @table("serve", *(f"h200_serve_native_{name}.json" for name in SERVE))
@@ -174,15 +196,18 @@ def serve(*results: Result) -> str:
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
         "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed. "
         "That is as many as fit, except for fp8 at 128K, where 13 fit. `kv=host` and `kv=auto` had "
-        f"{o['host_gib']:g} GiB of host memory. A dash: not measured. "
+        f"{o['host_gib']:g} GiB of host memory, or what the row says. A dash: not measured. "
         "Tokens/s and ratio: with that many requests; the ratio is to the best number of requests of FlashAttention in "
         "16 bits. The tokens are sampled from random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:
         for x in r.rows:
-            found.setdefault((x["context"], x.get("method", ""), x["place"]), {})[x["batch"]] = x
-    order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in ("", *o["methods"]) for p in PLACES]
+            more = x["place"] in ("host", "auto") and r.options["host_gib"] != o["host_gib"]
+            place = f"{x['place']}, {r.options['host_gib']:g} GiB" if more else x["place"]
+            found.setdefault((x["context"], x.get("method", ""), place), {})[x["batch"]] = x
+    places = [p for place in PLACES for p in dict.fromkeys(k[2] for k in found) if p.partition(",")[0] == place]
+    order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in ("", *o["methods"]) for p in places]
     best = {c: max(x["tokens_per_s"] for x in found[c, "", "flash"].values())
             for c in dict.fromkeys(k[0] for k in found)}  # fmt: skip
     rows = []
@@ -191,7 +216,8 @@ def serve(*results: Result) -> str:
         most = by[max(by)]
         told = [number(by.get(b, {}).get("tpot_ms"), 2 if b == 1 else 1) for b in (1, 4, 8)]
         several = [str(most["batch"]), number(most["tokens_per_s"], 0), times(most["tokens_per_s"] / best[context])]
-        name = f"`{method}`, {PLACES[place]}" if method else PLACES[place]
+        where, comma, size = place.partition(",")
+        name = f"`{method}`, {PLACES[where]}{comma}{size}" if method else PLACES[where]
         rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])
     head = ["context", "attention", "ms a step, 1 request", "4 requests", "8 requests", "most", "tokens/s", "ratio"]
     return markdown(said, head, rows)
@@ -208,7 +234,8 @@ def served(patched: Means, *results: Result) -> str:
     said = (
         f"{gpu(*results)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, budget 1024, all layers sparse, "
         f"mean score of {o['samples']} samples, or of as many as the brackets say. Served: by `vllm serve` (0.26, "
-        f"native code; `kv=device`, dense: FlashAttention), {o['requests']} requests at a time. `eval`: with `patch`."
+        f"native code; `kv=device`, dense: FlashAttention), {o['requests']} requests at a time. `eval`: with `patch`, "
+        "without the rest."
     )
     by = {(x["task"], x["method"]): x for x in patched.rows}
     rows = []

@@ -99,14 +99,16 @@ for _method in RUNS:
 
 
 REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
+REST_DEFAULT = "h200_decode_trace_rest_default.json"  # after the rest had become a default
 TRACED = (
-    *REPLAYED, "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
+    REST_DEFAULT, "h200_decode_trace_no_rest.json", "h200_decode_trace_tokens_rest.json", *REPLAYED,
+    "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
     "h200_decode_trace_prkv_5.json", "h200_decode_trace_quest.json", "h200_decode_trace_prkv.json",
     "h200_decode_trace_tokens.json",
 )  # fmt: skip
 FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 BUFFERS = {"": "auto", FIVE_PERCENT: "5 %", "hot_budgets=25": "5 %"}  # the last one at a budget of 256
-WITH_REST = "estimate_rest=True"
+WITH_REST, WITHOUT = "estimate_rest=True", ", estimate_rest=False"
 LAYERS = {"llama-3.1-8b": 32}
 
 
@@ -116,8 +118,10 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for r in results:
         for x in (x for x in r.rows if x.get("trace")):
-            name = f"`{x['method']}`"
-            rows.setdefault((name, str(r.options["budget"]), BUFFERS[x.get("hyper") or ""]), x)
+            hyper, acts = x.get("hyper") or "", r.options.get("acts", {}).get(x["method"], {})
+            rest = acts.get("estimate_rest") and not hyper.endswith(WITHOUT)
+            name = f"`{x['method']}`" + (" + rest" if rest else "")
+            rows.setdefault((name, str(r.options["budget"]), BUFFERS[hyper.removesuffix(WITHOUT)]), x)
     found = sorted(rows.items(), key=lambda x: (-int(x[0][1]), x[0][2] != "auto", x[1]["tpot_ms"]))
     return [([*names], x) for names, x in found]
 
