@@ -109,7 +109,8 @@ def generate(r: Result) -> str:
         ])  # fmt: skip
     said = (
         f"{gpu(r)}, Qwen2.5-Coder-1.5B in bf16, stock `generate()` of {o['tokens']} tokens after {o['context']} tokens "
-        f"of source code, budget {o['budget']}, hot buffer `\"auto\"`. {o['rows'][-1]}: prompts at a time."
+        f"of source code, budget {o['budget']}, hot buffer `\"auto\"`. Columns {o['rows'][0]} and {o['rows'][-1]}: "
+        "prompts at a time."
     )
     one, many = o["rows"]
     head = ["method", "pool", f"ms a step, {one}", f"{many}", f"tokens/s, {many}", f"hits, {many}"]
