@@ -63,8 +63,8 @@ def test_every_file_defines_the_command_of_its_name():
         "plan", "record", "report", "selecting-layers",
     )  # fmt: skip
     speed = (
-        "clusters", "decode", "first-call", "host-loop", "kernels", "parallel", "patterns", "prefill", "serve",
-        "shapes", "throughput",
+        "clusters", "decode", "first-call", "generate", "host-loop", "kernels", "parallel", "patterns", "prefill",
+        "serve", "shapes", "throughput",
     )  # fmt: skip
     for app, load_one, wanted in ((load(), load, names), (bench.bench, bench.load, speed)):
         assert tuple(name for name, command in commands_of(app).items() if not command.hidden) == wanted

@@ -65,7 +65,9 @@ def test_head_attends_to_its_new_or_its_last_selection(name, seed, pad, least):
     and which heads wait."""
     q, k, v, pads = drifting(seed, pad)
     sizes = dict(batch=2, heads=HEADS, group=GROUP, dim=DIM, left_pad=pads)
-    late, plain = (Layer(small(name, budget=8, prefetch_async=x), **sizes) for x in (least, None))
+    late, plain = (
+        Layer(small(name, budget=8, prefetch_async=x, estimate_rest=False), **sizes) for x in (least, None)
+    )
     size, fresh, begins = late.method.block_size, None, None
     for t in [PROMPT, *range(PROMPT + 1, PROMPT + STEPS)]:
         span = slice(0, PROMPT) if t == PROMPT else slice(t - 1, t)
