@@ -1,5 +1,7 @@
 // Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
-// up to 8 query heads of a kv head, in fp16 and bf16.
+// up to 8 query heads of a kv head, in fp16 and bf16. With LISTED, attention over the blocks that are listed for the
+// requests of an engine, as ops/engine/listed_attention.py specifies it: all requests share the heads of `hot`, the ring
+// has no rows, and `fill` has a number for each place of a list.
 //
 // Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here
 // the programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it.
@@ -18,7 +20,7 @@
 // them. Then a warp attends to its tiles of tokens and of groups, and looks up the w of the group of each exact token.
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
-// be partly empty; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
+// be partly empty; LISTED; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
 // a GROUP of the rest (0: no rest); whether sums, lengths, frontier, `fill` and query are SETTLED, so that they may be
 // read ahead of `wait_for_previous`; whether the blocks are NAMED: `ids` has the numbers of the blocks in `slots`, and may
 // be read ahead too.
@@ -35,6 +37,7 @@ constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up,
 constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
 constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
 static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
+static_assert(!LISTED || FILLED && !GROUP);
 
 // The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
 // its channels for heads 2 t and 2 t + 1.
@@ -150,7 +153,7 @@ __device__ void fold(State& s, Query query, Row row, float scale, float softcap)
 struct Tokens {
   const char *near, *hot;
   const int *slots, *block_of, *ids;  // slots of the chosen blocks; the block in each slot; with NAMED, the chosen blocks
-  const int* fill;                    // rows of a block that count
+  const int* fill;                    // rows that count: of each block, or of each of `slots` with LISTED
   Ring ring;
   int end, chosen;
 
@@ -169,8 +172,8 @@ struct Tokens {
   // The row of token n; null if there is none.
   __device__ Row find(int n) const {
     if (n < first()) return in_ring(n) ? row(n) : nullptr;
-    const int slot = n - first() < chosen ? slots[(n - first()) / P] : -1;
-    if (slot < 0 || FILLED && (n - first()) % P >= fill[block_of[slot]]) return nullptr;
+    const int place = (n - first()) / P, slot = n - first() < chosen ? slots[place] : -1;
+    if (slot < 0 || FILLED && (n - first()) % P >= fill[LISTED ? place : block_of[slot]]) return nullptr;
     return row(n);
   }
 };
@@ -490,8 +493,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
   const int warp = threadIdx.x / 32;
-  slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P), fill += (long long)bh * blocks;
-  ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, bh, hot_rows);
+  slots += (long long)bh * (chosen / P), block_of += (long long)bh * (hot_rows / P);
+  fill += (long long)bh * (LISTED ? chosen / P : blocks);
+  ring = head_of<D>(ring, bh, ring_rows), hot = head_of<D>(hot, LISTED ? h : bh, hot_rows);
   q += (long long)b * q_b + (long long)h * G * q_h;  // of the first head
   found.bell.expect(NUMBERS);
   const int near = (rank + CLUSTER * warp) * TILE + lane() % TILE;

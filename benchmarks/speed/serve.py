@@ -58,7 +58,7 @@ class Options:
     most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for that many requests.")
     gpu_gib: float = option(0.0, "GiB of GPU memory that vLLM may use; 0: vLLM decides.")
     host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: what the plugin takes by default.")
-    device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: half of the free GPU memory.")
+    device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: what the plugin takes by default.")
     grows: int = option(512, "Tokens that a request may generate.")
     shared: bool = option(False, "One engine for all contexts of a place, made for the longest; else one for each.")
     isolated: bool = option(False, "Every engine in a process of its own.")

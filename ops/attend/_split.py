@@ -140,8 +140,11 @@ class Parts:
     def shape(self) -> dict[str, int]:
         return {"G": self.group, "GP": self.gp, "DP": self.dp}
 
-    def combine(self, q: Tensor, length: Tensor, sink_logits: Tensor | None) -> Tensor:
-        out = result_like(q)
+    def combine(
+        self, q: Tensor, length: Tensor, sink_logits: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """The result, in `out` if there is one."""
+        out = result_like(q) if out is None else out
         batch, _, _, d = q.shape
         _combine[(batch * self.heads, self.group)](
             self.acc, self.top, self.total, out if sink_logits is None else sink_logits, out, length, out.stride(0),

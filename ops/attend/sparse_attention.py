@@ -29,19 +29,11 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
-from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import (
-    cdiv,
-    launch_early,
-    shared_bytes,
-    sm_count,
-    tl,
-    triton,
-    wait_for_previous,
-)
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
+from torchsparsekv.ops.attend import _native
 from torchsparsekv.ops.attend._split import (
     Parts,
     begun,
@@ -56,17 +48,6 @@ from torchsparsekv.ops.rest._remaining import GROUPS, mean_tile, remaining, rema
 from torchsparsekv.ops.rest.views import NO_REST, Rest, check_groups
 from torchsparsekv.ops.store.rows import ring_position_of, ring_positions, row_at
 from torchsparsekv.ops.store.views import Attention, HotBuffer, Lengths, Query, Ring, Selection
-
-# The shapes of csrc/sparse_attention.cu; Triton takes the others.
-NATIVE_DIMS, NATIVE_GROUP = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster), at most; warps per program: at least, at most, and with the rest. A program of
-# 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
-# not 10.4, at 1360 tokens.
-# With the rest a program has more to do, and some programs have more tokens than others.
-NATIVE_CLUSTER, NATIVE_WARPS, MOST_WARPS, REST_WARPS = 8, 8, 12, 16
-NATIVE_TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
-RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
-MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
 
 
 def check(q, ring, hot, lengths, selection, attention, rest=NO_REST) -> None:
@@ -179,92 +160,15 @@ def _attend(
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def _cluster(q: Tensor, heads: int) -> int:
-    """Programs per kv head, a power of two; above 1 only if every program has a multiprocessor of its own.
-
-    A cluster of 8 starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters
-    of 8 and 10.2 in clusters of 4.
-    """
-    room = max(1, sm_count(q.device) // (q.shape[0] * heads))
-    return NATIVE_CLUSTER if room >= 2 * NATIVE_CLUSTER else min(NATIVE_CLUSTER // 2, 1 << room.bit_length() - 1)
-
-
-def _warps(q: Tensor, ring: Ring, hot: HotBuffer, cluster: int, rest: Rest) -> int:
-    """Warps per program: 8 if heads are wide or a multiprocessor runs several programs (registers allow no more), else
-    16 with the rest, else the fewest from 8 on with as few rounds of tiles as 12 warps."""
-    if q.shape[3] > 128 or q.shape[0] * ring.shape[1] * cluster > sm_count(q.device):
-        return NATIVE_WARPS
-    if rest.sums is not None:
-        return REST_WARPS
-    tiles = _tiles(ring, hot)
-    rounds = cdiv(tiles, cluster * MOST_WARPS)
-    return max(NATIVE_WARPS, cdiv(tiles, cluster * rounds))
-
-
-def _tiles(ring: Ring, hot: HotBuffer) -> int:
-    """Tiles of tokens of a kv head."""
-    return cdiv(ring.shape[2], NATIVE_TILE) + cdiv(hot.chosen.shape[2] * hot.rows.shape[3], NATIVE_TILE)
-
-
-def _fits(q, ring, hot, lengths, selection, attention, rest) -> tuple[_cuda.Module, int, int, int] | str:
-    d, heads, sinks = q.shape[3], ring.shape[1], attention.sink_logits
-    group = q.shape[1] // heads
-    if d not in NATIVE_DIMS or group > NATIVE_GROUP:
-        return f"head_dim {d} and {group} query heads a kv head are not among {NATIVE_DIMS} and up to {NATIVE_GROUP}"
-    if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
-        return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
+def _fits(q, ring, hot, lengths, selection, attention, rest) -> _native.Launch | str:
     if selection.bias is not None or rest.tokens is not None:
         return "selected blocks have a bias, or the rest is means of a method's own"
-    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, ring, hot.rows):
-        return "tensors are not aligned to 16 bytes"
-    cluster = _cluster(q, heads)
-    warps, page = _warps(q, ring, hot, cluster, rest), hot.rows.shape[3]
-    if rest.sums is not None:
-        odd = rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums)
-        if odd or rest.group % page or rest.group > MOST_GROUP:
-            return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
-    dynamic, most = _dynamic(q, ring, hot, warps, cluster, rest), shared_bytes(q.device)
-    taken = dynamic + _static(d, group, warps, cluster, rest)
-    if taken > most:
-        return f"a program takes {taken} bytes of shared memory, and {most} are there"
-    roomy = 2 * (taken + RESERVED) <= most + RESERVED
+    page = hot.rows.shape[3]
+    tiles = cdiv(ring.shape[2], _native.TILE) + cdiv(hot.chosen.shape[2] * page, _native.TILE)
     named = rest.group > 0 and rest.settled and selection.ids is not None and selection.retrieve_now is None
-    sizes = native(d, group, page, selection.fill is not None, warps, cluster, rest.group, rest.settled, named, roomy)
-    kernels = _cuda.load("sparse_attention", q.device, **sizes, BF16=int(q.dtype == torch.bfloat16))
-    return kernels if isinstance(kernels, str) else (kernels, warps, cluster, dynamic)
-
-
-def _dynamic(q: Tensor, ring: Ring, hot: HotBuffer, warps: int, cluster: int, rest: Rest) -> int:
-    """Bytes of dynamic shared memory of a program: the tables of the rest, then in their place the sums it sends. The
-    tables are the products and tokens of its groups, and its list of tokens with their products. A program may have all
-    tokens."""
-    group = q.shape[1] // ring.shape[1]
-    sent = warps * group * (q.shape[3] + 4) * 4
-    if rest.sums is None:
-        return sent
-    groups, tokens = cdiv(cdiv(rest.sums.shape[2], NATIVE_TILE), cluster), _tiles(ring, hot)
-    tables = 4 * NATIVE_TILE * (groups * (group + 1) + tokens * (group + 2))
-    return max(tables, sent)
-
-
-def _static(d: int, group: int, warps: int, cluster: int, rest: Rest) -> int:
-    """Bytes of static shared memory of a program: the query and the counts of the list that the rest needs, the sums
-    that arrive from the cluster with the bell that announces them (csrc/cluster.cuh), and the peaks and totals of the
-    warps."""
-    query = 0 if rest.sums is None else 2 * 16 * group * (d // 4 + 1) + 2 * 4 * warps
-    return cdiv(query + 4 * group * d + 8 * cluster * group + 8 + 64 * warps, 16) * 16
-
-
-def native(
-    d: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False,
-    named: bool = False, roomy: bool = True,
-) -> dict[str, int]:  # fmt: skip
-    """The constants with which csrc/sparse_attention.cu is compiled, except for BF16. `roomy`: the shared memory of a
-    multiprocessor has room for two programs."""
-    resident = 2 if d <= 128 and warps == NATIVE_WARPS and roomy else 1
-    return dict(
-        D=d, G=group, P=page, FILLED=int(filled), WARPS=warps, RESIDENT=resident, CLUSTER=cluster, GROUP=rest_group,
-        SETTLED=int(settled), NAMED=int(named),
+    return _native.fit(
+        q, ring.shape[1], hot.rows, page, tiles, attention, ring, filled=selection.fill is not None, rest=rest,
+        named=named,
     )  # fmt: skip
 
 

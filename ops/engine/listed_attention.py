@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.signature import Of
+from torchsparsekv.ops._machinery.signature import Changed, Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
-from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
+from torchsparsekv.ops.attend import _native
+from torchsparsekv.ops.attend._split import Parts, begun, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import Listed
 from torchsparsekv.ops.store.rows import as_numbers, row_at
 from torchsparsekv.ops.store.views import I32, Attention, Pool
 
 OneQuery = Annotated[Tensor, Of("requests q_heads 1 dim", "kv", strided=True)]
+Result = Annotated[Tensor, Of("requests q_heads 1 dim", "kv")]
 Length = Annotated[Tensor, Of("requests", I32)]
 
 
-def check(q, pool, ids, fill, length, block_size, attention) -> None:
+def check(q, pool, ids, fill, length, block_size, attention, out) -> None:
     _check.heads(q, pool)
     check_one(pool)
     if ids.shape != fill.shape:
@@ -34,8 +37,9 @@ def check(q, pool, ids, fill, length, block_size, attention) -> None:
 
 
 def reference(
-    q: OneQuery, pool: Pool, ids: Listed, fill: Listed, length: Length, block_size: int, attention: Attention
-) -> Tensor:
+    q: OneQuery, pool: Pool, ids: Listed, fill: Listed, length: Length, block_size: int, attention: Attention,
+    out: Changed[Result],
+) -> None:  # fmt: skip
     """Attention of one query of every request over the blocks that are listed for it.
 
     Args:
@@ -46,12 +50,11 @@ def reference(
         length: tokens of each request; a request of length 0 gets zeros.
         block_size: tokens of a listed block, or of a part of one.
         attention: scale, soft cap and extra logits of the model.
-
-    Returns:
-        [requests, q_heads, 1, dim].
+        out: [requests, q_heads, 1, dim], the memory that the engine gave for the result.
 
     Launches:
-        One kernel of requests * heads x splits programs, and one that combines the splits of each query head.
+        csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head of a request. Else Triton:
+        one kernel of requests * heads x splits programs, and one that combines the splits of each query head.
     """
     heads = torch.arange(pool.shape[1], device=q.device)
     live = (ids >= 0)[..., None] & (torch.arange(block_size, device=q.device) < fill[..., None])
@@ -59,7 +62,7 @@ def reference(
     rows = as_numbers(blocks[heads[None, :, None], ids.clamp(min=0).long()], q.dtype)
     rows = rows.masked_fill(~live[..., None, None], 0).flatten(2, 3)
     live = live.flatten(2).repeat_interleave(q.shape[1] // rows.shape[1], 1).unsqueeze(2)
-    return softmax_attention(q, rows, live, attention).contiguous()
+    out.copy_(softmax_attention(q, rows, live, attention))
 
 
 @triton.jit
@@ -81,16 +84,33 @@ def _attend(
     store_part(accs, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, pool, ids, fill, length, block_size, attention) -> Tensor:
-    rows, (count, heads, n) = pool, ids.shape
+def _fits(q, pool, ids, fill, length, block_size, attention, out) -> _native.Launch | str:
+    tiles = cdiv(ids.shape[2] * block_size, _native.TILE)
+    return _native.fit(q, pool.shape[1], pool, block_size, tiles, attention, filled=True, listed=True)
+
+
+def _launch_cuda(fitting, q, pool, ids, fill, length, block_size, attention, out) -> None:
+    """csrc/sparse_attention.cu"""
+    (kernels, warps, cluster, shared), (requests, heads, n) = fitting, ids.shape
+    kernels.launch(
+        "attend", (requests * heads * cluster, 1, 1), 32 * warps, q, None, pool, ids, None, None, fill, length, length,
+        attention.sink_logits, None, None, out, q.stride(0), q.stride(1), heads, heads, 0, pool.shape[2], 0,
+        n * block_size, 0, 0, float(attention.scale), float(attention.softcap), shared=shared,
+    )  # fmt: skip
+
+
+def _launch_triton(q, pool, ids, fill, length, block_size, attention, out) -> None:
+    requests, heads, n = ids.shape
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(n * block_size, tile))
-    _attend[(count * heads, parts.splits)](
-        q, rows, ids, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, rows.shape[2], n,
+    _attend[(requests * heads, parts.splits)](
+        q, pool, ids, fill, parts.acc, parts.top, parts.total, q.stride(0), q.stride(1), heads, pool.shape[2], n,
         attention.scale, attention.softcap, parts.splits, D=q.shape[3], P=block_size, TILE=tile, **parts.shape(),
-        num_stages=2, **launch_early(q.device, count * heads * parts.splits),
+        num_stages=2, **launch_early(q.device, requests * heads * parts.splits),
     )  # fmt: skip
-    return parts.combine(q, length, attention.sink_logits)
+    parts.combine(q, length, attention.sink_logits, out)
 
 
-listed_attention = register("listed_attention", reference, impls=(by_triton(launch),), fake=result_like, check=check)
+listed_attention = register(
+    "listed_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), check=check
+)

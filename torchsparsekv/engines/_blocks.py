@@ -212,8 +212,9 @@ class BlockStore:
         write_tokens(k, v, to, layer.store.pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
         self.method.written(layer, k, to)
 
-    def decode(self, q: Tensor, lengths: Lengths, table: Tensor, a: Attention) -> Tensor:
-        """Attention of one query of every request, [requests, query heads, head_dim]; its token has been written."""
+    def decode(self, q: Tensor, lengths: Lengths, table: Tensor, a: Attention, out: Tensor) -> None:
+        """Attention of one query of every request, [requests, query heads, head_dim] as `out`; its token has been
+        written."""
         layer: Any = self._ready().of(lengths, table)
         x = q.unsqueeze(2)
         selected = self.method.choose(layer, x, a).ids
@@ -221,7 +222,7 @@ class BlockStore:
         pool = layer.store.pool
         if self.hot is not None:
             ids, pool = fetch_shared(ids, pool, self.hot), self.hot.rows.flatten(2, 3)
-        return listed_attention(x, pool, ids, fill, lengths.length, self.unit, a).squeeze(2)
+        listed_attention(x, pool, ids, fill, lengths.length, self.unit, a, out.unsqueeze(2))
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""

@@ -15,7 +15,8 @@ class Options:
     kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto" (in
         pinned host memory, and on the device too while there is room).
     host_gib: how many GiB of host memory may be used. None: most of what is free.
-    device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: half of what is free.
+    device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: most of what
+        vLLM may still use.
     """
 
     method: Method

@@ -32,6 +32,7 @@ from torchsparsekv.ops.store.views import Attention, Lengths
 
 VERSION, SEAM = _vllm_seams.version(), _vllm_seams.seam()
 USABLE = 0.8  # share of the free host memory that is used without `host_gib`
+MOST_OF_ROOM = 7 / 8  # share of the device memory for keys and values that is used without `device_gib`
 GIB = 2**30
 
 
@@ -210,7 +211,7 @@ class Impl(AttentionImpl):
         self.store.write(key[:tokens], value[:tokens], m.to)
         if n := m.decodes:
             lengths = mapped(m.lengths, lambda t: t[:n])
-            output[:n] = self.store.decode(query[:n], lengths, m.table[:n], self.attention)
+            self.store.decode(query[:n], lengths, m.table[:n], self.attention, output[:n])
         for p in m.prompts:
             new = slice(p.first, p.end)
             output[new] = self.store.prompt(query[new], key[new], value[new], m.table[p.row], p.past, self.attention)
@@ -245,8 +246,11 @@ def host_room(config: VllmConfig) -> int:
     return first.room
 
 
-def device_room(config: VllmConfig) -> int:
-    """Bytes of device memory that keys and values may fill, with kv="auto". vLLM measures its own memory afterwards."""
+def device_room(config: VllmConfig, index: int = 0) -> int:
+    """Bytes of device memory that keys and values may fill with kv="auto", beside an index of `index` bytes.
+
+    vLLM measures its own memory afterwards: an eighth of the room, and at least 2 GiB, is left for steps with prompts.
+    """
     ours = ours_in(config)
     gib, least = ours[0].options.device_gib, sum(impl.store.least_hot_bytes for impl in ours)
     if gib is not None and gib * GIB < least:
@@ -257,7 +261,11 @@ def device_room(config: VllmConfig) -> int:
         )
     if gib is not None:
         return int(gib * GIB)
-    return least_of_ranks(config, torch.cuda.mem_get_info()[0] // 2 if torch.cuda.is_available() else 0)
+    if not torch.cuda.is_available():
+        return least_of_ranks(config, 0)
+    free, total = torch.cuda.mem_get_info()
+    room = config.cache_config.gpu_memory_utilization * total - (total - free) - index
+    return least_of_ranks(config, max(int(min(room * MOST_OF_ROOM, room - 2 * GIB)), 0))
 
 
 def _is_ours(layer: object) -> bool:
@@ -299,7 +307,7 @@ def plan_host(config: VllmConfig) -> None:
         )
     blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
     if stores[0].resident:
-        room = device_room(config) // len(stores)
+        room = device_room(config, blocks * sum(s.page_bytes for s in stores)) // len(stores)
         for store in stores:
             store.reserve(blocks, room)
     if wanted is None:

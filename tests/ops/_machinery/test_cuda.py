@@ -27,7 +27,7 @@ BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
         "select.top_blocks", "icecache.union_pages", "icecache.best_pages",
     )
 )  # fmt: skip
-ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+ATTENTION = importlib.import_module("torchsparsekv.ops.attend._native")
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
     "bound_scores": [
@@ -47,11 +47,14 @@ VARIANTS = {
         for b in (8, 16, 32) for p, page in ((1, 0), (1, 16), (COLLIDE.NATIVE_PACKS, 0))
     ],
     "sparse_attention": [
-        ATTENTION.native(d, g, p, d == 256, warps, c, rest, rest > 0 and p > 1, rest > 0 and warps == 16)
+        ATTENTION.constants(d, g, p, d == 256, warps, c, rest, rest > 0 and p > 1, rest > 0 and warps == 16)
         | {"BF16": bf16}
         for d, g, p, bf16, c, warps in ((64, 8, 1, 0, 4, 12), (128, 4, 16, 1, 8, 11), (128, 4, 16, 1, 8, 16),
                                         (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
         for rest in (64, 0)
+    ] + [
+        ATTENTION.constants(128, 4, p, True, warps, c, listed=True) | {"BF16": 1}
+        for p, warps, c in ((16, 11, 8), (1, 8, 1))
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))

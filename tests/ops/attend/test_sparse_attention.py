@@ -16,6 +16,7 @@ from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.store.rows import ring_positions
 
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
+SHAPES = importlib.import_module("torchsparsekv.ops.attend._native")
 ENTRY = load_all()["sparse_attention"]
 
 
@@ -31,10 +32,10 @@ class Long(World):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("dim", ATTENTION.NATIVE_DIMS)
+@pytest.mark.parametrize("dim", SHAPES.DIMS)
 @given(
     lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3),
-    group=st.sampled_from([1, 3, 4, ATTENTION.NATIVE_GROUP]), block=st.sampled_from([1, 16, 20]),
+    group=st.sampled_from([1, 3, 4, SHAPES.MOST_HEADS]), block=st.sampled_from([1, 16, 20]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
 )  # fmt: skip
 def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype, seed, strided):
@@ -54,7 +55,7 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
     things = (q if strided else q.contiguous(), near, hot, of_rows, reach, attention, rest)
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
+        m.setattr(SHAPES, "cluster_of", lambda *_: cluster)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
 
@@ -101,7 +102,7 @@ def test_cuda_kernel_equals_reference_with_many_groups(named, order, tokens, fil
     things = (*things, Rest(sums, group, settled=named or block == 16))
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(ATTENTION, "_cluster", lambda *_: cluster)
+        m.setattr(SHAPES, "cluster_of", lambda *_: cluster)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
     torch.testing.assert_close(got, want, rtol=2**-7, atol=5e-3)  # from 1 on, bf16 rounds by more than the latter
 
@@ -184,13 +185,10 @@ def test_nan_in_the_sums_of_a_group_reaches_the_output(kind):
 def test_number_of_warps_follows_the_tiles(rows, tokens, dim, batch, groups, warps, monkeypatch):
     """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10.
     With the rest it is 16 warps, unless a multiprocessor has several programs or heads are wide."""
-    monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
-    w = Long(lengths=[9] * batch, heads=8, group=1, dim=dim, block=16, dtype=torch.float16)
-    q, ring, hot, *_ = OPS["sparse_attention"](w)
-    ring = ring.new_empty(batch, 8, rows, 2, dim)
-    hot = hot._replace(chosen=hot.chosen.new_empty(batch, 8, tokens // 16))
-    rest = Rest(torch.zeros(batch, 8, groups, 2, dim, device="meta"), 32) if groups else NO_REST
-    assert ATTENTION._warps(q, ring, hot, ATTENTION._cluster(q, 8), rest) == warps
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
+    heads, tiles = 8 * batch, -(-rows // SHAPES.TILE) + -(-tokens // SHAPES.TILE)
+    cluster = SHAPES.cluster_of(DEVICE, heads)
+    assert SHAPES.warps_of(DEVICE, dim, heads, cluster, tiles, groups > 0) == warps
 
 
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"
@@ -233,8 +231,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("odd", REFUSED)
 def test_triton_runs_groups_that_the_cuda_kernel_does_not_support(odd, monkeypatch):
-    monkeypatch.setattr(ATTENTION, "sm_count", lambda _: 132)
-    monkeypatch.setattr(ATTENTION, "shared_bytes", lambda _: 232_448)
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
+    monkeypatch.setattr(SHAPES, "shared_bytes", lambda _: 232_448)
     w = Long(lengths=[90], dim=64, block=16, dtype=torch.float16)
     *things, _ = OPS["sparse_attention"](w)
     group, dtype = {"group": 8, "large": 1 << 16}.get(odd, 32), torch.float32 if odd == "type" else torch.float16

@@ -111,7 +111,9 @@ class Engine:
         self._write([(r, 1) for r in those])
         q = torch.randn(len(those) + 1, HEADS * GROUP, DIM, generator=self.g)
         length, table = self.tables(those)
-        got = self.store.decode(q.to(DEVICE), self.store.lengths(length), table, ATTENTION).cpu()
+        out = torch.empty_like(q, device=DEVICE)
+        self.store.decode(q.to(DEVICE), self.store.lengths(length), table, ATTENTION, out)
+        got = out.cpu()
         for x, r, out in zip(q, those, got):
             want = attend(x, r, seen_by(x, r, self.store.method))
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
@@ -456,10 +458,11 @@ def test_step_replays_in_a_cuda_graph(kv, method):
     q, k = torch.zeros(n, HEADS * GROUP, DIM, device=DEVICE), torch.zeros(n, HEADS, DIM, device=DEVICE)
     v, to = torch.zeros_like(k), torch.full((n,), -1, device=DEVICE)
     length, table = (x.clone() for x in e.tables(those))
+    out = torch.empty_like(q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         e.store.write(k, v, to)
-        out = e.store.decode(q, e.store.lengths(length), table, ATTENTION)
+        e.store.decode(q, e.store.lengths(length), table, ATTENTION, out)
     for step in range(14):
         r = random.Random(step)
         r.shuffle(those)

@@ -1,0 +1,117 @@
+"""How csrc/sparse_attention.cu is compiled and launched: its shapes, its programs and warps, and its shared memory.
+
+Two ops run it: sparse_attention over a ring and a hot buffer, and listed_attention over the units that are listed for
+the requests of an engine.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.triton import cdiv, shared_bytes, sm_count
+from torchsparsekv.ops.rest.views import NO_REST, Rest
+from torchsparsekv.ops.store.views import Attention
+
+# Triton takes other shapes.
+DIMS, MOST_HEADS = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
+# Programs per kv head (a cluster), at most; warps per program: at least, at most, and with the rest. A program of
+# 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
+# not 10.4, at 1360 tokens.
+# With the rest a program has more to do, and some programs have more tokens than others.
+MOST_CLUSTER, WARPS, MOST_WARPS, REST_WARPS = 8, 8, 12, 16
+TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
+RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
+MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
+
+
+class Launch(NamedTuple):
+    kernels: _cuda.Module
+    warps: int
+    cluster: int
+    shared: int  # bytes of dynamic shared memory of a program
+
+
+def cluster_of(device: torch.device, heads: int) -> int:
+    """Programs per kv head, a power of two; above 1 only if every program has a multiprocessor of its own. `heads`: the
+    kv heads of all rows together.
+
+    A cluster of 8 starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters
+    of 8 and 10.2 in clusters of 4.
+    """
+    room = max(1, sm_count(device) // heads)
+    return MOST_CLUSTER if room >= 2 * MOST_CLUSTER else min(MOST_CLUSTER // 2, 1 << room.bit_length() - 1)
+
+
+def warps_of(device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool) -> int:
+    """Warps per program: 8 if heads are wide or a multiprocessor runs several programs (registers allow no more), else
+    16 with the rest, else the fewest from 8 on with as few rounds of tiles as 12 warps."""
+    if dim > 128 or heads * cluster > sm_count(device):
+        return WARPS
+    if rest:
+        return REST_WARPS
+    rounds = cdiv(tiles, cluster * MOST_WARPS)
+    return max(WARPS, cdiv(tiles, cluster * rounds))
+
+
+def dynamic_bytes(dim: int, group: int, warps: int, cluster: int, tiles: int, rest: Rest) -> int:
+    """Bytes of dynamic shared memory of a program: the tables of the rest, then in their place the sums it sends. The
+    tables are the products and tokens of its groups, and its list of tokens with their products. A program may have all
+    tokens."""
+    sent = warps * group * (dim + 4) * 4
+    if rest.sums is None:
+        return sent
+    groups = cdiv(cdiv(rest.sums.shape[2], TILE), cluster)
+    tables = 4 * TILE * (groups * (group + 1) + tiles * (group + 2))
+    return max(tables, sent)
+
+
+def static_bytes(dim: int, group: int, warps: int, cluster: int, rest: bool) -> int:
+    """Bytes of static shared memory of a program: the query and the counts of the list that the rest needs, the sums
+    that arrive from the cluster with the bell that announces them (csrc/cluster.cuh), and the peaks and totals of the
+    warps."""
+    query = 2 * 16 * group * (dim // 4 + 1) + 2 * 4 * warps if rest else 0
+    return cdiv(query + 4 * group * dim + 8 * cluster * group + 8 + 64 * warps, 16) * 16
+
+
+def constants(
+    dim: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False,
+    named: bool = False, roomy: bool = True, listed: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The constants with which csrc/sparse_attention.cu is compiled, except for BF16. `roomy`: the shared memory of a
+    multiprocessor has room for two programs."""
+    resident = 2 if dim <= 128 and warps == WARPS and roomy else 1
+    return dict(
+        D=dim, G=group, P=page, FILLED=int(filled), LISTED=int(listed), WARPS=warps, RESIDENT=resident, CLUSTER=cluster,
+        GROUP=rest_group, SETTLED=int(settled), NAMED=int(named),
+    )  # fmt: skip
+
+
+def fit(
+    q: Tensor, heads: int, rows: Tensor, page: int, tiles: int, attention: Attention, *others: Tensor, filled: bool,
+    listed: bool = False, rest: Rest = NO_REST, named: bool = False,
+) -> Launch | str:  # fmt: skip
+    """The launch for queries q [batch, q_heads, 1, dim] over `tiles` tiles of the tokens in `rows` and `others`, or the
+    reason why there is none."""
+    dim, group, sinks, device = q.shape[3], q.shape[1] // heads, attention.sink_logits, q.device
+    if dim not in DIMS or group > MOST_HEADS:
+        return f"head_dim {dim} and {group} query heads a kv head are not among {DIMS} and up to {MOST_HEADS}"
+    if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
+        return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
+    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, rows, *others):
+        return "tensors are not aligned to 16 bytes"
+    with_rest, of_all = rest.sums is not None, q.shape[0] * heads
+    if rest.sums is not None:
+        odd = rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums)
+        if odd or rest.group % page or rest.group > MOST_GROUP:
+            return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
+    cluster = cluster_of(device, of_all)
+    warps = warps_of(device, dim, of_all, cluster, tiles, with_rest)
+    dynamic, most = dynamic_bytes(dim, group, warps, cluster, tiles, rest), shared_bytes(device)
+    taken = dynamic + static_bytes(dim, group, warps, cluster, with_rest)
+    if taken > most:
+        return f"a program takes {taken} bytes of shared memory, and {most} are there"
+    roomy = 2 * (taken + RESERVED) <= most + RESERVED
+    sizes = constants(dim, group, page, filled, warps, cluster, rest.group, rest.settled, named, roomy, listed)
+    kernels = _cuda.load("sparse_attention", device, **sizes, BF16=int(q.dtype == torch.bfloat16))
+    return kernels if isinstance(kernels, str) else Launch(kernels, warps, cluster, dynamic)
