@@ -104,16 +104,18 @@ def generate(r: Result) -> str:
         by = {x["rows"]: x for x in r.rows if (x["method"], x["place"]) == (name, place)}
         told.append([
             names.get(name, f"`{name}`"), {"device": "GPU", "host": "host"}.get(place, "GPU"),
-            *(number(by[n]["step_ms"]) for n in o["rows"]), number(by[max(by)]["tokens_per_s"], 0),
-            number(by[max(by)].get("hit_rate")),
+            *(number(by[n]["step_ms"]) for n in o["rows"]), *(number(by[n].get("busy_ms")) for n in o["rows"]),
+            number(by[max(by)]["tokens_per_s"], 0), number(by[max(by)].get("hit_rate")),
         ])  # fmt: skip
     said = (
         f"{gpu(r)}, Qwen2.5-Coder-1.5B in bf16, stock `generate()` of {o['tokens']} tokens after {o['context']} tokens "
         f"of source code, budget {o['budget']}, hot buffer `\"auto\"`. Columns {o['rows'][0]} and {o['rows'][-1]}: "
-        "prompts at a time."
+        "prompts at a time. GPU ms a step: the time of a step in which at least one kernel or copy ran, from a profile "
+        "of steps after the timed ones."
     )
     one, many = o["rows"]
-    head = ["method", "pool", f"ms a step, {one}", f"{many}", f"tokens/s, {many}", f"hits, {many}"]
+    head = ["method", "pool", f"ms a step, {one}", f"{many}", f"GPU ms a step, {one}", f"{many}",
+            f"tokens/s, {many}", f"hits, {many}"]  # fmt: skip
     return markdown(said, head, told)
 
 
