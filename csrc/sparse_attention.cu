@@ -1,7 +1,8 @@
 // Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
 // up to 8 query heads of a kv head, in fp16 and bf16. With LISTED, attention over the blocks that are listed for the
 // requests of an engine, as ops/engine/listed_attention.py specifies it: all requests share the heads of `hot`, the ring
-// has no rows, and `fill` has a number for each place of a list.
+// has no rows, and `fill` has a number for each place of a list. The last places of a list are SELECTED blocks, and `ids`
+// has their numbers in the text. A group of the rest is a block of the engine, and `table` says which.
 //
 // Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here
 // the programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it.
@@ -37,7 +38,7 @@ constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up,
 constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
 constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
 static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
-static_assert(!LISTED || FILLED && !GROUP);
+static_assert(!LISTED || FILLED && !NAMED);
 
 // The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
 // its channels for heads 2 t and 2 t + 1.
@@ -152,10 +153,11 @@ __device__ void fold(State& s, Query query, Row row, float scale, float softcap)
 // of the ring. Then come the tokens of the blocks.
 struct Tokens {
   const char *near, *hot;
-  const int *slots, *block_of, *ids;  // slots of the chosen blocks; the block in each slot; with NAMED, the chosen blocks
+  const int *slots, *block_of, *ids;  // slots of the chosen blocks; the block in each slot; with NAMED, the chosen
+                                      // blocks, with LISTED the SELECTED ones
   const int* fill;                    // rows that count: of each block, or of each of `slots` with LISTED
   Ring ring;
-  int end, chosen;
+  int end, chosen, selected;
 
   __device__ int first() const { return (ring.rows + TILE - 1) / TILE * TILE; }  // token of a block
   __device__ int tiles() const { return first() / TILE + (chosen + TILE - 1) / TILE; }
@@ -186,7 +188,8 @@ template <bool VALUES = false> __device__ void ask_for(Row row) {
 }
 
 #if GROUP
-constexpr int BLOCKS = GROUP / P;  // blocks of a group
+constexpr int BLOCKS = GROUP / P;            // blocks of a group
+constexpr bool BY_FILL = FILLED && !LISTED;  // `fill` says which rows of the pool hold tokens
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 // Products are added up as integers, so that the order of the additions does not matter. These integers count steps of
 // 1 / STEPS. GROUP products of up to MOST_PRODUCT do not overflow. Rounding products to steps changes the mean less
@@ -210,7 +213,7 @@ __device__ int place_of(int group) { return group / CLUSTER; }
 // the ring and in the sums.
 struct Rest {
   const char* sums;
-  const int* fill;
+  const int *fill, *table;
   int groups, blocks, sink, begin, end, rank;
   // In shared memory: what remains of the groups of this program.
   int *product;  // [groups, G], in steps: products of the query with the keys
@@ -225,7 +228,7 @@ struct Rest {
   // The number of tokens in the sums of a group.
   __device__ int held(int g) const {
     if (g >= groups) return 0;
-    if (!FILLED) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
+    if (!BY_FILL) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
     int tokens = 0;
     for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += __ldcg(fill + i);
     return tokens;
@@ -234,7 +237,10 @@ struct Rest {
   // This thread's group of a tile.
   __device__ int group(int tile) const { return (tile * TILE + threadIdx.x % TILE) * CLUSTER + rank; }
 
-  __device__ Row row(int tile) const { return held(group(tile)) > 0 ? row_at<D>(sums, group(tile)) : nullptr; }
+  __device__ Row row(int tile) const {
+    const int g = group(tile);
+    return held(g) > 0 ? row_at<D>(sums, LISTED ? __ldcg(table + g) : g) : nullptr;
+  }
 
   // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. Roundings are explicit, so
   // that the compiler does not fuse them differently where this function is inlined.
@@ -246,7 +252,7 @@ struct Rest {
 
 constexpr int ALONE = -1, ABSENT = -2;  // instead of a group: the token is in no sum; there is no token
 
-// The group of token n, which is in this block if it is not in the ring.
+// The group of token n, which is in this block if it is not in the ring. With LISTED `block` is its place in the pool.
 __device__ int group_of(const Tokens& tokens, const Rest& rest, int n, int block) {
   if (n < tokens.first()) {
     if (!tokens.in_ring(n)) return ABSENT;
@@ -254,7 +260,11 @@ __device__ int group_of(const Tokens& tokens, const Rest& rest, int n, int block
     return position >= rest.begin && position < rest.end ? position / GROUP : ALONE;
   }
   n -= tokens.first();
-  if (block < 0 || FILLED && n % P >= __ldcg(tokens.fill + block)) return ABSENT;
+  if (block < 0 || FILLED && n % P >= __ldcg(tokens.fill + (LISTED ? n / P : block))) return ABSENT;
+  if (LISTED) {
+    const int nth = n / P - (tokens.chosen / P - tokens.selected);
+    return nth < 0 ? ALONE : (__ldcg(tokens.ids + nth) * P + n % P) / GROUP;
+  }
   const int position = block * P + n % P;
   return FILLED || position >= rest.sink && position < rest.begin ? position / GROUP : ALONE;
 }
@@ -279,7 +289,7 @@ struct List {
         const int i = token_of(e) - tokens.first();
         block[e] = i < 0 || i >= tokens.chosen ? -1 : NAMED ? __ldcg(tokens.ids + i / P) : tokens.slots[i / P];
       }
-      if (!NAMED)
+      if (!NAMED && !LISTED)
         for (int e = 0; e < EACH; e++) block[e] = block[e] < 0 ? -1 : tokens.block_of[block[e]];
       for (int e = 0; e < EACH; e++) {
         const int n = token_of(e);
@@ -487,8 +497,8 @@ __device__ void add_programs(
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, RESIDENT) attend(
     const unsigned short* q, const char* ring, const char* hot, const int* slots, const int* block_of, const int* ids,
     const int* fill, const int* length, const int* begins, const unsigned short* sink_logits, const char* sums,
-    const int* ring_begin, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows, int hot_rows, int blocks,
-    int chosen, int groups, int sink, float scale, float softcap) {
+    const int* table, const int* ring_begin, unsigned short* out, int q_b, int q_h, int heads, int per, int ring_rows,
+    int hot_rows, int blocks, int chosen, int selected, int groups, int sink, float scale, float softcap) {
   extern __shared__ __align__(16) float parts[];  // [WARPS, G, STRIDE]; earlier, the tables of the rest
   __shared__ Found found;
   const int rank = blockIdx.x % CLUSTER, bh = blockIdx.x / CLUSTER, b = bh / heads, h = bh % heads;
@@ -507,16 +517,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   __shared__ Queries queries;
   __shared__ int counts[2][WARPS];
   const Ring positions = {ring_rows, sink, __ldcg(begins + bh / per)};
-  const Tokens tokens = {ring, hot, slots, block_of, ids + (long long)bh * (chosen / P), fill, positions,
-                         __ldcg(length + b), chosen};
+  const Tokens tokens = {ring, hot, slots, block_of, ids + (long long)bh * selected, fill, positions,
+                         __ldcg(length + b), chosen, selected};
   const int own = (groups + TILE * CLUSTER - 1) / (TILE * CLUSTER) * TILE;  // groups of a program, at most
   const int most = tokens.tiles() * TILE;                                   // tokens of a program, at most
   int* const product = reinterpret_cast<int*>(parts);
   float* const kept = reinterpret_cast<float*>(product + own * (G + 1));
   int* const token = reinterpret_cast<int*>(kept + most * G);
-  const int all = groups * GROUP, end = FILLED ? all : min(__ldcg(ring_begin + b), all);
-  const int begin = FILLED ? all : positions.begin;
-  const Rest rest = {head_of<D>(sums, bh, groups), fill, groups, blocks, sink, begin, end, rank, product,
+  const int all = groups * GROUP, end = BY_FILL ? all : min(__ldcg(ring_begin + b), all);
+  const int begin = BY_FILL ? all : positions.begin;
+  const char* const own_sums = LISTED ? head_of<D>(sums, h, blocks) : head_of<D>(sums, bh, groups);
+  const Rest rest = {own_sums, fill, table + (long long)b * groups, groups, blocks, sink, begin, end, rank, product,
                      product + own * G};
   // The first tiles of a warp stay in registers.
   int tile = warp, group = warp;
@@ -566,7 +577,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   s.top *= LN_2;
 #else
   wait_for_previous();
-  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen};
+  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen, selected};
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const auto query = [&](int i) -> Operands {
     Words x = {};

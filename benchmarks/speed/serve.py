@@ -26,9 +26,10 @@ import torch
 
 from torchsparsekv.engines import _blocks
 from torchsparsekv.engines._blocks import BlockStore
+from torchsparsekv.engines._options import read_options
 from torchsparsekv.engines._vllm_seams import seam
 from torchsparsekv_benchmarks import _results
-from torchsparsekv_benchmarks._options import at_least, different, option
+from torchsparsekv_benchmarks._options import at_least, check_measured, different, option, parse, said
 from torchsparsekv_benchmarks.speed import _common, decode
 
 BACKENDS = {
@@ -37,7 +38,7 @@ BACKENDS = {
 }  # fmt: skip
 OURS = tuple(place for place, backend in BACKENDS.items() if backend is None)
 NATIVE = tuple(place for place, backend in BACKENDS.items() if backend == "FLASH_ATTN")
-BLOCK, CHUNK, WARM = 16, 8192, 8  # tokens of a block, of a step with prompts; steps before those that are timed
+CHUNK, WARM = 8192, 8  # tokens of a step with prompts; steps before those that are timed
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Options:
     compiled: bool = option(False, "torch.compile as vLLM uses it by default; needs native.")
     methods: tuple[str, ...] = option(("quest",), "Comma-separated; device, host and auto are measured with each.")
     budget: int = 1024
+    hyper: tuple[str, ...] = option((), "Hyper-parameters of methods, as METHOD.NAME=VALUE, comma-separated.")
+    block: int = option(16, "Tokens of a block of vLLM.")
     steps: int = 64
     most: int = option(64, "max_num_seqs of vLLM; with host the hot buffer has room for that many requests.")
     gpu_gib: float = option(0.0, "GiB of GPU memory that vLLM may use; 0: vLLM decides.")
@@ -66,13 +69,28 @@ class Options:
 
     def check(self) -> None:
         different(self, "contexts", "batches", "places", "methods")
-        at_least(self, contexts=1, batches=0, budget=BLOCK, steps=1, most=1, limit=1, grows=self.steps + WARM + 2)
+        at_least(self, contexts=1, batches=0, block=1, steps=1, most=1, limit=1, grows=self.steps + WARM + 2)
+        check_measured(self.hyper, self.methods)
+        for method in self.methods:
+            read_options(self.ours(method), self.block)
         if unknown := sorted(set(self.places) - set(BACKENDS)):
             raise ValueError(f"places must be of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
         if not self.native and (these := [place for place in self.places if place in NATIVE]):
             raise ValueError(f"places {', '.join(these)} need native: vLLM with its native code")
         if self.compiled and not self.native:
             raise ValueError("compiled needs native: vLLM with its native code")
+
+
+    def ours(self, method: str) -> dict[str, Any]:
+        """What the library is told of a method."""
+        return {"method": method, "budget": self.budget} | parse(self.hyper).get(method, {})
+
+    def told(self, method: str) -> dict[str, Any]:
+        """What a row says of a method: its own hyper-parameters, and the groups of its estimate of the rest."""
+        if not method:
+            return {}
+        rest = read_options(self.ours(method), self.block).method.rest
+        return said(parse(self.hyper).get(method, {})) | ({"rest": rest} if rest else {})
 
 
 @dataclass(frozen=True)
@@ -155,14 +173,14 @@ def graph_sizes(most: int) -> list[int]:
 
 def engine_options(o: Options, of: Engine) -> dict[str, Any]:
     gib = {"host_gib": o.host_gib if of.place != "device" else 0, "device_gib": o.device_gib * (of.place == "auto")}
-    ours = {"method": of.method, "kv": of.place, "budget": o.budget} | {name: x for name, x in gib.items() if x}
+    ours = {"kv": of.place} | o.ours(of.method) | {name: x for name, x in gib.items() if x}
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     share: dict[str, Any] = {"gpu_memory_utilization": o.gpu_gib * 2**30 / total} if o.gpu_gib and total else {}
     share |= {"kv_cache_dtype": "fp8"} if of.place == "flash-fp8" else {}
     return dict(
         graphs=graph_sizes(o.most) if total else (), native=o.native, compiled=o.compiled, load_format="dummy",
         dtype="bfloat16", max_model_len=max(of.contexts) + o.grows, max_num_seqs=o.most, max_num_batched_tokens=CHUNK,
-        block_size=BLOCK, enable_prefix_caching=False, disable_log_stats=True, ours=ours if of.method else None,
+        block_size=o.block, enable_prefix_caching=False, disable_log_stats=True, ours=ours if of.method else None,
         **share,
     )  # fmt: skip
 
@@ -240,7 +258,7 @@ def stores_of(llm) -> list[BlockStore]:
 def admitted(llm, o: Options, context: int) -> int:
     """How many requests of that length the cache holds at a time."""
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    return (blocks - 1) // -(-(context + o.grows) // BLOCK)
+    return (blocks - 1) // -(-(context + o.grows) // o.block)
 
 
 def fetched(stores: list[BlockStore], step) -> float:
@@ -314,7 +332,7 @@ def rows_of(o: Options, of: Engine) -> Iterator[dict]:
                 held = admitted(llm, o, context)
                 room = min(held, o.most)
                 for batch in dict.fromkeys(b or room for b in o.batches):
-                    row = of.named | {"context": context, "batch": batch, "admitted": held}
+                    row = of.named | o.told(of.method) | {"context": context, "batch": batch, "admitted": held}
                     yield row | (_measured(llm, o, batch, context) if 0 < batch <= room else {})
     except Exception as e:
         yield from failures(of, _said(e))

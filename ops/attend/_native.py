@@ -54,15 +54,12 @@ def warps_of(device: torch.device, dim: int, heads: int, cluster: int, tiles: in
     return max(WARPS, cdiv(tiles, cluster * rounds))
 
 
-def dynamic_bytes(dim: int, group: int, warps: int, cluster: int, tiles: int, rest: Rest) -> int:
+def dynamic_bytes(dim: int, group: int, warps: int, cluster: int, tiles: int, groups: int) -> int:
     """Bytes of dynamic shared memory of a program: the tables of the rest, then in their place the sums it sends. The
     tables are the products and tokens of its groups, and its list of tokens with their products. A program may have all
     tokens."""
     sent = warps * group * (dim + 4) * 4
-    if rest.sums is None:
-        return sent
-    groups = cdiv(cdiv(rest.sums.shape[2], TILE), cluster)
-    tables = 4 * TILE * (groups * (group + 1) + tiles * (group + 2))
+    tables = 4 * TILE * (cdiv(cdiv(groups, TILE), cluster) * (group + 1) + tiles * (group + 2)) if groups else 0
     return max(tables, sent)
 
 
@@ -89,10 +86,10 @@ def constants(
 
 def fit(
     q: Tensor, heads: int, rows: Tensor, page: int, tiles: int, attention: Attention, *others: Tensor, filled: bool,
-    listed: bool = False, rest: Rest = NO_REST, named: bool = False,
+    listed: bool = False, rest: Rest = NO_REST, groups: int = 0, named: bool = False,
 ) -> Launch | str:  # fmt: skip
     """The launch for queries q [batch, q_heads, 1, dim] over `tiles` tiles of the tokens in `rows` and `others`, or the
-    reason why there is none."""
+    reason why there is none. groups: those of the rest that a row can have."""
     dim, group, sinks, device = q.shape[3], q.shape[1] // heads, attention.sink_logits, q.device
     if dim not in DIMS or group > MOST_HEADS:
         return f"head_dim {dim} and {group} query heads a kv head are not among {DIMS} and up to {MOST_HEADS}"
@@ -107,7 +104,7 @@ def fit(
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
     cluster = cluster_of(device, of_all)
     warps = warps_of(device, dim, of_all, cluster, tiles, with_rest)
-    dynamic, most = dynamic_bytes(dim, group, warps, cluster, tiles, rest), shared_bytes(device)
+    dynamic, most = dynamic_bytes(dim, group, warps, cluster, tiles, groups), shared_bytes(device)
     taken = dynamic + static_bytes(dim, group, warps, cluster, with_rest)
     if taken > most:
         return f"a program takes {taken} bytes of shared memory, and {most} are there"

@@ -79,6 +79,15 @@ def fold(x, k, v, live, top, total, acc, scale, softcap, bias=None):
 
 
 @triton.jit
+def fold_means(x, key, value, count, top, total, acc, scale, softcap):
+    """Add means of `count` [n] tokens each, with keys and values [n, DP], to the running softmax."""
+    bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
+    if x.dtype != tl.float32:  # a mean in bf16 is too far off where keys have a large mean
+        x, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
+    return fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
+
+
+@triton.jit
 def store_part(parts, tops, totals, at, acc, top, total, GP: tl.constexpr, DP: tl.constexpr):
     """Store the running softmax of one program as part number `at`."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)

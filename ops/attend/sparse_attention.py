@@ -37,7 +37,7 @@ from torchsparsekv.ops.attend import _native
 from torchsparsekv.ops.attend._split import (
     Parts,
     begun,
-    fold,
+    fold_means,
     result_like,
     softmax_attention,
     step,
@@ -98,15 +98,6 @@ def _filled(hot: HotBuffer, fill: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _fold_means(x, key, value, count, top, total, acc, scale, softcap):
-    """Add means of `count` [n] tokens each, with keys and values [n, DP], to the running softmax."""
-    bias = tl.log(tl.maximum(count, 1).to(tl.float32))[None, :]
-    if x.dtype != tl.float32:  # a mean in bf16 is too far off where keys have a large mean
-        x, key, value = x.to(tl.float16), key.to(tl.float16), value.to(tl.float16)
-    return fold(x, key, value, (count > 0)[None, :], top, total, acc, scale, softcap, bias)
-
-
-@triton.jit
 def _attend(
     q, ring, hot, chosen, block_of, fill, added, sums, counts, length, begins, ring_begin, parts, tops, totals, q_b,
     q_h, heads, ring_rows, slots, blocks, n, groups, sink, scale, softcap, splits, G: tl.constexpr, GP: tl.constexpr,
@@ -146,7 +137,7 @@ def _attend(
     if MEANS:
         for tile in range(first, tl.cdiv(groups, GROUPS), splits):
             key, value, count = mean_tile(sums, counts, bh, tile, groups, GROUPS, D, DP)
-            top, total, acc = _fold_means(x, key, value, count, top, total, acc, scale, softcap)
+            top, total, acc = fold_means(x, key, value, count, top, total, acc, scale, softcap)
     if GROUP > 0:
         left = tl.load(ring_begin + b)
         if FILLED:
@@ -156,7 +147,7 @@ def _attend(
                 sums, ring, hot, chosen, block_of, fill, bh, tile, begin, left, sink, groups, ring_rows, slots, blocks,
                 n, FILLED, GROUP, GROUPS, TOKENS, CHOSEN, P, D, DP,
             )  # fmt: skip
-            top, total, acc = _fold_means(x, key, value, count, top, total, acc, scale, softcap)
+            top, total, acc = fold_means(x, key, value, count, top, total, acc, scale, softcap)
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
@@ -168,7 +159,7 @@ def _fits(q, ring, hot, lengths, selection, attention, rest) -> _native.Launch |
     named = rest.group > 0 and rest.settled and selection.ids is not None and selection.retrieve_now is None
     return _native.fit(
         q, ring.shape[1], hot.rows, page, tiles, attention, ring, filled=selection.fill is not None, rest=rest,
-        named=named,
+        groups=0 if rest.sums is None else rest.sums.shape[2], named=named,
     )  # fmt: skip
 
 
@@ -179,10 +170,11 @@ def _launch_cuda(fitting, q, ring, hot, lengths, selection, attention, rest) -> 
     begins, heads_per_begin = (lengths.ring_begin, heads) if selection.frontier is None else (selection.frontier, 1)
     kernels.launch(
         "attend", (batch * heads * cluster, 1, 1), 32 * warps, q, ring, hot.rows, hot.chosen, hot.block_of,
-        selection.ids, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, lengths.ring_begin,
-        out, q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p, hot.slot_of.shape[2],
-        hot.chosen.shape[2] * p, 0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale),
-        float(attention.softcap), shared=shared,
+        selection.ids, selection.fill, lengths.length, begins, attention.sink_logits, rest.sums, None,
+        lengths.ring_begin, out, q.stride(0), q.stride(1), heads, heads_per_begin, ring_rows, hot.rows.shape[2] * p,
+        hot.slot_of.shape[2], hot.chosen.shape[2] * p, hot.chosen.shape[2],
+        0 if rest.sums is None else rest.sums.shape[2], lengths.sink, float(attention.scale), float(attention.softcap),
+        shared=shared,
     )  # fmt: skip
     return out
 
@@ -200,7 +192,8 @@ def _launch_triton(q, ring, hot, lengths, selection, attention, rest) -> Tensor:
         lengths.ring_begin if frontier is None else frontier, lengths.ring_begin, parts.acc, parts.top, parts.total,
         q.stride(0), q.stride(1), heads, ring_rows, hot.rows.shape[2], hot.slot_of.shape[2], n, groups, lengths.sink,
         attention.scale, attention.softcap, parts.splits, D=d, P=p, TILE=tile, PER_HEAD=frontier is not None,
-        FILLED=fill is not None, ADDED=added is not None, **tile_sizes(rest, n), **parts.shape(), num_stages=2,
+        FILLED=fill is not None, ADDED=added is not None, MEANS=rest.tokens is not None,
+        **tile_sizes(rest.group, n), **parts.shape(), num_stages=2,
         **launch_early(q.device, batch * heads * parts.splits),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)

@@ -4,7 +4,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops._machinery.signature import Of
+from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops.store.views import I32, PerHead
 
 # New tokens of any requests, one after the other, and the pool row in which each is stored, -1 for none.
@@ -13,6 +13,34 @@ RowOfToken: TypeAlias = Annotated[Tensor, Of("tokens", torch.int64)]
 # The units that each request (a row of the batch) attends to, or one number for each of them. A unit is a block of the
 # engine, or a part of one: a method that selects single tokens has units of one token.
 Listed: TypeAlias = Annotated[Tensor, Of("requests heads listed", I32)]
+
+
+class Listing(NamedTuple):
+    """The units that each request attends to.
+
+    ids: their places in the pool or in the hot buffer; -1 for none. Units that the method selected stand last.
+    fill: of each listed unit, how many of its first rows hold a token.
+    """
+
+    ids: Listed
+    fill: Listed
+
+
+class BlockRest(NamedTuple):
+    """What stands for the tokens that a step does not retrieve (ops/rest/__init__.py): each block of an engine that
+    lies behind the sinks and before `ring_begin` is a group.
+
+    sums: row i is the sum of the keys and the sum of the values of block i of the pool, divided by `group`. None:
+        nothing is estimated.
+    group: tokens of a block; 0 without sums.
+    table: the blocks of each request, in the order of the text.
+    selected: the units that the method selected, by their place in the text; -1 for none.
+    """
+
+    sums: Annotated[Tensor, Of("pools heads blocks 2 dim", FLOATS)] | None = None
+    group: int = 0
+    table: Annotated[Tensor, Of("requests places", I32)] | None = None
+    selected: Annotated[Tensor, Of("requests heads selected", I32)] | None = None
 
 
 class SharedHot(NamedTuple):

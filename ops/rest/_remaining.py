@@ -49,12 +49,17 @@ def remaining(
             means[b, h].index_add_(0, exact, torch.cat(rows).float(), alpha=-1)
             tokens[b, h] = torch.bincount(held // group, minlength=groups)
             tokens[b, h] -= torch.bincount(exact, minlength=groups)
+    return means_of(means, tokens)
+
+
+def means_of(sums: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The means of `tokens` [batch, heads, groups] tokens with these sums, 0 where there is none; and `tokens`."""
     count = tokens[..., None, None]
-    return (means / count).masked_fill(count <= 0, 0.0), tokens
+    return (sums / count).masked_fill(count <= 0, 0.0), tokens
 
 
 @triton.jit
-def _take_out(keys, values, count, rows, group, live, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def take_out(keys, values, count, rows, group, live, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Subtract the tokens at the row pointers `rows` [n] where `live` from groups number `group` [n] of a tile."""
     d = tl.arange(0, DP)[None, :]
     k = load_key(rows[:, None], d, live[:, None], d < D, D)  # [n, DP]
@@ -63,6 +68,22 @@ def _take_out(keys, values, count, rows, group, live, GROUPS: tl.constexpr, D: t
     keys -= tl.dot(of.to(k.dtype), k, input_precision="ieee")
     values -= tl.dot(of.to(v.dtype), v, input_precision="ieee")
     return keys, values, count - tl.sum(of.to(tl.int32), 1)
+
+
+@triton.jit
+def places_between(chosen, block_of, n, low, high, NAMED: tl.constexpr, CHOSEN: tl.constexpr, P: tl.constexpr):
+    """The first place of `chosen` [n] whose block has a token from `low` up to `high`, and the end of the last one.
+    `chosen` has slots, or with NAMED blocks."""
+    first, last = tl.zeros((), tl.int32) + n, tl.zeros((), tl.int32)
+    for some in range(0, n, CHOSEN):
+        j = some + tl.arange(0, CHOSEN)
+        block = tl.load(chosen + j, mask=j < n, other=-1)
+        if not NAMED:
+            block = tl.load(block_of + block, mask=block >= 0, other=-1)
+        here = (block >= 0) & (block * P < high) & (block * P + P > low)
+        first = tl.minimum(first, tl.min(tl.where(here, j, n), 0))
+        last = tl.maximum(last, tl.max(tl.where(here, j + 1, 0), 0))
+    return first, last
 
 
 @triton.jit
@@ -88,14 +109,7 @@ def remaining_tile(
     row, there = row_at(sums, bh, at, groups, D)[:, None], ((count > 0) & (at < groups))[:, None]
     keys = load_key(row, d, there, d < D, D).to(tl.float32) * GROUP  # [GROUPS, DP]
     values = load_value(row, d, there, d < D, D).to(tl.float32) * GROUP  # [GROUPS, DP]
-    first, last = tl.zeros((), tl.int32) + n, tl.zeros((), tl.int32)
-    for some in range(0, n, CHOSEN):
-        j = some + tl.arange(0, CHOSEN)
-        slot = tl.load(chosen + bh * n + j, mask=j < n, other=-1)
-        block = tl.load(block_of + bh * slots + slot, mask=slot >= 0, other=-1)
-        here = (block >= 0) & (block * P < high) & (block * P + P > low)
-        first = tl.minimum(first, tl.min(tl.where(here, j, n), 0))
-        last = tl.maximum(last, tl.max(tl.where(here, j + 1, 0), 0))
+    first, last = places_between(chosen + bh * n, block_of + bh * slots, n, low, high, False, CHOSEN, P)
     for some in range(first * P, last * P, TOKENS):
         token = some + tl.arange(0, TOKENS)
         slot = tl.load(chosen + bh * n + token // P, mask=token < last * P, other=-1)
@@ -107,12 +121,12 @@ def remaining_tile(
         else:
             live &= token % P < tl.load(fill + bh * blocks + block, mask=block >= 0, other=0)
         rows = row_at(hot, bh, tl.maximum(slot, 0) * P + token % P, slots * P, D)
-        keys, values, count = _take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
+        keys, values, count = take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
     for some in range(tl.maximum(begin, low), tl.minimum(left, high), TOKENS):
         pos = some + tl.arange(0, TOKENS)
         live = pos < tl.minimum(left, high)
         rows = row_at(ring, bh, ring_row_of(pos, sink, ring_rows - sink), ring_rows, D)
-        keys, values, count = _take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
+        keys, values, count = take_out(keys, values, count, rows, pos // GROUP - tile * GROUPS, live, GROUPS, D, DP)
     most = tl.maximum(count, 1).to(tl.float32)[:, None]
     return keys / most, values / most, count
 
@@ -126,7 +140,7 @@ def mean_tile(sums, tokens, bh, tile, groups, GROUPS: tl.constexpr, D: tl.conste
     return load_key(row, d, there, d < D, D), load_value(row, d, there, d < D, D), count
 
 
-def tile_sizes(rest: Rest, n: int) -> dict[str, int]:
-    """The constants of both kinds of tiles for `n` chosen blocks. GROUP is 0 without sums of groups."""
+def tile_sizes(group: int, n: int) -> dict[str, int]:
+    """The constants of tiles for `n` chosen blocks. GROUP is 0 without sums of groups."""
     chosen = min(CHOSEN, next_power_of_2(max(n, 1)))
-    return dict(MEANS=rest.tokens is not None, GROUP=rest.group, GROUPS=GROUPS, TOKENS=TOKENS, CHOSEN=chosen)
+    return dict(GROUP=group, GROUPS=GROUPS, TOKENS=TOKENS, CHOSEN=chosen)

@@ -70,9 +70,21 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
             serve.measure(served([*begin, *[both] * (serve.WARM + 4), last]), o, 2, 40)
 
 
+def test_rows_say_what_a_method_is_told_and_its_groups_of_the_rest():
+    o = serve.Options(methods=("pariskv", "quest"), block=32, budget=256, hyper=("pariskv.rho=0.9",))
+    assert o.told("pariskv") == {"hyper": "rho=0.9", "rest": 32}
+    assert o.told("quest") == o.told("") == {}
+    ours = serve.engine_options(o, serve.Engine("device", "pariskv", (1000,)))
+    assert (ours["ours"], ours["block_size"]) == (dict(method="pariskv", kv="device", budget=256, rho=0.9), 32)
+    off = dataclasses.replace(o, hyper=("pariskv.estimate_rest=false",))
+    assert off.told("pariskv") == {"hyper": "estimate_rest=False"}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (dict(hyper=("pagemean.group=mean",)), "hyper sets pagemean, which is not measured; methods: quest"),
+        (dict(block=48), "block_size of the engine must be a power of two, got 48"),
         (dict(places=("triton", "disk")), "places must be of triton, flash, flash-fp8, device, host, auto, got disk"),
         (dict(places=("flash-fp8", "device", "flash")), "places flash-fp8, flash need native"),
         (dict(compiled=True), "compiled needs native"),

@@ -357,7 +357,7 @@ def test_device_memory_that_holds_no_step_is_refused(llama):
     assert engine.device_room(config) == enough
 
 
-@pytest.mark.parametrize(("used", "index", "room"), [(10, 20, 52.5), (10, 78, 0), (60, 20, 8.75), (70, 15, 3)])
+@pytest.mark.parametrize(("used", "index", "room"), [(10, 20, 52.5), (10, 78, 0), (60, 20, 8), (70, 15, 3)])
 def test_most_of_the_device_memory_that_vllm_may_use_holds_keys_and_values(llama, monkeypatch, used, index, room):
     """In GiB, of a device with 100 of which vLLM may use nine tenths; at least 2 are left for steps with prompts."""
     config = config_of(llama[0], {"method": "quest", "kv": "auto"})

@@ -1,15 +1,19 @@
 """What the ops of an engine take, from a world: its rows are requests, their blocks lie anywhere in one pool."""
+import importlib
+
 import torch
 from world import World, integers
 
 from torchsparsekv.ops.engine.tables import lengths_of
-from torchsparsekv.ops.engine.views import Copies, SharedHot
+from torchsparsekv.ops.engine.views import BlockRest, Copies, Listing, SharedHot
 from torchsparsekv.ops.index.block_bounds import ONE_SPREAD, VOLUMES
 from torchsparsekv.ops.pariskv.encode_keys import encode
 from torchsparsekv.ops.pariskv.views import Codes, Counted
+from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.views import Attention, BlockTable, Digests, Lengths
 
 I32 = torch.int32
+LIST_UNITS = importlib.import_module("torchsparsekv.ops.engine.list_units")
 
 
 def requests(w: World) -> tuple[Lengths, BlockTable]:
@@ -143,10 +147,32 @@ def fetch_shared(w: World):
 
 
 def listed_attention(w: World):
-    length = requests(w)[0].length
-    ids = torch.where(length[:, None, None] > 0, _listed(w), -1)
+    """As a step lists them, with the rest; or any lists without it."""
+    out = torch.full_like(w.q[:, :, :1].contiguous(), torch.nan)
+    rows, attention = pool(w).unflatten(2, (-1, w.block)), _attention(w)
+    if w.pick(False, True) and w.sink % w.block == w.interval % w.block == 0:
+        selected, lengths, table, window, unit = list_units(w)
+        listing = Listing(*LIST_UNITS.reference(selected, lengths, table, window, unit))
+        rows = rows.flatten(2, 3).unflatten(2, (-1, unit))
+        rest = BlockRest(sums_of(rows, w.block), w.block, table.ids, selected)
+        return (w.q[:, :, :1], rows, listing, lengths, attention, out, rest)
+    lengths = requests(w)[0]
+    ids = torch.where(lengths.length[:, None, None] > 0, _listed(w), -1)
     fill = torch.randint(0, w.block + 1, ids.shape, generator=w.g, dtype=I32)
-    return (w.q[:, :, :1], pool(w), ids, fill, length, w.block, _attention(w))
+    return (w.q[:, :, :1], rows, Listing(ids, fill), lengths, attention, out, BlockRest())
+
+
+def sums_of(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Of blocks of the pool rows [1, heads, units, unit, 2, dim]."""
+    means = rows.float().flatten(2, 3).unflatten(2, (-1, block)).mean(3)
+    return means if rows.dtype is torch.float32 else means.half()
+
+
+def filled_sums(w: World):
+    k, v, to, rows = _written(w)
+    rows[0, :, to[to >= 0]] = 9.0  # the kernel may multiply what it does not use by 0
+    sums = torch.full_like(sums_of(rows.unflatten(2, (-1, w.block)), w.block), 7.0)
+    return (k, v, to, rows, Rest(sums, w.block))
 
 
 def _attention(w: World) -> Attention:
@@ -163,6 +189,7 @@ def table_prompt(w: World):
 OPS = {
     "write_tokens": write_tokens,
     "filled_bounds": filled_bounds,
+    "filled_sums": filled_sums,
     "encode_tokens": encode_tokens,
     "count_ids": count_ids,
     "list_units": list_units,
@@ -170,4 +197,4 @@ OPS = {
     "listed_attention": listed_attention,
     "table_prompt": table_prompt,
 }
-MANY_TOKENS = {"write_tokens", "filled_bounds", "encode_tokens", "table_prompt"}
+MANY_TOKENS = {"write_tokens", "filled_bounds", "filled_sums", "encode_tokens", "table_prompt"}

@@ -23,11 +23,12 @@ from torchsparsekv import host
 from torchsparsekv.engines._options import Options
 from torchsparsekv.ops._machinery.triton import cdiv
 from torchsparsekv.ops.engine.fetch_shared import fetch_shared
+from torchsparsekv.ops.engine.filled_sums import filled_sums
 from torchsparsekv.ops.engine.list_units import list_units, listed
 from torchsparsekv.ops.engine.listed_attention import listed_attention
 from torchsparsekv.ops.engine.table_prompt import table_prompt
 from torchsparsekv.ops.engine.tables import lengths_of
-from torchsparsekv.ops.engine.views import Copies, SharedHot
+from torchsparsekv.ops.engine.views import BlockRest, Copies, Listing, SharedHot
 from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.store.views import Attention, BlockTable, KVStore, Lengths
 from torchsparsekv.state import Buffer, Geometry, named
@@ -211,6 +212,8 @@ class BlockStore:
         layer: Any = self._ready()  # the hooks of a method take it for a LayerState
         write_tokens(k, v, to, layer.store.pool, Copies(*self.hot[:2]) if self.hot is not None else Copies())
         self.method.written(layer, k, to)
+        if self.method.rest:
+            filled_sums(k, v, to, layer.store.pool, layer.rest)
 
     def decode(self, q: Tensor, lengths: Lengths, table: Tensor, a: Attention, out: Tensor) -> None:
         """Attention of one query of every request, [requests, query heads, head_dim] as `out`; its token has been
@@ -219,10 +222,11 @@ class BlockStore:
         x = q.unsqueeze(2)
         selected = self.method.choose(layer, x, a).ids
         ids, fill = list_units(selected, lengths, layer.block_table, self.plan.window, self.unit)
-        pool = layer.store.pool
+        pool = layer.store.pool.unflatten(2, (-1, self.unit))
         if self.hot is not None:
-            ids, pool = fetch_shared(ids, pool, self.hot), self.hot.rows.flatten(2, 3)
-        listed_attention(x, pool, ids, fill, lengths.length, self.unit, a, out.unsqueeze(2))
+            ids, pool = fetch_shared(ids, layer.store.pool, self.hot), self.hot.rows
+        rest = BlockRest(layer.rest.sums, self.block_size, table, selected) if self.method.rest else BlockRest()
+        listed_attention(x, pool, Listing(ids, fill), lengths, a, out.unsqueeze(2), rest)
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torchsparsekv.method import Method, all_methods, as_int, hyper_parameters, make_method
 
 PLACES = ("device", "host", "auto")
+DECIDED = ": max_num_seqs and device_gib decide"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,28 @@ def read_options(given: object, block_size: int) -> Options:
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"torchsparsekv: block_size of the engine must be a power of two, got {block_size}")
     method = make_method(name, **hyper)
-    for field, values in (("prefetch_async", (None,)), ("estimate_rest", ("auto", False)), ("hot_budgets", ("auto",))):
-        if (given_value := getattr(method, field)) not in values:
-            why = ": max_num_seqs and device_gib decide" if field == "hot_budgets" else ""
+    for field, none, why in (("prefetch_async", None, ""), ("hot_budgets", "auto", DECIDED)):
+        if (given_value := getattr(method, field)) != none:
             raise ValueError(f"torchsparsekv: an engine has no {field}{why}, got {given_value!r}: leave it out")
-    method = dataclasses.replace(method, estimate_rest=False)
+    method = dataclasses.replace(method, estimate_rest=_group(method, block_size))
     return Options(method, block_size, kv, *(None if value is None else float(value) for value in gib.values()))
+
+
+def _group(method: Method, block_size: int) -> int | bool:
+    """`estimate_rest` in an engine: groups are its blocks. "auto" is off where blocks cannot be groups."""
+    given, plan = method.estimate_rest, method.ring_plan
+    if not method.rest:
+        return False
+    if given not in ("auto", True, block_size):
+        raise ValueError(
+            f"torchsparsekv: in an engine the groups of estimate_rest are its blocks of {block_size} tokens, got "
+            f"{given}: give true, or block_size={given} to the engine"
+        )
+    if block_size > 1 and not plan.sink % block_size and not plan.interval % block_size:
+        return block_size
+    if given == "auto":
+        return False
+    raise ValueError(
+        f"torchsparsekv: estimate_rest needs sink {plan.sink} and the interval {plan.interval} at which tokens leave "
+        f"the window in whole blocks, got blocks of {block_size}: give the engine a smaller block_size"
+    )

@@ -115,7 +115,7 @@ class Engine:
         self.store.decode(q.to(DEVICE), self.store.lengths(length), table, ATTENTION, out)
         got = out.cpu()
         for x, r, out in zip(q, those, got):
-            want = attend(x, r, seen_by(x, r, self.store.method))
+            want = attention_of(x, r, self.store.method)
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
         assert torch.equal(got[-1], torch.zeros_like(got[-1]))
         return got
@@ -127,6 +127,28 @@ def attend(q: torch.Tensor, r: Request, seen: torch.Tensor) -> torch.Tensor:
     k, v, live = (x.repeat_interleave(GROUP, 0) for x in (r.keys[:, :n], r.values[:, :n], seen))
     z = (k @ q[..., None])[..., 0] * ATTENTION.scale
     return (z.masked_fill(~live, -torch.inf).softmax(-1)[:, None] @ v)[:, 0]
+
+
+def attention_of(q: torch.Tensor, r: Request, method) -> torch.Tensor:
+    """Of a step, from raw keys and values."""
+    seen = seen_by(q, r, method)
+    return attend_with_rest(q, r, seen, method) if method.rest else attend(q, r, seen)
+
+
+def attend_with_rest(q: torch.Tensor, r: Request, seen: torch.Tensor, method) -> torch.Tensor:
+    """Of every block between sinks and window, the tokens that are not seen count as that many copies of their mean."""
+    interval, out = method.ring_plan.interval, []
+    end = SINK + max(0, r.length - SINK - WINDOW) // interval * interval
+    for h in range(HEADS):
+        k, v = r.keys[h, : r.length], r.values[h, : r.length]
+        keys, values = [*k[seen[h]]], [*v[seen[h]]]
+        for first in range(SINK, end, BLOCK):
+            unseen = first + (~seen[h, first : first + BLOCK]).nonzero()[:, 0]
+            keys += [k[unseen].mean(0)] * len(unseen)
+            values += [v[unseen].mean(0)] * len(unseen)
+        z = q[h * GROUP : (h + 1) * GROUP] @ torch.stack(keys).T * ATTENTION.scale
+        out.append(z.softmax(-1) @ torch.stack(values))
+    return torch.cat(out)
 
 
 def seen_by(q: torch.Tensor, r: Request, method) -> torch.Tensor:
@@ -174,9 +196,11 @@ PARIS = {  # in place of what it has for long rows: few candidates, few tokens a
     "interval": dict(update_interval=5, full_threshold=0),
     "short rows": dict(full_threshold=40),
     "mean": dict(group="mean", m=4, full_threshold=0, beta=0.3, rho=0.8),
+    "rest": dict(update_interval=8, full_threshold=0),
 }
 TESTED = [
-    *((name, {}) for name in ("quest", "arkvale", "pagemean")), *(("pariskv", hyper) for hyper in PARIS.values())
+    *((name, {}) for name in ("quest", "arkvale", "pagemean")), ("quest", dict(estimate_rest=True)),
+    ("pagemean", dict(estimate_rest=False)), *(("pariskv", hyper) for hyper in PARIS.values()),
 ]  # fmt: skip
 
 
@@ -216,7 +240,9 @@ def test_hot_buffer_is_reserved_before_the_tables():
         ).allocate(9)
 
 
-@pytest.mark.parametrize(("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", *PARIS])
+@pytest.mark.parametrize(
+    ("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", "quest rest", "pagemean alone", *PARIS]
+)
 @pytest.mark.parametrize("kv", ["device", "host", "auto"])
 def test_random_requests_equal_brute_force(kv, method, hyper):
     """Every step of every request: rows of the batch change, beginnings are shared, blocks are given to others."""
@@ -237,11 +263,14 @@ def test_random_requests_equal_brute_force(kv, method, hyper):
     assert given > BLOCKS  # so ids were given again
 
 
-@pytest.mark.parametrize(("kv", "method"), [("device", "pariskv"), ("host", "quest")])
-def test_kernels_equal_references_over_many_requests(kv, method):
+@pytest.mark.parametrize(
+    ("kv", "method", "hyper"),
+    [("device", "pariskv", {}), ("host", "quest", {}), ("device", "pariskv", PARIS["rest"]), ("host", "pagemean", {})],
+)
+def test_kernels_equal_references_over_many_requests(kv, method, hyper):
     """As on a GPU, where nothing else runs; here they are interpreted."""
     with use_kernels("triton"):
-        e = Engine(kv, method)
+        e = Engine(kv, method, **hyper)
         a = e.begin()
         e.prompt(a, 30)
         b = e.begin(a, 5)
@@ -252,8 +281,9 @@ def test_kernels_equal_references_over_many_requests(kv, method):
 
 @pytest.mark.parametrize("method", ["quest", "pariskv"])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_full_budget_is_dense(kv, method):
-    e = Engine(kv, method, budget=PLACES * BLOCK)
+@pytest.mark.parametrize("rest", [{}, dict(estimate_rest=True)])
+def test_full_budget_is_dense(kv, method, rest):
+    e = Engine(kv, method, budget=PLACES * BLOCK, **rest, **(dict(update_interval=4) if method == "pariskv" else {}))
     a, b = e.begin(), e.begin()
     e.prompt(a, 50)
     e.prompt(b, 13)
@@ -262,7 +292,7 @@ def test_full_budget_is_dense(kv, method):
         e.decode([b, a])
 
 
-@pytest.mark.parametrize("method", ["quest", "pariskv"])
+@pytest.mark.parametrize("method", ["quest", "pariskv", "pagemean"])
 def test_reused_block_keeps_nothing_of_its_last_request(method):
     """The one before had a key that every query likes; the one after has not, but something else elsewhere."""
     e = Engine("host", method, budget=BLOCK)
@@ -366,7 +396,9 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(kv="host", device_gib=2), 'device_gib is a positive number of GiB, with kv="auto", got 2'),
         (dict(kv="auto", device_gib=-1), "got -1"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
-        (dict(estimate_rest=True), "an engine has no estimate_rest, got True"),
+        (dict(estimate_rest=8), "the groups of estimate_rest are its blocks of 4 tokens, got 8: give true, or"),
+        (dict(method="pariskv", update_interval=6, estimate_rest=True), "needs sink 64 and the interval 6 .* in whole"),
+        (dict(method="arkvale", estimate_rest=3), "a power of two from 2 on, got 3"),
         (dict(hot_budgets=6), "an engine has no hot_budgets: max_num_seqs and device_gib decide, got 6"),
         (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
         (dict(block_size=8), "block_size is that of the engine, 4, got 8"),
@@ -377,9 +409,22 @@ def test_impossible_options_are_refused(given, said):
         read_options({"method": "quest", **given}, BLOCK)
 
 
-@pytest.mark.parametrize("given", [{}, dict(estimate_rest="auto"), dict(estimate_rest=False)])
-def test_engine_does_not_estimate_the_rest(given):
-    assert read_options({"method": "pariskv", **given}, BLOCK).method.rest is False
+@pytest.mark.parametrize(
+    ("given", "rest"),
+    [
+        ({}, BLOCK), (dict(estimate_rest="auto"), BLOCK), (dict(estimate_rest=True), BLOCK), (dict(estimate_rest=4), 4),
+        (dict(estimate_rest=False), False), (dict(update_interval=6), False), (dict(sink=2), False),
+        (dict(method="quest"), False), (dict(method="quest", estimate_rest=True), BLOCK),
+        (dict(method="pagemean"), BLOCK), (dict(method="arkvale"), False),
+    ],
+)
+def test_groups_of_the_rest_are_the_blocks_of_the_engine(given, rest):
+    """By default for the methods that gain most, if tokens leave the window in whole blocks."""
+    assert read_options({"method": "pariskv", **given}, BLOCK).method.rest is rest
+
+
+def test_engine_with_blocks_of_one_token_does_not_estimate_the_rest():
+    assert read_options({"method": "pariskv"}, 1).method.rest is False
 
 
 SERVES = {"arkvale", "pagemean", "pariskv", "quest"}
@@ -445,7 +490,7 @@ def test_other_memory_begins_with_an_empty_index(method):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["quest", "pariskv"])
+@pytest.mark.parametrize("method", ["quest", "pariskv", "pagemean"])
 @pytest.mark.parametrize("kv", ["device", "host"])
 def test_step_replays_in_a_cuda_graph(kv, method):
     """Replayed with other lengths, tables and tokens than it was captured with."""
@@ -478,5 +523,5 @@ def test_step_replays_in_a_cuda_graph(kv, method):
             t.copy_(new)
         graph.replay()
         for x, request, got in zip(asked, those, out.cpu()):
-            want = attend(x, request, seen_by(x, request, e.store.method))
+            want = attention_of(x, request, e.store.method)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
