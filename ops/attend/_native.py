@@ -15,11 +15,10 @@ from torchsparsekv.ops.store.views import Attention
 
 # Triton takes other shapes.
 DIMS, MOST_HEADS = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster), at most; warps per program: at least, at most, and with the rest. A program of
-# 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
+# Programs per kv head (a cluster), at most. Warps per program: at least, at most behind fetch, and at most. A program
+# of 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
 # not 10.4, at 1360 tokens.
-# With the rest a program has more to do, and some programs have more tokens than others.
-MOST_CLUSTER, WARPS, MOST_WARPS, REST_WARPS = 8, 8, 12, 16
+MOST_CLUSTER, WARPS, FETCH_WARPS, MOST_WARPS = 8, 8, 12, 16
 TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
 MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
@@ -43,14 +42,22 @@ def cluster_of(device: torch.device, heads: int) -> int:
     return MOST_CLUSTER if room >= 2 * MOST_CLUSTER else min(MOST_CLUSTER // 2, 1 << room.bit_length() - 1)
 
 
-def warps_of(device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool) -> int:
-    """Warps per program: 8 if heads are wide or a multiprocessor runs several programs (registers allow no more), else
-    16 with the rest, else the fewest from 8 on with as few rounds of tiles as 12 warps."""
-    if dim > 128 or heads * cluster > sm_count(device):
+def warps_of(
+    device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool, most: int = FETCH_WARPS
+) -> int:
+    """Warps per program: 8 if heads are wide (registers allow no more), else 16 with the rest. Else 8 if a
+    multiprocessor runs several programs, else the fewest from 8 on with as few rounds of tiles as `most`.
+
+    With the rest a program has more to do, and some programs have more tokens than others. 176 kv heads with 16 warps
+    take 96 us, and in pairs with 8 warps each 140 us.
+    """
+    if dim > 128:
         return WARPS
     if rest:
-        return REST_WARPS
-    rounds = cdiv(tiles, cluster * MOST_WARPS)
+        return MOST_WARPS
+    if heads * cluster > sm_count(device):
+        return WARPS
+    rounds = cdiv(tiles, cluster * most)
     return max(WARPS, cdiv(tiles, cluster * rounds))
 
 
@@ -103,7 +110,8 @@ def fit(
         if odd or rest.group % page or rest.group > MOST_GROUP:
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
     cluster = cluster_of(device, of_all)
-    warps = warps_of(device, dim, of_all, cluster, tiles, with_rest)
+    most_warps = MOST_WARPS if listed else FETCH_WARPS
+    warps = warps_of(device, dim, of_all, cluster, tiles, with_rest, most_warps)
     dynamic, most = dynamic_bytes(dim, group, warps, cluster, tiles, groups), shared_bytes(device)
     taken = dynamic + static_bytes(dim, group, warps, cluster, with_rest)
     if taken > most:

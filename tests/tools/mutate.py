@@ -365,7 +365,7 @@ MUTATIONS = (
              "tests/ops/clusters/test_kmeans.py::test_clustering_kernel_by_cosine"),
     # ---- attend
     Mutation("warps of attention have two tiles where one would do", "ops/attend/_native.py",
-             "rounds = cdiv(tiles, cluster * MOST_WARPS)", "rounds = cdiv(tiles, cluster * WARPS)",
+             "rounds = cdiv(tiles, cluster * most)", "rounds = cdiv(tiles, cluster * WARPS)",
              "tests/ops/attend/test_sparse_attention.py::test_number_of_warps_follows_the_tiles"),
     Mutation("what is retrieved late is out of reach", "ops/attend/sparse_attention.py",
              "    begins = lengths.ring_begin[:, None].expand(ring.shape[:2]) if frontier is None else frontier\n",

@@ -179,16 +179,23 @@ def test_nan_in_the_sums_of_a_group_reaches_the_output(kind):
         (64, 256, 128, 1, 0, 8), (336, 1024, 128, 1, 0, 11), (336, 2048, 128, 1, 0, 10), (336, 1024, 256, 1, 0, 8),
         (336, 1024, 128, 2, 0, 11), (336, 1024, 128, 4, 0, 11), (336, 1024, 128, 40, 0, 8),
         (64, 256, 128, 1, 64, 16), (336, 1024, 128, 1, 2048, 16), (336, 1024, 256, 1, 2048, 8),
-        (336, 1024, 128, 40, 2048, 8),
+        (336, 1024, 128, 40, 2048, 16),
     ],
 )  # fmt: skip
 def test_number_of_warps_follows_the_tiles(rows, tokens, dim, batch, groups, warps, monkeypatch):
     """On 132 multiprocessors, 8 kv heads: 85 tiles are one each for 8 programs of 11 warps, and 149 are two for 10.
-    With the rest it is 16 warps, unless a multiprocessor has several programs or heads are wide."""
+    With the rest it is 16 warps, unless heads are wide."""
     monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
     heads, tiles = 8 * batch, -(-rows // SHAPES.TILE) + -(-tokens // SHAPES.TILE)
     cluster = SHAPES.cluster_of(DEVICE, heads)
     assert SHAPES.warps_of(DEVICE, dim, heads, cluster, tiles, groups > 0) == warps
+
+
+def test_attention_of_an_engine_has_up_to_16_warps(monkeypatch):
+    """100 tiles are one each for 8 programs of 13 warps; behind fetch, which leaves room for 12, two for 8 warps."""
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
+    warps = lambda *most: SHAPES.warps_of(DEVICE, 128, 8, 8, 100, False, *most)  # noqa: E731
+    assert (warps(), warps(SHAPES.MOST_WARPS)) == (8, 13)
 
 
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"

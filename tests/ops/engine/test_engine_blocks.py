@@ -196,11 +196,11 @@ PARIS = {  # in place of what it has for long rows: few candidates, few tokens a
     "interval": dict(update_interval=5, full_threshold=0),
     "short rows": dict(full_threshold=40),
     "mean": dict(group="mean", m=4, full_threshold=0, beta=0.3, rho=0.8),
-    "rest": dict(update_interval=8, full_threshold=0),
+    "rest": dict(update_interval=8, full_threshold=0, estimate_rest=True),
 }
 TESTED = [
     *((name, {}) for name in ("quest", "arkvale", "pagemean")), ("quest", dict(estimate_rest=True)),
-    ("pagemean", dict(estimate_rest=False)), *(("pariskv", hyper) for hyper in PARIS.values()),
+    ("pagemean", dict(estimate_rest=True)), *(("pariskv", hyper) for hyper in PARIS.values()),
 ]  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def test_hot_buffer_is_reserved_before_the_tables():
 
 
 @pytest.mark.parametrize(
-    ("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", "quest rest", "pagemean alone", *PARIS]
+    ("method", "hyper"), TESTED, ids=["quest", "arkvale", "pagemean", "quest rest", "pagemean rest", *PARIS]
 )
 @pytest.mark.parametrize("kv", ["device", "host", "auto"])
 def test_random_requests_equal_brute_force(kv, method, hyper):
@@ -265,7 +265,10 @@ def test_random_requests_equal_brute_force(kv, method, hyper):
 
 @pytest.mark.parametrize(
     ("kv", "method", "hyper"),
-    [("device", "pariskv", {}), ("host", "quest", {}), ("device", "pariskv", PARIS["rest"]), ("host", "pagemean", {})],
+    [
+        ("device", "pariskv", {}), ("host", "quest", {}), ("device", "pariskv", PARIS["rest"]),
+        ("host", "pagemean", dict(estimate_rest=True)),
+    ],
 )
 def test_kernels_equal_references_over_many_requests(kv, method, hyper):
     """As on a GPU, where nothing else runs; here they are interpreted."""
@@ -292,10 +295,10 @@ def test_full_budget_is_dense(kv, method, rest):
         e.decode([b, a])
 
 
-@pytest.mark.parametrize("method", ["quest", "pariskv", "pagemean"])
-def test_reused_block_keeps_nothing_of_its_last_request(method):
+@pytest.mark.parametrize(("method", "rest"), [("quest", False), ("pariskv", False), ("pagemean", True)])
+def test_reused_block_keeps_nothing_of_its_last_request(method, rest):
     """The one before had a key that every query likes; the one after has not, but something else elsewhere."""
-    e = Engine("host", method, budget=BLOCK)
+    e = Engine("host", method, budget=BLOCK, estimate_rest=rest)
     loud = e.begin()
     loud.keys *= 50
     e.prompt(loud, 40)
@@ -398,6 +401,7 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
         (dict(estimate_rest=8), "the groups of estimate_rest are its blocks of 4 tokens, got 8: give true, or"),
         (dict(method="pariskv", update_interval=6, estimate_rest=True), "needs sink 64 and the interval 6 .* in whole"),
+        (dict(method="quest", sink=4, window=4, estimate_rest=8), "the groups of estimate_rest are its blocks of 4"),
         (dict(method="arkvale", estimate_rest=3), "a power of two from 2 on, got 3"),
         (dict(hot_budgets=6), "an engine has no hot_budgets: max_num_seqs and device_gib decide, got 6"),
         (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
@@ -410,21 +414,19 @@ def test_impossible_options_are_refused(given, said):
 
 
 @pytest.mark.parametrize(
-    ("given", "rest"),
+    ("given", "block", "rest"),
     [
-        ({}, BLOCK), (dict(estimate_rest="auto"), BLOCK), (dict(estimate_rest=True), BLOCK), (dict(estimate_rest=4), 4),
-        (dict(estimate_rest=False), False), (dict(update_interval=6), False), (dict(sink=2), False),
-        (dict(method="quest"), False), (dict(method="quest", estimate_rest=True), BLOCK),
-        (dict(method="pagemean"), BLOCK), (dict(method="arkvale"), False),
+        ({}, 64, 64), ({}, 32, 32), ({}, 16, False), ({}, 128, False), ({}, 1, False), (dict(sink=128), 128, 128),
+        (dict(estimate_rest="auto"), 32, 32), (dict(estimate_rest=True), 4, 4), (dict(estimate_rest=4), 4, 4),
+        (dict(estimate_rest=False), 32, False), (dict(update_interval=48), 32, False), (dict(sink=16), 32, False),
+        (dict(method="quest"), 32, False), (dict(method="quest", estimate_rest=True), 32, 32),
+        (dict(method="pagemean"), 32, 32), (dict(method="arkvale"), 32, False),
     ],
 )
-def test_groups_of_the_rest_are_the_blocks_of_the_engine(given, rest):
-    """By default for the methods that gain most, if tokens leave the window in whole blocks."""
-    assert read_options({"method": "pariskv", **given}, BLOCK).method.rest is rest
-
-
-def test_engine_with_blocks_of_one_token_does_not_estimate_the_rest():
-    assert read_options({"method": "pariskv"}, 1).method.rest is False
+def test_groups_of_the_rest_are_the_blocks_of_the_engine(given, block, rest):
+    """By default for the methods that gain most, if blocks are as large as the groups of patch(), and tokens leave the
+    window in whole blocks."""
+    assert read_options({"method": "pariskv", **given}, block).method.rest is rest
 
 
 SERVES = {"arkvale", "pagemean", "pariskv", "quest"}
@@ -490,11 +492,11 @@ def test_other_memory_begins_with_an_empty_index(method):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["quest", "pariskv", "pagemean"])
+@pytest.mark.parametrize(("method", "rest"), [("quest", False), ("pariskv", False), ("pagemean", True)])
 @pytest.mark.parametrize("kv", ["device", "host"])
-def test_step_replays_in_a_cuda_graph(kv, method):
+def test_step_replays_in_a_cuda_graph(kv, method, rest):
     """Replayed with other lengths, tables and tokens than it was captured with."""
-    e = Engine(kv, method)
+    e = Engine(kv, method, estimate_rest=rest)
     those = [e.begin() for _ in range(3)]
     for r, n in zip(those, (40, 9, 21)):
         e.prompt(r, n)
