@@ -368,6 +368,25 @@ def test_most_of_the_device_memory_that_vllm_may_use_holds_keys_and_values(llama
     assert engine.device_room(config, index * engine.GIB) == pytest.approx(room * engine.GIB)
 
 
+@pytest.mark.parametrize(("on_host", "on_device", "planned"), [(30, 20, 30), (30, 50, 50), (30, 99, 65), (80, 70, 65)])
+def test_auto_plans_as_many_blocks_as_the_larger_memory_holds(llama, monkeypatch, on_host, on_device, planned):
+    """Of 65 for all requests. If the device has room for all that are planned, it holds the pool."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto"})
+    store = layer(config).store
+    free = -(-8 * on_device * store.host_bytes // 7) + on_device * store.page_bytes
+    monkeypatch.setattr(engine, "SPARED", 0)
+    monkeypatch.setattr(engine.host, "available", lambda: int(on_host * store.host_bytes / engine.USABLE) + 1)
+    config.cache_config.gpu_memory_utilization = 1.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
+    engine.plan_host(config)
+    assert config.cache_config.num_gpu_blocks_override == planned
+    assert store.whole == (planned <= on_device)
+    config.cache_config.num_gpu_blocks = planned
+    engine.Builder(None, ["0"], config, torch.device("cpu"))
+    assert (store.hot is None) == store.whole
+
+
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
 def test_workers_with_their_own_configuration_share_the_plan_in_bytes(llama, monkeypatch, launcher):
     config = config_of(llama[0], {"method": "quest", "kv": "host"})

@@ -7,9 +7,10 @@ share is indexed once, and a block that is filled anew keeps nothing but the ori
 than the window, an interval at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
-memory, and the device has the index and one hot buffer for all requests. kv="auto": as "host", with a hot buffer of
-`device_gib`. Prompts fill the hot buffer. When it is full, blocks that no step selected lately leave it. A step that
-selects them again fetches them from the host.
+memory, and the device has the index and one hot buffer for all requests. kv="auto": if all blocks fit on the device,
+the pool lies there, beside the engine's cache. Else as "host", with a hot buffer of `device_gib`. Prompts fill the hot
+buffer. When it is full, blocks that no step selected lately leave it. A step that selects them again fetches them from
+the host.
 
 A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.
 ops/engine/__init__.py lists the launches of a prompt and of a decode step.
@@ -74,7 +75,7 @@ class BlockStore:
         places: int,
     ):  # fmt: skip
         self.method, self.on_host, self.device, self.dtype = options.method, options.kv != "device", device, dtype
-        self.resident = options.kv == "auto"
+        self.resident, self.whole = options.kv == "auto", False  # whole: the device has room for every block
         self.heads, self.head_dim, self.block_size, self.requests = heads, head_dim, options.block_size, requests
         self.unit = self.method.block_size  # tokens that are selected together: a block, or one token
         self.plan = self.method.ring_plan
@@ -135,7 +136,7 @@ class BlockStore:
     @property
     def host_bytes(self) -> int:
         """Bytes of a block in host memory."""
-        return self._pool(1).nbytes if self.on_host else 0
+        return self._pool(1).nbytes if self.on_host and not self.whole else 0
 
     @property
     def _unit_bytes(self) -> int:
@@ -147,16 +148,23 @@ class BlockStore:
         return self._least_slots * self._unit_bytes
 
     def reserve(self, blocks: int, room: int) -> None:
-        """With kv="auto": allocate a hot buffer for `blocks` blocks, or for as many as `room` bytes hold. It always has
-        room for a step."""
+        """With kv="auto": allocate the pool of `blocks` blocks on the device, if `room` bytes hold it. Else allocate a
+        hot buffer, which has room for a step at least."""
         units, each = blocks * self.block_size // self.unit, self._unit_bytes
+        self.whole = units * each <= room
         self._hot_rows = None  # frees that of another size
-        self.slots = max(self._least_slots, min(units, room // each))
+        self.slots = units if self.whole else max(self._least_slots, room // each)
         self._hot_rows = self._zeros(self._hot_shape())
 
     def allocate(self, blocks: int) -> None:
         """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
         units = blocks * self.block_size // self.unit
+        if self.whole:
+            if units != self.slots:
+                raise ValueError(f"{self.slots} units were reserved, and {units} are needed")
+            assert self._hot_rows is not None
+            self.pool = self._hot_rows.flatten(2, 3)
+            return
         if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == units):
             return
         b = self._pool(blocks)
@@ -231,7 +239,7 @@ class BlockStore:
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""
         out = table_prompt(q, k, v, self._ready().store.pool, table, past, self.block_size, a)
-        if self.resident:
+        if self.resident and not self.whole:
             self._admit(table[past // self.block_size : cdiv(past + len(k), self.block_size)])
         return out
 

@@ -12,8 +12,9 @@ DECIDED = ": max_num_seqs and device_gib decide"
 class Options:
     """method: the method with its hyper-parameters.
     block_size: tokens of a block of the engine. The method selects whole blocks, or single tokens.
-    kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto" (in
-        pinned host memory, and on the device too while there is room).
+    kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto" (on
+        the device if it has room for as many requests as the host; else in pinned host memory, and on the device too
+        while there is room).
     host_gib: how many GiB of host memory may be used. None: most of what is free.
     device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: most of what
         vLLM may still use.

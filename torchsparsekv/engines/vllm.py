@@ -32,8 +32,8 @@ from torchsparsekv.ops.store.views import Attention, Lengths
 
 VERSION, SEAM = _vllm_seams.version(), _vllm_seams.seam()
 USABLE = 0.8  # share of the free host memory that is used without `host_gib`
-MOST_OF_ROOM = 7 / 8  # share of the device memory for keys and values that is used without `device_gib`
 GIB = 2**30
+SPARED = 2 * GIB  # of the device memory, what is left for steps with prompts at least
 
 
 def refuse(config: VllmConfig) -> None:
@@ -190,6 +190,7 @@ class Impl(AttentionImpl):
         given = (config.additional_config or {}).get("torchsparsekv")
         self.options = read_options(given, self.block_size)
         self.room: int | None = None  # bytes of host memory for all layers, set by `host_room`
+        self.free: int | None = None  # bytes of device memory, set by `free_for_cache`
         self.store = BlockStore(
             self.options, self.num_kv_heads, head_size, torch.get_default_dtype(),
             torch.device(config.device_config.device), requests=config.scheduler_config.max_num_seqs,
@@ -246,6 +247,16 @@ def host_room(config: VllmConfig) -> int:
     return first.room
 
 
+def free_for_cache(config: VllmConfig) -> int:
+    """Bytes of device memory that vLLM may still use in each rank; measured once, before the hot buffers are there."""
+    first = ours_in(config)[0]
+    if first.free is None:
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        mine = int(config.cache_config.gpu_memory_utilization * total) - (total - free)
+        first.free = max(least_of_ranks(config, mine), 0)
+    return first.free
+
+
 def device_room(config: VllmConfig, index: int = 0) -> int:
     """Bytes of device memory that keys and values may fill with kv="auto", beside an index of `index` bytes.
 
@@ -261,11 +272,18 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
         )
     if gib is not None:
         return int(gib * GIB)
-    if not torch.cuda.is_available():
-        return least_of_ranks(config, 0)
-    free, total = torch.cuda.mem_get_info()
-    room = config.cache_config.gpu_memory_utilization * total - (total - free) - index
-    return least_of_ranks(config, max(int(min(room * MOST_OF_ROOM, room - 2 * GIB)), 0))
+    room = free_for_cache(config) - index
+    return max(min(room * 7 // 8, room - SPARED), 0)
+
+
+def whole_blocks(config: VllmConfig) -> int:
+    """The most blocks that fit `device_room` beside their index."""
+    ours = ours_in(config)
+    gib, of_block = ours[0].options.device_gib, sum(impl.store.host_bytes for impl in ours)
+    if gib is not None:
+        return int(gib * GIB) // of_block
+    room, index = free_for_cache(config), sum(impl.store.page_bytes for impl in ours)
+    return max(min(7 * room // (8 * of_block + 7 * index), (room - SPARED) // (of_block + index)), 0)
 
 
 def _is_ours(layer: object) -> bool:
@@ -282,8 +300,8 @@ def plans_elsewhere(parallel: ParallelConfig) -> bool:
 
 
 def plan_host(config: VllmConfig) -> None:
-    """Plan the number of blocks. It is the least of three: as many as requests can have, as host memory holds, and as
-    have an index that fits half of the free device memory.
+    """Plan the number of blocks. It is the least of three: as many as requests can have, as host memory holds (with
+    kv="auto" also as the device holds), and as have an index that fits half of the free device memory.
 
     vLLM asks every layer, and some layers again; the first plan holds for all of them.
     """
@@ -295,8 +313,11 @@ def plan_host(config: VllmConfig) -> None:
     wanted, memory = config.cache_config.num_gpu_blocks_override, {"host": (room, sum(s.host_bytes for s in stores))}
     if wanted is None and torch.cuda.is_available():
         memory["device"] = torch.cuda.mem_get_info()[0] // 2, sum(s.page_bytes for s in stores)
-    what = min(memory, key=lambda x: memory[x][0] // memory[x][1])
-    most = least_of_ranks(config, memory[what][0] // memory[what][1])
+    counts = {name: have // block for name, (have, block) in memory.items()}
+    if stores[0].resident:
+        counts["host"] = max(counts["host"], whole_blocks(config))
+    what = min(counts, key=lambda name: counts[name])
+    most = least_of_ranks(config, counts[what])
     least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
     if most < least:
         have, block = memory[what]

@@ -204,10 +204,25 @@ TESTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("method", ["quest", "pariskv"])
+def test_device_with_room_for_all_blocks_holds_the_pool(method):
+    """Then nothing is in host memory."""
+    e = Engine("auto", method, room=BLOCKS)
+    assert (e.store.whole, e.store.host_bytes, e.store.hot) == (True, 0, None)
+    assert e.store.pool.device.type == DEVICE.type
+    a, b = e.begin(), e.begin()
+    e.prompt(a, 30)
+    e.prompt(b, 21)
+    for _ in range(12):
+        e.decode([b, a])
+    with pytest.raises(ValueError, match="units were reserved, and"):
+        e.store.allocate(BLOCKS + 1)
+
+
 def test_blocks_stay_on_the_device_until_it_is_full():
-    """With room for all, a step brings only the block that its new token begins."""
-    e = Engine("auto", room=BLOCKS)
-    assert e.store.slots == BLOCKS
+    """With room for all that are in use, a step brings only the block that its new token begins."""
+    e = Engine("auto", room=BLOCKS - 1)
+    assert (e.store.whole, e.store.slots) == (False, BLOCKS - 1)
     a, b = e.begin(), e.begin()
     e.prompt(a, 30)
     e.prompt(b, 21)
