@@ -301,7 +301,7 @@ class Method:
         found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
         if not self.rest:
             return found
-        if (group := self.rest_group(g.rows)) > g.rows:
+        if (group := self.rest_group(g.rows)) > g.rows and self.rest is not True:
             raise ValueError(f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {group}")
         return found | {"rest": rest_buffers(g, group)}
 

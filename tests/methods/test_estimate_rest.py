@@ -307,7 +307,7 @@ def test_methods_that_gain_most_estimate_the_rest_by_default():
 
 
 @pytest.mark.parametrize("name", ["pagemean", "pariskv"])
-@pytest.mark.parametrize("length", [2, 17, 31, 63])
+@pytest.mark.parametrize("length", [1, 2, 17, 31, 63])
 def test_default_groups_fit_small_caches(name, length):
     model = tiny()
     with torchsparsekv.patch(model, name, max_length=length) as handle:
