@@ -46,8 +46,8 @@ Offload: TypeAlias = Literal["auto", "host", "device"]  # where the pool is to l
 DEVICE_SHARE = 0.5  # of the free device memory, what a cache may take with offload="auto" or hot_budgets="auto"
 PoolType: TypeAlias = Literal["int8"]  # types of the pool other than the model's type
 _METHODS: dict[str, type["Method"]] = {}
-# With estimate_rest=True a group has LEAST_REST tokens. In long caches it has more, up to MOST_REST, so that a row has
-# at most REST_GROUPS groups.
+# With estimate_rest=True a group has LEAST_REST tokens. In caches of more than REST_GROUPS * LEAST_REST rows groups are
+# larger, up to MOST_REST. In caches of fewer than LEAST_REST rows groups are smaller. A group has at least one block.
 LEAST_REST, MOST_REST, REST_GROUPS = 32, 128, 3072
 RENAMED = {"fetch_late": "prefetch_async", "choosers": "selecting_layers"}  # old names, taken with a warning
 
@@ -90,7 +90,8 @@ class Traits:
         moves_selected: tokens of a selected block may move before the next step. `prefetch_async` needs
             `selects_every_step` without `moves_selected`.
         all_queries: the method reads the queries of a whole prompt, and not only of its last tokens.
-        rest_helps: whether estimate_rest="auto" means True. Measure answers and time with and without it first.
+        rest_helps: True if the method estimates the rest by default (`estimate_rest="auto"`). Measure answers and time
+            with and without the estimate first.
         no_rest: why the method does not take `estimate_rest`; empty if it does. A method that takes `estimate_rest`
             must retrieve at decode steps, and must leave a token at the pool row that the token got when it left the
             ring (`leaving_rows`).
@@ -142,7 +143,8 @@ class Method:
     estimate_rest: bool | int | str = option(
         "auto",
         "Estimate the tokens that a step does not retrieve, by means over groups of tokens. A number: tokens of a "
-        f"group, a power of two. True: {LEAST_REST} to {MOST_REST}, by the length of the cache. False: leave them out. "
+        f"group, a power of two. True: {LEAST_REST} to {MOST_REST}, by the length of the cache; fewer in a cache of "
+        f"fewer than {LEAST_REST} tokens, and at least a block. In vLLM: a block of vLLM. False: leave the tokens out. "
         '"auto": True for the methods whose answers gain most.',
     )
 
@@ -301,7 +303,7 @@ class Method:
         found = store_buffers(g, self.ring_plan) | self.hot_buffers(g, slots, chosen)
         if not self.rest:
             return found
-        if (group := self.rest_group(g.rows)) > g.rows:
+        if (group := self.rest_group(g.rows)) > g.rows and self.rest is not True:
             raise ValueError(f"{self.name}: estimate_rest must be at most the {g.rows} tokens of a row, got {group}")
         return found | {"rest": rest_buffers(g, group)}
 

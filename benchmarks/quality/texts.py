@@ -43,7 +43,7 @@ def check_room(text: Text, length: int, samples: int) -> None:
     if text.room(length) < samples:
         raise ValueError(
             f"{text.name} has {len(text.ids)} tokens, {samples} samples of {length} and a target each need "
-            f"{samples * (length + 1)}: name a longer text, or ask for less with --samples or --lengths"
+            f"{samples * (length + 1)}: name a longer text, or fewer or shorter samples"
         )
 
 

@@ -1,8 +1,9 @@
 """Milliseconds a step of a real language model, through the stock generate() of transformers, over stretches of a text.
 
 The rows are a model without a patch (`stock`), the method `full`, and each method with its pool in each place. Answers
-are greedy. `same`: the share of the answers that equal those of the method with its pool in the first place. `step_ms`:
-milliseconds of a step by the wall clock. `busy_ms`: milliseconds of a step in which at least one kernel or copy ran.
+are greedy. `same`, of the methods: the share of the answers that equal those with the pool in the first place.
+`step_ms`: milliseconds of a step by the wall clock. `busy_ms`: milliseconds of a step in which at least one kernel or
+copy ran.
 """
 import itertools
 import math
@@ -38,7 +39,7 @@ PROFILED = 8
 class Options(Setup):
     model: str = option("qwen-1.5b", "qwen-1.5b, qwen-0.5b or smollm2 (`make real-model`), or a Hugging Face path.")
     text: str = option("sympy", "A file of plain text; or moby-dick or sympy (`make real-model`).")
-    context: int = option(32768, "Tokens of a prompt.")
+    context: int = option(32512, "Tokens of a prompt.")
     rows: tuple[int, ...] = option((1, 14), "Prompts at a time, comma-separated.")
     tokens: int = option(128, f"Tokens of an answer. The first {WARM} and the last {PROFILED} steps are not timed.")
     methods: tuple[str, ...] = ("quest", "pariskv")
@@ -50,6 +51,8 @@ class Options(Setup):
         at_least(self, context=1, rows=1, tokens=WARM + 2 + PROFILED)
         if wrong := sorted(set(self.places) - set(get_args(Offload))):
             raise ValueError(f"places must be of {', '.join(get_args(Offload))}, got {', '.join(wrong)}")
+        if self.offload != Setup.offload:
+            raise ValueError(f"offload has no effect here, got {self.offload}: name places")
         if DENSE in methods:
             raise ValueError(f"{DENSE} always runs: name other methods")
         check_text(self.text)
@@ -131,9 +134,19 @@ def measure(model, ids: Tensor, method: str, place: str | None, o: Options) -> t
     return row | {"step_ms": ms, "busy_ms": clock.busy_ms(), "tokens_per_s": 1e3 * len(ids) / ms}, said
 
 
+def check_positions(config: Any, o: Options) -> None:
+    positions = config.get_text_config(decoder=True).max_position_embeddings
+    if o.context + o.tokens > positions:
+        raise ValueError(
+            f"context {o.context} and tokens {o.tokens} are more than the {positions} positions of {o.model}: "
+            "give a smaller context"
+        )
+
+
 def run(o: Options, out: Path | None = None) -> dict:
     device = _common.prepare(o.methods, o)
     files = pretrained.opened(o.model, 1.0)
+    check_positions(files.config, o)
     text = texts.read_one(o.text, files.tokenizer)
     texts.check_room(text, o.context, max(o.rows))
     model = files.load(device, torch.bfloat16).eval()
@@ -144,7 +157,8 @@ def run(o: Options, out: Path | None = None) -> dict:
         for method, place in settings(o):
             now(f"{rows} rows, {method}" + (f", {place}" if place else ""))
             row, said = measure(model, ids, method, place, o)
-            row["same"] = (first.setdefault(method, said) == said).all(1).double().mean().item()
+            if place is not None:
+                row["same"] = (first.setdefault(method, said) == said).all(1).double().mean().item()
             found.append(row)
             print(row, flush=True)
             _results.save("generate", found, o.recorded(o.methods), out)

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from byte_tokenizer import bytes_tokenizer
 from cli import refused
 from evaluating_text import folder as of_a_tiny_model
 from timer import prepare
 
+import torchsparsekv
+from torchsparsekv_benchmarks.quality import texts
 from torchsparsekv_benchmarks.quality.pretrained import Files
 from torchsparsekv_benchmarks.report import tables
 from torchsparsekv_benchmarks.report.markdown import RESULTS
@@ -18,13 +21,34 @@ WRONG = {
     "--rows=0": "rows must be at least 1, got 0", "--rows=2,2": "rows must be one or more different values",
     "--places=disk": "places must be of auto, host, device, got disk", "--tokens=25": "tokens must be at least 26",
     "--methods=full": "full always runs", "--text=nowhere.txt": "there is no text nowhere.txt",
-    "--hyper=arkvale.block_size=16": "hyper sets arkvale",
+    "--hyper=arkvale.block_size=16": "hyper sets arkvale", "--places=host,host": "places must be one or more different",
+    "--offload=device": "offload has no effect here, got device: name places",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("arg", WRONG)
 def test_wrong_options_are_refused(arg):
     assert WRONG[arg] in refused("bench", "generate", arg)
+
+
+def test_defaults_fit_the_default_model():
+    assert generate.Options().context + generate.Options().tokens <= 32768, "positions of Qwen2.5-Coder-1.5B"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (dict(rows=(99,)), "99 samples of 120 and a target each need 11979: name a longer text, or fewer or short"),
+        (dict(context=385), "context 385 and tokens 128 are more than the 512 positions of .*: give a smaller context"),
+    ],
+    ids=["text", "positions"],
+)
+def test_prompts_longer_than_text_or_positions_are_refused_before_the_model_loads(folder, monkeypatch, given, says):
+    monkeypatch.setattr(_common, "prepare", prepare)
+    monkeypatch.setattr(Files, "load", lambda *_: pytest.fail("the model loads"))
+    small = dict(model=str(folder), text=str(folder / "said.txt"), context=120, methods=("quest",))
+    with pytest.raises(ValueError, match=says):
+        generate.run(generate.Options(**small | given))
 
 
 def test_time_of_a_step_is_the_median_between_the_first_and_the_profiled_steps():
@@ -107,7 +131,20 @@ def test_table_has_the_busy_time_or_a_dash(tmp_path):
 def test_each_row_is_a_method_in_a_place_with_its_answers_compared(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(_common, "prepare", prepare)
     load = Files.load
-    monkeypatch.setattr(Files, "load", lambda self, device, dtype: load(self, device, torch.float32))
+
+    def with_end_tokens(files, device, dtype):
+        model = load(files, device, torch.float32)
+        model.generation_config.eos_token_id = list(range(8, model.config.vocab_size))  # an answer does not end there
+        return model
+
+    patch, offloads = torchsparsekv.patch, []
+
+    def noted(model, method, **given):
+        offloads.append(given["offload"])
+        return patch(model, method, **given)
+
+    monkeypatch.setattr(Files, "load", with_end_tokens)
+    monkeypatch.setattr(torchsparsekv, "patch", noted)
     o = generate.Options(
         model=str(folder), text=str(folder / "said.txt"), context=120, rows=(2,), tokens=26, methods=("pariskv",),
         budget=16, sink=8, window=8, skip_layers=0, places=("device", "host"), hyper=("pariskv.full_threshold=0",),
@@ -123,15 +160,27 @@ def test_each_row_is_a_method_in_a_place_with_its_answers_compared(folder, monke
     assert "hit_rate" not in stock
     assert dense["hit_rate"] is None
     assert 0 < device["hit_rate"] <= host["hit_rate"] <= 1
+    assert offloads == ["device", "device", "host"]
+    assert device["device_GiB"] > 0
     assert device["same"] == host["same"] == 1, "where keys are does not change an answer"
     assert all(r["busy_ms"] is None for r in result["rows"]), "a CPU has no busy time of a GPU"
     assert all(r["tokens_per_s"] == pytest.approx(2e3 / r["step_ms"]) for r in result["rows"])
 
 
-def test_answers_that_differ_from_the_first_place_are_counted(monkeypatch, folder, tmp_path):
+def test_prompts_are_stretches_and_answers_that_differ_from_the_first_place_are_counted(monkeypatch, folder, tmp_path):
     said = iter([torch.zeros(2, 18)] * 3 + [torch.tensor([[0.0] * 18, [0.0] * 17 + [1.0]])])
+    o = generate.Options(model=str(folder), text=str(folder / "said.txt"), context=384, rows=(2,), methods=("quest",))
+    prompts, saved, out = [], [], tmp_path / "generate.json"
+
+    def measure(model, ids, method, place, o):
+        prompts.append(ids)
+        saved.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return {"method": method}, next(said)
+
     monkeypatch.setattr(_common, "prepare", prepare)
-    monkeypatch.setattr(generate, "measure", lambda *a: ({"method": a[2]}, next(said)))
+    monkeypatch.setattr(generate, "measure", measure)
     monkeypatch.setattr(Files, "load", lambda *_: SimpleNamespace(eval=lambda: None))
-    o = generate.Options(model=str(folder), text=str(folder / "said.txt"), context=120, rows=(2,), methods=("quest",))
-    assert [r["same"] for r in generate.run(o)["rows"]] == [1, 1, 1, 0.5]
+    assert [r.get("same") for r in generate.run(o, out)["rows"]] == [None, None, 1, 0.5]
+    assert saved == [0, 1, 2, 3], "a run that is stopped leaves its rows"
+    stretches = texts.read_one(o.text, bytes_tokenizer()).rows(384, range(2))[:, :-1]
+    assert all(torch.equal(ids, stretches) for ids in prompts)

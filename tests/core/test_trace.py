@@ -76,7 +76,8 @@ def test_write_renews_what_stands_between_markers(tmp_path):
     assert "layer 1: quest" in page.read_text()
     assert "layer 0" not in page.read_text()
     page.write_text("no marker\n")
-    with pytest.raises(SystemExit, match="has no marker"):
+    markers = " or ".join(f"`<!-- {kind}: NAME -->`" for kind in ("trace", "sparse", "marks"))
+    with pytest.raises(SystemExit, match=f"has no marker {markers}$"):
         trace.main(["--write", str(page)])
 
 

@@ -13,7 +13,7 @@ from models import dense_logits, greedy_logits, prompts, tiny
 from torch._inductor.utils import run_and_get_code
 
 import torchsparsekv
-from torchsparsekv.method import all_methods, make_method
+from torchsparsekv.method import Method, Traits, all_methods, make_method
 from torchsparsekv.ops._machinery.chain import use_kernels
 from torchsparsekv.ops.store.rows import keys_of
 from torchsparsekv.ops.store.views import Attention
@@ -249,10 +249,11 @@ def test_fork_copies_the_sums():
 
 def test_plan_cache_and_report_count_the_sums():
     model = tiny()
-    with torchsparsekv.patch(model, "quest", max_length=128, estimate_rest=8, block_size=4) as handle:
+    with torchsparsekv.patch(model, "quest", max_length=128, skip_layers=1, estimate_rest=8, block_size=4) as handle:
         memory = handle.plan(batch_size=2)
         (row,) = [r for r in memory.rows if r.name == "rest.sums"]
         sparse = [x for x in handle.planned.methods if x.name == "quest"]
+        assert len(sparse) > 1
         assert (row.layers, row.nbytes) == (len(sparse), len(sparse) * 2 * 2 * 16 * 2 * 16 * 4)  # fp32, as the model
         cache = handle.make_cache(batch_size=2)
         assert cache.nbytes() == (memory.host_bytes, memory.device_bytes)
@@ -305,9 +306,14 @@ def test_methods_that_gain_most_estimate_the_rest_by_default():
     assert make_method("pariskv", estimate_rest=False).rest is False
     assert make_method("pariskv", prefetch_async=0.8).rest is True
 
+    class Moving(Method):
+        traits = Traits(rest_helps=True, no_rest="moves tokens")
+
+    assert Moving().rest is False
+
 
 @pytest.mark.parametrize("name", ["pagemean", "pariskv"])
-@pytest.mark.parametrize("length", [2, 17, 31, 63])
+@pytest.mark.parametrize("length", [1, 2, 17, 31, 63])
 def test_default_groups_fit_small_caches(name, length):
     model = tiny()
     with torchsparsekv.patch(model, name, max_length=length) as handle:
