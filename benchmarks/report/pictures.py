@@ -187,7 +187,7 @@ def draw_times(plt, points: Points):
 # ---------------------------------------------------------------- tokens a second against batch
 
 
-SERVED = tuple(f"h200_serve_native_{name}.json" for name in ("32k_most", "32k", "32k_all", "32k_more"))
+SERVED = tuple(f"h200_serve_native_{name}.json" for name in ("32k_most", "32k", "32k_host", "32k_more"))
 PLACES = {"triton": ("dense, Triton", "full"), "flash": ("FlashAttention", "full"),
           "flash-fp8": ("FlashAttention, fp8", "streaming"), "device": ("{}, on GPU", "quest"),
           "auto": ("{}, auto", "louiskv"), "host": ("{}, on host", "pagemean")}  # fmt: skip

@@ -187,30 +187,32 @@ PLACES = {"flash": "FlashAttention", "flash-fp8": "FlashAttention, fp8", "device
           "host": "`kv=host`"}  # fmt: skip
 
 
-SERVE = ("short", "32k_most", "32k", "32k_all", "32k_more", "128k", "128k_pariskv")
+SERVE = ("short", "32k_most", "32k", "32k_host", "32k_rest", "32k_rest_256", "32k_more", "128k")
 
 
 @table("serve", *(f"h200_serve_native_{name}.json" for name in SERVE))
 def serve(*results: Result) -> str:
-    """One row per context, method and place; a run of its own may have the largest batch."""
+    """One row per context, method and place; a run of its own may have the largest batch. A later file counts."""
     o = results[0].options
     said = (
         f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
-        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: the largest number of requests timed. "
-        "That is as many as fit, except for fp8 at 128K, where 13 fit. `kv=host` and `kv=auto` had "
-        f"{o['host_gib']:g} GiB of host memory, or what the row says. A dash: not measured. "
+        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: as many requests as fit. `kv=host` and "
+        f"`kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row says. Budget and blocks of 16 tokens, or "
+        "what the row says. + rest: `estimate_rest=True`. A dash: not measured. "
         "Tokens/s and ratio: with that many requests; the ratio is to the best number of requests of FlashAttention in "
         "16 bits. The tokens are sampled from random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:
-        for x in r.rows:
+        for x in (x for x in r.rows if "failed" not in x):
             more = x["place"] in ("host", "auto") and r.options["host_gib"] != o["host_gib"]
             place = f"{x['place']}, {r.options['host_gib']:g} GiB" if more else x["place"]
-            found.setdefault((x["context"], x.get("method", ""), place), {})[x["batch"]] = x
+            found.setdefault((x["context"], _served_method(x, r.options, o), place), {})[x["batch"]] = x
     places = [p for place in PLACES for p in dict.fromkeys(k[2] for k in found) if p.partition(",")[0] == place]
-    order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in ("", *o["methods"]) for p in places]
+    first = ["", *o["methods"]]  # then what differs from the usual, as it comes
+    methods = sorted(dict.fromkeys(k[1] for k in found), key=lambda name: first.index(name[1:].partition("`")[0]))
+    order = [(c, m, p) for c in dict.fromkeys(k[0] for k in found) for m in methods for p in places]
     best = {c: max(x["tokens_per_s"] for x in found[c, "", "flash"].values())
             for c in dict.fromkeys(k[0] for k in found)}  # fmt: skip
     rows = []
@@ -220,10 +222,19 @@ def serve(*results: Result) -> str:
         told = [number(by.get(b, {}).get("tpot_ms"), 2 if b == 1 else 1) for b in (1, 4, 8)]
         several = [str(most["batch"]), number(most["tokens_per_s"], 0), times(most["tokens_per_s"] / best[context])]
         where, comma, size = place.partition(",")
-        name = f"`{method}`, {PLACES[where]}{comma}{size}" if method else PLACES[where]
+        name = f"{method}, {PLACES[where]}{comma}{size}" if method else PLACES[where]
         rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])
     head = ["context", "attention", "ms a step, 1 request", "4 requests", "8 requests", "most", "tokens/s", "ratio"]
     return markdown(said, head, rows)
+
+
+def _served_method(row: dict, options: dict, usual: dict) -> str:
+    """A method with what differs from the usual; nothing for vLLM's own attention."""
+    if "method" not in row:
+        return ""
+    budget = f", budget {options['budget']}" if options["budget"] != usual["budget"] else ""
+    blocks = f", blocks of {row['rest']}" if "rest" in row else ""
+    return f"`{row['method']}`" + (" + rest" if "rest" in row else "") + budget + blocks
 
 
 SERVED = {"dense": "quality/served_32k_dense.json", "pariskv": "quality/served_32k.json",

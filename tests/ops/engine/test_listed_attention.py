@@ -108,7 +108,7 @@ def test_kernels_equal_reference_with_the_rest(cluster, unit, block, kind):
         m.setattr(SHAPES, "cluster_of", lambda *_: cluster)
         things = with_rest(tokens, 320 // unit, unit, block, dim=64 if small else 128, dtype=dtype)
         got, want = both(kind, *things)
-    *without, rest = things
+    *without, _ = things
     assert bool((both("reference", *without)[0] - want).abs().max() > 0.03)  # what the rest changes
     tolerance = dict(rtol=1e-4, atol=1e-4) if small else dict(rtol=2**-7, atol=5e-3)
     torch.testing.assert_close(got, want, **tolerance)
