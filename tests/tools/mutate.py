@@ -43,6 +43,10 @@ OMNI, STAMPS = "torchsparsekv/_methods/omnikv.py", "ops/raas/stamp_pages.py"
 HEAVY = "tests/methods/test_h2o.py::test_one_query_head_per_kv_head_equals_the_authors_code"
 ESTIMATED = "tests/methods/test_retroinfer.py::test_step_equals_definition_from_raw_keys_and_values"
 ANSWER = "tests/methods/test_raas.py::test_pages_of_a_long_answer_equal_brute_force"
+LISTED, BLOCK_REST = "ops/engine/listed_attention.py", "ops/engine/_remaining.py"
+ENGINE_RESTS = "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-rest]"
+LISTED_KERNELS = "tests/ops/engine/test_listed_attention.py::test_kernels_equal_reference_with_the_rest"
+FILLED_SUMS = "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference[filled_sums-triton]"
 MUTATIONS = (
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
     Mutation("the heads of a group choose by their mean query", PARIS,
@@ -194,6 +198,31 @@ MUTATIONS = (
     Mutation("counts of another request are taken", "ops/pariskv/count_ids.py",
              "same = block == counted.blocks[at] and", "same =",
              "tests/ops/pariskv/test_count_ids.py::test_a_row_given_to_another_request_is_counted_anew[reference]"),
+    Mutation("engine rest: the sums of a block are too small", "ops/engine/filled_sums.py", "tokens.sum(1) / size",
+             "tokens.sum(1) / (size + 1)", ENGINE_RESTS),
+    Mutation("engine rest: the kernel takes tokens of another block for new ones", "ops/engine/filled_sums.py",
+             "((tl.load(to + tl.maximum(token, 0)) == row) & (token >= 0))",
+             "(tl.load(to + tl.maximum(token, 0)) >= 0)", FILLED_SUMS),
+    Mutation("engine rest: sums are not made", "torchsparsekv/engines/_blocks.py",
+             "            filled_sums(k, v, to, layer.store.pool, layer.rest)\n", "            pass\n", ENGINE_RESTS),
+    Mutation("engine rest: selected tokens count twice", BLOCK_REST,
+             "tokens[b, h] -= torch.bincount(of, minlength=tokens.shape[2])", "pass", ENGINE_RESTS),
+    Mutation("engine rest: selected tokens stay in the sums", BLOCK_REST, "alpha=-1", "alpha=0", ENGINE_RESTS),
+    Mutation("engine rest: a mean counts as one token", LISTED, "tokens.clamp(min=1).float().log()",
+             "tokens.clamp(min=1).float() * 0", ENGINE_RESTS),
+    Mutation("engine rest: the kernel counts the sinks", BLOCK_REST,
+             "tl.maximum(tl.minimum((at + 1) * GROUP, end) - tl.maximum(at * GROUP, sink), 0)",
+             "tl.maximum(tl.minimum((at + 1) * GROUP, end) - at * GROUP, 0)", LISTED_KERNELS),
+    Mutation("engine rest: the kernel looks selected units up at the front of the list", LISTED, "ids + bh * n + n - k",
+             "ids + bh * n", LISTED_KERNELS),
+    Mutation("engine rest: programs begin with the wrong tile of groups", LISTED,
+             "first = (split - tiles % splits + splits) % splits", "first = split + 1", LISTED_KERNELS),
+    Mutation("engine rest: small blocks are groups by default", "torchsparsekv/engines/_options.py",
+             "whole and block_size >= LEAST_REST", "whole",
+             "tests/ops/engine/test_engine_blocks.py::test_groups_of_the_rest_are_the_blocks_of_the_engine"),
+    Mutation("a pool that just fits the device lies in host memory", "torchsparsekv/engines/_blocks.py",
+             "self.whole = units * each <= room", "self.whole = units * each < room",
+             "tests/ops/engine/test_engine_blocks.py::test_device_with_room_for_all_blocks_holds_the_pool"),
     Mutation("blocks that are all there are not marked as used", "ops/engine/fetch_shared.py",
              "        tl.store(hot.used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)\n", "",
              "tests/ops/engine/test_fetch_shared.py::test_blocks_that_are_all_there_are_marked_as_used"),
@@ -201,7 +230,7 @@ MUTATIONS = (
              "(groups * interval + sink)", "(groups * interval + sink + interval)",
              "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-quest]"),
     Mutation("a prompt does not go to the device", "torchsparsekv/engines/_blocks.py",
-             "if self.resident:\n            self._admit", "if not self.on_host:\n            self._admit",
+             "if self.resident and not self.whole:\n            self._admit", "if False:\n            self._admit",
              "tests/ops/engine/test_engine_blocks.py::test_blocks_stay_on_the_device_until_it_is_full"),
     # ---- choices of tokens
     Mutation("heads choose by the sum of their logits", "ops/select/softmax_scores.py",
