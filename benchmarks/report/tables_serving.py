@@ -196,12 +196,12 @@ def serve(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
-        f"`torch.compile`: decode steps of the whole engine, budget {o['budget']}. FlashAttention is vLLM's own "
-        "backend, with keys and values on the GPU in 16 bits or in fp8. Most: as many requests as fit. `kv=host` and "
-        f"`kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row says. Budget and blocks of 16 tokens, or "
-        "what the row says. + rest: `estimate_rest=True`. A dash: not measured. "
-        "Tokens/s and ratio: with that many requests; the ratio is to the best number of requests of FlashAttention in "
-        "16 bits. The tokens are sampled from random weights, so the selected blocks change from step to step."
+        f"`torch.compile`: decode steps of the whole engine, budget {o['budget']} and blocks of 16 tokens, or what the "
+        "row says. FlashAttention is vLLM's own backend, with keys and values on the GPU in 16 bits or in fp8. Most: "
+        f"as many requests as fit. `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row "
+        "says. + rest: with the estimate of the rest. A dash: not measured. Tokens/s and ratio: with that many requests; "
+        "the ratio is to the best measured number of requests of FlashAttention in 16 bits. The tokens are sampled from "
+        "random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:
@@ -233,8 +233,9 @@ def _served_method(row: dict, options: dict, usual: dict) -> str:
     if "method" not in row:
         return ""
     budget = f", budget {options['budget']}" if options["budget"] != usual["budget"] else ""
-    blocks = f", blocks of {row['rest']}" if "rest" in row else ""
-    return f"`{row['method']}`" + (" + rest" if "rest" in row else "") + budget + blocks
+    blocks = f", blocks of {options['block']}" if options.get("block", 16) != 16 else ""
+    hyper = f", {row['hyper']}" if "hyper" in row else ""
+    return f"`{row['method']}`" + (" + rest" if "rest" in row else "") + budget + blocks + hyper
 
 
 SERVED = {"dense": "quality/served_32k_dense.json", "pariskv": "quality/served_32k.json",

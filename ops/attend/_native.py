@@ -15,9 +15,9 @@ from torchsparsekv.ops.store.views import Attention
 
 # Triton takes other shapes.
 DIMS, MOST_HEADS = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster), at most. Warps per program: at least, at most behind fetch, and at most. A program
-# of 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take 10.6 us,
-# not 10.4, at 1360 tokens.
+# Programs per kv head (a cluster), at most. Warps per program: the least, the most behind fetch, and the most. A
+# program of 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take
+# 10.6 us, not 10.4, at 1360 tokens.
 MOST_CLUSTER, WARPS, FETCH_WARPS, MOST_WARPS = 8, 8, 12, 16
 TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
@@ -45,11 +45,11 @@ def cluster_of(device: torch.device, heads: int) -> int:
 def warps_of(
     device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool, most: int = FETCH_WARPS
 ) -> int:
-    """Warps per program: 8 if heads are wide (registers allow no more), else 16 with the rest. Else 8 if a
+    """Warps per program: 8 if heads are wide, because registers allow no more. With the rest 16. Without it 8 if a
     multiprocessor runs several programs, else the fewest from 8 on with as few rounds of tiles as `most`.
 
-    With the rest a program has more to do, and some programs have more tokens than others. 176 kv heads with 16 warps
-    take 96 us, and in pairs with 8 warps each 140 us.
+    With the rest a program has more to do, and some programs have more tokens than others. 176 kv heads take 96 us with
+    16 warps, and 140 us with two programs of 8 warps on a multiprocessor.
     """
     if dim > 128:
         return WARPS
@@ -63,8 +63,8 @@ def warps_of(
 
 def dynamic_bytes(dim: int, group: int, warps: int, cluster: int, tiles: int, groups: int) -> int:
     """Bytes of dynamic shared memory of a program: the tables of the rest, then in their place the sums it sends. The
-    tables are the products and tokens of its groups, and its list of tokens with their products. A program may have all
-    tokens."""
+    tables are the products and tokens of its groups, and its list of tokens with their products. One program may get
+    all tokens, so there is room for all."""
     sent = warps * group * (dim + 4) * 4
     tables = 4 * TILE * (cdiv(cdiv(groups, TILE), cluster) * (group + 1) + tiles * (group + 2)) if groups else 0
     return max(tables, sent)

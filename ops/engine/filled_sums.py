@@ -30,7 +30,8 @@ def reference(k: FlatTokens, v: FlatTokens, to: RowOfToken, pool: Pool, rest: Ch
 
     Args:
         k, v: the new tokens [tokens, heads, dim], any strides.
-        to: the row of the pool for each token [tokens], -1 for none, as in write_tokens.
+        to: the row of the pool for each token [tokens], -1 for none, as in write_tokens. New tokens of one block follow
+            one another.
         pool: [1, heads, rows, 2, dim].
         rest: sums [1, heads, blocks, 2, dim], and `group`, the tokens of a block.
 

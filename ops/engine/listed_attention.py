@@ -28,7 +28,7 @@ from torchsparsekv.ops.store.views import Attention, Lengths
 
 OneQuery = Annotated[Tensor, Of("requests q_heads 1 dim", "kv", strided=True)]
 Result = Annotated[Tensor, Of("requests q_heads 1 dim", "kv")]
-Units = Annotated[Tensor, Of("pools heads units unit 2 dim", "kv")]
+UnitsOfPool = Annotated[Tensor, Of("pools heads units unit 2 dim", "kv")]
 NO_BLOCK_REST = BlockRest()
 
 
@@ -50,7 +50,7 @@ def check(q, pool, listing, lengths, attention, out, rest=NO_BLOCK_REST) -> None
 
 
 def reference(
-    q: OneQuery, pool: Units, listing: Listing, lengths: Lengths, attention: Attention, out: Changed[Result],
+    q: OneQuery, pool: UnitsOfPool, listing: Listing, lengths: Lengths, attention: Attention, out: Changed[Result],
     rest: BlockRest = NO_BLOCK_REST,
 ) -> None:  # fmt: skip
     """Attention of one query of every request over the units that are listed for it.
@@ -62,11 +62,14 @@ def reference(
         lengths: of each request (ops/engine/tables.py); a request of length 0 gets zeros.
         attention: scale, soft cap and extra logits of the model.
         out: [requests, q_heads, 1, dim], the memory that the engine gave for the result.
-        rest: what stands for the tokens that are not listed.
+        rest: what stands for the tokens that are not listed. The CUDA kernel reads sums, table, lengths and the query
+            while the kernel directly before it still runs, so that kernel must not write them.
 
     Launches:
         csrc/sparse_attention.cu, one launch in which a cluster of programs shares a kv head of a request. Else Triton:
-        one kernel of requests * heads x splits programs, and one that combines the splits of each query head.
+        one kernel of requests * heads x splits programs, and one that combines the splits of each query head. With
+        `rest` a program of the CUDA kernel keeps numbers of all blocks of a request in shared memory, so Triton takes
+        wide tables: on an H200 those above about 9,000 blocks with 4 query heads a kv head, 4,000 with 8.
     """
     (ids, fill), unit = listing, pool.shape[3]
     heads = torch.arange(pool.shape[1], device=q.device)

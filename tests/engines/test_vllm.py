@@ -387,6 +387,44 @@ def test_auto_plans_as_many_blocks_as_the_larger_memory_holds(llama, monkeypatch
     assert (store.hot is None) == store.whole
 
 
+def test_room_is_shared_by_the_sizes_of_layers(llama, monkeypatch):
+    """The device has just enough for all blocks of a layer with 2 kv heads and one with 4."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto"})
+    made = [layer(config), layer(config)]
+    with vllm.config.set_current_vllm_config(config):
+        made[1] = engine.Impl(4, 64, 0.125, 4)
+    config.compilation_config.static_forward_context = {str(i): SimpleNamespace(impl=x) for i, x in enumerate(made)}
+    stores = [x.store for x in made]
+    monkeypatch.setattr(engine.host, "available", lambda: 0)
+    monkeypatch.setattr(engine, "whole_blocks", lambda _: 20)
+    monkeypatch.setattr(engine, "device_room", lambda *_: 20 * sum(s.host_bytes for s in stores))
+    engine.plan_host(config)
+    assert [s.whole for s in stores] == [True, True]
+
+
+def test_ranks_share_the_least_free_device_memory(llama, monkeypatch):
+    """It is measured once."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto"})
+    layer(config)
+    monkeypatch.setattr(engine, "least_of_ranks", lambda _, count: count - 7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config.cache_config.gpu_memory_utilization = 1.0
+    for free in (100, 50):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 200))
+        assert engine.free_for_cache(config) == 93
+
+
+def test_device_that_holds_no_step_is_refused_without_device_gib(llama, monkeypatch):
+    config = config_of(llama[0], {"method": "quest", "kv": "auto"})
+    made = layer(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    blocks = 2 * made.store.least_hot_bytes // made.store.host_bytes
+    with pytest.raises(MemoryError, match=r"steps of max_num_seqs=4 requests need .* GiB of device memory"):
+        engine.refuse_short_device(config, blocks, made.store.least_hot_bytes - 1)
+    engine.refuse_short_device(config, blocks, made.store.least_hot_bytes)
+    engine.refuse_short_device(config, 3, 3 * made.store.host_bytes)
+
+
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
 def test_workers_with_their_own_configuration_share_the_plan_in_bytes(llama, monkeypatch, launcher):
     config = config_of(llama[0], {"method": "quest", "kv": "host"})

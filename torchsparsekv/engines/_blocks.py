@@ -151,17 +151,21 @@ class BlockStore:
         """With kv="auto": allocate the pool of `blocks` blocks on the device, if `room` bytes hold it. Else allocate a
         hot buffer, which has room for a step at least."""
         units, each = blocks * self.block_size // self.unit, self._unit_bytes
-        self.whole = units * each <= room
+        self.slots = max(self._least_slots, room // each)
+        self.whole = units <= self.slots
+        self.slots = min(units, self.slots)
         self._hot_rows = None  # frees that of another size
-        self.slots = units if self.whole else max(self._least_slots, room // each)
         self._hot_rows = self._zeros(self._hot_shape())
 
     def allocate(self, blocks: int) -> None:
-        """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
+        """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer. If the device has room
+        for the whole pool, the pool takes the memory that was reserved."""
         units = blocks * self.block_size // self.unit
         if self.whole:
-            if units != self.slots:
+            if units > self.slots:
                 raise ValueError(f"{self.slots} units were reserved, and {units} are needed")
+            if units < self.slots:  # engines may come to fewer blocks than were planned
+                self.reserve(blocks, units * self._unit_bytes)
             assert self._hot_rows is not None
             self.pool = self._hot_rows.flatten(2, 3)
             return

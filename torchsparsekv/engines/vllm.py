@@ -276,6 +276,18 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
     return max(min(room * 7 // 8, room - SPARED), 0)
 
 
+def refuse_short_device(config: VllmConfig, blocks: int, room: int) -> None:
+    """Refuse a `room` of device memory, measured without `device_gib`, that holds neither a step nor all `blocks`."""
+    stores = [impl.store for impl in ours_in(config)]
+    least = min(sum(s.least_hot_bytes for s in stores), blocks * sum(s.host_bytes for s in stores))
+    if torch.cuda.is_available() and room < least:
+        raise MemoryError(
+            f"torchsparsekv: steps of max_num_seqs={config.scheduler_config.max_num_seqs} requests need "
+            f"{least / GIB:.2f} GiB of device memory for keys and values, {room / GIB:.2f} are there: lower "
+            "max_num_seqs or budget"
+        )
+
+
 def whole_blocks(config: VllmConfig) -> int:
     """The most blocks that fit `device_room` beside their index."""
     ours = ours_in(config)
@@ -301,7 +313,7 @@ def plans_elsewhere(parallel: ParallelConfig) -> bool:
 
 def plan_host(config: VllmConfig) -> None:
     """Plan the number of blocks. It is the least of three: as many as requests can have, as host memory holds (with
-    kv="auto" also as the device holds), and as have an index that fits half of the free device memory.
+    kv="auto" as host or device holds), and as have an index that fits half of the free device memory.
 
     vLLM asks every layer, and some layers again; the first plan holds for all of them.
     """
@@ -328,9 +340,11 @@ def plan_host(config: VllmConfig) -> None:
         )
     blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
     if stores[0].resident:
-        room = device_room(config, blocks * sum(s.page_bytes for s in stores)) // len(stores)
+        room = device_room(config, blocks * sum(s.page_bytes for s in stores))
+        refuse_short_device(config, blocks, room)
+        of_block = sum(s.host_bytes for s in stores)
         for store in stores:
-            store.reserve(blocks, room)
+            store.reserve(blocks, room * store.host_bytes // of_block)
     if wanted is None:
         config.cache_config.num_gpu_blocks_override = blocks
         if plans_elsewhere(config.parallel_config):

@@ -53,8 +53,8 @@ VARIANTS = {
                                         (128, 1, 1, 0, 1, 8), (256, 8, 16, 1, 2, 8))
         for rest in (64, 0)
     ] + [
-        ATTENTION.constants(128, 4, p, True, warps, c, listed=True) | {"BF16": 1}
-        for p, warps, c in ((16, 11, 8), (1, 8, 1))
+        ATTENTION.constants(128, 4, p, True, warps, c, rest, rest > 0, listed=True) | {"BF16": 1}
+        for p, warps, c, rest in ((16, 11, 8, 0), (1, 16, 1, 64), (1, 8, 1, 0), (16, 16, 8, 64))
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))

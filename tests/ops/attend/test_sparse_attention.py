@@ -14,6 +14,7 @@ from world import DEVICE, TOLERANCE, World
 from torchsparsekv.ops._machinery.registry import load_all
 from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.store.rows import ring_positions
+from torchsparsekv.ops.store.views import Attention
 
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend.sparse_attention")
 SHAPES = importlib.import_module("torchsparsekv.ops.attend._native")
@@ -191,11 +192,15 @@ def test_number_of_warps_follows_the_tiles(rows, tokens, dim, batch, groups, war
     assert SHAPES.warps_of(DEVICE, dim, heads, cluster, tiles, groups > 0) == warps
 
 
-def test_attention_of_an_engine_has_up_to_16_warps(monkeypatch):
+@pytest.mark.parametrize(("listed", "warps"), [(False, 8), (True, 13)])
+def test_attention_of_an_engine_has_up_to_16_warps(listed, warps, monkeypatch):
     """100 tiles are one each for 8 programs of 13 warps; behind fetch, which leaves room for 12, two for 8 warps."""
     monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
-    warps = lambda *most: SHAPES.warps_of(DEVICE, 128, 8, 8, 100, False, *most)  # noqa: E731
-    assert (warps(), warps(SHAPES.MOST_WARPS)) == (8, 13)
+    monkeypatch.setattr(SHAPES, "shared_bytes", lambda _: 232_448)
+    monkeypatch.setattr(SHAPES._cuda, "load", lambda *_, **sizes: sizes)
+    q, rows = torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 4, 1, 2, 128, dtype=torch.bfloat16)
+    found = SHAPES.fit(q, 8, rows, 1, 100, Attention(1.0), filled=True, listed=listed)
+    assert (found.warps, found.kernels["WARPS"], found.kernels["LISTED"]) == (warps, warps, int(listed))
 
 
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"

@@ -217,6 +217,14 @@ def test_device_with_room_for_all_blocks_holds_the_pool(method):
         e.decode([b, a])
     with pytest.raises(ValueError, match="units were reserved, and"):
         e.store.allocate(BLOCKS + 1)
+    e.store.allocate(BLOCKS - 1)
+    assert e.store.pool.shape[2] == (BLOCKS - 1) * BLOCK
+
+
+def test_hot_buffer_is_no_larger_than_the_pool():
+    """A step of many requests may need more units than there are."""
+    store = Engine("auto", most=BLOCKS).store
+    assert (store.whole, store.slots) == (True, BLOCKS)
 
 
 def test_blocks_stay_on_the_device_until_it_is_full():
@@ -415,10 +423,11 @@ def test_fetched_blocks_of_a_step_are_counted():
         (dict(kv="auto", device_gib=-1), "got -1"),
         (dict(prefetch_async=0.8), "an engine has no prefetch_async, got 0.8"),
         (dict(estimate_rest=8), "the groups of estimate_rest are its blocks of 4 tokens, got 8: give true, or"),
-        (dict(method="pariskv", update_interval=6, estimate_rest=True), "needs sink 64 and the interval 6 .* in whole"),
+        (dict(method="pariskv", update_interval=6, estimate_rest=True), "divide sink 64 and the interval 6 at which"),
         (dict(method="quest", sink=4, window=4, estimate_rest=8), "the groups of estimate_rest are its blocks of 4"),
         (dict(method="arkvale", estimate_rest=3), "a power of two from 2 on, got 3"),
         (dict(hot_budgets=6), "an engine has no hot_budgets: max_num_seqs and device_gib decide, got 6"),
+        (dict(method="arkvale", group="layer"), "cannot run in an engine: it selects for all heads of a layer"),
         (dict(method="dense"), "method must be one of arkvale, pagemean, pariskv, quest, got 'dense'"),
         (dict(block_size=8), "block_size is that of the engine, 4, got 8"),
     ],

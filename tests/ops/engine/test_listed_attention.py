@@ -95,9 +95,10 @@ def with_rest(tokens: list[int], chosen: int, unit: int, block: int, group: int 
     return q, attention, pool, listing, lengths, BlockRest(sums_of(pool, block), block, table, selected)
 
 
-@pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("kind", "cluster"), [("triton", 1), *(pytest.param("cuda", c, marks=pytest.mark.gpu) for c in (1, 4, 8))]
+)
 @pytest.mark.parametrize(("unit", "block"), [(1, 16), (1, 64), (16, 16), (16, 64)])
-@pytest.mark.parametrize("cluster", [1, 4, 8])
 def test_kernels_equal_reference_with_the_rest(cluster, unit, block, kind):
     """More blocks than a tile has; one request has a single block behind the sinks, one nothing but its sinks, and one
     no token."""
