@@ -199,9 +199,9 @@ def serve(*results: Result) -> str:
         f"`torch.compile`: decode steps of the whole engine, budget {o['budget']} and blocks of 16 tokens, or what the "
         "row says. FlashAttention is vLLM's own backend, with keys and values on the GPU in 16 bits or in fp8. Most: "
         f"as many requests as fit. `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row "
-        "says. + rest: with the estimate of the rest. A dash: not measured. Tokens/s and ratio: with that many requests; "
-        "the ratio is to the best measured number of requests of FlashAttention in 16 bits. The tokens are sampled from "
-        "random weights, so the selected blocks change from step to step."
+        "says. + rest: with the estimate of the rest. A dash: not measured. Tokens/s and ratio: with that many "
+        "requests; the ratio is to the best measured number of requests of FlashAttention in 16 bits. The tokens "
+        "are sampled from random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:

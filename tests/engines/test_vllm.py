@@ -368,10 +368,10 @@ def test_most_of_the_device_memory_that_vllm_may_use_holds_keys_and_values(llama
     assert engine.device_room(config, index * engine.GIB) == pytest.approx(room * engine.GIB)
 
 
-@pytest.mark.parametrize(("on_host", "on_device", "planned"), [(30, 20, 30), (30, 50, 50), (30, 99, 65), (80, 70, 65)])
+@pytest.mark.parametrize(("on_host", "on_device", "planned"), [(30, 24, 30), (30, 50, 50), (30, 99, 65), (80, 70, 65)])
 def test_auto_plans_as_many_blocks_as_the_larger_memory_holds(llama, monkeypatch, on_host, on_device, planned):
     """Of 65 for all requests. If the device has room for all that are planned, it holds the pool."""
-    config = config_of(llama[0], {"method": "quest", "kv": "auto"})
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "budget": 16, **SMALL})
     store = layer(config).store
     free = -(-8 * on_device * store.host_bytes // 7) + on_device * store.page_bytes
     monkeypatch.setattr(engine, "SPARED", 0)
