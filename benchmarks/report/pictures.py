@@ -194,13 +194,19 @@ PLACES = {"triton": ("dense, Triton", "full"), "flash": ("FlashAttention", "full
 
 
 def batch_points(*results: Result) -> Points:
-    """A line for each place of keys and values: requests at a time, tokens a second. Of our methods only the first."""
+    """A line for each place of keys and values: requests at a time, tokens a second. Of our methods only the first.
+    `auto` with more host memory than in other runs is a line of its own."""
     method, lines = results[0].options["methods"][0], []
-    of = [r for x in results for r in x.rows if "tokens_per_s" in r and r.get("method", method) == method]
+    usual = min((x.options["host_gib"] for x in results if x.options["host_gib"]), default=0)
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for x in results:
+        for r in (r for r in x.rows if "tokens_per_s" in r and r.get("method", method) == method):
+            more = r["place"] == "auto" and x.options["host_gib"] > usual
+            size = f", {x.options['host_gib']:g} GiB" if more else ""
+            found.setdefault((r["place"], size), {})[r["batch"]] = round(r["tokens_per_s"])
     for place, (name, shade) in PLACES.items():
-        at = sorted({r["batch"]: round(r["tokens_per_s"]) for r in of if r["place"] == place}.items())
-        if at:
-            lines.append((name.format(method), shade, at))
+        sizes = (size for at, size in found if at == place)
+        lines += [(name.format(method) + size, shade, sorted(found[place, size].items())) for size in sizes]
     return lines
 
 
