@@ -1,8 +1,10 @@
 // Attention of one query token over the ring and the chosen blocks, as ops/attend/sparse_attention.py specifies it, for
-// up to 8 query heads of a kv head, in fp16 and bf16. With LISTED, attention over the blocks that are listed for the
-// requests of an engine, as ops/engine/listed_attention.py specifies it: all requests share the heads of `hot`, the ring
-// has no rows, and `fill` has a number for each place of a list. The last places of a list are SELECTED blocks, and `ids`
-// has their numbers in the text. A group of the rest is a block of the engine, and `table` says which.
+// up to 8 query heads of a kv head, in fp16 and bf16.
+//
+// With LISTED it is attention over the blocks that are listed for each request of an engine, as
+// ops/engine/listed_attention.py specifies it. All requests share the heads of `hot`, the ring has no rows, and `fill` has
+// a number for each place of a list. The last places of a list have the blocks that a method selected, and `ids` has the
+// numbers of these blocks in the text. A group of the rest is a block of the engine, which `table` names.
 //
 // Why not Triton: there attention takes two launches, and the results of the programs of a head go through memory. Here
 // the programs of a head are a cluster. Each program adds up a slice of the output, and the others send their parts of it.
@@ -21,8 +23,8 @@
 // them. Then a warp attends to its tiles of tokens and of groups, and looks up the w of the group of each exact token.
 //
 // Compile-time constants: D channels (a multiple of 64); G query heads; P rows of a block; FILLED, whether blocks may
-// be partly empty; LISTED; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool rows of
-// a GROUP of the rest (0: no rest); whether sums, lengths, frontier, `fill` and query are SETTLED, so that they may be
+// be partly empty; LISTED; BF16; WARPS of a program; programs RESIDENT on a multiprocessor; programs of a CLUSTER; pool
+// rows of a GROUP of the rest (0: no rest); whether sums, lengths, frontier, `fill` and query are SETTLED, so that they may be
 // read ahead of `wait_for_previous`; whether the blocks are NAMED: `ids` has the numbers of the blocks in `slots`, and may
 // be read ahead too.
 
@@ -153,9 +155,9 @@ __device__ void fold(State& s, Query query, Row row, float scale, float softcap)
 // of the ring. Then come the tokens of the blocks.
 struct Tokens {
   const char *near, *hot;
-  const int *slots, *block_of, *ids;  // slots of the chosen blocks; the block in each slot; with NAMED, the chosen
-                                      // blocks, with LISTED the SELECTED ones
-  const int* fill;                    // rows that count: of each block, or of each of `slots` with LISTED
+  const int *slots, *block_of;  // slots of the chosen blocks; the block in each slot
+  const int* ids;               // with NAMED the chosen blocks, with LISTED those that a method selected
+  const int* fill;              // rows that count: of each block, or with LISTED of each place of `slots`
   Ring ring;
   int end, chosen, selected;
 
@@ -577,7 +579,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   s.top *= LN_2;
 #else
   wait_for_previous();
-  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, {ring_rows, sink, begins[bh / per]}, length[b], chosen, selected};
+  const Ring positions = {ring_rows, sink, begins[bh / per]};
+  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, positions, length[b], chosen, selected};
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const auto query = [&](int i) -> Operands {
     Words x = {};

@@ -252,9 +252,10 @@ def served(patched: Means, *results: Result) -> str:
         f"native code; `kv=device`, dense: FlashAttention), {o['requests']} requests at a time. `eval`: with `patch`, "
         "without the rest."
     )
-    runs = {(x["task"], x["method"]): [y for y in patched.rows if (y["task"], y["method"]) == (x["task"], x["method"])]
-            for x in patched.rows}  # fmt: skip
-    by = {key: x[0] | {"score": statistics.fmean(y["score"] for y in x)} for key, x in runs.items()}
+    runs: dict[tuple[str, str], list[dict]] = {}
+    for x in patched.rows:
+        runs.setdefault((x["task"], x["method"]), []).append(x)
+    by = {key: of[0] | {"score": statistics.fmean(x["score"] for x in of)} for key, of in runs.items()}
     rows = []
     for task in o["tasks"]:
         told = []

@@ -149,9 +149,7 @@ class Parts:
     def shape(self) -> dict[str, int]:
         return {"G": self.group, "GP": self.gp, "DP": self.dp}
 
-    def combine(
-        self, q: Tensor, length: Tensor, sink_logits: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def combine(self, q: Tensor, length: Tensor, sink_logits: Tensor | None, out: Tensor | None = None) -> Tensor:
         """The result, in `out` if there is one."""
         out = result_like(q) if out is None else out
         batch, _, _, d = q.shape

@@ -20,7 +20,7 @@ from torchsparsekv.ops.attend import _native
 from torchsparsekv.ops.attend._split import Parts, begun, fold_means, softmax_attention, step, store_part, tile_of
 from torchsparsekv.ops.engine._remaining import block_tile, remaining_of_blocks
 from torchsparsekv.ops.engine.tables import check_one
-from torchsparsekv.ops.engine.views import BlockRest, Listing
+from torchsparsekv.ops.engine.views import NO_BLOCK_REST, BlockRest, Listing
 from torchsparsekv.ops.rest._remaining import GROUPS, tile_sizes
 from torchsparsekv.ops.rest.views import Rest
 from torchsparsekv.ops.store.rows import as_numbers, row_at
@@ -29,7 +29,6 @@ from torchsparsekv.ops.store.views import Attention, Lengths
 OneQuery = Annotated[Tensor, Of("requests q_heads 1 dim", "kv", strided=True)]
 Result = Annotated[Tensor, Of("requests q_heads 1 dim", "kv")]
 UnitsOfPool = Annotated[Tensor, Of("pools heads units unit 2 dim", "kv")]
-NO_BLOCK_REST = BlockRest()
 
 
 def check(q, pool, listing, lengths, attention, out, rest=NO_BLOCK_REST) -> None:
@@ -119,11 +118,12 @@ def _attend(
 def _fits(q, pool, listing, lengths, attention, out, rest) -> _native.Launch | str:
     unit, (sums, group, table, _) = pool.shape[3], rest
     tiles = cdiv(listing.ids.shape[2] * unit, _native.TILE)
+    if sums is None or table is None:
+        return _native.fit(q, pool.shape[1], pool, unit, tiles, attention, filled=True, listed=True)
     # list_units and fetch_shared do not write what the kernel reads early.
-    of_text = Rest() if sums is None or table is None else Rest(sums, group, settled=True)
-    groups = 0 if table is None else table.shape[1]
+    settled, groups = Rest(sums, group, settled=True), table.shape[1]
     return _native.fit(
-        q, pool.shape[1], pool, unit, tiles, attention, filled=True, listed=True, rest=of_text, groups=groups
+        q, pool.shape[1], pool, unit, tiles, attention, filled=True, listed=True, rest=settled, groups=groups
     )
 
 

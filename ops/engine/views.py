@@ -43,6 +43,9 @@ class BlockRest(NamedTuple):
     selected: Annotated[Tensor, Of("requests heads selected", I32)] | None = None
 
 
+NO_BLOCK_REST = BlockRest()
+
+
 class SharedHot(NamedTuple):
     """A hot buffer for all requests: units that were fetched lately, in slots on the device. The fields are those of
     `HotBuffer` (ops/store/views.py), with the units of the engine's pool in place of the blocks of a row's pool."""

@@ -221,7 +221,7 @@ MUTATIONS = (
              "whole and block_size >= LEAST_REST", "whole",
              "tests/ops/engine/test_engine_blocks.py::test_groups_of_the_rest_are_the_blocks_of_the_engine"),
     Mutation("a pool that just fits the device lies in host memory", "torchsparsekv/engines/_blocks.py",
-             "self.whole = units <= self.slots", "self.whole = units < self.slots",
+             "self.slots = units <= slots,", "self.slots = units < slots,",
              "tests/ops/engine/test_engine_blocks.py::test_device_with_room_for_all_blocks_holds_the_pool"),
     Mutation("blocks that are all there are not marked as used", "ops/engine/fetch_shared.py",
              "        tl.store(hot.used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)\n", "",

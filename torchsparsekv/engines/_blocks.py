@@ -29,7 +29,7 @@ from torchsparsekv.ops.engine.list_units import list_units, listed
 from torchsparsekv.ops.engine.listed_attention import listed_attention
 from torchsparsekv.ops.engine.table_prompt import table_prompt
 from torchsparsekv.ops.engine.tables import lengths_of
-from torchsparsekv.ops.engine.views import BlockRest, Copies, Listing, SharedHot
+from torchsparsekv.ops.engine.views import NO_BLOCK_REST, BlockRest, Copies, Listing, SharedHot
 from torchsparsekv.ops.engine.write_tokens import write_tokens
 from torchsparsekv.ops.store.views import Attention, BlockTable, KVStore, Lengths
 from torchsparsekv.state import Buffer, Geometry, named
@@ -151,9 +151,8 @@ class BlockStore:
         """With kv="auto": allocate the pool of `blocks` blocks on the device, if `room` bytes hold it. Else allocate a
         hot buffer, which has room for a step at least."""
         units, each = blocks * self.block_size // self.unit, self._unit_bytes
-        self.slots = max(self._least_slots, room // each)
-        self.whole = units <= self.slots
-        self.slots = min(units, self.slots)
+        slots = max(self._least_slots, room // each)
+        self.whole, self.slots = units <= slots, min(units, slots)
         self._hot_rows = None  # frees that of another size
         self._hot_rows = self._zeros(self._hot_shape())
 
@@ -237,7 +236,7 @@ class BlockStore:
         pool = layer.store.pool.unflatten(2, (-1, self.unit))
         if self.hot is not None:
             ids, pool = fetch_shared(ids, layer.store.pool, self.hot), self.hot.rows
-        rest = BlockRest(layer.rest.sums, self.block_size, table, selected) if self.method.rest else BlockRest()
+        rest = BlockRest(layer.rest.sums, self.block_size, table, selected) if self.method.rest else NO_BLOCK_REST
         listed_attention(x, pool, Listing(ids, fill), lengths, a, out.unsqueeze(2), rest)
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:

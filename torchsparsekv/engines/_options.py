@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torchsparsekv.method import LEAST_REST, Method, all_methods, as_int, hyper_parameters, make_method
 
 PLACES = ("device", "host", "auto")
-DECIDED = ": max_num_seqs and device_gib decide"
 
 
 @dataclass(frozen=True)
@@ -16,8 +15,8 @@ class Options:
         the device if it has room for as many requests as the host; else in pinned host memory, and on the device too
         while there is room).
     host_gib: how many GiB of host memory may be used. None: most of what is free.
-    device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: most of what
-        vLLM may still use.
+    device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: most of
+        what vLLM may still use.
     """
 
     method: Method
@@ -69,7 +68,8 @@ def read_options(given: object, block_size: int) -> Options:
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"torchsparsekv: block_size of the engine must be a power of two, got {block_size}")
     method = make_method(name, **hyper)
-    for field, none, why in (("prefetch_async", None, ""), ("hot_budgets", "auto", DECIDED)):
+    decided = ": max_num_seqs and device_gib decide"
+    for field, none, why in (("prefetch_async", None, ""), ("hot_budgets", "auto", decided)):
         if (given_value := getattr(method, field)) != none:
             raise ValueError(f"torchsparsekv: an engine has no {field}{why}, got {given_value!r}: leave it out")
     if method.traits.no_engine:
