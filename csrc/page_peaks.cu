@@ -3,21 +3,22 @@
 //
 // Why not Triton: a query head sees tokens in few pages, and these pages lie side by side. A program that worked
 // through a fixed part of the pages would often have many of them. Here the threads of a program first find the pages
-// that may be seen, from the nodes in the span of each page. Then the warps share out these pages. Codes are unpacked
-// in the registers that the tensor cores read. A page whose tokens are all nodes needs no codes, because the products
-// with nodes are known.
+// that may be seen, from the nodes in the span of each page. Then the warps share out these pages, TILE tokens at a time.
+// Codes are unpacked in the registers that the tensor cores read. A page whose tokens are all nodes needs no codes,
+// because the products with nodes are known.
 //
 // Compile-time constants: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
-// share a scale, GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, MOST_GROUPS
-// of a round of a program, and the spans of pages without a token (EMPTY_SPAN) or with nodes only (NODES_ONLY_SPAN).
+// share a scale, GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, and the spans of
+// pages without a token (EMPTY_SPAN) or with nodes only (NODES_ONLY_SPAN).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
-constexpr int PAGES = TILE / P, TILES = GROUP / PAGES;  // pages of a tile, tiles of a group
+constexpr int PAGES = TILE / P;  // of a tile: any pages of the list, side by side in it
 constexpr int LOOKERS = 2;  // threads that check a page
-constexpr int LOOKS = (MOST_GROUPS * GROUP * LOOKERS + 32 * WARPS - 1) / (32 * WARPS);  // pages that a thread checks
+constexpr int LOOKED = 32 * WARPS / LOOKERS;  // pages that a program checks at a time
+constexpr int WIDE = 16;  // a page whose span is wider is taken to be seen: checking it takes longer than multiplying it
 constexpr int WORDS = D / 32, SCALES = D / 64;  // of a token's code that a thread has; two words share a scale
 struct __align__(2 * SCALES) Scales { unsigned short at[SCALES]; };
 __device__ unsigned twice(const Scales& x, int i) { return __byte_perm(x.at[i], 0, 0x1010); }
@@ -29,6 +30,9 @@ __device__ Run<2> pair_at(const unsigned* x) {
   if (G % 2) return {x[0], x[G > 1 && lane() % 4 < G / 2]};
   return load<4>(x);
 }
+
+// The products of two nodes.
+struct Two { Run<G> first, second; };
 
 // The products of a node with all query heads.
 __device__ Run<G> all_at(const unsigned* x) {
@@ -90,8 +94,8 @@ struct Leaves {
   int rows, pages;
 };
 
-// Shared memory of a program, for the groups of a round: the scores of their pages, and a list of tiles. Tiles that
-// some query head may see are listed from the first place on, tiles with nodes only from the last place back.
+// Shared memory of a program, for the groups of a round: the scores of their pages, and a list of pages. Pages that
+// some query head may see are listed from the first place on, pages with nodes only from the last place back.
 extern __shared__ __align__(16) float pool[];
 struct Pool {
   Query& query;
@@ -99,8 +103,19 @@ struct Pool {
   int groups;
 
   __device__ float* scores(int head) const { return pool + head * groups * GROUP; }
-  __device__ unsigned short& tile(bool nodes_only, int i) const {
-    return reinterpret_cast<unsigned short*>(scores(G))[nodes_only ? groups * TILES - 1 - i : i];
+  __device__ unsigned short& page(bool nodes_only, int i) const {
+    return reinterpret_cast<unsigned short*>(scores(G))[nodes_only ? groups * GROUP - 1 - i : i];
+  }
+  __device__ int tiles(bool nodes_only) const { return (count[nodes_only] + PAGES - 1) / PAGES; }
+};
+
+// The page with token `i` of a tile. The last tile may have fewer pages: then `there` is false, and the page is the last.
+struct Place {
+  int page;
+  bool there;
+  __device__ Place(const Pool& s, bool nodes_only, int tile, int i) {
+    const int at = tile * PAGES + i / P, last = s.count[nodes_only] - 1;
+    page = s.page(nodes_only, min(at, last)), there = at <= last;
   }
 };
 
@@ -112,15 +127,13 @@ struct Source {
   const unsigned char* codes;
   const Scales* scales;
   const int* node;
-  long long last;  // number of the last token
 
   __device__ Source(const Leaves& x, int min_nodes) : min_nodes(min_nodes) {
-    const int g = lane() / 4, t = lane() % 4;
+    const int t = lane() % 4;
     products = x.products + (2 * t < G ? 2 * t : 0);
-    codes = x.codes + g * (D / 2) + t * (D / 8);
-    scales = reinterpret_cast<const Scales*>(x.scales) + g * 4 + t;
-    node = x.node + g;
-    last = x.rows - 1 - g;
+    codes = x.codes + t * (D / 8);
+    scales = reinterpret_cast<const Scales*>(x.scales) + t;
+    node = x.node;
     hold(products), hold(codes);
     __builtin_assume(__isGlobal(products) && __isGlobal(codes));  // `hold` hides this from the compiler
   }
@@ -130,19 +143,10 @@ struct Source {
     for (int c = 0; c < 2; c++) threshold[c] = __uint_as_float(two.at[c]);
   }
 
-  // Token numbers beyond the last one are clamped; the scores of their pages are not used.
-  __device__ long long token(long long first, int r) const {
-    return P < TILE ? min(first + 8 * r, last) : first + 8 * r;
-  }
-
-  __device__ int2 nodes(long long first) const { return {node[token(first, 0)], node[token(first, 1)]}; }
-
-  __device__ void load(Tile& x, long long first, int2 nodes) const {
-    const int u[2] = {nodes.x, nodes.y};
+  __device__ void load(Tile& x, const long long (&token)[2], const int (&u)[2]) const {
     for (int r = 0; r < 2; r++) {
-      const long long at = token(first, r);
-      x.word[r] = ::load<2 * WORDS>(codes + at * (D / 2));
-      x.scale[r] = scales[at * 4];
+      x.word[r] = ::load<2 * WORDS>(codes + token[r] * (D / 2));
+      x.scale[r] = scales[token[r] * 4];
     }
     for (int r = 0; r < 2; r++) {
       const unsigned of = max(u[r] < -1 ? -2 - u[r] : u[r], 0);
@@ -183,22 +187,32 @@ __device__ void best_of(float (&best)[2][2], const Tile& x, const Query& query) 
 
 // Clear the scores and the lists for a round.
 __device__ void clear(const Pool& s) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < G * s.groups * GROUP; i += 32 * WARPS) s.scores(0)[i] = none();
   if (threadIdx.x < 2) s.count[threadIdx.x] = 0;
 }
 
-// The nodes in the span of a page. A thread checks every LOOKERS-th of them.
+// The nodes in the span of a page. A thread checks every LOOKERS-th of them, two at a time.
 struct Between {
   unsigned at, last;
-  __device__ explicit Between(unsigned span) : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16) {}
-  __device__ Run<G> load(const unsigned* products) const { return all_at(products + min(at, last) * G); }
-  // Whether some query head expands one of the nodes that this thread checks. `each` are the products of the first of
-  // these nodes. Nodes with a number below `min_nodes` are always expanded.
-  __device__ bool seen(Run<G> each, const unsigned* products, const Run<G>& threshold, unsigned min_nodes) {
-    bool found = at < min_nodes;
+  bool wide;
+  __device__ explicit Between(unsigned span)
+      : at((span & 0xFFFF) + lane() % LOOKERS), last(span >> 16), wide((span & 0xFFFF) + WIDE <= last) {}
+  __device__ Two load(const unsigned* products) const {
+    return {all_at(products + min(at, last) * G), all_at(products + min(at + LOOKERS, last) * G)};
+  }
+  // Whether the page is wide, or some query head expands one of the nodes that this thread checks. `each` are the
+  // products of the first two of these nodes, or of the last node of the span. Nodes with a number below `min_nodes`
+  // are always expanded.
+  __device__ bool seen(Two each, const unsigned* products, const Run<G>& threshold, unsigned min_nodes) {
+    bool found = wide | at < min_nodes;
+#pragma unroll 1
     for (; at <= last && !found; each = load(products)) {
-      for (int h = 0; h < G; h++) found |= __uint_as_float(each.at[h]) >= __uint_as_float(threshold.at[h]);
-      at += LOOKERS;
+      for (int h = 0; h < G; h++) {
+        const float bound = __uint_as_float(threshold.at[h]);
+        found |= __uint_as_float(each.first.at[h]) >= bound | __uint_as_float(each.second.at[h]) >= bound;
+      }
+      at += 2 * LOOKERS;
     }
     return found;
   }
@@ -211,89 +225,94 @@ struct Groups {
   __device__ int page(int i) const { return at(i / GROUP) * GROUP + i % GROUP; }
 };
 
-// From one bit for each thread of a warp, one bit for each tile, at the first thread of the tile: set if a thread of
-// the tile has its bit set.
-__device__ unsigned tiles_of(unsigned threads) {
-  for (int d = 1; d < LOOKERS * PAGES; d *= 2) threads |= threads >> d;
-  return threads & ALL / ((1u << LOOKERS * PAGES) - 1);
+// From one bit for each thread of a warp, one bit for each page, at the first thread of the page: set if a thread of
+// the page has its bit set.
+__device__ unsigned pages_of(unsigned threads) {
+  for (int d = 1; d < LOOKERS; d *= 2) threads |= threads >> d;
+  return threads & ALL / ((1u << LOOKERS) - 1);
 }
 
-// Add to a list the tiles of the threads whose bit is set in `found`.
-__device__ void list(const Pool& s, bool nodes_only, unsigned found, int tile) {
+// Add to a list the pages of the threads whose bit is set in `found`.
+__device__ void list(const Pool& s, bool nodes_only, unsigned found, int page) {
   int place = 0;
   if (lane() == 0 && found) place = atomicAdd(&s.count[nodes_only], __popc(found));
   place = __shfl_sync(ALL, place, 0) + __popc(found & (1u << lane()) - 1);
-  if (found >> lane() & 1) s.tile(nodes_only, place) = tile;
+  if (found >> lane() & 1) s.page(nodes_only, place) = page;
 }
 
-// The spans of the pages that a thread checks in a round.
-struct Spans {
-  unsigned at[LOOKS];
-  __device__ Spans(const Leaves& from, const Groups& groups) {
-    for (int i = 0; i < LOOKS; i++) {
-      const int place = (i * 32 * WARPS + threadIdx.x) / LOOKERS, page = groups.page(place);
-      at[i] = place < groups.count * GROUP && page < from.pages ? from.span[page] : EMPTY_SPAN;
-    }
-  }
-};
+// The span of the i-th page that a thread checks in a round.
+__device__ unsigned span_of(const Leaves& from, const Groups& groups, int i) {
+  const int place = i * LOOKED + threadIdx.x / LOOKERS, page = groups.page(place);
+  return place < groups.count * GROUP && page < from.pages ? from.span[page] : EMPTY_SPAN;
+}
 
-// List the tiles. `next` are the products of the first node that a thread checks.
+// List the pages of a round. `span` and `next` are the spans of the first two pages that a thread checks, and `each` are
+// the products of the first nodes that it checks of the first one.
 __device__ void look(
-    const Pool& s, const Spans& spans, Run<G> next, const unsigned* products, const Run<G>& threshold,
-    int min_nodes, int pages) {
-  for (int i = 0; i < LOOKS; i++) {
-    const int first = 32 * (i * WARPS + warp()), tile = (first + lane()) / (LOOKERS * PAGES);
-    if (first >= LOOKERS * pages) return;
-    const Run<G> own = next;
-    if (i + 1 < LOOKS) next = Between(spans.at[i + 1]).load(products);
-    const unsigned found = tiles_of(__ballot_sync(ALL, Between(spans.at[i]).seen(own, products, threshold, min_nodes)));
-    list(s, false, found, tile);
-    list(s, true, tiles_of(__ballot_sync(ALL, spans.at[i] == NODES_ONLY_SPAN)) & ~found, tile);
+    const Pool& s, const Leaves& from, const Groups& groups, unsigned span, unsigned next, Two each,
+    const Run<G>& threshold, int min_nodes) {
+#pragma unroll 1
+  for (int i = 0; i * LOOKED < groups.count * GROUP; i++) {
+    const Two own = each;
+    each = Between(next).load(from.products);
+    const unsigned later = span_of(from, groups, i + 2);
+    const unsigned found = pages_of(__ballot_sync(ALL, Between(span).seen(own, from.products, threshold, min_nodes)));
+    const int page = i * LOOKED + threadIdx.x / LOOKERS;
+    list(s, false, found, page);
+    list(s, true, pages_of(__ballot_sync(ALL, span == NODES_ONLY_SPAN)) & ~found, page);
+    span = next, next = later;
   }
 }
 
-// Store the scores of a tile's pages.
-__device__ void write(const Pool& s, int tile, const float (&best)[2][2]) {
+// Store the scores of the pages of a thread's tokens.
+__device__ void write(const Pool& s, const Place (&place)[2], const float (&best)[2][2]) {
   const int g = lane() / 4, t = lane() % 4;
   for (int c = 0; c < 2; c++) {
     if (g % SPAN || 2 * t + c >= G) continue;
-    float* page = s.scores(2 * t + c) + tile * PAGES + g / SPAN;
-    page[0] = best[0][c];
-    if (P < TILE) page[8 / SPAN] = best[1][c];
+    for (int r = 0; r < (P == TILE ? 1 : 2); r++)
+      if (place[r].there) s.scores(2 * t + c)[place[r].page] = best[r][c];
   }
 }
 
-// Score the listed tiles that need their codes.
+// Score the listed pages that need their codes. A thread has two tokens of a tile.
 __device__ void multiply_all(const Pool& s, const Source& from, const Groups& groups) {
-  const auto first = [&](int i) { return groups.page(s.tile(false, i) * PAGES) * (long long)P; };
-  int2 nodes = {};  // of a tile; loaded while the tile before it is multiplied
-  if (warp() < s.count[0]) nodes = from.nodes(first(warp()));
-  for (int i = warp(); i < s.count[0]; i += WARPS) {
+  const int g = lane() / 4, tiles = s.tiles(false);
+  const auto find = [&](int tile, long long (&token)[2], int (&node)[2]) {
+    for (int r = 0; r < 2; r++) {
+      token[r] = groups.page(Place(s, false, tile, g + 8 * r).page) * (long long)P + (g + 8 * r) % P;
+      node[r] = from.node[token[r]];
+    }
+  };
+  long long token[2];
+  int node[2];  // of a tile; loaded while the tile before it is multiplied
+  if (warp() < tiles) find(warp(), token, node);
+#pragma unroll 1
+  for (int i = warp(); i < tiles; i += WARPS) {
     Tile tile;
     float best[2][2];
-    from.load(tile, first(i), nodes);
-    if (i + WARPS < s.count[0]) nodes = from.nodes(first(i + WARPS));
+    from.load(tile, token, node);
+    if (i + WARPS < tiles) find(i + WARPS, token, node);
     best_of(best, tile, s.query);
-    write(s, s.tile(false, i), best);
+    write(s, {Place(s, false, i, g), Place(s, false, i, g + 8)}, best);
   }
 }
 
-// Score the tiles with nodes only. Half a warp takes two tiles, and a thread takes one node of each, with all query
+// Score the pages with nodes only. Half a warp takes two tiles, and a thread takes one node of each, with all query
 // heads. The last warps begin, because they multiply the fewest tiles.
 __device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& groups) {
-  for (int begin = 4 * (WARPS - 1 - warp()); begin < s.count[1]; begin += 4 * WARPS) {
-    int tile[2], u[2];
+  const int own = lane() % TILE;
+#pragma unroll 1
+  for (int begin = 4 * (WARPS - 1 - warp()); begin < s.tiles(true); begin += 4 * WARPS) {
+    const Place place[2] = {{s, true, begin + lane() / TILE, own}, {s, true, begin + 2 + lane() / TILE, own}};
+    int u[2];
     Run<G> product[2];
-    for (int r = 0; r < 2; r++) {
-      tile[r] = s.tile(true, min(begin + 2 * r + lane() / TILE, s.count[1] - 1));  // the last tile may repeat
-      u[r] = from.node[min(groups.page(tile[r] * PAGES) * P + lane() % TILE, from.rows - 1)];
-    }
+    for (int r = 0; r < 2; r++) u[r] = from.node[groups.page(place[r].page) * P + own % P];
     for (int r = 0; r < 2; r++) product[r] = all_at(from.products + (-2 - min(u[r], -2)) * G);
     for (int r = 0; r < 2; r++)
       for (int h = 0; h < G; h++) {
         float best = u[r] < -1 ? __uint_as_float(product[r].at[h]) : none();
         for (int d = 1; d < P; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, d));
-        if (lane() % P == 0) s.scores(h)[tile[r] * PAGES + lane() % TILE / P] = best;
+        if (own % P == 0 && place[r].there) s.scores(h)[place[r].page] = best;
       }
   }
 }
@@ -301,6 +320,7 @@ __device__ void look_up_all(const Pool& s, const Leaves& from, const Groups& gro
 // Write the scores of all pages of a round, four pages for each thread, and the peaks of the groups.
 __device__ void write_all(const Pool& s, const Groups& groups, float* out, float* peaks, int pages) {
   const int all = (pages + GROUP - 1) / GROUP, runs = (groups.count * GROUP / 4 + 31) / 32;
+#pragma unroll 1
   for (int i = warp(); i < G * runs; i += WARPS) {
     const int head = i % G, at = 4 * (i / G * 32 + lane()), group = groups.at(at / GROUP);
     const int page = group * GROUP + at % GROUP, count = at / GROUP < groups.count ? min(4, pages - page) : 0;
@@ -336,15 +356,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) page_peaks(
   clear(s);
   for (int first = blockIdx.y; first < all; first += most_groups * step) {
     const Groups groups = {first, step, min(most_groups, (all - first + step - 1) / step)};
-    const Spans spans(leaves, groups);
+    const unsigned span = span_of(leaves, groups, 0), later = span_of(leaves, groups, 1);
     // Before `wait_for_previous` only queries and spans are read, which are older than the products.
     if (first == blockIdx.y) {
       wait_for_previous();
       source.load_threshold(threshold + bh * G);
     }
-    const Run<G> next = Between(spans.at[0]).load(leaves.products), all_thresholds = all_at(threshold + bh * G);
+    const Two each = Between(span).load(leaves.products);
+    const Run<G> all_thresholds = all_at(threshold + bh * G);
     __syncthreads();
-    look(s, spans, next, leaves.products, all_thresholds, min_nodes, groups.count * GROUP);
+    look(s, leaves, groups, span, later, each, all_thresholds, min_nodes);
     __syncthreads();
     multiply_all(s, source, groups);
     look_up_all(s, leaves, groups);

@@ -48,7 +48,6 @@ TILE = 64  # rows that are multiplied at a time, at least a page
 NATIVE_DIMS, NATIVE_PAGES, NATIVE_GROUP = (64, 128, 256), (4, 8, 16), 8
 NATIVE_WARPS = 16  # of a program
 RESIDENT = 2  # programs of a multiprocessor; more could not be launched early
-NATIVE_TILE = 16  # tokens multiplied at a time
 NATIVE = dict(
     CHANNELS=_residual.GROUP, GROUP=GROUP, WARPS=NATIVE_WARPS, EMPTY_SPAN=EMPTY_SPAN, NODES_ONLY_SPAN=NODES_ONLY_SPAN
 )
@@ -217,7 +216,7 @@ def _fits(q, visited, leaves, min_nodes) -> _cuda.Module | str:
 
 def native(d: int, group: int, page: int, bf16: bool) -> dict[str, int]:
     """The defines of csrc/page_peaks.cu."""
-    return dict(D=d, G=group, P=page, BF16=int(bf16), MOST_GROUPS=most_groups(group), RESIDENT=RESIDENT, **NATIVE)
+    return dict(D=d, G=group, P=page, BF16=int(bf16), RESIDENT=RESIDENT, **NATIVE)
 
 
 def most_groups(group: int) -> int:
@@ -225,9 +224,9 @@ def most_groups(group: int) -> int:
     return min(96, 384 // group)
 
 
-def _shared_bytes(group: int, page: int, groups: int) -> int:
-    """Shared memory for the scores of the pages of `groups` groups, and for the list of their tiles."""
-    return 4 * group * groups * GROUP + 2 * groups * GROUP * page // NATIVE_TILE
+def _shared_bytes(group: int, groups: int) -> int:
+    """Shared memory for the scores of the pages of `groups` groups, and for the list of these pages."""
+    return (4 * group + 2) * groups * GROUP
 
 
 def _launch_cuda(kernels, q, visited, leaves, min_nodes) -> tuple[Tensor, Tensor]:
@@ -239,7 +238,7 @@ def _launch_cuda(kernels, q, visited, leaves, min_nodes) -> tuple[Tensor, Tensor
     kernels.launch(
         "page_peaks", (batch * heads, parts, 1), 32 * NATIVE_WARPS, q, *visited, *leaves[:3], leaves.span, out, peaks,
         q.stride(0), q.stride(1), heads, visited.products.shape[2], rows, out.shape[2], groups, min_nodes,
-        shared=_shared_bytes(group, page, groups),
+        shared=_shared_bytes(group, groups),
     )  # fmt: skip
     return out, peaks
 
