@@ -15,7 +15,7 @@ Args:
     rows [batch, heads, interval]: at a step of a method that chooses pool rows, the rows that took the leaving tokens.
 
 Launches: one program per (row, head, group that can change in one call); it returns at once if no token of its group
-leaves. With `rows` one program per (row, head) adds the tokens one by one.
+leaves. With `rows` one program per (row, head, COLUMNS columns) adds all tokens at once.
 """
 from typing import Annotated
 
@@ -44,6 +44,7 @@ from torchsparsekv.ops.store.views import I32, Leaving, Lengths, NewKeys
 InsertedRows = Annotated[Tensor, Of("batch heads interval", I32)]
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 32  # tokens of a group that a program adds at once
+COLUMNS = 64  # of all leaving tokens that a program adds, where a method chooses the rows
 
 
 def check(leaving, v, rest, lengths, order=None, join=True, rows=None) -> None:
@@ -118,20 +119,24 @@ def _sum(
 @triton.jit
 def _add_rows(
     pool, sums, rows, length, previous_ring_begin, ring_begin, heads, n, pool_rows, groups, GROUP: tl.constexpr,
-    D: tl.constexpr, ROW: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Add some columns of all rows. The first row of a group stores the sum for all rows of the group."""
     wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     if (tl.load(length + b) > 0) & (tl.load(previous_ring_begin + b) < tl.load(ring_begin + b)):
-        c, one = tl.arange(0, ROW)[None, :], tl.zeros((1, 1), tl.int32)
-        there = in_row(c, D)
-        for i in range(n):
-            at = tl.load(rows + bh * n + i) + one
-            token = load_row(row_at(pool, bh, at, pool_rows, D), c, at >= 0, there, D)  # [1, ROW]
-            to = row_at(sums, bh, at // GROUP, groups, D) + c
-            found = tl.load(to, mask=there, other=0.0).to(tl.float32) + token / GROUP
-            tl.store(to, found.to(sums.dtype.element_ty), mask=there)
+        i, c = tl.arange(0, N), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        at = tl.load(rows + bh * n + i, mask=i < n, other=0)
+        group, there = tl.where(i < n, at // GROUP, -1), in_row(c, D)
+        tokens = load_row(row_at(pool, bh, at, pool_rows, D)[:, None], c, (i < n)[:, None], there, D)  # [N, COLUMNS]
+        same = (group[:, None] == group[None, :]).to(tl.float32)  # [N, N]
+        first = tl.min(tl.where(group[:, None] == group[None, :], i[None, :], N), 1) == i
+        to = row_at(sums, bh, at // GROUP, groups, D)[:, None] + c
+        m = (first & (i < n))[:, None] & there
+        found = tl.load(to, mask=m, other=0.0).to(tl.float32)
+        found += tl.dot(same, tokens.to(tl.float32), input_precision="ieee") / GROUP
+        tl.store(to, found.to(sums.dtype.element_ty), mask=m)
 
 
 def launch(leaving, v, rest, lengths, order, join, rows) -> None:
@@ -145,10 +150,11 @@ def launch(leaving, v, rest, lengths, order, join, rows) -> None:
 
 
 def _launch_rows(pool, rest, lengths, rows, d) -> None:
-    (batch, heads, pool_rows), (sums, group) = pool.shape[:3], rest[:2]
-    _add_rows[(batch * heads,)](
-        pool, sums, rows, *lengths[1:4], heads, rows.shape[2], pool_rows, sums.shape[2], GROUP=group, D=d,
-        ROW=next_power_of_2(row_width(d)), num_warps=2, **launch_early(sums.device, batch * heads),
+    (batch, heads, pool_rows), (sums, group), n = pool.shape[:3], rest[:2], rows.shape[2]
+    parts = cdiv(row_width(d), COLUMNS)
+    _add_rows[(batch * heads, parts)](
+        pool, sums, rows, *lengths[1:4], heads, n, pool_rows, sums.shape[2], GROUP=group, D=d,
+        N=max(16, next_power_of_2(n)), COLUMNS=COLUMNS, **launch_early(sums.device, batch * heads * parts),
     )  # fmt: skip
 
 
