@@ -211,6 +211,9 @@ __device__ float power(int n) { return n < -126 ? 0 : __int_as_float((n + 127) <
 __device__ int program_of(int group) { return group % CLUSTER; }
 __device__ int place_of(int group) { return group / CLUSTER; }
 
+// The sums of a group, and the number of tokens in them; null without a token.
+struct Group { Row row; int tokens; };
+
 // The groups of the rest. Their exact tokens are in chosen blocks, or at positions from `begin` up to `end`, which are both in
 // the ring and in the sums.
 struct Rest {
@@ -232,16 +235,24 @@ struct Rest {
     if (g >= groups) return 0;
     if (!BY_FILL) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
     int tokens = 0;
-    for (int i = g * BLOCKS; i < min((g + 1) * BLOCKS, blocks); i++) tokens += __ldcg(fill + i);
+    for (int i = 0; i < BLOCKS; i++)  // unrolled: all loads are in flight together
+      if (g * BLOCKS + i < blocks) tokens += __ldcg(fill + g * BLOCKS + i);
     return tokens;
   }
 
   // This thread's group of a tile.
   __device__ int group(int tile) const { return (tile * TILE + threadIdx.x % TILE) * CLUSTER + rank; }
 
-  __device__ Row row(int tile) const {
-    const int g = group(tile);
-    return held(g) > 0 ? row_at<D>(sums, LISTED ? __ldcg(table + g) : g) : nullptr;
+  __device__ Row row(int g) const { return row_at<D>(sums, LISTED ? __ldcg(table + g) : g); }
+
+  __device__ Group find(int tile) const {
+    const int g = group(tile), tokens = held(g);
+    return {tokens > 0 ? row(g) : nullptr, tokens};
+  }
+
+  // The sums of this thread's group of a tile; null if no token remains.
+  __device__ Row remaining(int tile) const {
+    return left[tile * TILE + threadIdx.x % TILE] > 0 ? row(group(tile)) : nullptr;
   }
 
   // The logit of one of the remaining tokens of a group, to base 2; -inf if no token remains. Roundings are explicit, so
@@ -362,15 +373,15 @@ struct Queries {
   }
 };
 
-// Write the products with a tile of sums, and the tokens of its groups, into the tables.
+// Write the products with a tile of sums, and the tokens of its groups, into the tables. `tokens`: of this thread's group.
 __device__ void multiply_sums(State& s, const Rest& rest, const Queries& queries, const Words (&key)[2][OF_KEY],
-                              int tile, float scale) {
+                              int tile, int tokens, float scale) {
   const int g = threadIdx.x % 32 / 4;
   float z[2][4];
   queries.multiply<true>(z, key);
   for (int r = 0; r < 4; r++)
     if (g < G) rest.product[(tile * TILE + column(r)) * G + g] = steps(s, z[r / 2][r % 2] * scale, STEPS * GROUP);
-  if (lane() < TILE) rest.left[tile * TILE + lane()] = rest.held(rest.group(tile));
+  if (lane() < TILE) rest.left[tile * TILE + lane()] = tokens;
 }
 
 // Write the products with a tile of tokens into `kept`, and subtract them from the products of their groups.
@@ -534,18 +545,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   // The first tiles of a warp stay in registers.
   int tile = warp, group = warp;
   Words key[2][OF_KEY], value[4][OF_VALUE], mean[4][OF_VALUE];
-  const Row sum = rest.row(group);
-  load_keys(key, sum);
-  load_values(mean, sum);
+  Group found_sums = rest.find(group);
+  load_keys(key, found_sums.row);
+  load_values(mean, found_sums.row);
+  if (group + WARPS < rest.tiles()) ask_for(rest.find(group + WARPS).row);
   queries.load(q, q_h);
   __syncthreads();
 #pragma unroll 1
   for (int i = group; i < rest.tiles();) {
-    multiply_sums(s, rest, queries, key, i, scale);
+    multiply_sums(s, rest, queries, key, i, found_sums.tokens, scale);
     if ((i += WARPS) >= rest.tiles()) break;
-    const Row next = rest.row(i);
-    load_keys(key, next);
-    ask_for<true>(next);
+    found_sums = rest.find(i);
+    load_keys(key, found_sums.row);
+    ask_for<true>(found_sums.row);
   }
   if (SETTLED && !NAMED) wait_for_previous();
   List list = {token, token + most};
@@ -574,7 +586,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   while (group < rest.tiles()) {
     fold_sums(s, rest, mean, group, softcap);
     if ((group += WARPS) >= rest.tiles()) break;
-    load_values(mean, rest.row(group));
+    load_values(mean, rest.remaining(group));
   }
   s.top *= LN_2;
 #else
