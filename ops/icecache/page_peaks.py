@@ -232,7 +232,6 @@ def _shared_bytes(group: int, groups: int) -> int:
 def _launch_cuda(kernels, q, visited, leaves, min_nodes) -> tuple[Tensor, Tensor]:
     """csrc/page_peaks.cu"""
     (batch, heads, rows), (out, peaks), group = leaves.node.shape, fake(q, visited, leaves), visited.products.shape[3]
-    page = rows // out.shape[2]
     parts = max(1, min(peaks.shape[2], RESIDENT * sm_count(q.device) // (batch * heads)))
     groups = min(most_groups(group), cdiv(peaks.shape[2], parts))
     kernels.launch(
